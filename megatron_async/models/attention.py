@@ -1,0 +1,84 @@
+"""Self-attention over the paged KV cache, as a Megatron-Core module.
+
+`PagedSelfAttention` keeps everything of Megatron's `SelfAttention` that holds parameters (so
+checkpoints load unchanged) and replaces its forward: rotary by position, KV append and attention all
+read the step's `ContextGPUView` and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.gpu_view import ContextGPUView
+
+
+class PagedCoreAttention(nn.Module):
+    """Stands where Megatron's layer spec wants a `core_attention`; it has no parameters.
+
+    The attention itself happens in `ContextGPUView.attention`, which owns the KV cache.
+    """
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+
+class PagedSelfAttention(SelfAttention):
+    """Megatron self-attention whose keys and values live in the engine's paged cache.
+
+    `kv_layer_index` is this module's layer in the KV cache. The controller stamps it
+    (`stamp_kv_layers`), because Megatron's `layer_number` counts MLP and Mamba layers too.
+    """
+
+    kv_layer_index: int = -1
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        inference_context: ContextGPUView | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of one step.
+
+        Args:
+            hidden_states: `[tokens, 1, hidden]`, compute dtype, on the model's device.
+            attention_mask: ignored; causality follows from the view's positions.
+            inference_context: the device view of the step.
+
+        Returns:
+            output `[tokens, 1, hidden]` and the projection's bias or None.
+
+        Raises:
+            RuntimeError: called without a view (training and static batching are not served).
+        """
+        if inference_context is None:
+            raise RuntimeError(
+                "PagedSelfAttention runs only inside the engine: it was called without an "
+                "inference_context. Use Megatron-Core's own SelfAttention to train."
+            )
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        # [tokens, 1, heads, dim] -> [tokens, heads, dim]
+        context = inference_context.attention(
+            self.kv_layer_index, query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        )
+        output, bias = self.linear_proj(context.view(context.size(0), 1, -1))
+        return output, bias
+
+
+def stamp_kv_layers(model: nn.Module) -> int:
+    """Number the paged attention modules of `model` in execution order; return how many there are."""
+    modules = [m for m in model.modules() if isinstance(m, PagedSelfAttention)]
+    for index, module in enumerate(modules):
+        module.kv_layer_index = index
+    return len(modules)
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Device of the model's parameters."""
+    return next(model.parameters()).device

@@ -1,0 +1,189 @@
+"""Build a Megatron-Core model for the engine from a `ModelArchitecture`.
+
+One class serves all: Megatron's `HybridModel` with a layer pattern. The layer spec below uses
+Megatron's own parallel linear layers and torch norms, and our paged attention; parameter names are
+Megatron's, so a checkpoint of either side loads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from megatron_async.models.architecture import ModelArchitecture, RopeScaling
+from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
+from megatron_async.models.parallel_state import ensure_process_groups
+
+
+@dataclass
+class ModelConfig(TransformerConfig):
+    """Megatron's `TransformerConfig` plus what the engine must know of a model and Megatron keeps
+    in the model's constructor arguments instead."""
+
+    hybrid_layer_pattern: str | None = None
+    """Layer pattern of the `HybridModel`; None for a `GPTModel`."""
+    rotary_base: float = 10000.0
+    """Rope base ("theta")."""
+    rope_scaling: RopeScaling | None = None
+    """Llama-3 frequency scaling."""
+
+
+def transformer_config(architecture: ModelArchitecture, dtype: torch.dtype) -> ModelConfig:
+    """Megatron configuration of an architecture, every fusion that needs a GPU package off."""
+    return ModelConfig(
+        num_layers=len(architecture.hybrid_layer_pattern),
+        hidden_size=architecture.hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_query_groups,
+        kv_channels=architecture.kv_channels,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        layernorm_epsilon=architecture.layernorm_epsilon,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.add_qkv_bias,
+        qk_layernorm=architecture.qk_layernorm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        # Weights come from a checkpoint; CPU initialization needs no CUDA generator.
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        # bias_activation_fusion starts inductor (a C++ compiler and 20 s on a CPU).
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        hybrid_layer_pattern=architecture.hybrid_layer_pattern,
+        rotary_base=architecture.rotary_base,
+        rope_scaling=architecture.rope_scaling,
+    )
+
+
+class PagedHybridStack(HybridStack):
+    """Megatron's `HybridStack` with a torch final norm (the stock one is TransformerEngine's)."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, post_layer_norm=False, **kwargs)
+        if self.post_process:
+            self.final_norm = WrappedTorchNorm(
+                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As `HybridStack.forward`: hidden states `[tokens, 1, hidden]`, normalised at the end."""
+        hidden_states = super().forward(*args, **kwargs)
+        return self.final_norm(hidden_states) if self.post_process else hidden_states
+
+
+def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
+    """Layer spec of attention (`*`) and MLP (`-`) layers without any package beyond torch.
+
+    The key maps give norms the names that Megatron's TransformerEngine spec uses inside a
+    checkpoint (there the norm is fused into the linear layer), so checkpoints are interchangeable.
+    """
+    norm = WrappedTorchNorm if config.qk_layernorm else None
+    attention_layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=WrappedTorchNorm,
+            self_attention=ModuleSpec(
+                module=PagedSelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=PagedCoreAttention,
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=norm,
+                    k_layernorm=norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
+            },
+        ),
+    )
+    mlp_layer = ModuleSpec(
+        module=MLPLayer,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=WrappedTorchNorm,
+            mlp=partial(
+                MLP.as_mlp_submodule,
+                submodules=MLPSubmodules(
+                    linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
+                ),
+            ),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+        ),
+    )
+    return ModuleSpec(
+        module=PagedHybridStack,
+        submodules=HybridStackSubmodules(attention_layer=attention_layer, mlp_layer=mlp_layer),
+    )
+
+
+def build_model(
+    architecture: ModelArchitecture, dtype: torch.dtype, device: torch.device
+) -> HybridModel:
+    """A `HybridModel` with uninitialised weights on `device`, in eval mode, without gradients.
+
+    It is laid out on the meta device first, so that no memory is touched twice.
+    """
+    groups = ensure_process_groups()
+    config = transformer_config(architecture, dtype)
+    with torch.device("meta"):
+        model = HybridModel(
+            config=config,
+            hybrid_stack_spec=hybrid_stack_spec(config),
+            vocab_size=architecture.vocab_size,
+            max_sequence_length=architecture.max_position_embeddings,
+            hybrid_layer_pattern=architecture.hybrid_layer_pattern,
+            parallel_output=False,
+            share_embeddings_and_output_weights=architecture.tie_word_embeddings,
+            # Rotary is applied by position inside PagedSelfAttention.
+            position_embedding_type="none",
+            pg_collection=groups,
+        )
+    model = model.to(dtype=dtype).to_empty(device=device)
+    return model.eval().requires_grad_(False)
+
+
+def init_dummy_weights(model: torch.nn.Module, seed: int = 0) -> None:
+    """Fill a model with random weights, made on its own device.
+
+    Norms get 1; the rest N(0, 0.02), so that activations stay finite and logits differ.
+    """
+    generator: torch.Generator | None = None
+    for name, parameter in model.named_parameters():
+        if generator is None:
+            generator = torch.Generator(device=parameter.device).manual_seed(seed)
+        if parameter.dim() == 1 and "norm" in name:
+            parameter.data.fill_(1.0)
+        elif parameter.dim() == 1:
+            parameter.data.zero_()
+        else:
+            parameter.data.normal_(0.0, 0.02, generator=generator)
