@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Set up, then every check a change must pass: lints, types, tests on the CPU.
+# Arguments go to pytest:  bash scripts/test.sh tests/unit_tests/test_cli.py -k help
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+export PATH=$PWD/.venv/bin:$PATH
+
+status=0
+run() {
+    printf '\n== %s\n' "$*"
+    "$@" || { status=1; printf '== FAILED: %s\n' "$*"; }
+}
+run ruff check .
+run mypy
+run python scripts/lint_no_sync.py
+
+# Two workers, one thread each: the models under test are too small to share a matrix product.
+export OMP_NUM_THREADS=1
+workers=(-n 2)
+for argument in "$@"; do
+    [[ $argument == -n* || $argument == --pdb || $argument == -s ]] && workers=()
+done
+run python -m pytest "${workers[@]}" "$@"
+exit $status

@@ -1,0 +1,63 @@
+"""Package metadata; tool configuration is in pyproject.toml, exact versions in requirements.lock."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+RUNTIME = [
+    # One torch series: results are compared bit for bit, and kernels change between series.
+    "torch==2.11.*",
+    # Exact: layer specs are ours, and saving a checkpoint uses private helpers of this version.
+    "megatron-core==0.19.2",
+    # Megatron-Core's attention and Mamba modules import it without declaring it.
+    "einops>=0.8",
+    "gguf>=0.19",
+    "jinja2>=3.1",  # chat templates
+    "numpy>=2.0",
+    "safetensors>=0.8",
+    "tokenizers>=0.23",
+    "tqdm>=4.67",
+]
+
+EXTRAS = {
+    # Exact: a pre-release whose interface still moves. It compiles its kernels at run time.
+    "gpu": ["flash-attn-4==4.0.0b36"],
+    "te": ["transformer-engine[core_cu13,pytorch]"],
+    "ssm": ["mamba-ssm", "causal-conv1d>=1.5,<2"],
+    "server": ["fastapi", "uvicorn", "prometheus-client", "msgspec"],
+    "dev": [
+        # The reference that the engine's tokens are compared with; it reads GGUF by accelerate.
+        "transformers>=5.17,<6",
+        "accelerate",
+        "hypothesis",
+        "mypy",
+        "pre-commit",
+        "pytest",
+        "pytest-timeout",
+        "pytest-xdist",
+        "ruff",
+        "uv",  # installs requirements.lock
+    ],
+}
+
+setup(
+    name="megatron_async",
+    version="0.1.0",
+    description="Async-scheduled continuous-batching inference engine for Megatron-Core models",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.12",
+    packages=find_packages(include=["megatron_async", "megatron_async.*"]),
+    package_data={"megatron_async": ["py.typed"]},
+    install_requires=RUNTIME,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["megatron-async = megatron_async.cli:main"]},
+    classifiers=[
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
