@@ -1,4 +1,4 @@
-"""Package metadata; tool configuration is in pyproject.toml, exact versions in requirements.lock."""
+"""Package metadata. Tool configuration is in pyproject.toml, exact versions in the lock."""
 
 from pathlib import Path
 
@@ -14,6 +14,7 @@ RUNTIME = [
     "gguf>=0.19",
     "jinja2>=3.1",  # chat templates
     "numpy>=2.0",
+    "psutil>=7",  # free memory of the host
     "safetensors>=0.8",
     "tokenizers>=0.23",
     "tqdm>=4.67",

@@ -1,0 +1,239 @@
+"""Our own lint: nothing on the step path waits for the device, and the house stays in order.
+
+    python scripts/lint_no_sync.py            # the whole package
+    python scripts/lint_no_sync.py FILE ...   # some files of it (pre-commit)
+
+On the step path (`STEP_PATH`) a call that reads a device tensor on the CPU, or uploads a Python
+value, makes the CPU wait for everything launched before: the GPU then idles while the next step is
+prepared. Such calls are errors. Where one is right (the tensor is in host memory, or the code does
+not run in a step) say so on its line, with the reason:
+
+    rows = mask.nonzero()  # sync-ok: NumPy array, never on the device
+
+Everywhere in the package: a public function, method or class has a docstring (a method may inherit
+it from a base class of the package), and a file has at most `MAX_LINES` lines. The lint reads
+syntax, not types, so it cannot know an array from a tensor; that is what the reason is for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "megatron_async"
+STEP_PATH = (
+    "contexts",
+    "engines",
+    "text_generation_controllers",
+    "models",
+    "ops",
+    "model_inference_wrappers",
+)
+MAX_LINES = 400
+
+READ = "keep the value on the device, or copy it with the step's samples and read it in resolve"
+UPLOAD = "put it into the step's bookkeeping buffer, or make it once, outside the step"
+SHAPE = "its result's shape is data: use a mask, torch.where(mask, a, b) or the plan's CPU arrays"
+
+METHODS = {
+    "item": READ,
+    "cpu": READ,
+    "tolist": READ,
+    "numpy": READ,
+    "nonzero": SHAPE,
+    "argwhere": SHAPE,
+    "masked_select": SHAPE,
+    "synchronize": "wait for the step's event in resolve; nothing else waits",
+}
+"""Calls that synchronise whoever their receiver is, and the remedy."""
+
+WAIVER = re.compile(r"#\s*sync-ok\b:?\s*(?P<reason>.*)")
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """One broken rule: where, which, and what to do instead."""
+
+    path: Path
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        path = self.path.relative_to(ROOT) if self.path.is_relative_to(ROOT) else self.path
+        return f"{path}:{self.line}: {self.message}"
+
+
+def synchronising_call(call: ast.Call) -> tuple[str, str] | None:
+    """What a call looks like and its remedy, if it makes the CPU wait for the device."""
+    if not isinstance(call.func, ast.Attribute):
+        return None
+    name, receiver = call.func.attr, call.func.value
+    of_torch = isinstance(receiver, ast.Name) and receiver.id == "torch"
+    of_numpy = isinstance(receiver, ast.Name) and receiver.id in ("np", "numpy")
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    if of_numpy:
+        return None  # NumPy arrays live in host memory
+    if name in METHODS:
+        return f"{ast.unparse(call.func)}()", METHODS[name]
+    if of_torch and name == "where" and len(call.args) + len(call.keywords) == 1:
+        return "torch.where(mask)", SHAPE
+    if of_torch and name in ("tensor", "as_tensor") and "device" in keywords:
+        return f"torch.{name}(..., device=...)", UPLOAD
+    if name == "to":
+        target = call.args[0] if call.args else keywords.get("device")
+        if target is not None and is_cpu(target):
+            return '.to("cpu")', READ
+    return None
+
+
+def is_cpu(node: ast.expr) -> bool:
+    """True for the expressions `"cpu"` and `torch.device("cpu")`."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and node.value.split(":")[0] == "cpu"
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.device":
+        return bool(node.args) and is_cpu(node.args[0])
+    return False
+
+
+def waivers(source: str) -> dict[int, str]:
+    """Line -> reason of each `# sync-ok` comment; the reason is empty where none is given."""
+    found = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and (match := WAIVER.match(token.string)):
+            found[token.start[0]] = match["reason"].strip()
+    return found
+
+
+def check_sync(path: Path, source: str) -> tuple[list[Finding], int]:
+    """Findings of the no-sync rules in one file, and how many calls a waiver lets through."""
+    findings: list[Finding] = []
+    reasons = waivers(source)
+    used: set[int] = set()
+    waived = 0
+    for node in ast.walk(ast.parse(source, str(path))):
+        if not isinstance(node, ast.Call) or (problem := synchronising_call(node)) is None:
+            continue
+        # The attribute's own line (a chain of calls starts lines above), or the statement's last.
+        assert isinstance(node.func, ast.Attribute)
+        line = node.func.end_lineno or node.lineno
+        waiver = next((at for at in (line, node.end_lineno or line) if at in reasons), None)
+        if waiver is not None:
+            used.add(waiver)
+            waived += 1
+            continue
+        what, remedy = problem
+        findings.append(Finding(path, line, f"{what} waits for the device: {remedy}"))
+    for line, reason in reasons.items():
+        if not reason:
+            findings.append(Finding(path, line, "`# sync-ok` needs a reason: `# sync-ok: why`"))
+        elif line not in used:
+            findings.append(Finding(path, line, "`# sync-ok` waives nothing here: remove it"))
+    return findings, waived
+
+
+def public_definitions(body: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef]:
+    """Classes and functions defined directly in `body` whose docstring a reader may look for."""
+    for node in ast.iter_child_nodes(body):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            decorators = {ast.unparse(d).split(".")[-1] for d in node.decorator_list}
+            if not node.name.startswith("_") and not decorators & {"overload", "setter"}:
+                yield cast("ast.ClassDef | ast.FunctionDef", node)
+
+
+def documented_methods(trees: Iterable[ast.AST]) -> dict[str, set[str]]:
+    """Class name -> names of the methods that have a docstring there or in a base class."""
+    classes = {n.name: n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+    found: dict[str, set[str]] = {}
+
+    def methods(name: str) -> set[str]:
+        if name not in found and name in classes:
+            found[name] = set()  # ends a circle of names
+            own = {m.name for m in public_definitions(classes[name]) if ast.get_docstring(m)}
+            bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in classes[name].bases]
+            found[name] = own.union(*map(methods, bases))
+        return found.get(name, set())
+
+    for name in classes:
+        methods(name)
+    return found
+
+
+def undocumented(tree: ast.AST, documented: dict[str, set[str]]) -> Iterator[tuple[int, str]]:
+    """Line and name of the public classes, functions and methods that have no docstring."""
+    for node in public_definitions(tree):
+        if ast.get_docstring(node) is None:
+            yield node.lineno, node.name
+        if isinstance(node, ast.ClassDef):
+            for method in public_definitions(node):
+                if method.name not in documented[node.name]:
+                    yield method.lineno, f"{node.name}.{method.name}"
+
+
+def check_house(
+    path: Path, source: str, documented: dict[str, set[str]] | None = None
+) -> list[Finding]:
+    """Findings of the rules that hold everywhere in the package: length and docstrings.
+
+    `documented` is `documented_methods` of the package; without it, of this file alone.
+    """
+    findings = []
+    lines = source.count("\n") + (not source.endswith("\n"))
+    if lines > MAX_LINES:
+        findings.append(
+            Finding(path, lines, f"{lines} lines, at most {MAX_LINES}: one idea a file, split it")
+        )
+    tree = ast.parse(source, str(path))
+    if source.strip() and ast.get_docstring(tree) is None:
+        findings.append(Finding(path, 1, "module without a docstring: say what it is for"))
+    documented = documented_methods([tree]) if documented is None else documented
+    for line, name in undocumented(tree, documented):
+        findings.append(Finding(path, line, f"{name} has no docstring: say what it does"))
+    return findings
+
+
+def lint(paths: list[Path], package: Path) -> tuple[list[Finding], int]:
+    """All findings in the given files of `package`, sorted, and the number of waived calls."""
+    findings: list[Finding] = []
+    waived = 0
+    documented = documented_methods(ast.parse(p.read_bytes()) for p in package.rglob("*.py"))
+    for path in paths:
+        source = path.read_text(encoding="utf-8")
+        findings += check_house(path, source, documented)
+        if path.relative_to(package).parts[0] in STEP_PATH:
+            found, allowed = check_sync(path, source)
+            findings += found
+            waived += allowed
+    return sorted(findings), waived
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Lint the package, or the given files of it; 1 if a rule is broken."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path, help="default: the whole package")
+    arguments = parser.parse_args(argv)
+    package = ROOT / PACKAGE
+    given = [path.resolve() for path in arguments.files]
+    paths = [
+        path
+        for path in (given or sorted(package.rglob("*.py")))
+        if path.suffix == ".py" and path.is_relative_to(package)
+    ]
+    findings, waived = lint(paths, package)
+    for finding in findings:
+        print(finding)
+    verdict = f"{len(findings)} findings" if findings else "clean"
+    print(f"lint_no_sync: {len(paths)} files, {waived} waived calls, {verdict}", file=sys.stderr)
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
