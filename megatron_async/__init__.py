@@ -1,0 +1,60 @@
+"""megatron_async: an async-scheduled dynamic inference engine for Megatron-Core models."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import TYPE_CHECKING, Any
+
+# Megatron-Core says at import, a dozen times, that TransformerEngine and Apex are missing. They are
+# optional here.
+warnings.filterwarnings("ignore", module=r"megatron\.core.*")
+warnings.filterwarnings("ignore", category=SyntaxWarning, module=r"megatron\.core.*")
+
+if TYPE_CHECKING:
+    from megatron_async.config import InferenceConfig
+    from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+    from megatron_async.inference_request import DynamicInferenceRequest, Status
+    from megatron_async.llm import LLM
+    from megatron_async.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+    from megatron_async.sampling_params import SamplingParams
+    from megatron_async.text_generation_controllers.text_generation_controller import (
+        TextGenerationController,
+    )
+
+__version__ = "0.1.0"
+
+# Imported on first use: `--help` and `--version` need neither torch nor Megatron.
+_EXPORTS = {
+    "LLM": "llm",
+    "InferenceConfig": "config",
+    "SamplingParams": "sampling_params",
+    "DynamicInferenceRequest": "inference_request",
+    "Status": "inference_request",
+    "DynamicInferenceContext": "contexts.dynamic_context",
+    "DynamicInferenceEngine": "engines.dynamic_engine",
+    "TextGenerationController": "text_generation_controllers.text_generation_controller",
+    "GPTInferenceWrapper": "model_inference_wrappers.gpt_inference_wrapper",
+}
+__all__ = [
+    "LLM",
+    "DynamicInferenceContext",
+    "DynamicInferenceEngine",
+    "DynamicInferenceRequest",
+    "GPTInferenceWrapper",
+    "InferenceConfig",
+    "SamplingParams",
+    "Status",
+    "TextGenerationController",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

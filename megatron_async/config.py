@@ -1,0 +1,136 @@
+"""`InferenceConfig`: every setting of the engine, with its manual under it.
+
+Field names are Megatron-Core's where the meaning is the same; `lookahead`, `num_kv_blocks`, `device`
+and `check_integrity` are ours. It is mutually exclusive with the model's `TransformerConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_async.errors import ConfigurationError
+
+LOOKAHEAD_OF_MODE = {"legacy": 0, "async": 1}
+"""Megatron-Core's `async_sched_mode` values, as lookahead."""
+
+
+@dataclass
+class InferenceConfig:
+    """Settings of a `DynamicInferenceContext` and its engine.
+
+    Raises:
+        ConfigurationError: a value out of range; the message names field, value and remedy.
+    """
+
+    # ---- KV cache -------------------------------------------------------------------------------
+    block_size_tokens: int = 256
+    """Tokens in one KV block. Small blocks waste less memory at the end of a sequence, large ones
+    make shorter block tables. GPU attention kernels want a multiple of 16."""
+
+    buffer_size_gb: float | None = None
+    """Memory for the KV pool, in GiB on the engine's device. None: 1 GiB on a CPU; on a GPU 80 % of
+    what is free once the weights are loaded. Ignored when `num_kv_blocks` is given."""
+
+    num_kv_blocks: int | None = None
+    """Blocks in the KV pool, exactly. Overrides `buffer_size_gb`."""
+
+    paused_buffer_size_gb: float | None = None
+    """At most this much of the pool (GiB) may be held by paused requests; beyond it the youngest
+    paused request is evicted: it gives its blocks back, keeps its tokens and is prefilled again
+    later. None: no such limit; requests are evicted only when nothing else could run."""
+
+    # ---- Limits of a step -------------------------------------------------------------------------
+    max_requests: int = 256
+    """Requests that may hold a slot (be active or paused) at once; others wait in order."""
+
+    max_tokens: int = 2048
+    """Token budget of one step: decode rows first, the rest goes to prefill. Smaller budgets keep
+    the time between two tokens of running requests short, larger ones prefill faster. At least
+    `max_requests`, so that every active request can decode in one step."""
+
+    max_sequence_length: int = 2560
+    """Longest sequence, prompt and generated tokens together, tokens."""
+
+    enable_chunked_prefill: bool = True
+    """Split a prompt over steps when it does not fit the token budget, decode going on beside it.
+    Off: a prompt is prefilled in one step, and one longer than `max_tokens` is refused. (A request
+    prefilled again after an eviction may be split all the same.)"""
+
+    # ---- Scheduling -------------------------------------------------------------------------------
+    lookahead: int | None = None
+    """Steps that may be in flight, unresolved, when the next is prepared. 0 is serial; 1 (the
+    default) launches step N+1 while step N runs; more hides jitter of the CPU at the price of up to
+    `lookahead` wasted rows when a request ends by a stop token."""
+
+    async_sched_mode: str | None = None
+    """Megatron-Core's name for the same: "legacy" is lookahead 0, "async" is lookahead 1."""
+
+    # ---- Sampling ---------------------------------------------------------------------------------
+    inference_sampling_seed: int = 42
+    """Seed of every request that brings none of its own, mixed with the request's id, so that equal
+    prompts get different samples and a run can be repeated."""
+
+    materialize_only_last_token_logits: bool = True
+    """Compute logits only where a token is sampled. The engine needs no others, so False is
+    refused until log probs of prompts are served."""
+
+    # ---- Device and safety ------------------------------------------------------------------------
+    device: str | None = None
+    """"cpu", "cuda" or "cuda:N". None: "cuda" where there is a GPU, else "cpu"."""
+
+    check_integrity: bool = False
+    """Check after every step that each KV block and slot has exactly one owner (slow: for tests)."""
+
+    def __post_init__(self) -> None:
+        self._resolve_lookahead()
+        for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
+            self._require_int(name, 1)
+        if self.num_kv_blocks is not None:
+            self._require_int("num_kv_blocks", 1)
+        for name in ("buffer_size_gb", "paused_buffer_size_gb"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                raise ConfigurationError(f"{name}={value!r} must be a number of GiB above 0.")
+        if self.max_tokens < self.max_requests:
+            raise ConfigurationError(
+                f"max_tokens={self.max_tokens} is smaller than max_requests={self.max_requests}: "
+                "every active request needs one token of a step's budget. Raise max_tokens or "
+                "lower max_requests."
+            )
+        if not self.materialize_only_last_token_logits:
+            raise ConfigurationError(
+                "materialize_only_last_token_logits=False is for log probs of prompts, which this "
+                "engine does not serve yet; leave it True."
+            )
+
+    def _resolve_lookahead(self) -> None:
+        if self.async_sched_mode is not None:
+            # Megatron's own enum is accepted too.
+            mode: Any = getattr(self.async_sched_mode, "value", self.async_sched_mode)
+            if mode not in LOOKAHEAD_OF_MODE:
+                raise ConfigurationError(
+                    f"async_sched_mode={mode!r} is unknown: use 'legacy' (lookahead 0) or 'async' "
+                    "(lookahead 1), or set lookahead itself."
+                )
+            implied = LOOKAHEAD_OF_MODE[mode]
+            if self.lookahead is not None and self.lookahead != implied:
+                raise ConfigurationError(
+                    f"async_sched_mode={mode!r} means lookahead {implied}, but "
+                    f"lookahead={self.lookahead} was given too. Give one of the two."
+                )
+            self.lookahead = implied
+        if self.lookahead is None:
+            self.lookahead = 1
+        self._require_int("lookahead", 0)
+
+    def _require_int(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"{name}={value!r} must be an integer of at least {least}.")
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Most steps that are launched and unresolved at once: the length of every buffer ring."""
+        assert self.lookahead is not None  # set in __post_init__
+        return self.lookahead + 1

@@ -1,0 +1,378 @@
+"""`DynamicInferenceContext`: the CPU's truth about requests, slots and KV blocks, and its plans.
+
+`context.foo` is always CPU; `context.gpu_view.foo` is always device. The context launches nothing on
+the device except the one copy of a step's bookkeeping.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_async.config import InferenceConfig
+from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest
+from megatron_async.contexts.bookkeeping_buffer import HostStaging
+from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
+from megatron_async.contexts.device_slots import DeviceSlots
+from megatron_async.contexts.gpu_view import ContextGPUView
+from megatron_async.contexts.integrity import check_integrity
+from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
+from megatron_async.contexts.kv_cache import GIB, PagedKVCache, blocks_that_fit, bytes_per_block
+from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
+from megatron_async.contexts.request_slots import RequestSlots, SlotState
+from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.devices import Device, make_device
+from megatron_async.inference_request import (
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+    Status,
+)
+from megatron_async.models.rotary import RotaryTable
+
+ADMISSION_HORIZON = 32
+"""Admission leaves the blocks that running requests will want within this many steps, so that a
+newcomer does not pause the requests it joins right away."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one resolved step yields: arrays over its live rows.
+
+    Splitting it by request, detokenizing and streaming are the consumer's work.
+    """
+
+    step: int
+    slots: IntArray
+    """int32 `[live]`."""
+    request_ids: NDArray[np.int64]
+    """int64 `[live]`."""
+    tokens: IntArray
+    """int32 `[live]`."""
+    is_first: NDArray[np.bool_]
+    """bool `[live]`: the request's first generated token."""
+    stopped: NDArray[np.bool_]
+    """bool `[live]`: the token ends its request (termination id or stop token)."""
+    ended: NDArray[np.bool_]
+    """bool `[live]`: stopped, or at its length limit."""
+    zombie_rows: int
+    """Rows whose request was gone when the step was resolved."""
+
+
+class DynamicInferenceContext:
+    """Schedules requests over a paged KV cache.
+
+    Args:
+        model_config: Megatron's `TransformerConfig` of the model; a `HybridModel`'s must carry
+            `hybrid_layer_pattern` (see `models.hybrid.ModelConfig`).
+        inference_config: settings of the engine.
+        device: the device to run on; made from `inference_config.device` when None.
+
+    Attributes:
+        gpu_view: the device's snapshot of the running step.
+        slots: per-request state.
+        blocks: ownership of KV blocks.
+        waiting: requests without a slot.
+        pauses, evictions: counts of events so far.
+    """
+
+    def __init__(
+        self,
+        model_config: Any,
+        inference_config: InferenceConfig,
+        device: Device | None = None,
+    ) -> None:
+        self.config = inference_config
+        self.model_config = model_config
+        self.device = device or make_device(inference_config.device)
+        self.block_size_tokens = inference_config.block_size_tokens
+        self.max_requests = inference_config.max_requests
+        self.max_tokens = inference_config.max_tokens
+        self.max_sequence_length = inference_config.max_sequence_length
+        max_blocks = -(-self.max_sequence_length // self.block_size_tokens)
+
+        kv_cache = self._make_kv_cache()
+        self.blocks = KVBlockAllocator(kv_cache.dummy_block)
+        self.slots = RequestSlots(self.max_requests, self.max_sequence_length, max_blocks)
+        self.waiting = AdmissionQueue()
+        capacity = BookkeepingLayout.capacity(self.max_requests, self.max_tokens, self.blocks.total)
+        ring = inference_config.steps_in_flight
+        self._staging = HostStaging(self.device, capacity, ring)
+        self.gpu_view = ContextGPUView(
+            inference_config,
+            capacity,
+            DeviceSlots(
+                self.max_requests, max_blocks, kv_cache.dummy_block, self.device.torch_device
+            ),
+            kv_cache,
+            self._make_rotary(),
+            model_config.params_dtype,
+        )
+        self.device.fence()
+        self._plan_builder = PlanBuilder(self.slots)
+        self._prefilling: list[int] = []
+        self._arrivals = 0
+        self.pauses = 0
+        self.evictions = 0
+
+    def _make_kv_cache(self) -> PagedKVCache:
+        model, config = self.model_config, self.config
+        pattern = getattr(model, "hybrid_layer_pattern", None)
+        layers = pattern.count("*") if pattern else model.num_layers
+        shape = (config.block_size_tokens, model.num_query_groups, model.kv_channels)
+        block_bytes = bytes_per_block(layers, *shape, model.params_dtype)
+        num_blocks = blocks_that_fit(
+            block_bytes,
+            self.device.free_memory(),
+            self.device.torch_device,
+            config.num_kv_blocks,
+            config.buffer_size_gb,
+        )
+        paused_gb = config.paused_buffer_size_gb
+        self._max_paused_blocks = (
+            num_blocks if paused_gb is None else int(paused_gb * GIB) // block_bytes
+        )
+        return PagedKVCache(
+            layers, num_blocks, *shape, model.params_dtype, self.device.torch_device
+        )
+
+    def _make_rotary(self) -> RotaryTable | None:
+        model = self.model_config
+        return RotaryTable(
+            model.kv_channels,
+            self.max_sequence_length,
+            getattr(model, "rotary_base", 10000.0),
+            getattr(model, "rope_scaling", None),
+            self.device.torch_device,
+        )
+
+    # ---- Requests in and out ------------------------------------------------------------------------
+
+    def add_request(self, request: DynamicInferenceRequest, seed: int, max_length: int) -> None:
+        """Queue a request that the engine has found servable.
+
+        Args:
+            request: with its prompt tokens.
+            seed: of its random numbers, 0 .. 2**63 - 1.
+            max_length: sequence length, tokens, at which it ends.
+        """
+        self.waiting.add(WaitingRequest(request, self._arrivals, seed, max_length))
+        self._arrivals += 1
+
+    def release_request(self, slot: int) -> None:
+        """End the request in `slot`: its blocks and slot are free at once (rows in flight become
+        zombies), its generated tokens stay with the request."""
+        request = self.slots.request_at(slot)
+        request.generated_tokens = self.slots.generated_tokens(slot)
+        if self.slots.state[slot] == SlotState.PREFILLING:
+            self._prefilling.remove(slot)
+        self.blocks.release(self.slots.release(slot))
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request waits or holds a slot."""
+        return len(self.waiting) > 0 or self.slots.num_free < self.max_requests
+
+    # ---- Planning a step ----------------------------------------------------------------------------
+
+    def prepare_step(self) -> StepPlan | None:
+        """Decide the next step: CPU only, and without waiting for any step in flight.
+
+        Returns:
+            the plan, already counted as launched; None when nothing can run before a step in
+            flight is resolved (or there is no work).
+        """
+        while True:
+            decode = self._schedule_decode()
+            prefill = self._schedule_prefill(self.max_tokens - len(decode))
+            if len(decode) or prefill:
+                plan = self._plan_builder.build(decode, prefill)
+                if prefill:
+                    state = self.slots.state
+                    self._prefilling = [
+                        slot for slot in self._prefilling if state[slot] == SlotState.PREFILLING
+                    ]
+                return plan
+            if not self._make_room():
+                return None
+
+    def _schedule_decode(self) -> IntArray:
+        """Slots that decode one token this step, each with a block for it.
+
+        When blocks run out, they go to the requests that arrived first; the others pause.
+        """
+        slots = self.slots
+        wants = (slots.state >= SlotState.DECODING) & (slots.num_launched < slots.max_length)
+        rows = np.flatnonzero(wants).astype(np.int32)
+        # The token to be decoded stands at num_launched - 1, and needs a place in the cache.
+        full = slots.num_launched[rows] > slots.num_blocks[rows] * self.block_size_tokens
+        needy = rows[full]
+        if len(needy) == 0:
+            return rows
+        if len(needy) > self.blocks.free:
+            by_arrival = needy[np.argsort(slots.arrival[needy])]
+            needy, starved = np.split(by_arrival, [self.blocks.free])
+            rows = np.setdiff1d(rows, starved, assume_unique=True)
+            self._pause(starved)
+        self._resume(needy)
+        self._give_blocks(needy)
+        return rows
+
+    def _give_blocks(self, rows: IntArray) -> None:
+        """One more block for each of `rows`."""
+        indices = self.slots.num_blocks[rows]
+        blocks = self.blocks.allocate(len(rows))
+        self.slots.block_table[rows, indices] = blocks
+        self.slots.num_blocks[rows] = indices + 1
+        self._plan_builder.add_block_updates(rows, indices, blocks)
+
+    def _schedule_prefill(self, budget: int) -> list[PrefillChunk]:
+        """Prefill chunks for at most `budget` tokens: prompts under way first, then new requests."""
+        chunks: list[PrefillChunk] = []
+        for slot in self._prefilling:
+            budget -= self._add_chunk(chunks, slot, budget)
+        while budget > 0 and len(self.waiting) and self._may_admit(self.waiting.first(), budget):
+            budget -= self._add_chunk(chunks, self._admit(self.waiting.pop()), budget)
+        return chunks
+
+    def _add_chunk(self, chunks: list[PrefillChunk], slot: int, budget: int) -> int:
+        start = int(self.slots.num_prefilled[slot])
+        length = min(int(self.slots.num_known[slot]) - start, budget)
+        if length > 0:
+            chunks.append(PrefillChunk(slot, start, start + length))
+        return max(length, 0)
+
+    def _may_admit(self, waiting: WaitingRequest, budget: int) -> bool:
+        slots = self.slots
+        if slots.num_free == 0 or np.any(slots.state == SlotState.PAUSED):
+            return False
+        known = waiting.num_known
+        splits = self.config.enable_chunked_prefill or known > self.max_tokens
+        if known > budget and not splits:
+            return False
+        running = slots.state == SlotState.DECODING
+        soon = slots.num_launched + ADMISSION_HORIZON > slots.num_blocks * self.block_size_tokens
+        reserve = int(np.count_nonzero(running & soon))
+        return -(-known // self.block_size_tokens) + reserve <= self.blocks.free
+
+    def _admit(self, waiting: WaitingRequest) -> int:
+        """Give a request its slot and the blocks of all its known tokens."""
+        request, slots = waiting.request, self.slots
+        slot = slots.acquire(request, waiting.arrival, waiting.seed, waiting.max_length)
+        count = -(-waiting.num_known // self.block_size_tokens)
+        blocks = self.blocks.allocate(count)
+        indices = np.arange(count, dtype=np.int32)
+        slots.block_table[slot, :count] = blocks
+        slots.num_blocks[slot] = count
+        self._plan_builder.add_block_updates(np.full(count, slot, np.int32), indices, blocks)
+        self._prefilling.append(slot)
+        request.status = Status.ACTIVE_AND_GENERATING_TOKENS
+        request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
+        return slot
+
+    # ---- Memory pressure ----------------------------------------------------------------------------
+
+    def _pause(self, starved: IntArray) -> None:
+        """Let requests without a block sit out this step; they keep slot and blocks."""
+        slots = self.slots
+        newly = starved[slots.state[starved] != SlotState.PAUSED]
+        slots.state[newly] = SlotState.PAUSED
+        self.pauses += len(newly)
+        for slot in newly:
+            request = slots.request_at(slot)
+            request.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
+            request.add_event(DynamicInferenceEventType.PAUSE)
+        held = int(slots.num_blocks[starved].sum())
+        while held > self._max_paused_blocks:
+            held -= self._evict_youngest_paused()
+
+    def _resume(self, rows: IntArray) -> None:
+        """Continue requests that get a block; `rows` may contain running ones too."""
+        slots = self.slots
+        paused = rows[slots.state[rows] == SlotState.PAUSED]
+        slots.state[paused] = SlotState.DECODING
+        for slot in paused:
+            slots.request_at(slot).status = Status.ACTIVE_AND_GENERATING_TOKENS
+
+    def _make_room(self) -> bool:
+        """Nothing can run: evict a paused request if that is what it takes.
+
+        Returns:
+            whether planning is worth another try.
+        """
+        state = self.slots.state
+        if not np.any(state == SlotState.PAUSED):
+            return False
+        if np.any(state == SlotState.DECODING):
+            # At their length limits, their last tokens in flight: their blocks are back at the next
+            # resolve, which is sooner than a prefill from the start.
+            return False
+        self._evict_youngest_paused()
+        return True
+
+    def _evict_youngest_paused(self) -> int:
+        """Take everything from the paused request that arrived last, and queue it again.
+
+        Samples of it in flight become zombies; they will be sampled again, to the same tokens.
+
+        Returns:
+            how many blocks that freed.
+        """
+        slots = self.slots
+        paused = np.flatnonzero(slots.state == SlotState.PAUSED)
+        slot = int(paused[np.argmax(slots.arrival[paused])])
+        request = slots.request_at(slot)
+        waiting = WaitingRequest(
+            request, int(slots.arrival[slot]), int(slots.seed[slot]), int(slots.max_length[slot])
+        )
+        held = int(slots.num_blocks[slot])
+        self.release_request(slot)
+        self.waiting.put_back(waiting)
+        request.status = Status.WAITING_IN_QUEUE
+        request.add_event(DynamicInferenceEventType.EVICT)
+        self.evictions += 1
+        return held
+
+    # ---- To the device and back ---------------------------------------------------------------------
+
+    def transfer_bookkeeping_to_gpu(self, plan: StepPlan) -> None:
+        """Launch the step's one host-to-device copy."""
+        staged = self._staging.pack(plan, self.slots)
+        target = self.gpu_view.buffer[: len(staged)]
+        self.device.compute.launch(partial(target.copy_, staged, non_blocking=True))
+
+    def update_requests(self, plan: StepPlan, sampled: IntArray) -> StepOutput:
+        """Book the samples of a resolved step.
+
+        Args:
+            plan: of that step.
+            sampled: `[rows]` token ids, host memory; copied.
+
+        Returns:
+            the live rows' tokens, and which requests ended. The caller releases those.
+        """
+        slots = self.slots
+        held = slots.generation[plan.slots] == plan.generations
+        live = held & plan.produces
+        rows, tokens = plan.slots[live], sampled[live]
+        length = slots.num_known[rows]
+        slots.tokens[rows, length] = tokens
+        slots.num_known[rows] = length + 1
+        stopped = (slots.stop_ids[rows] == tokens[:, None]).any(axis=1)
+        return StepOutput(
+            step=plan.step,
+            slots=rows,
+            request_ids=slots.request_id[rows],
+            tokens=tokens,
+            is_first=length == slots.prompt_length[rows],
+            stopped=stopped,
+            ended=stopped | (length + 1 >= slots.max_length[rows]),
+            zombie_rows=len(held) - int(np.count_nonzero(held)),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every block and slot has exactly one owner."""
+        check_integrity(self.slots, self.blocks, self._prefilling)

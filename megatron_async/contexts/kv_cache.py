@@ -1,0 +1,119 @@
+"""The paged KV cache: one tensor for all layers, and how large it may be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_async.errors import OutOfMemoryError
+
+GIB = 1024**3
+DEFAULT_CPU_POOL_GB = 1.0
+DEFAULT_GPU_SHARE = 0.8
+
+
+class PagedKVCache:
+    """Keys and values of every layer in blocks.
+
+    Args:
+        num_layers: attention layers.
+        num_blocks: usable blocks; one more is allocated, the dummy block, which rows without a
+            request write to.
+        block_size: tokens a block.
+        num_heads: key/value heads.
+        head_dim: size of a head.
+        dtype: of keys and values.
+        device: where the cache lives.
+
+    Attributes:
+        num_layers: as given.
+        dummy_block: id of the dummy block.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_layers = num_layers
+        self.dummy_block = num_blocks
+        self.block_size = block_size
+        shape = (num_layers, 2, num_blocks + 1, block_size, num_heads, head_dim)
+        # Zeroed because a masked position has weight 0, and 0 times a stray NaN is NaN.
+        self._data = torch.zeros(shape, dtype=dtype, device=device)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Key and value cache of a layer, each `[blocks, block size, heads, dim]`."""
+        data = self._data[index]
+        return data[0], data[1]
+
+    def append(self, layer: int, write_index: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store this step's keys and values.
+
+        Args:
+            layer: attention layer.
+            write_index: int64 `[tokens]`: position in the cache, block * block size + offset.
+            key, value: `[tokens, heads, dim]`.
+        """
+        key_cache, value_cache = self.layer(layer)
+        key_cache.flatten(0, 1).index_copy_(0, write_index, key)
+        value_cache.flatten(0, 1).index_copy_(0, write_index, value)
+
+
+def bytes_per_block(
+    num_layers: int, block_size: int, num_heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Bytes of one block over all layers."""
+    return 2 * num_layers * block_size * num_heads * head_dim * dtype.itemsize
+
+
+def blocks_that_fit(
+    block_bytes: int,
+    free_bytes: int,
+    device: torch.device,
+    num_kv_blocks: int | None,
+    buffer_size_gb: float | None,
+) -> int:
+    """Number of usable blocks of the pool that was asked for.
+
+    Args:
+        block_bytes: from `bytes_per_block`.
+        free_bytes: memory free on the device.
+        device: decides the default size.
+        num_kv_blocks: exact number, or None.
+        buffer_size_gb: pool size in GiB, or None for the default.
+
+    Raises:
+        OutOfMemoryError: it does not fit, or not even one block does.
+    """
+    if num_kv_blocks is None:
+        if buffer_size_gb is not None:
+            pool = int(buffer_size_gb * GIB)
+        elif device.type == "cpu":
+            pool = min(int(DEFAULT_CPU_POOL_GB * GIB), int(DEFAULT_GPU_SHARE * free_bytes))
+        else:
+            pool = int(DEFAULT_GPU_SHARE * free_bytes)
+        # One block of the pool is the dummy block.
+        num_kv_blocks = pool // block_bytes - 1
+        asked = f"buffer_size_gb={pool / GIB:.3g}"
+        if num_kv_blocks < 1:
+            raise OutOfMemoryError(
+                f"{asked} holds no usable KV block: one block takes {block_bytes / GIB:.3g} GiB "
+                f"and one more is the dummy block. Give at least "
+                f"buffer_size_gb={2 * block_bytes / GIB:.3g}, or a smaller block_size_tokens."
+            )
+    else:
+        asked = f"num_kv_blocks={num_kv_blocks}"
+    needed = (num_kv_blocks + 1) * block_bytes
+    if needed > free_bytes:
+        fit = max(free_bytes // block_bytes - 1, 0)
+        raise OutOfMemoryError(
+            f"{asked} needs {needed / GIB:.3g} GiB on {device}, but {free_bytes / GIB:.3g} GiB is "
+            f"free. At most num_kv_blocks={fit} (buffer_size_gb={fit * block_bytes / GIB:.3g}) fits."
+        )
+    return num_kv_blocks

@@ -1,0 +1,159 @@
+"""`RequestSlots`: all per-request state of the CPU, as structure-of-arrays indexed by slot.
+
+A request holds one slot from admission to its end; the slot never moves. Scheduling and bookkeeping
+work on whole arrays; Python touches single requests only at events of their life.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from megatron_async.contexts.step_plan import IntArray
+from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.ops.sampling import SamplingMode
+from megatron_async.sampling_params import SamplingParams
+
+NO_TOKEN = -1
+"""Fills unused entries of `stop_ids`: no token has this id."""
+
+
+class SlotState(IntEnum):
+    """State of a slot. The order matters: from DECODING on, a slot has its prompt in the cache."""
+
+    FREE = 0
+    PREFILLING = 1
+    DECODING = 2
+    PAUSED = 3
+    """Wants a block and there is none; decides itself anew every step."""
+
+
+class RequestSlots:
+    """State of up to `capacity` requests.
+
+    Three lengths say how far a request is, each at least the one before:
+    `num_known` tokens are on the CPU (prompt and booked samples); `num_launched` counts the samples
+    of steps in flight too; `max_length` is where the sequence ends by its limits.
+
+    Args:
+        capacity: number of slots.
+        max_sequence_length: longest sequence, tokens.
+        max_blocks: blocks that the longest sequence takes.
+    """
+
+    def __init__(self, capacity: int, max_sequence_length: int, max_blocks: int) -> None:
+        self.capacity = capacity
+        self.state = np.full(capacity, SlotState.FREE, dtype=np.int8)
+        self.generation = np.zeros(capacity, dtype=np.int64)
+        self.request_id = np.full(capacity, -1, dtype=np.int64)
+        self.arrival = np.zeros(capacity, dtype=np.int64)
+
+        self.prompt_length = np.zeros(capacity, dtype=np.int32)
+        self.num_known = np.zeros(capacity, dtype=np.int32)
+        self.num_launched = np.zeros(capacity, dtype=np.int32)
+        self.max_length = np.zeros(capacity, dtype=np.int32)
+        self.num_prefilled = np.zeros(capacity, dtype=np.int32)
+        """Tokens whose prefill is launched; only of a PREFILLING slot."""
+
+        self.num_blocks = np.zeros(capacity, dtype=np.int32)
+        self.block_table = np.zeros((capacity, max_blocks), dtype=np.int32)
+        # Lazily paged in by the system: a short sequence touches little of its row.
+        self.tokens = np.empty((capacity, max_sequence_length), dtype=np.int32)
+
+        self.stop_ids = np.full((capacity, 1), NO_TOKEN, dtype=np.int32)
+        self.temperature = np.zeros(capacity, dtype=np.float32)
+        self.top_k = np.zeros(capacity, dtype=np.int32)
+        self.top_p = np.zeros(capacity, dtype=np.float32)
+        self.min_p = np.zeros(capacity, dtype=np.float32)
+        self.seed = np.zeros(capacity, dtype=np.int64)
+        self.sampling_mode = np.zeros(capacity, dtype=np.int8)
+
+        self.requests: list[DynamicInferenceRequest | None] = [None] * capacity
+        self._free = list(range(capacity - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no request holds."""
+        return len(self._free)
+
+    def acquire(
+        self, request: DynamicInferenceRequest, arrival: int, seed: int, max_length: int
+    ) -> int:
+        """Give a free slot to a request that starts, or starts again after an eviction.
+
+        Args:
+            request: its prompt and generated tokens are copied in.
+            arrival: rank in order of arrival; kept over evictions.
+            seed: resolved seed of its random numbers.
+            max_length: sequence length at which it ends.
+
+        Returns:
+            the slot, in state PREFILLING, without blocks.
+        """
+        slot = self._free.pop()
+        self.state[slot] = SlotState.PREFILLING
+        self.requests[slot] = request
+        self.request_id[slot] = request.request_id
+        self.arrival[slot] = arrival
+        prompt, generated = request.prompt_tokens, request.generated_tokens
+        known = len(prompt) + len(generated)
+        self.tokens[slot, : len(prompt)] = prompt
+        self.tokens[slot, len(prompt) : known] = generated
+        self.prompt_length[slot] = len(prompt)
+        self.num_known[slot] = self.num_launched[slot] = known
+        self.max_length[slot] = max_length
+        self.num_prefilled[slot] = 0
+        self.num_blocks[slot] = 0
+        self._set_sampling(slot, request.sampling_params, seed)
+        return slot
+
+    def _set_sampling(self, slot: int, params: SamplingParams, seed: int) -> None:
+        self.temperature[slot] = params.temperature
+        # More candidates than any vocabulary has is the same as no limit.
+        self.top_k[slot] = min(params.top_k, np.iinfo(np.int32).max)
+        self.top_p[slot] = params.top_p if params.top_p < 1 else 0.0
+        self.min_p[slot] = params.min_p
+        self.seed[slot] = seed
+        if params.is_greedy:
+            mode = SamplingMode.GREEDY
+        elif params.top_k or self.top_p[slot] or params.min_p:
+            mode = SamplingMode.FILTERED
+        else:
+            mode = SamplingMode.SOFTMAX
+        self.sampling_mode[slot] = mode
+
+        stop_ids = [NO_TOKEN if params.termination_id is None else params.termination_id]
+        stop_ids += params.stop_token_ids or []
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        self.stop_ids[slot] = NO_TOKEN
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+
+    def release(self, slot: int) -> IntArray:
+        """Take the slot from its request and raise its generation, which makes every row in flight
+        a zombie.
+
+        Returns:
+            the blocks that it held, int32.
+        """
+        blocks = self.block_table[slot, : self.num_blocks[slot]].copy()
+        self.state[slot] = SlotState.FREE
+        self.generation[slot] += 1
+        self.request_id[slot] = -1
+        self.num_blocks[slot] = 0
+        self.requests[slot] = None
+        self._free.append(slot)
+        return blocks
+
+    def request_at(self, slot: int) -> DynamicInferenceRequest:
+        """The request that holds `slot`."""
+        request = self.requests[slot]
+        assert request is not None, f"slot {slot} is free"
+        return request
+
+    def generated_tokens(self, slot: int) -> list[int]:
+        """Booked generated tokens of `slot`, as Python integers."""
+        tokens = self.tokens[slot, self.prompt_length[slot] : self.num_known[slot]]
+        return tokens.tolist()  # sync-ok: NumPy, at the end of a request

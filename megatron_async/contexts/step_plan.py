@@ -1,0 +1,58 @@
+"""`StepPlan`: the immutable CPU description of one step. Once launched, nothing changes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.ops.sampling import SamplingMode
+
+IntArray = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class BlockUpdates:
+    """Entries that this step adds to block tables: table[slot, index] = block. int32, one length."""
+
+    slots: IntArray
+    indices: IntArray
+    blocks: IntArray
+
+
+@dataclass(frozen=True)
+class PrefillTokens:
+    """Query tokens of the prefill chunks, end to end. int32 `[prefill tokens]`."""
+
+    token_ids: IntArray
+    positions: IntArray
+    rows: IntArray
+    """Row of the step that each token belongs to."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: which slots run, on what, and what may be done with the result.
+
+    Whatever is learnt at resolve is matched against `slots` and `generations`: where the slot has
+    changed hands since, the row is a zombie and its output is dropped.
+    """
+
+    step: int
+    """Number of the step, counted from 0."""
+    dims: BatchDimensions
+    slots: IntArray
+    """int32 `[rows]`, decode rows first."""
+    generations: IntArray
+    """int64 `[rows]`."""
+    kv_lengths: IntArray
+    """int32 `[rows]`: KV length once this step's tokens are appended."""
+    produces: NDArray[np.bool_]
+    """bool `[rows]`: whether the row's sample is a token of its request (not so for a prefill chunk
+    that leaves part of the prompt for later)."""
+    sampling_mode: SamplingMode
+    block_updates: BlockUpdates
+    prefill: PrefillTokens

@@ -1,0 +1,85 @@
+"""What the engine needs of a device: streams, events and host staging memory.
+
+The two implementations are `CudaDevice` and `CpuDevice`; the engine cannot tell them apart.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Event(ABC):
+    """A point in a stream's order. Re-record it only after the host has waited for it."""
+
+    @abstractmethod
+    def query(self) -> bool:
+        """Whether the work before the point is done."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block the calling host thread until the work before the point is done."""
+
+    @abstractmethod
+    def time_us(self) -> float:
+        """When the point was reached, microseconds on `time.perf_counter_ns`'s clock.
+
+        Only for events made with `timing=True`, and only once reached.
+        """
+
+
+class Stream(ABC):
+    """An in-order queue of device work."""
+
+    @abstractmethod
+    def launch(self, work: Callable[[], None]) -> None:
+        """Enqueue `work`; it runs after everything launched here before, and never blocks the host.
+
+        On a GPU `work` is called at once and enqueues kernels; on a CPU it is called later, on the
+        stream's own thread. So it must not read anything that the host goes on to change.
+        """
+
+    @abstractmethod
+    def record(self, event: Event) -> None:
+        """Put the event's point here: after all work launched so far."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Hold back work launched here from now on until the event is reached; the host goes on."""
+
+
+class Device(ABC):
+    """A compute device.
+
+    Attributes:
+        torch_device: where its tensors live.
+        compute: the one stream on which steps run; a total order (DESIGN section 3).
+        copy: the stream that carries samples to the host.
+    """
+
+    torch_device: torch.device
+    compute: Stream
+    copy: Stream
+
+    @abstractmethod
+    def event(self, timing: bool = False) -> Event:
+        """A new event, not yet recorded."""
+
+    @abstractmethod
+    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Host staging memory, `[size]`, from which copies do not block (pinned, on a GPU)."""
+
+    @abstractmethod
+    def free_memory(self) -> int:
+        """Bytes that a new allocation could get."""
+
+    @abstractmethod
+    def fence(self) -> None:
+        """Order both streams after tensors that the host has made or filled so far."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what is launched and free threads; the device is not used again."""

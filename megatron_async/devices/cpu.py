@@ -1,0 +1,172 @@
+"""`CpuDevice`: a device made of threads, so that the engine runs, and fails, as on a GPU.
+
+Each stream is one worker thread with a FIFO queue. A launch returns before its work is done, results
+really arrive later, and the two streams really run side by side: a missing wait shows as a wrong
+token. Host staging and "device" tensors are separate memory here too, and a test may inject random
+delays (`Chaos`).
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor
+
+from megatron_async.devices.base import Device, Event, Stream
+
+_current = threading.local()
+
+
+def current_stream_name() -> str | None:
+    """Name of the CPU stream whose thread this is, or None on a host thread."""
+    return getattr(_current, "name", None)
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """Random delays before launched work, to shake out missing waits.
+
+    Args:
+        seed: of the delays.
+        probability: share of work items that are delayed.
+        max_delay_s: longest delay, seconds.
+    """
+
+    seed: int
+    probability: float = 0.3
+    max_delay_s: float = 0.002
+
+
+class CpuEvent(Event):
+    """A `threading.Event` and the time at which it was set."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._time_us = 0.0
+        self._failure: BaseException | None = None
+
+    def arm(self) -> None:
+        """Forget the last recording (host side, before the point is enqueued again)."""
+        self._reached.clear()
+
+    def reach(self, failure: BaseException | None) -> None:
+        """Mark the point as reached (worker side)."""
+        self._time_us = time.perf_counter_ns() / 1e3
+        self._failure = failure
+        self._reached.set()
+
+    def query(self) -> bool:
+        return self._reached.is_set()
+
+    def wait(self) -> None:
+        self._reached.wait()
+        if self._failure is not None:
+            raise RuntimeError("work on the CPU stream failed") from self._failure
+
+    def time_us(self) -> float:
+        return self._time_us
+
+
+class _Worker:
+    """The thread of a stream. It holds no reference to the stream, so that the stream can die."""
+
+    def __init__(self, name: str, chaos: Chaos | None) -> None:
+        self.items: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.failure: BaseException | None = None
+        self._name = name
+        self._chaos = chaos
+        self._random = random.Random(f"{chaos.seed if chaos else 0}:{name}")
+        self.thread = threading.Thread(target=self._run, name=f"stream-{name}", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        _current.name = self._name
+        while (work := self.items.get()) is not None:
+            self._maybe_delay()
+            # As on a GPU, a fault is sticky: what was launched behind it must not run on its
+            # leavings. Faults of a step's own making never come here (the controller holds them).
+            if self.failure is None or getattr(work, "always", False):
+                try:
+                    work()
+                except BaseException as failure:
+                    self.failure = failure
+            del work  # or the last closure would live until the next launch
+
+    def _maybe_delay(self) -> None:
+        if self._chaos is not None and self._random.random() < self._chaos.probability:
+            time.sleep(self._random.random() * self._chaos.max_delay_s)
+
+
+class _Reach:
+    """Queue item that marks an event as reached; it runs also after a fault."""
+
+    always = True
+
+    def __init__(self, event: CpuEvent, worker: _Worker) -> None:
+        self._event, self._worker = event, worker
+
+    def __call__(self) -> None:
+        self._event.reach(self._worker.failure)
+
+
+class CpuStream(Stream):
+    """A FIFO queue and its worker thread."""
+
+    def __init__(self, name: str, chaos: Chaos | None = None) -> None:
+        self._worker = _Worker(name, chaos)
+        # Also at interpreter exit: a thread inside torch while the interpreter goes down can crash.
+        self._stop = weakref.finalize(self, _stop_worker, self._worker)
+
+    def launch(self, work: Callable[[], None]) -> None:
+        self._worker.items.put(work)
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, CpuEvent)
+        event.arm()
+        self._worker.items.put(_Reach(event, self._worker))
+
+    def wait(self, event: Event) -> None:
+        self._worker.items.put(event.wait)
+
+    def close(self) -> None:
+        """Run what is queued, then end the thread."""
+        self._stop()
+
+
+def _stop_worker(worker: _Worker) -> None:
+    worker.items.put(None)
+    if worker.thread is not threading.current_thread():
+        worker.thread.join()
+
+
+class CpuDevice(Device):
+    """The engine's device where there is no GPU."""
+
+    def __init__(self, chaos: Chaos | None = None) -> None:
+        self.torch_device = torch.device("cpu")
+        self.compute: CpuStream = CpuStream("compute", chaos)
+        self.copy: CpuStream = CpuStream("copy", chaos)
+
+    def event(self, timing: bool = False) -> Event:
+        return CpuEvent()
+
+    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype)
+
+    def free_memory(self) -> int:
+        return psutil.virtual_memory().available
+
+    def fence(self) -> None:
+        """Nothing to do: the host fills tensors at once."""
+
+    def close(self) -> None:
+        self.compute.close()
+        self.copy.close()

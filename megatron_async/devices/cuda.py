@@ -1,0 +1,97 @@
+"""`CudaDevice`: CUDA streams, events and pinned memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_async.devices.base import Device, Event, Stream
+
+
+class CudaEvent(Event):
+    """A CUDA event; `origin` maps its clock to the host's when it is timed."""
+
+    def __init__(self, timing: bool, origin: _ClockOrigin | None) -> None:
+        self.event = torch.cuda.Event(enable_timing=timing)
+        self._origin = origin
+
+    def query(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()  # sync-ok: the one wait in resolve
+
+    def time_us(self) -> float:
+        assert self._origin is not None, "time_us of an event made without timing=True"
+        return self._origin.host_us + self._origin.event.elapsed_time(self.event) * 1e3
+
+
+class _ClockOrigin:
+    """One instant known on both clocks."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        stream.synchronize()
+        self.event.record(stream)
+        self.event.synchronize()
+        self.host_us = time.perf_counter_ns() / 1e3
+
+
+class CudaStream(Stream):
+    """A CUDA stream; launched work is called at once and enqueues kernels on it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+
+    def launch(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self.stream):
+            work()
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        event.event.record(self.stream)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        self.stream.wait_event(event.event)
+
+
+class CudaDevice(Device):
+    """One GPU."""
+
+    def __init__(self, index: int | None = None) -> None:
+        torch.cuda.init()
+        self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        torch.cuda.set_device(self.torch_device)
+        self.compute: CudaStream = CudaStream(self.torch_device)
+        self.copy: CudaStream = CudaStream(self.torch_device)
+        self._origin: _ClockOrigin | None = None
+        self.fence()
+
+    def event(self, timing: bool = False) -> Event:
+        if timing and self._origin is None:
+            self._origin = _ClockOrigin(self.compute.stream)
+        return CudaEvent(timing, self._origin if timing else None)
+
+    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype, pin_memory=True)
+
+    def free_memory(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        # Memory that torch's allocator holds unused is ours to take as well.
+        unused = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(
+            self.torch_device
+        )
+        return free + unused
+
+    def fence(self) -> None:
+        # Weights and caches are made on the default stream; steps read them on ours.
+        default = torch.cuda.default_stream(self.torch_device)
+        self.compute.stream.wait_stream(default)
+        self.copy.stream.wait_stream(default)
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.torch_device)

@@ -1,0 +1,337 @@
+"""`DynamicInferenceEngine`: the lifecycle of requests, and the loop.
+
+One loop serves every lookahead: prepare a step, launch it, and resolve the oldest steps until no more
+than `lookahead` are in flight. Serial is lookahead 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext, StepOutput
+from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.engines.validation import check_request, prompt_to_array
+from megatron_async.errors import RequestAborted, RequestError, StepFailed
+from megatron_async.inference_request import (
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+    Status,
+)
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.text_generation_controllers.text_generation_controller import (
+    LaunchedStep,
+    TextGenerationController,
+)
+
+Prompt = str | Sequence[int] | Any
+"""Text, or token ids (list, NumPy array or CPU tensor)."""
+NO_IDS = np.empty(0, dtype=np.int64)
+
+
+@dataclass
+class _RequestEntry:
+    request: DynamicInferenceRequest
+    future: asyncio.Future[DynamicInferenceRequest]
+
+
+class DynamicInferenceEngine:
+    """Continuous batching with up to `lookahead` steps in flight behind the one being prepared.
+
+    Args:
+        controller: runs steps on the device.
+        context: schedules them.
+
+    Attributes:
+        lookahead: steps that may be unresolved when the next is prepared.
+        in_flight: launched steps, oldest first.
+    """
+
+    def __init__(
+        self, controller: TextGenerationController, context: DynamicInferenceContext
+    ) -> None:
+        self.controller = controller
+        self.context = context
+        self.lookahead = context.config.steps_in_flight - 1
+        self.in_flight: deque[LaunchedStep] = deque()
+        self.request_counter = count()
+        self.statistics = EngineStatistics()
+        self.tracer = controller.tracer
+        self._entries: dict[int, _RequestEntry] = {}
+        self._ended: list[DynamicInferenceRequest] = []
+        self._loop = _event_loop()
+
+    # ---- Requests -------------------------------------------------------------------------------------
+
+    def add_request(
+        self, request_id: int, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> asyncio.Future[DynamicInferenceRequest]:
+        """Queue a request; it joins the next step that has room.
+
+        A request that cannot be served fails alone: its status is FAILED, its `error` says why, and
+        the next step reports it among the finished.
+
+        Args:
+            request_id: the caller's number, unique among unfinished requests.
+            prompt: text or token ids.
+            sampling_params: copied; defaults when None.
+
+        Returns:
+            a future of the finished (or failed) request, for `await`.
+
+        Raises:
+            RequestError: the id is in use by an unfinished request, which is left alone.
+        """
+        if request_id in self._entries:
+            raise RequestError(
+                f"request id {request_id} is in use by an unfinished request: choose another."
+            )
+        params = (sampling_params or SamplingParams()).copy()
+        request = DynamicInferenceRequest(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            sampling_params=params,
+            detokenizer=self.controller.detokenize,
+        )
+        request.add_event(DynamicInferenceEventType.ADD_ENGINE)
+        future: asyncio.Future[DynamicInferenceRequest] = self._loop.create_future()
+        self._entries[request_id] = _RequestEntry(request, future)
+        try:
+            if isinstance(prompt, str):
+                prompt = self.controller.tokenize_prompt(prompt, params.add_BOS)
+            request.prompt_tokens = prompt_to_array(prompt, self.controller.vocab_size)
+            if params.termination_id is None:
+                params.termination_id = getattr(self.controller.tokenizer, "eod", None)
+            limits = check_request(request, self.context, self.controller.vocab_size)
+        except ValueError as error:
+            self._end(request, Status.FAILED, "error", error)
+            return future
+        self.context.add_request(request, limits.seed, limits.max_length)
+        return future
+
+    def abort_request(self, request_id: int) -> None:
+        """End an unfinished request now; its rows in flight are dropped when they arrive.
+
+        Raises:
+            KeyError: no unfinished request has this id.
+        """
+        request = self.get_request(request_id)
+        if self.context.waiting.remove(request_id) is None:
+            self.context.release_request(self._slot_of(request))
+        error = RequestAborted(f"request {request_id} was aborted")
+        self._end(request, Status.FAILED, "aborted", error)
+
+    def get_request(self, request_id: int) -> DynamicInferenceRequest:
+        """The unfinished request with this id (KeyError if there is none)."""
+        return self._entries[request_id].request
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step has work to do, or ended requests to report."""
+        return bool(self._ended or self.in_flight) or self.context.has_unfinished_requests()
+
+    def _slot_of(self, request: DynamicInferenceRequest) -> int:
+        return self.context.slots.requests.index(request)
+
+    # ---- The loop -------------------------------------------------------------------------------------
+
+    def step_modern(self) -> dict[str, Any]:
+        """Launch one step, if there is work, and resolve what is due.
+
+        Returns:
+            "outputs": the resolved steps' `StepOutput`s, oldest first;
+            "active_request_ids": int64 array, requests with a token in the last of them;
+            "finished_request_records": requests that ended since the last step, FAILED ones too;
+            "step_time": seconds.
+        """
+        start = time.perf_counter()
+        outputs = []
+        with self.tracer.range("step", self.statistics.steps):
+            for _ in range(self._launch_next()):
+                self._wait(self.in_flight[0])
+                outputs.append(self._resolve_oldest())
+        return self._report(outputs, start)
+
+    async def async_step(self) -> dict[str, Any]:
+        """`step_modern` for an event loop: other coroutines run while samples are on their way."""
+        start = time.perf_counter()
+        outputs = []
+        for _ in range(self._launch_next()):
+            oldest = self.in_flight[0]
+            if not oldest.ready.query():
+                await asyncio.to_thread(self._wait, oldest)
+            outputs.append(self._resolve_oldest())
+        return self._report(outputs, start)
+
+    def _launch_next(self) -> int:
+        """Prepare and launch one step.
+
+        Returns:
+            how many of the oldest steps are due to be resolved: those beyond `lookahead`; or one,
+            when nothing could be launched, because then only a resolve can change that.
+        """
+        statistics, clock, start = self.statistics, time.thread_time_ns, time.thread_time_ns()
+        with self.tracer.range("prepare_step", statistics.steps):
+            plan = self.context.prepare_step()
+        prepared = clock()
+        statistics.prepare_ns += prepared - start
+        if plan is None:
+            return min(len(self.in_flight), 1)
+        with self.tracer.range("transfer_bookkeeping_to_gpu", plan.step):
+            self.context.transfer_bookkeeping_to_gpu(plan)
+        with self.tracer.range("launch_step", plan.step):
+            launched = self.controller.launch_step(plan)
+        statistics.count_launch(plan.dims, overlapped=bool(self.in_flight))
+        self.in_flight.append(launched)
+        statistics.launch_ns += clock() - prepared
+        return max(len(self.in_flight) - self.lookahead, 0)
+
+    def _wait(self, step: LaunchedStep) -> None:
+        """The one wait: until the samples of `step` are on the host."""
+        with self.tracer.range("resolve", step.plan.step):
+            step.ready.wait()
+
+    def _resolve_oldest(self) -> StepOutput:
+        """Book the oldest step, whose samples have arrived."""
+        start = time.thread_time_ns()
+        step = self.in_flight.popleft()
+        if step.error is not None:
+            self._fail_step(step)
+        with self.tracer.range("update_requests", step.plan.step):
+            output = self.context.update_requests(step.plan, step.samples)
+        with self.tracer.range("emit", step.plan.step):
+            self._emit(output)
+        if self.context.config.check_integrity:
+            self.context.check_integrity()
+        self.statistics.resolve_ns += time.thread_time_ns() - start
+        return output
+
+    def _emit(self, output: StepOutput) -> None:
+        """Stamp first tokens and end what has ended: Python per event, not per token."""
+        slots, statistics = self.context.slots, self.statistics
+        statistics.resolved_steps += 1
+        statistics.generated_tokens += len(output.tokens)
+        statistics.zombie_rows += output.zombie_rows
+        for row in np.flatnonzero(output.is_first):
+            request = slots.request_at(output.slots[row])
+            request.ttft = time.perf_counter() - request.arrival_time
+        for row in np.flatnonzero(output.ended):
+            slot = output.slots[row]
+            request = slots.request_at(slot)
+            self.context.release_request(slot)
+            reason = "length"
+            if output.stopped[row]:
+                is_termination = output.tokens[row] == request.sampling_params.termination_id
+                reason = "termination_id" if is_termination else "stop_token"
+            self._end(request, Status.COMPLETED, reason)
+
+    def _fail_step(self, step: LaunchedStep) -> None:
+        """The step's own work raised: fail the requests that it served, and no others."""
+        error = StepFailed(f"step {step.plan.step} failed: {step.error!r}")
+        error.__cause__ = step.error
+        self.statistics.failed_steps += 1
+        slots = self.context.slots
+        held = slots.generation[step.plan.slots] == step.plan.generations
+        for slot in step.plan.slots[held]:
+            request = slots.request_at(slot)
+            self.context.release_request(slot)
+            self._end(request, Status.FAILED, "error", error)
+
+    def _end(
+        self,
+        request: DynamicInferenceRequest,
+        status: Status,
+        reason: str,
+        error: Exception | None = None,
+    ) -> None:
+        """A request leaves the engine; the next report and its future carry it."""
+        request.status, request.finish_reason, request.error = status, reason, error
+        request.latency = time.perf_counter() - request.arrival_time
+        failed = status == Status.FAILED
+        kind = DynamicInferenceEventType.FAIL if failed else DynamicInferenceEventType.FINISH
+        request.add_event(kind)
+        self.statistics.failed_requests += failed
+        self.statistics.finished_requests += not failed
+        self._ended.append(request)
+        entry = self._entries.pop(request.request_id)
+        if not entry.future.cancelled():
+            entry.future.set_result(request)
+
+    def _report(self, outputs: list[StepOutput], start: float) -> dict[str, Any]:
+        ended, self._ended = self._ended, []
+        step_time = time.perf_counter() - start
+        self.tracer.collect()
+        self.statistics.count_step_time(step_time, idle=not self.has_unfinished_requests())
+        return {
+            "outputs": outputs,
+            "active_request_ids": outputs[-1].request_ids if outputs else NO_IDS,
+            "finished_request_records": ended,
+            "step_time": step_time,
+        }
+
+    # ---- Conveniences ---------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_step: Callable[[dict[str, Any]], None] | None = None,
+    ) -> list[DynamicInferenceRequest]:
+        """Run prompts to their ends.
+
+        Args:
+            prompts: texts or token ids.
+            sampling_params: for all, or one for each prompt.
+            on_step: called with each step's report (progress bars, streaming).
+
+        Returns:
+            the requests in the order of `prompts`; a failed one has status FAILED and its `error`.
+
+        Raises:
+            RequestError: as many sampling_params as prompts were not given.
+        """
+        if isinstance(sampling_params, Sequence):
+            if len(sampling_params) != len(prompts):
+                raise RequestError(
+                    f"{len(sampling_params)} sampling_params were given for {len(prompts)} prompts: "
+                    "give one for all, or one for each."
+                )
+            each: Sequence[SamplingParams | None] = sampling_params
+        else:
+            each = [sampling_params] * len(prompts)
+        futures = [
+            self.add_request(self._next_request_id(), prompt, params)
+            for prompt, params in zip(prompts, each, strict=True)
+        ]
+        while not all(future.done() for future in futures):
+            report = self.step_modern()
+            if on_step is not None:
+                on_step(report)
+        return [future.result() for future in futures]
+
+    def _next_request_id(self) -> int:
+        """The next number that no unfinished request has."""
+        return next(number for number in self.request_counter if number not in self._entries)
+
+    def stats(self) -> Mapping[str, float | int]:
+        """Counters and ratios since the engine was made; see `EngineStatistics`."""
+        context = self.context
+        return self.statistics.as_dict(self.lookahead, context.pauses, context.evictions)
+
+    def close(self) -> None:
+        """Finish what is launched and free the device's threads."""
+        self.context.device.close()
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The running loop, or one of our own: futures need a loop, steps do not."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.new_event_loop()

@@ -1,0 +1,115 @@
+"""Decide whether a request can ever be served, before it costs anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.errors import RequestError
+from megatron_async.inference_request import DynamicInferenceRequest
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What the context needs to know of a servable request."""
+
+    seed: int
+    max_length: int
+    """Sequence length at which the request ends, tokens."""
+
+
+def prompt_to_array(prompt: Any, vocab_size: int) -> np.ndarray:
+    """Token ids of a prompt as int32 `[length]`.
+
+    Args:
+        prompt: list, tuple, NumPy array or CPU tensor of token ids.
+        vocab_size: ids run from 0 to vocab_size - 1.
+
+    Raises:
+        RequestError: empty, not integers, or an id out of range.
+    """
+    if isinstance(prompt, torch.Tensor):
+        prompt = prompt.detach().numpy() if prompt.device.type == "cpu" else prompt
+    try:
+        tokens = np.asarray(prompt)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"prompt of type {type(prompt).__name__} is not a list of ids.") from error
+    if tokens.size == 0:
+        raise RequestError("the prompt is empty: give at least one token.")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise RequestError(
+            f"a prompt of token ids must be a flat list of integers, not {tokens.ndim}-dimensional "
+            f"{tokens.dtype}."
+        )
+    bad = (tokens < 0) | (tokens >= vocab_size)
+    if bad.any():
+        where = int(np.argmax(bad))
+        raise RequestError(
+            f"token id {tokens[where]} at position {where} of the prompt is out of range: this "
+            f"model's ids run from 0 to {vocab_size - 1}."
+        )
+    return tokens.astype(np.int32)
+
+
+def check_request(
+    request: DynamicInferenceRequest, context: DynamicInferenceContext, vocab_size: int
+) -> RequestLimits:
+    """Check a request against the limits of the engine.
+
+    Raises:
+        RequestError: naming the value and the remedy.
+    """
+    params, config = request.sampling_params, context.config
+    params.validate(vocab_size)
+    prompt = len(request.prompt_tokens)
+    longest = context.max_sequence_length
+    if prompt >= longest:
+        raise RequestError(
+            f"the prompt has {prompt} tokens, but max_sequence_length={longest} must hold it and at "
+            "least one generated token: shorten the prompt or raise max_sequence_length."
+        )
+    if prompt > context.max_tokens and not config.enable_chunked_prefill:
+        raise RequestError(
+            f"the prompt has {prompt} tokens, more than max_tokens={context.max_tokens} of one step: "
+            "set enable_chunked_prefill=True or raise max_tokens."
+        )
+    if params.num_tokens_total is not None:
+        max_length = params.num_tokens_total
+        if max_length <= prompt:
+            raise RequestError(
+                f"num_tokens_total={max_length} leaves nothing to generate after a prompt of "
+                f"{prompt} tokens: raise it, or give num_tokens_to_generate."
+            )
+    elif params.num_tokens_to_generate is not None:
+        max_length = prompt + params.num_tokens_to_generate
+    else:
+        max_length = longest
+    # As in Megatron: a wish beyond the longest sequence is cut, not refused.
+    max_length = min(max_length, longest)
+    # The last token is never fed back, so it needs no place in the cache.
+    blocks = -(-(max_length - 1) // context.block_size_tokens)
+    if blocks > context.blocks.total:
+        pool = context.blocks.total * context.block_size_tokens
+        raise RequestError(
+            f"the request may reach {max_length} tokens and so needs {blocks} KV blocks, but the "
+            f"whole pool has {context.blocks.total} ({pool} tokens): lower num_tokens_to_generate, "
+            "or raise num_kv_blocks or buffer_size_gb."
+        )
+    seed = params.seed
+    if seed is None:
+        seed = _mix(config.inference_sampling_seed, request.request_id)
+    return RequestLimits(seed, max_length)
+
+
+def _mix(seed: int, request_id: int) -> int:
+    """Seed of a request without one: SplitMix64's finalizer (Steele et al. 2014) over both numbers,
+    cut to 63 bits, so that neighbouring ids get unrelated seeds."""
+    mask = 2**64 - 1
+    value = (seed * 0x9E3779B97F4A7C15 + request_id + 1) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return (value ^ (value >> 31)) >> 1

@@ -1,0 +1,26 @@
+"""Errors that a user can meet. Each message names the value and the remedy."""
+
+from __future__ import annotations
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as asked; only this request fails."""
+
+
+class RequestAborted(RuntimeError):
+    """The request was aborted by its owner before it finished."""
+
+
+class StepFailed(RuntimeError):
+    """A step's forward pass or sampling raised; its requests fail, the engine goes on.
+
+    `__cause__` is the exception itself.
+    """
+
+
+class ConfigurationError(ValueError):
+    """A configuration value that cannot work, alone or together with another."""
+
+
+class OutOfMemoryError(ConfigurationError):
+    """The KV pool that was asked for does not fit into the device's memory."""

@@ -1,0 +1,123 @@
+"""A request, from the caller's prompt to the finished answer, and the events of its life."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_async.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    """Where a request is in its life; Megatron-Core's names and values."""
+
+    WAITING_IN_QUEUE = 1
+    ACTIVE_AND_GENERATING_TOKENS = 2
+    ACTIVE_BUT_NOT_GENERATING_TOKENS = 3
+    """Paused: it holds its slot and blocks, and waits for a block."""
+    COMPLETED = 4
+    FAILED = 5
+
+
+class DynamicInferenceEventType(Enum):
+    """What can happen to a request."""
+
+    ADD_ENGINE = auto()
+    ADD_CONTEXT = auto()
+    """It got a slot; again after each eviction."""
+    PAUSE = auto()
+    EVICT = auto()
+    FINISH = auto()
+    FAIL = auto()
+
+
+@dataclass(frozen=True)
+class DynamicInferenceEvent:
+    """One event; `timestamp` is `time.time()` in seconds."""
+
+    type: DynamicInferenceEventType
+    timestamp: float
+
+
+@dataclass(kw_only=True, eq=False)
+class DynamicInferenceRequest:
+    """One request. The engine fills in everything below `sampling_params`.
+
+    Attributes:
+        request_id: the caller's number, unique among unfinished requests.
+        prompt: the text, or None when tokens were given.
+        prompt_tokens: int32 `[prompt length]`, CPU.
+        sampling_params: its own copy.
+        status: see `Status`.
+        generated_tokens: token ids, the terminating one included.
+        generated_text: detokenized at first use, without the terminating token unless asked for;
+            None when the engine has no tokenizer.
+        finish_reason: "termination_id", "stop_token", "length", "aborted" or "error".
+        error: why the request failed, or None.
+        ttft: seconds from arrival to the first token, None before it.
+        latency: seconds from arrival to the end.
+    """
+
+    request_id: int
+    prompt: str | None = None
+    prompt_tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    sampling_params: SamplingParams
+    status: Status = Status.WAITING_IN_QUEUE
+    generated_tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: Exception | None = None
+    arrival_time: float = field(default_factory=time.perf_counter)
+    ttft: float | None = None
+    latency: float | None = None
+    events: list[DynamicInferenceEvent] = field(default_factory=list)
+    detokenizer: Callable[[list[int]], str | None] | None = field(default=None, repr=False)
+
+    @cached_property
+    def generated_text(self) -> str | None:
+        """Text of the generated tokens, made when first asked for after the end: detokenizing is
+        the consumer's work, not the engine loop's."""
+        if self.detokenizer is None:
+            return None
+        stopped = self.finish_reason in ("termination_id", "stop_token")
+        drop_last = stopped and not self.sampling_params.detokenize_stop_sequence
+        return self.detokenizer(self.generated_tokens[: -1 if drop_last else None])
+
+    def add_event(self, type_: DynamicInferenceEventType) -> None:
+        """Append an event stamped with the present time."""
+        self.events.append(DynamicInferenceEvent(type_, time.time()))
+
+    @property
+    def generated_length(self) -> int:
+        """Number of generated tokens."""
+        return len(self.generated_tokens)
+
+    @property
+    def requests(self) -> list[DynamicInferenceRequest]:
+        """This request alone: Megatron splits an evicted request into a record of several, this
+        engine never does, so a request is its own record."""
+        return [self]
+
+    def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
+        """The request itself; see `requests`."""
+        return self
+
+    def succeeded(self) -> bool:
+        """Whether it completed."""
+        return self.status == Status.COMPLETED
+
+    def failed(self) -> bool:
+        """Whether it failed; `error` says why."""
+        return self.status == Status.FAILED
+
+    def __str__(self) -> str:
+        return (
+            f"request {self.request_id}, {self.status.name}, "
+            f"prompt len {len(self.prompt_tokens)}, gen len {len(self.generated_tokens)}"
+        )

@@ -1,0 +1,169 @@
+"""`LLM`: a model, its context, controller and engine in one object."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from megatron_async.checkpoints import open_model
+from megatron_async.config import InferenceConfig
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.devices import make_device, resolve_device_name
+from megatron_async.engines.dynamic_engine import DynamicInferenceEngine, Prompt
+from megatron_async.errors import ConfigurationError
+from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.hybrid import build_model
+from megatron_async.profiling.timeline import Timeline
+from megatron_async.profiling.tracer import Tracer
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class LLM:
+    """Load a model and generate.
+
+    Args:
+        model: "smollm2", a GGUF file, a Hugging Face folder, a Megatron torch_dist folder, or
+            "dummy:SHAPE" (random weights).
+        device: "cpu", "cuda" or "cuda:N"; None takes the GPU if there is one.
+        dtype: of weights, activations and KV cache ("float32", "bfloat16", "float16" or the torch
+            dtype); None: float32 on the CPU, bfloat16 on a GPU.
+        progress: show a bar while weights load.
+        timeline: record the step timeline; see `timeline`.
+        **inference_config: any field of `InferenceConfig`.
+
+    Attributes:
+        engine: the `DynamicInferenceEngine`.
+        tokenizer: the model's tokenizer, or None.
+        timeline: the recorded `Timeline`, or None.
+
+    Raises:
+        ConfigurationError: an unknown setting, or one that this machine or model cannot honour.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str | None = None,
+        dtype: str | torch.dtype | None = None,
+        progress: bool = False,
+        timeline: bool = False,
+        **inference_config: Any,
+    ) -> None:
+        source = open_model(model)
+        device = resolve_device_name(device)
+        self.dtype = _resolve_dtype(dtype, device)
+        config = _make_config(inference_config, device, source.architecture)
+        self._device = make_device(device)
+        weights = build_model(source.architecture, self.dtype, self._device.torch_device)
+        source.load_weights(weights, progress=progress)
+        self.tokenizer = source.tokenizer
+        context = DynamicInferenceContext(weights.config, config, self._device)
+        controller = TextGenerationController(
+            GPTInferenceWrapper(weights, context), self.tokenizer
+        )
+        self.timeline = Timeline() if timeline else None
+        controller.tracer = Tracer(self._device, self.timeline)
+        self.engine = DynamicInferenceEngine(controller, context)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[DynamicInferenceRequest]:
+        """Generate for one prompt or many, all at once.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of those.
+            sampling_params: for all prompts, or one for each.
+            progress: show a bar over the prompts, with tokens a second.
+
+        Returns:
+            one request for each prompt, in order; see `DynamicInferenceRequest`. One that could not
+            be served has status FAILED and its `error`; the others are not affected.
+        """
+        batch = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        with tqdm(total=len(batch), unit="prompt", disable=not progress, desc="generate") as bar:
+            before = self.engine.statistics.generated_tokens
+            tokens = 0
+
+            def show(report: dict[str, Any]) -> None:
+                nonlocal tokens
+                tokens = self.engine.statistics.generated_tokens - before
+                ended = len(report["finished_request_records"])
+                elapsed = bar.format_dict["elapsed"] or 1e-9
+                bar.set_postfix_str(f"{tokens} tokens, {tokens / elapsed:.0f} tokens/s", False)
+                bar.update(ended)
+
+            return self.engine.generate(batch, sampling_params, show if progress else None)
+
+    def close(self) -> None:
+        """Free the device's threads; the object is not used again."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    if isinstance(prompts, str):
+        return True
+    return len(prompts) > 0 and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__")
+
+
+def _resolve_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
+    if dtype is None:
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if resolved not in DTYPES.values():
+        raise ConfigurationError(f"dtype={dtype!r} is not served: use one of {', '.join(DTYPES)}.")
+    return resolved
+
+
+def _make_config(
+    values: dict[str, Any], device: str, architecture: ModelArchitecture
+) -> InferenceConfig:
+    known = [field.name for field in fields(InferenceConfig)]
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigurationError(
+                f"{name!r} is not a setting of LLM or InferenceConfig.{hint} "
+                f"The settings are: {', '.join(known)}."
+            )
+    longest = architecture.max_position_embeddings
+    if architecture.sliding_window is not None:
+        longest = min(longest, architecture.sliding_window)
+    asked = values.get("max_sequence_length")
+    if asked is None:
+        values = {
+            **values,
+            "max_sequence_length": min(InferenceConfig.max_sequence_length, longest),
+        }
+    elif isinstance(asked, int) and asked > longest:
+        raise ConfigurationError(
+            f"max_sequence_length={asked}, but this model serves at most {longest} tokens (its "
+            "trained positions or attention window): lower max_sequence_length."
+        )
+    return InferenceConfig(**{**values, "device": device})

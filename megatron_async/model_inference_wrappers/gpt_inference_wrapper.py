@@ -1,0 +1,78 @@
+"""The model as the controller sees it: a function from a step's device view to logits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from megatron.core.inference.utils import InferenceMode
+from torch import Tensor, nn
+
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.attention import stamp_kv_layers
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+    from megatron_async.contexts.gpu_view import ContextGPUView
+
+_mode_lock = threading.Lock()
+_mode_users = 0
+
+
+@contextmanager
+def inference_mode_active() -> Iterator[None]:
+    """Megatron's process-wide `InferenceMode`, counted: two engines may be inside at once."""
+    global _mode_users
+    with _mode_lock:
+        _mode_users += 1
+        InferenceMode.set_active()
+    try:
+        yield
+    finally:
+        with _mode_lock:
+            _mode_users -= 1
+            if _mode_users == 0:
+                InferenceMode.unset_active()
+
+
+class GPTInferenceWrapper:
+    """Wraps a Megatron model whose attention is `PagedSelfAttention`.
+
+    Args:
+        model: a `HybridModel` or `GPTModel` on the context's device.
+        inference_context: the context that it will run in.
+
+    Raises:
+        ConfigurationError: the model's attention layers are not paged, or their number differs from
+            what the context has a KV cache for.
+    """
+
+    def __init__(self, model: nn.Module, inference_context: DynamicInferenceContext) -> None:
+        self.model = model.eval()
+        self.inference_context = inference_context
+        layers = stamp_kv_layers(model)
+        cached = inference_context.gpu_view.kv_cache.num_layers
+        if layers != cached:
+            raise ConfigurationError(
+                f"the model has {layers} PagedSelfAttention layers, but the context's KV cache is "
+                f"for {cached}: build the model with megatron_async.models.hybrid (or with "
+                "PagedSelfAttention in its layer spec), and the context from the same configuration."
+            )
+        self.vocab_size: int = model.vocab_size  # type: ignore[assignment]
+
+    def forward(self, view: ContextGPUView) -> Tensor:
+        """Logits `[rows, vocabulary]` of the step in `view`, in the model's dtype.
+
+        Runs inside launched work.
+        """
+        with inference_mode_active():
+            logits = self.model(
+                view.token_ids[None],
+                view.position_ids[None],
+                attention_mask=None,
+                inference_context=view,
+                runtime_gather_output=True,
+            )
+        return logits.squeeze(0)

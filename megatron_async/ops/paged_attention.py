@@ -1,0 +1,129 @@
+"""Causal attention over a paged KV cache: the plain-torch reference backend.
+
+The work that depends on the step only (which cache rows belong to which sequence, masks) is done once
+in `begin_step`; every layer then gathers its keys and values and calls torch's
+scaled_dot_product_attention. Everything that shapes a tensor is a number the host knows from the plan,
+so nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.batch_dimensions import BatchDimensions
+
+
+@dataclass
+class _PrefillRow:
+    """One prefill chunk: where its tokens stand, and its causal mask against its whole sequence."""
+
+    start: int
+    end: int
+    kv_index: Tensor
+    """int64 `[kv length]`: rows of the flat KV cache."""
+    mask: Tensor | None
+    """bool `[1, query, kv]`; None where plain causality is right (the chunk is the sequence)."""
+
+
+class TorchPagedAttention:
+    """Reference attention backend.
+
+    Args:
+        block_size: tokens a block.
+        max_sequence_length: longest KV length of a row.
+        device: of the tensors.
+    """
+
+    def __init__(self, block_size: int, max_sequence_length: int, device: torch.device) -> None:
+        self._block_size = block_size
+        positions = torch.arange(max_sequence_length, device=device)
+        self._positions = positions
+        self._block_of = positions // block_size
+        self._offset_of = positions % block_size
+        self._num_decode = 0
+        self._decode_index: Tensor | None = None
+        self._decode_mask: Tensor | None = None
+        self._prefill: list[_PrefillRow] = []
+
+    def begin_step(self, dims: BatchDimensions, block_tables: Tensor, kv_lengths: Tensor) -> None:
+        """Prepare for the layers of one step.
+
+        Args:
+            dims: the host's knowledge of the batch.
+            block_tables: int32 `[rows, blocks]`, decode rows first.
+            kv_lengths: int32 `[rows]`, this step's tokens included.
+        """
+        self._num_decode = dims.decode_rows
+        if dims.decode_rows:
+            length = dims.max_decode_kv_length
+            tables = block_tables[: dims.decode_rows]
+            index = tables.index_select(1, self._block_of[:length]).to(torch.int64)
+            self._decode_index = (index * self._block_size + self._offset_of[:length]).view(-1)
+            valid = self._positions[:length] < kv_lengths[: dims.decode_rows, None]
+            self._decode_mask = valid[:, None, None, :]
+        self._prefill = []
+        start = dims.decode_rows
+        for row, (query_length, kv_length) in enumerate(dims.prefill_lengths, dims.decode_rows):
+            blocks = block_tables[row].index_select(0, self._block_of[:kv_length]).to(torch.int64)
+            kv_index = blocks * self._block_size + self._offset_of[:kv_length]
+            mask = None
+            if query_length < kv_length:
+                queries = self._positions[kv_length - query_length : kv_length, None]
+                mask = (self._positions[:kv_length] <= queries)[None]
+            self._prefill.append(_PrefillRow(start, start + query_length, kv_index, mask))
+            start += query_length
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        """Attention of one layer.
+
+        Args:
+            query: `[tokens, heads, dim]`, decode rows first.
+            key_cache, value_cache: `[blocks, block size, kv heads, dim]`, this step's keys and
+                values already in place.
+            scale: softmax scale.
+
+        Returns:
+            `[tokens, heads, dim]`.
+        """
+        keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+        output = torch.empty_like(query)
+        if self._num_decode:
+            rows = slice(0, self._num_decode)
+            output[rows] = self._decode(query[rows], keys, values, scale)
+        for row in self._prefill:
+            tokens = slice(row.start, row.end)
+            output[tokens] = F.scaled_dot_product_attention(
+                query[tokens].transpose(0, 1)[None],
+                keys.index_select(0, row.kv_index).transpose(0, 1)[None],
+                values.index_select(0, row.kv_index).transpose(0, 1)[None],
+                attn_mask=row.mask,
+                is_causal=row.mask is None,
+                scale=scale,
+                enable_gqa=True,
+            )[0].transpose(0, 1)
+        return output
+
+    def _decode(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """One query token a row; the query heads of a KV head are its "sequence" (no causality
+        among them), so that each key and value is read once."""
+        assert self._decode_index is not None
+        rows, heads, dim = query.shape
+        kv_heads = keys.size(1)
+
+        def gather(cache: Tensor) -> Tensor:
+            # [rows, kv heads, kv length, dim]
+            return cache.index_select(0, self._decode_index).view(rows, -1, kv_heads, dim).transpose(1, 2)
+
+        return F.scaled_dot_product_attention(
+            query.reshape(rows, kv_heads, heads // kv_heads, dim),
+            gather(keys),
+            gather(values),
+            attn_mask=self._decode_mask,
+            scale=scale,
+        ).view(rows, heads, dim)

@@ -1,0 +1,70 @@
+"""The in-process step timeline: spans on a CPU lane and a device lane, as Chrome/Perfetto JSON.
+
+Open the file at https://ui.perfetto.dev or chrome://tracing.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+MAX_SPANS = 1_000_000
+"""Spans kept; a timeline is for looking at, not for logging a day."""
+
+
+class Span(NamedTuple):
+    """One named range. Times are microseconds on `time.perf_counter_ns`'s clock."""
+
+    lane: str
+    """"cpu", "device" or "copy"."""
+    name: str
+    step: int
+    """Step number, -1 where there is none."""
+    start_us: float
+    end_us: float
+
+
+class Timeline:
+    """Collects spans; appending is thread-safe (a list append is atomic)."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.dropped = 0
+
+    def add(self, span: Span) -> None:
+        """Keep a span, or count it as dropped once the timeline is full."""
+        if len(self.spans) < MAX_SPANS:
+            self.spans.append(span)
+        else:
+            self.dropped += 1
+
+    def select(self, lane: str, name: str) -> dict[int, Span]:
+        """The spans of one lane and name, by step (the last one of a step)."""
+        return {s.step: s for s in self.spans if s.lane == lane and s.name == name}
+
+    def save(self, path: str | Path) -> None:
+        """Write the timeline as Chrome trace JSON, times relative to its first span."""
+        lanes = {lane: i for i, lane in enumerate(("cpu", "device", "copy"))}
+        origin = min((span.start_us for span in self.spans), default=0.0)
+        events: list[dict[str, object]] = [
+            {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "megatron_async"}}
+        ]
+        for lane, tid in lanes.items():
+            args = {"name": lane}
+            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": args})
+        for span in self.spans:
+            events.append(
+                {
+                    "ph": "X",
+                    "name": span.name,
+                    "cat": span.lane,
+                    "pid": 0,
+                    "tid": lanes[span.lane],
+                    "ts": round(span.start_us - origin, 3),
+                    "dur": round(span.end_us - span.start_us, 3),
+                    "args": {"step": span.step},
+                }
+            )
+        other = {"dropped_spans": self.dropped}
+        Path(path).write_text(json.dumps({"traceEvents": events, "otherData": other}))

@@ -1,0 +1,106 @@
+"""Named ranges: one call marks a stage for NVTX and for the step timeline.
+
+The stages are `step`, `schedule`, `prepare_step`, `transfer_bookkeeping_to_gpu`, `launch_step`,
+`forward_pass`, `sampling`, `transfer_samples_to_cpu`, `resolve`, `update_requests` and `emit`. On a
+GPU the ranges are NVTX ranges of the launching thread, and the timeline's device lane comes from
+timed events; on a CPU device the stages really run on the stream's thread, so their ranges are the
+device lane.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+import torch
+
+from megatron_async.devices import Device, Event, Stream
+from megatron_async.devices.cpu import current_stream_name
+from megatron_async.profiling.timeline import Span, Timeline
+
+_LANES = {None: "cpu", "compute": "device", "copy": "copy"}
+
+
+class _NoRange:
+    """Costs nothing when nobody looks."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+_NO_RANGE = _NoRange()
+
+
+class _Range:
+    __slots__ = ("_name", "_start", "_step", "_tracer")
+
+    def __init__(self, tracer: Tracer, name: str, step: int) -> None:
+        self._tracer, self._name, self._step = tracer, name, step
+
+    def __enter__(self) -> None:
+        if self._tracer.nvtx:
+            torch.cuda.nvtx.range_push(self._name)
+        self._start = time.perf_counter_ns()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        timeline = self._tracer.timeline
+        if timeline is not None:
+            lane = _LANES[current_stream_name()]
+            start, end = self._start / 1e3, time.perf_counter_ns() / 1e3
+            timeline.add(Span(lane, self._name, self._step, start, end))
+        if self._tracer.nvtx:
+            torch.cuda.nvtx.range_pop()
+
+
+class Tracer:
+    """Source of named ranges for one engine.
+
+    Args:
+        device: the engine's device.
+        timeline: where spans go, or None to keep none.
+    """
+
+    def __init__(self, device: Device, timeline: Timeline | None = None) -> None:
+        self._device = device
+        self.nvtx = device.torch_device.type == "cuda"
+        self.timeline = timeline
+        self._pending: list[tuple[str, int, Event, Event]] = []
+
+    def range(self, name: str, step: int = -1) -> _Range | _NoRange:
+        """A context manager around one stage."""
+        if self.nvtx or self.timeline is not None:
+            return _Range(self, name, step)
+        return _NO_RANGE
+
+    def mark(self, stream: Stream) -> Event | None:
+        """A timed event here in the stream, when a timeline wants the device lane of a GPU."""
+        if self.timeline is None or not self.nvtx:
+            return None
+        event = self._device.event(timing=True)
+        stream.record(event)
+        return event
+
+    def device_span(self, name: str, step: int, start: Event | None, end: Event | None) -> None:
+        """Note a span of the device lane between two marks; read once the events are reached."""
+        if start is not None and end is not None:
+            self._pending.append((name, step, start, end))
+
+    def collect(self) -> None:
+        """Move the device spans that are complete into the timeline; waits for nothing."""
+        if self.timeline is None or not self._pending:
+            return
+        waiting = []
+        for name, step, start, end in self._pending:
+            if end.query():
+                self.timeline.add(Span("device", name, step, start.time_us(), end.time_us()))
+            else:
+                waiting.append((name, step, start, end))
+        self._pending = waiting

@@ -1,0 +1,113 @@
+"""`SamplingParams`: how one request chooses its tokens and when it ends."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_async.errors import RequestError
+
+
+@dataclass
+class SamplingParams:
+    """Sampling and stopping of one request. Field names and "off" values are Megatron-Core's.
+
+    Filters apply in this order: temperature, top_k, top_p (over what top_k left), min_p.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits. 0 means greedy."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens. 0 is off, 1 is greedy."""
+    top_p: float = 0.0
+    """Sample among the fewest tokens whose probabilities reach top_p. 0 (and 1) is off."""
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p times the likeliest one. 0 is off."""
+    seed: int | None = None
+    """Seed of this request's random numbers. None: `InferenceConfig.inference_sampling_seed` mixed
+    with the request's id. The same seed and prompt give the same tokens in any batch."""
+    num_tokens_to_generate: int | None = None
+    """Most tokens to generate. None: until `max_sequence_length`."""
+    num_tokens_total: int | None = None
+    """Most tokens of prompt and generation together; give this or num_tokens_to_generate."""
+    termination_id: int | None = None
+    """Token that ends the request. None: the tokenizer's end-of-document token. -1: no such token."""
+    stop_token_ids: list[int] | None = None
+    """Further tokens that end the request."""
+    add_BOS: bool = False
+    """Put the tokenizer's beginning-of-sequence token before a text prompt that lacks it."""
+    detokenize_stop_sequence: bool = False
+    """Keep the token that ended the request in `generated_text`."""
+    return_log_probs: bool = False
+    """Megatron's field; not served yet, a request that sets it fails with a clear error."""
+    top_n_logprobs: int = 0
+    """Megatron's field; not served yet, a request that sets it fails with a clear error."""
+    stop_words: list[str] | None = None
+    """Megatron's field; not served yet, a request that sets it fails with a clear error."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0 or self.top_k == 1
+
+    def copy(self) -> SamplingParams:
+        """An independent copy: a request's own parameters never change under it."""
+        copied = replace(self)
+        if self.stop_token_ids is not None:
+            copied.stop_token_ids = list(self.stop_token_ids)
+        return copied
+
+    def validate(self, vocab_size: int) -> None:
+        """Check every value.
+
+        Raises:
+            RequestError: naming the field, its value and what is allowed.
+        """
+        _number("temperature", self.temperature, "0 (greedy) or more", lambda v: v >= 0)
+        _number("top_p", self.top_p, "between 0 (off) and 1", lambda v: 0 <= v <= 1)
+        _number("min_p", self.min_p, "between 0 (off) and 1", lambda v: 0 <= v <= 1)
+        _integer("top_k", self.top_k, "0 (off) or more", lambda v: v >= 0)
+        if self.seed is not None:
+            _integer("seed", self.seed, "between 0 and 2**63 - 1", lambda v: 0 <= v < 2**63)
+        if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
+            raise RequestError(
+                f"num_tokens_to_generate={self.num_tokens_to_generate} and "
+                f"num_tokens_total={self.num_tokens_total} were both given: give one of them."
+            )
+        for name in ("num_tokens_to_generate", "num_tokens_total"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), "1 or more", lambda v: v >= 1)
+        if self.termination_id is not None:
+            _token("termination_id", self.termination_id, vocab_size, allow_off=True)
+        for token in self.stop_token_ids or ():
+            _token("stop_token_ids", token, vocab_size, allow_off=False)
+        for name in ("return_log_probs", "top_n_logprobs", "stop_words"):
+            if getattr(self, name):
+                raise RequestError(
+                    f"{name}={getattr(self, name)!r} is not served yet: leave it unset "
+                    "(stop_token_ids ends a request at given tokens)."
+                )
+
+
+def _number(name: str, value: Any, allowed: str, fits: Any) -> None:
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_real or not math.isfinite(value) or not fits(value):
+        raise RequestError(f"{name}={value!r} is not allowed: it must be {allowed}.")
+
+
+def _integer(name: str, value: Any, allowed: str, fits: Any) -> None:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or not fits(value):
+        raise RequestError(f"{name}={value!r} is not allowed: it must be an integer, {allowed}.")
+
+
+def _token(name: str, value: Any, vocab_size: int, *, allow_off: bool) -> None:
+    off = " (or -1 for none)" if allow_off else ""
+    _integer(
+        name,
+        value,
+        f"a token id from 0 to {vocab_size - 1}{off}",
+        lambda v: 0 <= v < vocab_size or (allow_off and v == -1),
+    )
