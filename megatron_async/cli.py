@@ -1,0 +1,379 @@
+"""The command line: `megatron-async generate`, `convert` and `info`.
+
+Everything heavy (torch, Megatron-Core) is imported inside the commands, so that `--help` and a
+mistyped option answer at once. A user's error ends in one line on stderr and exit status 2; with
+`--debug` the traceback is shown as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megatron_async import __version__
+from megatron_async.cli_output import (
+    as_record,
+    describe,
+    print_answer,
+    print_json,
+    print_statistics,
+)
+
+if TYPE_CHECKING:
+    from megatron_async.llm import LLM
+    from megatron_async.sampling_params import SamplingParams
+
+PROGRAM = "megatron-async"
+
+USER_ERRORS = (ValueError, OSError, RuntimeError, MemoryError, ImportError)
+"""What a value, a file or a machine of the user's can cause; anything else is a bug of ours."""
+
+MODEL_HELP = """one of
+  smollm2              the demo model, SmolLM2-135M-Instruct (installed by scripts/setup.sh)
+  PATH/TO/MODEL.gguf   a GGUF file
+  PATH/TO/FOLDER       a Hugging Face folder (config.json, safetensors, tokenizer) or a
+                       Megatron torch_dist checkpoint written by `megatron-async convert`
+  dummy:SHAPE          random weights, to try a shape: smollm2-135m, qwen3-0.6b, llama-3.1-8b"""
+
+SAMPLING_OPTIONS: tuple[tuple[str, type, str, Any, str], ...] = (
+    ("temperature", float, "T", 0.0, "0 takes the likeliest token; higher is more varied"),
+    ("top_k", int, "K", 0, "sample among the K likeliest tokens; 0 is off"),
+    ("top_p", float, "P", 0.0, "sample among the fewest tokens that reach probability P; 0 is off"),
+    ("min_p", float, "P", 0.0, "drop tokens less likely than P times the likeliest; 0 is off"),
+    ("seed", int, "N", None, "repeat the same samples"),
+)
+"""Options of `generate` that are fields of `SamplingParams`: name, type, metavar, default, help."""
+
+ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
+    ("device", str, "DEVICE", "cpu, cuda or cuda:N (default: a GPU where there is one)"),
+    ("lookahead", int, "N", "steps launched ahead of bookkeeping: 0 is serial (default: 1)"),
+    ("block_size_tokens", int, "N", "tokens in a KV block (default: 256)"),
+    ("num_kv_blocks", int, "N", "KV blocks; overrides --buffer-size-gb"),
+    ("buffer_size_gb", float, "GB", "KV pool (default: 1 on a CPU, most of what is free on a GPU)"),
+    ("max_requests", int, "N", "requests served at once (default: 256)"),
+    ("max_tokens", int, "N", "token budget of one STEP, not of an answer (default: 2048)"),
+    ("max_sequence_length", int, "N", "longest prompt and answer together (default: 2560)"),
+)
+"""Options of `generate` that are fields of `InferenceConfig`; those not given keep its defaults."""
+
+
+class HelpFormatter(argparse.RawTextHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Line breaks as written, and the default where there is one to tell."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or action.default == []:
+            return action.help
+        return super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser with errors of one line, as all our errors are."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and where help is; exit with 2."""
+        self.exit(2, f"{PROGRAM}: error: {message} (see `{self.prog} --help`)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = Parser(
+        prog=PROGRAM,
+        description="Async-scheduled continuous-batching inference for Megatron-Core models.",
+        formatter_class=HelpFormatter,
+        epilog=f"Try `{PROGRAM} generate --model smollm2 --chat --prompt 'Why is the sky blue?'`.",
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    add_generate(commands, common)
+    add_convert(commands, common)
+    add_info(commands, common)
+    return parser
+
+
+def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Options of `generate`."""
+    generate = commands.add_parser(
+        "generate",
+        parents=[common],
+        help="answer prompts, all at once",
+        description="Answer one or many prompts at once through the async engine.",
+        formatter_class=HelpFormatter,
+        epilog=f"""examples:
+  {PROGRAM} generate --model smollm2 --chat --prompt "Why is the sky blue?"
+  {PROGRAM} generate --model smollm2 --prompt "One" --prompt "Two" --temperature 0.8 --top-p 0.95
+  {PROGRAM} generate --model ./my-llama --prompts-file prompts.txt --json > answers.json
+  {PROGRAM} generate --model dummy:tiny --prompt "1 2 3" --timeline step.timeline.json""",
+    )
+    generate.set_defaults(run=run_generate)
+    source = generate.add_argument_group("model and prompts")
+    source.add_argument("--model", required=True, metavar="NAME_OR_PATH", help=MODEL_HELP)
+    source.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated"
+    )
+    source.add_argument(
+        "--prompts-file", metavar="FILE", help="prompts, one a line; '-' reads standard input"
+    )
+    source.add_argument(
+        "--chat", action="store_true", help="wrap each prompt in the model's chat template"
+    )
+    source.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+
+    sampling = generate.add_argument_group("choosing tokens")
+    sampling.add_argument(
+        "--max-new-tokens", "--num-tokens-to-generate", dest="num_tokens_to_generate",
+        type=int, default=64, metavar="N", help="most tokens in an answer",
+    )  # fmt: skip
+    for name, type_, metavar, default, text in SAMPLING_OPTIONS:
+        sampling.add_argument(flag(name), type=type_, metavar=metavar, default=default, help=text)
+    sampling.add_argument(
+        "--stop-token-id", type=int, action="append", metavar="ID", dest="stop_token_ids",
+        help="token that ends an answer, besides the model's own; may be repeated",
+    )  # fmt: skip
+    sampling.add_argument(
+        "--ignore-eos", action="store_true", help="go on after the model's end-of-text token"
+    )
+
+    engine = generate.add_argument_group("engine")
+    for name, type_, metavar, text in ENGINE_OPTIONS:
+        engine.add_argument(flag(name), type=type_, metavar=metavar, help=text)
+    add_dtype(engine)
+    engine.add_argument(
+        "--no-chunked-prefill", action="store_true", help="prefill each prompt in a single step"
+    )
+
+    output = generate.add_argument_group("output")
+    output.add_argument(
+        "--json", action="store_true", help="one JSON document on stdout: results and stats"
+    )
+    output.add_argument(
+        "--timeline", metavar="FILE",
+        help="write what the CPU and the device did when, for https://ui.perfetto.dev",
+    )  # fmt: skip
+    output.add_argument("--no-progress", action="store_true", help="no progress bar")
+
+
+def add_convert(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Options of `convert`."""
+    convert = commands.add_parser(
+        "convert",
+        parents=[common],
+        help="write a model as a Megatron or a Hugging Face checkpoint",
+        description="Write any model that loads as a Megatron torch_dist checkpoint folder\n"
+        "or as a Hugging Face folder, bit for bit, with its configuration and tokenizer.",
+        formatter_class=HelpFormatter,
+        epilog=f"""examples:
+  {PROGRAM} convert smollm2 ./smollm2-megatron
+  {PROGRAM} convert ./smollm2-megatron ./smollm2-hf --to huggingface""",
+    )
+    convert.set_defaults(run=run_convert)
+    convert.add_argument("source", metavar="SOURCE", help=MODEL_HELP)
+    convert.add_argument("target", metavar="TARGET", help="folder to write")
+    convert.add_argument(
+        "--to", choices=("torch_dist", "huggingface"), default="torch_dist", help="format to write"
+    )
+    add_dtype(convert)
+    convert.add_argument("--overwrite", action="store_true", help="replace what TARGET holds")
+    convert.add_argument("--no-progress", action="store_true", help="no progress bar")
+
+
+def add_info(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Options of `info`."""
+    info = commands.add_parser(
+        "info",
+        parents=[common],
+        help="architecture, memory needed, and the KV pool that fits",
+        description="Print a model's architecture, its parameters, the memory they need and\n"
+        "the KV pool that fits beside them. No weights are loaded.",
+        formatter_class=HelpFormatter,
+        epilog=f"""examples:
+  {PROGRAM} info smollm2
+  {PROGRAM} info dummy:llama-3.1-8b --dtype bfloat16 --memory-gb 24""",
+    )
+    info.set_defaults(run=run_info)
+    info.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    info.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
+    add_dtype(info)
+    info.add_argument(
+        "--memory-gb", type=float, metavar="GB", help="plan for this much memory, not for what is"
+    )
+    info.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def flag(name: str) -> str:
+    """The option of a field: `top_k` is `--top-k`."""
+    return "--" + name.replace("_", "-")
+
+
+def add_dtype(parser: Any) -> None:
+    """The `--dtype` option, the same wherever a model is loaded."""
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="precision of the weights (default: float32 on a CPU, bfloat16 on a GPU)",
+    )
+
+
+def run_generate(arguments: argparse.Namespace) -> int:
+    """Answer the prompts; 1 if any request failed."""
+    prompts = read_prompts(arguments)
+    sampling = sampling_params(arguments)
+    if arguments.timeline is not None and not Path(arguments.timeline).parent.is_dir():
+        raise ValueError(f"--timeline {arguments.timeline}: there is no such folder; make it.")
+
+    from megatron_async.llm import LLM
+
+    fields = {name: getattr(arguments, name) for name, *_ in ENGINE_OPTIONS}
+    options = {name: value for name, value in fields.items() if value is not None}
+    if arguments.no_chunked_prefill:
+        options["enable_chunked_prefill"] = False
+    progress = not arguments.no_progress
+    with LLM(
+        arguments.model,
+        dtype=arguments.dtype,
+        progress=progress,
+        timeline=arguments.timeline is not None,
+        **options,
+    ) as llm:
+        inputs = chat_prompts(llm, prompts, arguments.system) if arguments.chat else prompts
+        if llm.tokenizer is None:
+            inputs = [token_ids(prompt) for prompt in prompts]
+        results = llm.generate(inputs, sampling, progress=progress)
+        stats, timeline = llm.engine.stats(), llm.timeline
+    if arguments.json:
+        records = [as_record(*pair) for pair in zip(prompts, results, strict=True)]
+        print_json({"results": records, "stats": dict(stats)})
+    else:
+        for pair in zip(prompts, results, strict=True):
+            print_answer(*pair)
+        print_statistics(stats)
+    if timeline is not None:
+        timeline.save(arguments.timeline)
+    return 0 if all(result.error is None for result in results) else 1
+
+
+def read_prompts(arguments: argparse.Namespace) -> list[str]:
+    """The prompts of `--prompt` and then of `--prompts-file`, whose empty lines are left out."""
+    prompts = list(arguments.prompt)
+    if arguments.prompts_file is not None:
+        from_stdin = arguments.prompts_file == "-"
+        text = sys.stdin.read() if from_stdin else Path(arguments.prompts_file).read_text("utf-8")
+        prompts += [line for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError("there is no prompt: give --prompt TEXT or --prompts-file FILE.")
+    if arguments.system is not None and not arguments.chat:
+        raise ValueError("--system is part of a chat template: give --chat too.")
+    return prompts
+
+
+def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+    """The sampling options, checked before a model is loaded."""
+    from megatron_async.sampling_params import SamplingParams
+
+    sampling = SamplingParams(
+        **{name: getattr(arguments, name) for name, *_ in SAMPLING_OPTIONS},
+        stop_token_ids=arguments.stop_token_ids,
+        num_tokens_to_generate=arguments.num_tokens_to_generate,
+        termination_id=-1 if arguments.ignore_eos else None,
+    )
+    # Token ids are checked again by the engine, against the model's own vocabulary.
+    sampling.validate(vocab_size=2**31)
+    if sampling.is_greedy and (sampling.top_k > 1 or sampling.top_p or sampling.min_p):
+        raise ValueError(
+            "--top-k, --top-p and --min-p choose among samples, but this is greedy "
+            f"(temperature {sampling.temperature:g}): give --temperature 1, for example."
+        )
+    return sampling
+
+
+def chat_prompts(llm: LLM, prompts: Sequence[str], system: str | None) -> list[list[int]]:
+    """Token ids of each prompt as a conversation of one turn, by the model's chat template."""
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        raise ValueError("this model has no tokenizer and so no chat template: leave out --chat.")
+    first = [] if system is None else [{"role": "system", "content": system}]
+    # The template writes the special tokens itself.
+    return [
+        tokenizer.tokenize(
+            tokenizer.apply_chat_template([*first, {"role": "user", "content": prompt}]),
+            add_special_tokens=False,
+        )
+        for prompt in prompts
+    ]
+
+
+def token_ids(prompt: str) -> list[int]:
+    """Token ids written as numbers: the prompt of a model that has no tokenizer."""
+    try:
+        return [int(word) for word in prompt.replace(",", " ").split()]
+    except ValueError:
+        raise ValueError(
+            f"this model has no tokenizer, so a prompt is token ids such as '1 2 3', not {prompt!r}"
+        ) from None
+
+
+def run_convert(arguments: argparse.Namespace) -> int:
+    """Convert a checkpoint."""
+    from megatron_async.checkpoints.convert import convert
+
+    convert(
+        arguments.source,
+        arguments.target,
+        to=arguments.to,
+        dtype=arguments.dtype,
+        overwrite=arguments.overwrite,
+        progress=not arguments.no_progress,
+    )
+    print(f"wrote {arguments.target} ({arguments.to})")
+    return 0
+
+
+def run_info(arguments: argparse.Namespace) -> int:
+    """Print what a model is and needs."""
+    from megatron_async.checkpoints.info import format_info, model_info
+
+    info = model_info(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        memory_gb=arguments.memory_gb,
+    )
+    if arguments.json:
+        print_json(info)
+    else:
+        print(format_info(info))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        exit status: 0 done, 1 a request failed, 2 an error, 130 interrupted.
+    """
+    arguments = build_parser().parse_args(argv)
+    # It says at import that there is no CUDA compiler; nothing here needs one.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader left (`| head`): nothing more to say, not even when Python flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except USER_ERRORS as error:
+        if arguments.debug:
+            traceback.print_exc()
+        print(f"{PROGRAM}: error: {describe(error)}", file=sys.stderr)
+        return 2

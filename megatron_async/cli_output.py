@@ -1,0 +1,73 @@
+"""What the command line prints: answers and a table for people, one JSON document for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_async.inference_request import DynamicInferenceRequest
+
+STATISTICS = (
+    ("tokens_per_second", "tokens/s", "{:.1f}"),
+    ("generated_tokens", "generated tokens", "{}"),
+    ("steps", "steps", "{}"),
+    ("lookahead", "lookahead", "{}"),
+    ("overlap_ratio", "overlap ratio", "{:.2f}"),
+    ("zombie_rows", "zombie rows", "{}"),
+    ("cpu_us_per_step", "CPU microseconds a step", "{:.0f}"),
+)
+"""Rows of the final table: key in `engine.stats()`, name, format."""
+
+STATISTICS_WHEN_NOT_ZERO = (("pauses", "pauses", "{}"), ("evictions", "evictions", "{}"))
+
+
+def describe(error: BaseException) -> str:
+    """An error's message with that of its cause; its class name where it has no message."""
+    text = str(error) or type(error).__name__
+    if error.__cause__ is not None and str(error.__cause__) not in text:
+        text += f" (cause: {type(error.__cause__).__name__}: {error.__cause__})"
+    return text
+
+
+def as_record(prompt: str, result: DynamicInferenceRequest) -> dict[str, Any]:
+    """What `--json` says of one request; `ttft` and `latency` are seconds."""
+    return {
+        "request_id": result.request_id,
+        "prompt": prompt,
+        "prompt_tokens": result.prompt_tokens,
+        "generated_text": result.generated_text,
+        "generated_tokens": result.generated_tokens,
+        "status": result.status.name,
+        "finish_reason": result.finish_reason,
+        "error": None if result.error is None else describe(result.error),
+        "ttft": result.ttft,
+        "latency": result.latency,
+    }
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """Print one JSON document; NumPy arrays and numbers become lists and numbers."""
+    print(json.dumps(document, indent=2, ensure_ascii=False, default=lambda v: v.tolist()))
+
+
+def print_answer(prompt: str, result: DynamicInferenceRequest) -> None:
+    """Print one prompt and its answer, or its error."""
+    print(f">>> {prompt}")
+    if result.error is not None:
+        print(f"FAILED: {describe(result.error)}\n")
+        return
+    text = result.generated_text
+    print(" ".join(map(str, result.generated_tokens)) if text is None else text.strip())
+    latency = "" if result.latency is None else f", {result.latency:.2f} s"
+    print(f"    [{len(result.generated_tokens)} tokens, {result.finish_reason}{latency}]\n")
+
+
+def print_statistics(stats: Mapping[str, Any]) -> None:
+    """Print the final table."""
+    rows = [row for row in STATISTICS if row[0] in stats]
+    rows += [row for row in STATISTICS_WHEN_NOT_ZERO if stats.get(row[0])]
+    width = max(len(name) for _, name, _ in rows)
+    for key, name, layout in rows:
+        print(f"{name:<{width}}  {layout.format(stats[key]):>10}")
