@@ -1,6 +1,6 @@
 """Several prompts at once through the async engine.
 
-    .venv/bin/python examples/generate.py
+.venv/bin/python examples/generate.py
 """
 
 from megatron_async import LLM, SamplingParams

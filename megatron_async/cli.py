@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "megatron-async"
 
-USER_ERRORS = (ValueError, OSError, RuntimeError, MemoryError, ImportError)
+USER_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
 """What a value, a file or a machine of the user's can cause; anything else is a bug of ours."""
 
 MODEL_HELP = """one of
