@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import stamp_kv_layers
+from megatron_async.models.linear import pack_weights
 
 if TYPE_CHECKING:
     from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -60,6 +61,7 @@ class GPTInferenceWrapper:
                 f"for {cached}: build the model with megatron_async.models.hybrid (or with "
                 "PagedSelfAttention in its layer spec), and the context from the same configuration."
             )
+        pack_weights(model, inference_context.device.free_memory())
         self.vocab_size: int = model.vocab_size  # type: ignore[assignment]
 
     def forward(self, view: ContextGPUView) -> Tensor:

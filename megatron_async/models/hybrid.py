@@ -17,7 +17,6 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -29,6 +28,10 @@ from torch import Tensor
 
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
+from megatron_async.models.linear import (
+    InferenceColumnParallelLinear,
+    InferenceRowParallelLinear,
+)
 from megatron_async.models.parallel_state import ensure_process_groups
 
 
@@ -113,9 +116,9 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
                 module=PagedSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
+                    linear_qkv=InferenceColumnParallelLinear,
                     core_attention=PagedCoreAttention,
-                    linear_proj=RowParallelLinear,
+                    linear_proj=InferenceRowParallelLinear,
                     q_layernorm=norm,
                     k_layernorm=norm,
                 ),
@@ -133,7 +136,8 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
             mlp=partial(
                 MLP.as_mlp_submodule,
                 submodules=MLPSubmodules(
-                    linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
+                    linear_fc1=InferenceColumnParallelLinear,
+                    linear_fc2=InferenceRowParallelLinear,
                 ),
             ),
             mlp_bda=get_bias_dropout_add,
@@ -168,6 +172,8 @@ def build_model(
             position_embedding_type="none",
             pg_collection=groups,
         )
+    # HybridModel builds its output layer without asking the spec; the class adds no state.
+    model.output_layer.__class__ = InferenceColumnParallelLinear
     model = model.to(dtype=dtype).to_empty(device=device)
     return model.eval().requires_grad_(False)
 
