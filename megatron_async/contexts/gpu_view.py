@@ -62,7 +62,7 @@ class ContextGPUView:
         self._rotary = rotary
         self._dtype = dtype
         self._attention = TorchPagedAttention(
-            config.block_size_tokens, config.max_sequence_length, device
+            config.block_size_tokens, slots.block_table.size(1), device
         )
         self.dims = BatchDimensions(decode_rows=0)
 

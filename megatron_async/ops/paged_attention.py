@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from megatron_async.contexts.batch_dimensions import BatchDimensions
 
 
+MASK_ALIGNMENT = 16
+
+
 @dataclass
 class _PrefillRow:
     """One prefill chunk: where its tokens stand, and its causal mask against its whole sequence."""
@@ -36,13 +39,13 @@ class TorchPagedAttention:
 
     Args:
         block_size: tokens a block.
-        max_sequence_length: longest KV length of a row.
+        max_blocks: blocks of the longest row.
         device: of the tensors.
     """
 
-    def __init__(self, block_size: int, max_sequence_length: int, device: torch.device) -> None:
+    def __init__(self, block_size: int, max_blocks: int, device: torch.device) -> None:
         self._block_size = block_size
-        positions = torch.arange(max_sequence_length, device=device)
+        positions = torch.arange(block_size * max_blocks, device=device)
         self._positions = positions
         self._block_of = positions // block_size
         self._offset_of = positions % block_size
@@ -61,7 +64,9 @@ class TorchPagedAttention:
         """
         self._num_decode = dims.decode_rows
         if dims.decode_rows:
-            length = dims.max_decode_kv_length
+            # Rounded up, because torch's fused kernels want masks aligned; the mask hides the rest.
+            length = -(-dims.max_decode_kv_length // MASK_ALIGNMENT) * MASK_ALIGNMENT
+            length = min(length, len(self._positions))
             tables = block_tables[: dims.decode_rows]
             index = tables.index_select(1, self._block_of[:length]).to(torch.int64)
             self._decode_index = (index * self._block_size + self._offset_of[:length]).view(-1)

@@ -1,0 +1,99 @@
+"""Measure the engine's own CPU time a step (prepare, launch, resolve) without a model.
+
+The engine runs as it is, on a CPU device, with a model that does no arithmetic: its forward returns
+zeros. So what is measured is scheduling and bookkeeping alone, on whatever CPU this is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics as stats
+import time
+
+import torch
+
+from megatron_async import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig
+from megatron_async.models.architecture import DUMMY_SHAPES
+from megatron_async.models.hybrid import transformer_config
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
+
+
+class NoModel:
+    """Stands for the wrapped model: the cheapest logits there are."""
+
+    vocab_size = 512
+
+    def __init__(self, context: DynamicInferenceContext) -> None:
+        self.inference_context = context
+        self._logits = torch.zeros(context.max_requests, 2)
+
+    def forward(self, view: object) -> torch.Tensor:
+        """Zeros, `[rows, 2]`."""
+        return self._logits[: self.inference_context.gpu_view.dims.rows]
+
+
+def measure(rows: int, lookahead: int, steps: int, warmup: int) -> dict[str, float]:
+    """Median CPU microseconds a step at `rows` decoding requests."""
+    config = InferenceConfig(
+        device="cpu",
+        lookahead=lookahead,
+        max_requests=max(rows, 1),
+        max_tokens=max(4096, rows * 16),
+        block_size_tokens=16,
+        max_sequence_length=16 + steps + warmup + 64,
+        num_kv_blocks=rows * ((16 + steps + warmup + 64) // 16 + 1),
+    )
+    model_config = transformer_config(DUMMY_SHAPES["tiny"], torch.float32)
+    context = DynamicInferenceContext(model_config, config)
+    engine = DynamicInferenceEngine(TextGenerationController(NoModel(context)), context)  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0.0, termination_id=-1)
+    for request in range(rows):
+        engine.add_request(request, [1 + request % 500] * (1 + request % 16), params)
+    for _ in range(warmup):
+        engine.step_modern()
+    samples: dict[str, list[float]] = {"prepare": [], "launch": [], "resolve": [], "total": []}
+    counters = engine.statistics
+    for _ in range(steps):
+        before = (counters.prepare_ns, counters.launch_ns, counters.resolve_ns)
+        engine.step_modern()
+        after = (counters.prepare_ns, counters.launch_ns, counters.resolve_ns)
+        parts = [(b - a) / 1e3 for a, b in zip(before, after, strict=True)]
+        for name, value in zip(samples, [*parts, sum(parts)], strict=True):
+            samples[name].append(value)
+    engine.close()
+    result = {name: stats.median(values) for name, values in samples.items()}
+    result["p99"] = sorted(samples["total"])[int(0.99 * steps)]
+    return result
+
+
+def main() -> None:
+    """Print a table and, with --json, write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--steps", type=int, default=1000, help="measured steps (default 1000)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
+    args = parser.parse_args()
+    print(f"CPU microseconds of the engine's thread a step, median of {args.steps}")
+    header = ("rows", "lookahead", "prepare", "launch", "resolve", "total", "p99 total")
+    print("".join(f"{name:>11}" for name in header))
+    figures = []
+    for rows in args.rows:
+        for lookahead in args.lookahead:
+            result = measure(rows, lookahead, args.steps, warmup=20)
+            figures.append({"rows": rows, "lookahead": lookahead, **result})
+            values = (result[k] for k in ("prepare", "launch", "resolve", "total", "p99"))
+            print(f"{rows:>11}{lookahead:>11}" + "".join(f"{v:>11.1f}" for v in values))
+    if args.json:
+        machine = {"cpu": platform.processor(), "python": platform.python_version()}
+        with open(args.json, "w") as file:
+            json.dump({"date": time.strftime("%F"), "machine": machine, "figures": figures}, file)
+
+
+if __name__ == "__main__":
+    main()
