@@ -279,13 +279,11 @@ def read_eos_ids(folder: Path, backend: BackendTokenizer | None = None) -> tuple
 
     Args:
         folder: a Hugging Face folder; files may be missing.
-        backend: the folder's tokenizer, read here if None.
+        backend: the folder's tokenizer; None: only the model's configuration is read.
 
     Raises:
         TokenizerError: a file is corrupt.
     """
-    if backend is None and (folder / TOKENIZER).is_file():
-        return Tokenizer.from_folder(folder).eos_ids
     ids: list[int] = []
     if backend is not None:
         own = _special_id(_read_json(folder / TOKENIZER_CONFIG), "eos_token", backend)

@@ -9,7 +9,6 @@ from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.mapping import weights
 from megatron_async.checkpoints.source import ModelSource, model_parameters
 from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
-from megatron_async.models.hybrid import init_dummy_weights
 
 PREFIX = "dummy:"
 
@@ -44,5 +43,8 @@ class DummySource(ModelSource):
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """Random weights, the same for the same dtype and device."""
+        # Imports Megatron, which takes seconds and is not needed to describe a shape.
+        from megatron_async.models.hybrid import init_dummy_weights
+
         model_parameters(model, weights(self.architecture))
         init_dummy_weights(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cached_property, reduce
 from pathlib import Path
@@ -15,10 +14,11 @@ from torch import Tensor, nn
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_config import read_architecture, write_config
+from megatron_async.checkpoints.json_files import read_json, write_json
 from megatron_async.checkpoints.mapping import Shape, weights
 from megatron_async.checkpoints.source import NamedTensorSource, model_parameters, progress_bar
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.tokenizer import Tokenizer, read_eos_ids
+from megatron_async.tokenizer import TOKENIZER, Tokenizer, read_eos_ids
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -45,11 +45,14 @@ class HuggingFaceSource(NamedTensorSource):
     def architecture(self) -> ModelArchitecture:
         """From `config.json`; end tokens also from the tokenizer and `generation_config.json`."""
         bos = self.config.get("bos_token_id")
+        # Only a tokenizer.json knows its EOS; a tokenizer of another format is an error when it is
+        # asked for, not here.
+        known = (self.folder / TOKENIZER).is_file() and self.tokenizer
         return read_architecture(
             self.config,
             str(self.folder / CONFIG),
             bos_token_id=bos if isinstance(bos, int) else None,
-            eos_token_ids=read_eos_ids(self.folder),
+            eos_token_ids=known.eos_ids if known else read_eos_ids(self.folder),
         )
 
     @cached_property
@@ -161,6 +164,7 @@ def save_huggingface(
     dtype = next(iter(parameters.values())).dtype
     config = write_config(architecture, str(dtype).removeprefix("torch."))
     folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / CONFIG, config)
     shards: list[list[Any]] = [[]]
     size = 0
     for weight in wanted:
@@ -177,32 +181,11 @@ def save_huggingface(
         for weight in progress_bar(shard, progress, f"writing {file}"):
             tensors |= weight.split(parameters[weight.name].cpu())
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        # safetensors makes it readable to its owner alone; a model folder is often shared.
+        (folder / file).chmod((folder / CONFIG).stat().st_mode)
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         total = sum(parameter.nbytes for parameter in parameters.values())
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    write_json(folder / CONFIG, config)
     if tokenizer is not None:
         tokenizer.save(folder)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        CheckpointError: missing, not JSON, or not an object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file") from error
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
-    return value
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write an object as indented JSON."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -15,8 +15,8 @@ from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.gguf import GGUFSource
 from megatron_async.checkpoints.huggingface import CONFIG, HuggingFaceSource
 from megatron_async.checkpoints.source import ModelSource
+from megatron_async.checkpoints.torch_dist import TorchDistSource, is_torch_dist
 from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
-from megatron_async.models.hybrid import build_model
 from megatron_async.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -84,6 +84,9 @@ def load_model(
     Raises:
         CheckpointError: see `open_model` and `ModelSource.load_weights`.
     """
+    # Megatron takes seconds to import, and whoever only asks what a model is does not need it.
+    from megatron_async.models.hybrid import build_model
+
     source = open_model(name_or_path)
     model = build_model(source.architecture, dtype, device)
     source.load_weights(model, progress)
@@ -108,4 +111,6 @@ def demo_file() -> Path:
 def _open_folder(folder: Path, name: str) -> ModelSource:
     if (folder / CONFIG).is_file():
         return HuggingFaceSource(folder, name)
+    if is_torch_dist(folder):
+        return TorchDistSource(folder, name)
     raise CheckpointError(f"folder {name!r} holds no model. Accepted: {ACCEPTED}.")

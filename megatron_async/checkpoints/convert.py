@@ -1,0 +1,99 @@
+"""Convert a model from any format that loads to a Megatron or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from megatron_async.checkpoints.dtypes import parse_dtype
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.huggingface import CONFIG, save_huggingface
+from megatron_async.checkpoints.huggingface_config import write_config
+from megatron_async.checkpoints.registry import open_model
+from megatron_async.checkpoints.source import ModelSource
+from megatron_async.checkpoints.torch_dist import METADATA, save_torch_dist
+
+FORMATS = ("torch_dist", "huggingface")
+
+
+def convert(
+    source: str | Path | ModelSource,
+    target_folder: str | Path,
+    to: str = "torch_dist",
+    dtype: str | torch.dtype | None = None,
+    progress: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Write a model, with its configuration and tokenizer, in another format.
+
+    The target appears whole or not at all: it is written beside its place and then renamed.
+
+    Args:
+        source: what `open_model` takes, or what it gave.
+        target_folder: must not exist, or be empty, unless `overwrite`.
+        to: "torch_dist" or "huggingface".
+        dtype: convert the weights; None keeps them bit for bit in the stored dtype.
+        progress: show progress bars on stderr.
+        overwrite: replace a model that is there; anything else there is refused all the same.
+
+    Raises:
+        CheckpointError: see `open_model`; the target is taken; a disk is full.
+    """
+    from megatron_async.models.hybrid import build_model
+
+    if to not in FORMATS:
+        raise CheckpointError(
+            f"to={to!r} is not a format to write: use one of {', '.join(FORMATS)}"
+        )
+    target = Path(target_folder).expanduser().absolute()
+    _check_target(target, overwrite)
+    source = source if isinstance(source, ModelSource) else open_model(source)
+    architecture, tokenizer = source.architecture, source.tokenizer
+    dtype = source.dtype if dtype is None else parse_dtype(dtype)
+    if to == "huggingface":
+        write_config(architecture, "float32")  # raises before hours of reading, not after them
+    model = build_model(architecture, dtype, torch.device("cpu"))
+    source.load_weights(model, progress)
+    with _whole_folder(target) as folder:
+        if to == "huggingface":
+            save_huggingface(model, architecture, tokenizer, folder, progress)
+        else:
+            save_torch_dist(model, architecture, tokenizer, folder)
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target}: is a file; name a folder to write to")
+    if not target.exists() or not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise CheckpointError(
+            f"{target}: is not empty; choose another folder, or ask to overwrite it (--overwrite)"
+        )
+    if not any((target / name).is_file() for name in (CONFIG, METADATA)):
+        raise CheckpointError(f"{target}: holds something other than a model; not overwritten")
+
+
+@contextmanager
+def _whole_folder(target: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `target` if the block ends well and vanishes if not."""
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    old = target.with_name(f".{target.name}.old-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        if target.exists():
+            target.rename(old)
+        partial.rename(target)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {target}: {error}") from error
+    finally:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,161 @@
+"""What a model is and how much memory it needs, without loading it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_async.checkpoints.dtypes import parse_dtype
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.registry import open_model
+from megatron_async.checkpoints.source import ModelSource
+from megatron_async.devices import make_device, resolve_device_name
+from megatron_async.models.architecture import ModelArchitecture
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model's needs on one device. Plain values only, so that `dataclasses.asdict` is JSON."""
+
+    name: str
+    format: str
+    architecture: ModelArchitecture
+    stored_dtype: str
+    dtype: str
+    """Of weights and KV cache once loaded."""
+    device: str
+    parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    block_size_tokens: int
+    kv_bytes_per_block: int
+    free_bytes: int
+    """Memory before the weights are loaded: what is free on the device, or what was asked about."""
+    kv_blocks: int
+    """Usable blocks of the largest KV pool that fits beside the weights; 0 if none does."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether weights and a pool of at least one block fit."""
+        return self.kv_blocks > 0
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the largest KV pool holds."""
+        return self.kv_blocks * self.block_size_tokens
+
+
+def model_info(
+    source: str | Path | ModelSource,
+    device: str | None = "cpu",
+    dtype: str | torch.dtype | None = None,
+    block_size_tokens: int = 256,
+    memory_gb: float | None = None,
+) -> ModelInfo:
+    """Describe a model from its configuration.
+
+    Args:
+        source: what `open_model` takes, or what it gave.
+        device: "cpu", "cuda" or "cuda:N"; None: a GPU where there is one.
+        dtype: of weights and KV cache; None: float32 on the CPU, bfloat16 on a GPU.
+        block_size_tokens: tokens in a KV block.
+        memory_gb: plan for a device with so many GiB free (it need not be here); None: ask the
+            device.
+
+    Raises:
+        CheckpointError: see `open_model`; a size that is not positive.
+        ConfigurationError: a device that is unknown or not there.
+    """
+    if block_size_tokens < 1:
+        raise CheckpointError(f"block_size_tokens = {block_size_tokens} must be at least 1")
+    if memory_gb is not None and not memory_gb > 0:
+        raise CheckpointError(f"memory_gb = {memory_gb} must be a positive number")
+    source = source if isinstance(source, ModelSource) else open_model(source)
+    if memory_gb is None or device is None:
+        device = resolve_device_name(device)
+    resolved = parse_dtype(dtype or ("float32" if device.startswith("cpu") else "bfloat16"))
+    free = _free_memory(device) if memory_gb is None else int(memory_gb * GIB)
+    architecture = source.architecture
+    weight_bytes = architecture.num_parameters * resolved.itemsize
+    per_token = architecture.kv_bytes_per_token(resolved.itemsize)
+    per_block = per_token * block_size_tokens
+    # One block more is allocated: rows without a request write to it.
+    blocks = max((free - weight_bytes) // per_block - 1, 0)
+    return ModelInfo(
+        name=source.name,
+        format=source.format,
+        architecture=architecture,
+        stored_dtype=_dtype_name(source.dtype),
+        dtype=_dtype_name(resolved),
+        device=device,
+        parameters=architecture.num_parameters,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=per_token,
+        block_size_tokens=block_size_tokens,
+        kv_bytes_per_block=per_block,
+        free_bytes=free,
+        kv_blocks=blocks,
+    )
+
+
+def format_info(info: ModelInfo) -> str:
+    """A short table, one line a fact."""
+    a = info.architecture
+    features = [
+        name
+        for name, present in (
+            ("tied embeddings", a.tie_word_embeddings),
+            ("qkv biases", a.add_qkv_bias),
+            ("q/k norm", a.qk_layernorm),
+            ("Llama-3 rope scaling", a.rope_scaling is not None),
+            (f"sliding window {a.sliding_window}", a.sliding_window is not None),
+        )
+        if present
+    ]
+    pool = (
+        f"{info.kv_blocks:,} blocks = {info.kv_tokens:,} tokens"
+        if info.fits
+        else "does not fit: use a smaller dtype, a smaller model or more memory"
+    )
+    rows = {
+        "model": f"{info.name} ({info.format}, stored as {info.stored_dtype})",
+        "architecture": f"{a.model_type}, {a.num_layers} layers, hidden {a.hidden_size}, "
+        f"ffn {a.ffn_hidden_size}",
+        "attention": f"{a.num_attention_heads} heads, {a.num_query_groups} KV heads, "
+        f"head size {a.kv_channels}, rope base {a.rotary_base:g}",
+        "features": ", ".join(features) or "none beyond the family's",
+        "vocabulary": f"{a.vocab_size:,}",
+        "context": f"{a.max_position_embeddings:,} tokens",
+        "parameters": f"{info.parameters:,}",
+        f"weights, {info.dtype}": _size(info.weight_bytes),
+        "KV cache": f"{_size(info.kv_bytes_per_token)} a token, {_size(info.kv_bytes_per_block)} a "
+        f"block of {info.block_size_tokens}",
+        f"memory, {info.device}": f"{_size(info.free_bytes)} free",
+        "KV pool that fits": pool,
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def _free_memory(device: str) -> int:
+    opened = make_device(device)
+    try:
+        return opened.free_memory()
+    finally:
+        opened.close()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

@@ -1,0 +1,31 @@
+"""JSON objects in files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_async.checkpoints.errors import CheckpointError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: missing, not JSON, or not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
+    return value
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write an object as indented JSON."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

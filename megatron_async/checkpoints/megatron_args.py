@@ -1,0 +1,117 @@
+"""Arguments of a Megatron-LM training run, as its checkpoints hold them, to `ModelArchitecture`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.huggingface_config import FAMILIES
+from megatron_async.models.architecture import ModelArchitecture, RopeScaling
+
+REQUIRED: dict[str, tuple[Any, ...]] = {
+    "normalization": ("RMSNorm",),
+    "position_embedding_type": ("rope",),
+    "swiglu": (True,),
+    "add_bias_linear": (False,),
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False,),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "apply_layernorm_1p": (False,),
+    "num_experts": (None, 0),
+    "multi_latent_attention": (False,),
+    "qk_l2_norm": (False,),
+    "attention_output_gate": (False,),
+    "window_size": (None, (-1, -1)),
+    "mtp_num_layers": (None, 0),
+}
+"""Arguments that change the computation, and the values that are supported. Absent is not set."""
+
+MEGATRON_DEFAULTS: dict[str, Any] = {
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "swiglu": False,
+    "add_bias_linear": True,
+}
+"""What an absent argument means, where that is not supported either."""
+
+LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192
+"""Fixed in Megatron-Core; only the factor is an argument (`rope_scaling_factor`)."""
+
+
+def architecture_from_args(
+    args: Mapping[str, Any], vocab_size: int, eos_token_ids: tuple[int, ...], where: str
+) -> ModelArchitecture:
+    """The architecture that a training run's arguments describe.
+
+    Args:
+        args: name -> value, as Megatron-LM's argument parser leaves them.
+        vocab_size: rows of the stored embedding (Megatron pads it).
+        eos_token_ids: from the tokenizer, if there is one.
+        where: for error messages.
+
+    Raises:
+        CheckpointError: an argument is missing, or its value is not supported.
+    """
+    for name, supported in REQUIRED.items():
+        value = args.get(name, MEGATRON_DEFAULTS.get(name, supported[0]))
+        value = tuple(value) if isinstance(value, list) else value
+        if value not in supported:
+            allowed = " or ".join(map(repr, supported))
+            raise CheckpointError(f"{where}: {name} = {value!r} is not supported (only {allowed})")
+    heads = _size(args, "num_attention_heads", where)
+    hidden = _size(args, "hidden_size", where)
+    grouped = args.get("group_query_attention", False)
+    biases, norms = bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm"))
+    families = [
+        family.model_type
+        for family in FAMILIES.values()
+        if (family.add_qkv_bias, family.qk_layernorm) == (biases, norms)
+    ]
+    if not families:
+        raise CheckpointError(
+            f"{where}: add_qkv_bias together with qk_layernorm is not supported (either or none)"
+        )
+    scaling = None
+    if args.get("use_rope_scaling"):
+        factor = float(args.get("rope_scaling_factor", 8.0))
+        scaling = RopeScaling(factor, LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL)
+    return ModelArchitecture(
+        model_type=families[0],
+        num_layers=_num_layers(args, where),
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=_size(args, "num_query_groups", where) if grouped else heads,
+        kv_channels=args.get("kv_channels") or hidden // heads,
+        ffn_hidden_size=_size(args, "ffn_hidden_size", where),
+        vocab_size=vocab_size,
+        layernorm_epsilon=float(args.get("norm_epsilon", 1e-5)),
+        rotary_base=float(args.get("rotary_base", 10000)),
+        rope_scaling=scaling,
+        add_qkv_bias=biases,
+        qk_layernorm=norms,
+        tie_word_embeddings=not args.get("untie_embeddings_and_output_weights", False),
+        max_position_embeddings=_size(args, "max_position_embeddings", where),
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def _size(args: Mapping[str, Any], name: str, where: str) -> int:
+    value = args.get(name)
+    if not isinstance(value, int) or value <= 0:
+        raise CheckpointError(f"{where}: {name} = {value!r} must be a positive integer")
+    return value
+
+
+def _num_layers(args: Mapping[str, Any], where: str) -> int:
+    """Transformer layers; a `HybridModel` counts attention and MLP apart."""
+    pattern = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    if not pattern:
+        return _size(args, "num_layers", where)
+    layers = len(pattern) // 2
+    if pattern != "*-" * layers:
+        raise CheckpointError(
+            f"{where}: hybrid layer pattern {pattern!r} is not supported (only '*-' repeated: "
+            "dense transformer layers)"
+        )
+    return layers
