@@ -1,7 +1,8 @@
 """`InferenceConfig`: every setting of the engine, with its manual under it.
 
-Field names are Megatron-Core's where the meaning is the same; `lookahead`, `num_kv_blocks`, `device`
-and `check_integrity` are ours. It is mutually exclusive with the model's `TransformerConfig`.
+Field names are Megatron-Core's where the meaning is the same; `lookahead`, `num_kv_blocks`,
+`device` and `check_integrity` are ours. It is mutually exclusive with the model's
+`TransformerConfig`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class InferenceConfig:
     paused request is evicted: it gives its blocks back, keeps its tokens and is prefilled again
     later. None: no such limit; requests are evicted only when nothing else could run."""
 
-    # ---- Limits of a step -------------------------------------------------------------------------
+    # ---- Limits of a step --------------------------------------------------------------------
     max_requests: int = 256
     """Requests that may hold a slot (be active or paused) at once; others wait in order."""
 
@@ -57,7 +58,7 @@ class InferenceConfig:
     Off: a prompt is prefilled in one step, and one longer than `max_tokens` is refused. (A request
     prefilled again after an eviction may be split all the same.)"""
 
-    # ---- Scheduling -------------------------------------------------------------------------------
+    # ---- Scheduling --------------------------------------------------------------------------
     lookahead: int | None = None
     """Steps that may be in flight, unresolved, when the next is prepared. 0 is serial; 1 (the
     default) launches step N+1 while step N runs; more hides jitter of the CPU at the price of up to
@@ -66,7 +67,7 @@ class InferenceConfig:
     async_sched_mode: str | None = None
     """Megatron-Core's name for the same: "legacy" is lookahead 0, "async" is lookahead 1."""
 
-    # ---- Sampling ---------------------------------------------------------------------------------
+    # ---- Sampling ----------------------------------------------------------------------------
     inference_sampling_seed: int = 42
     """Seed of every request that brings none of its own, mixed with the request's id, so that equal
     prompts get different samples and a run can be repeated."""
@@ -75,12 +76,13 @@ class InferenceConfig:
     """Compute logits only where a token is sampled. The engine needs no others, so False is
     refused until log probs of prompts are served."""
 
-    # ---- Device and safety ------------------------------------------------------------------------
+    # ---- Device and safety -------------------------------------------------------------------
     device: str | None = None
     """"cpu", "cuda" or "cuda:N". None: "cuda" where there is a GPU, else "cpu"."""
 
     check_integrity: bool = False
-    """Check after every step that each KV block and slot has exactly one owner (slow: for tests)."""
+    """Check after every step that each KV block and slot has exactly one owner (slow: for
+    tests)."""
 
     def __post_init__(self) -> None:
         self._resolve_lookahead()

@@ -128,14 +128,15 @@ class LLM:
 def _is_one_prompt(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
-    return len(prompts) > 0 and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__")
+    first = prompts[0] if len(prompts) else ""
+    return not isinstance(first, str) and not hasattr(first, "__len__")
 
 
 def _resolve_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
     if dtype is None:
         return torch.float32 if device == "cpu" else torch.bfloat16
     resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if resolved not in DTYPES.values():
+    if resolved is None or resolved not in DTYPES.values():
         raise ConfigurationError(f"dtype={dtype!r} is not served: use one of {', '.join(DTYPES)}.")
     return resolved
 

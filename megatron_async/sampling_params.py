@@ -33,7 +33,8 @@ class SamplingParams:
     num_tokens_total: int | None = None
     """Most tokens of prompt and generation together; give this or num_tokens_to_generate."""
     termination_id: int | None = None
-    """Token that ends the request. None: the tokenizer's end-of-document token. -1: no such token."""
+    """Token that ends the request. None: the tokenizer's end-of-document token. -1: no such
+    token."""
     stop_token_ids: list[int] | None = None
     """Further tokens that end the request."""
     add_BOS: bool = False

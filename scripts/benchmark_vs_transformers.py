@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ def seconds(run: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def load_transformers(folder: Path, device: str, dtype: str) -> torch.nn.Module:
+def load_transformers(folder: Path, device: str, dtype: str) -> Any:
     """The model of a Hugging Face folder, as transformers runs it by default."""
     from transformers import AutoModelForCausalLM
 
@@ -54,7 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
 
-    from megatron_async.checkpoints import convert
+    from megatron_async.checkpoints.convert import convert
 
     llm = LLM(args.model, device=args.device, dtype=dtype, lookahead=args.lookahead)
     with tempfile.TemporaryDirectory() as parent:
@@ -66,7 +67,7 @@ def main() -> None:
         temperature=0.0, num_tokens_to_generate=args.tokens, termination_id=-1
     )
     figures = []
-    print(f"{args.model}, {dtype} on {args.device}, {args.tokens} tokens after {args.prompt_tokens}")
+    print(f"{args.model}, {dtype} on {args.device}: {args.prompt_tokens} + {args.tokens} tokens")
     print(f"{'batch':>6}{'engine tok/s':>14}{'transformers':>14}{'ratio':>8}{'same tokens':>13}")
     for batch in args.batch_sizes:
         generator = torch.Generator().manual_seed(batch)
@@ -79,7 +80,7 @@ def main() -> None:
 
         @torch.inference_mode()
         def theirs() -> torch.Tensor:
-            return reference.generate(  # type: ignore[operator]
+            return reference.generate(
                 device_ids,  # noqa: B023
                 attention_mask=torch.ones_like(device_ids),  # noqa: B023
                 max_new_tokens=args.tokens,

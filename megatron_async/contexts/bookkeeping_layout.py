@@ -1,4 +1,5 @@
-"""`BookkeepingLayout`: where each field of a step's bookkeeping lies in the one buffer that is copied.
+"""`BookkeepingLayout`: where each field of a step's bookkeeping lies in the one buffer that is
+copied.
 
 Host and device build their views from the same table, so they cannot disagree. Every field is four
 bytes wide, which keeps the buffer one int32 array; floats are reinterpreted, seeds are two words.

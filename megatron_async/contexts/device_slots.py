@@ -1,4 +1,5 @@
-"""Per-request state on the device, indexed by slot: what flows from step to step without the host."""
+"""Per-request state on the device, indexed by slot: what flows from step to step without the
+host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`DynamicInferenceContext`: the CPU's truth about requests, slots and KV blocks, and its plans.
 
-`context.foo` is always CPU; `context.gpu_view.foo` is always device. The context launches nothing on
-the device except the one copy of a step's bookkeeping.
+`context.foo` is always CPU; `context.gpu_view.foo` is always device. The context launches nothing
+on the device except the one copy of a step's bookkeeping.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from megatron_async.config import InferenceConfig
@@ -150,7 +149,7 @@ class DynamicInferenceContext:
             self.device.torch_device,
         )
 
-    # ---- Requests in and out ------------------------------------------------------------------------
+    # ---- Requests in and out -----------------------------------------------------------------
 
     def add_request(self, request: DynamicInferenceRequest, seed: int, max_length: int) -> None:
         """Queue a request that the engine has found servable.
@@ -176,7 +175,7 @@ class DynamicInferenceContext:
         """Whether any request waits or holds a slot."""
         return len(self.waiting) > 0 or self.slots.num_free < self.max_requests
 
-    # ---- Planning a step ----------------------------------------------------------------------------
+    # ---- Planning a step ---------------------------------------------------------------------
 
     def prepare_step(self) -> StepPlan | None:
         """Decide the next step: CPU only, and without waiting for any step in flight.
@@ -230,7 +229,8 @@ class DynamicInferenceContext:
         self._plan_builder.add_block_updates(rows, indices, blocks)
 
     def _schedule_prefill(self, budget: int) -> list[PrefillChunk]:
-        """Prefill chunks for at most `budget` tokens: prompts under way first, then new requests."""
+        """Prefill chunks for at most `budget` tokens: prompts under way first, then new
+        requests."""
         chunks: list[PrefillChunk] = []
         for slot in self._prefilling:
             budget -= self._add_chunk(chunks, slot, budget)
@@ -273,7 +273,7 @@ class DynamicInferenceContext:
         request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
         return slot
 
-    # ---- Memory pressure ----------------------------------------------------------------------------
+    # ---- Memory pressure ---------------------------------------------------------------------
 
     def _pause(self, starved: IntArray) -> None:
         """Let requests without a block sit out this step; they keep slot and blocks."""
@@ -336,13 +336,12 @@ class DynamicInferenceContext:
         self.evictions += 1
         return held
 
-    # ---- To the device and back ---------------------------------------------------------------------
+    # ---- To the device and back --------------------------------------------------------------
 
     def transfer_bookkeeping_to_gpu(self, plan: StepPlan) -> None:
         """Launch the step's one host-to-device copy."""
         staged = self._staging.pack(plan, self.slots)
-        target = self.gpu_view.buffer[: len(staged)]
-        self.device.compute.launch(partial(target.copy_, staged, non_blocking=True))
+        self.device.compute.launch(partial(self.gpu_view.receive, staged))
 
     def update_requests(self, plan: StepPlan, sampled: IntArray) -> StepOutput:
         """Book the samples of a resolved step.

@@ -66,7 +66,11 @@ class ContextGPUView:
         )
         self.dims = BatchDimensions(decode_rows=0)
 
-    # ---- One step -----------------------------------------------------------------------------------
+    # ---- One step ----------------------------------------------------------------------------
+
+    def receive(self, staged: Tensor) -> None:
+        """The step's one host-to-device copy: packed words, int32, from staging memory."""
+        self.buffer[: len(staged)].copy_(staged, non_blocking=True)
 
     def begin_step(self, dims: BatchDimensions) -> None:
         """Unpack the bookkeeping buffer: update per-slot state and lay out tokens and positions."""
@@ -91,7 +95,8 @@ class ContextGPUView:
             self._load_sampling(fields)
             token_rows = fields["prefill_token_rows"].to(torch.int64)
             token_slots = torch.cat((token_slots, self.row_slots.index_select(0, token_rows)))
-            self.token_ids = torch.cat((self.token_ids, fields["prefill_token_ids"].to(torch.int64)))
+            prefill_ids = fields["prefill_token_ids"].to(torch.int64)
+            self.token_ids = torch.cat((self.token_ids, prefill_ids))
             self.position_ids = torch.cat(
                 (self.position_ids, fields["prefill_positions"].to(torch.int64))
             )
@@ -143,7 +148,7 @@ class ContextGPUView:
         """
         self.slots.last_token.index_copy_(0, self.row_slots, sampled)
 
-    # ---- Asked by the model -------------------------------------------------------------------------
+    # ---- Asked by the model ------------------------------------------------------------------
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Rotary embedding, KV append and causal attention of one layer.

@@ -114,6 +114,7 @@ def blocks_that_fit(
         fit = max(free_bytes // block_bytes - 1, 0)
         raise OutOfMemoryError(
             f"{asked} needs {needed / GIB:.3g} GiB on {device}, but {free_bytes / GIB:.3g} GiB is "
-            f"free. At most num_kv_blocks={fit} (buffer_size_gb={fit * block_bytes / GIB:.3g}) fits."
+            f"free. At most num_kv_blocks={fit} (buffer_size_gb={fit * block_bytes / GIB:.3g}) "
+            "fits."
         )
     return num_kv_blocks

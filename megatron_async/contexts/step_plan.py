@@ -16,7 +16,8 @@ IntArray = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class BlockUpdates:
-    """Entries that this step adds to block tables: table[slot, index] = block. int32, one length."""
+    """Entries that this step adds to block tables: table[slot, index] = block. int32, one
+    length."""
 
     slots: IntArray
     indices: IntArray

@@ -27,8 +27,8 @@ def resolve_device_name(name: str | None) -> str:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0:
             raise ConfigurationError(
-                f"device={name!r}, but torch finds no usable GPU on this machine. Use device='cpu', "
-                "or check the driver (nvidia-smi) and that torch is a CUDA build."
+                f"device={name!r}, but torch finds no usable GPU on this machine. Use "
+                "device='cpu', or check the driver (nvidia-smi) and that torch is a CUDA build."
             )
         if index and int(index) >= count:
             raise ConfigurationError(

@@ -1,9 +1,9 @@
 """`CpuDevice`: a device made of threads, so that the engine runs, and fails, as on a GPU.
 
-Each stream is one worker thread with a FIFO queue. A launch returns before its work is done, results
-really arrive later, and the two streams really run side by side: a missing wait shows as a wrong
-token. Host staging and "device" tensors are separate memory here too, and a test may inject random
-delays (`Chaos`).
+Each stream is one worker thread with a FIFO queue. A launch returns before its work is done,
+results really arrive later, and the two streams really run side by side: a missing wait shows as a
+wrong token. Host staging and "device" tensors are separate memory here too, and a test may inject
+random delays (`Chaos`).
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ class CudaDevice(Device):
 
     def __init__(self, index: int | None = None) -> None:
         torch.cuda.init()
-        self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        index = torch.cuda.current_device() if index is None else index
+        self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
         self.compute: CudaStream = CudaStream(self.torch_device)
         self.copy: CudaStream = CudaStream(self.torch_device)

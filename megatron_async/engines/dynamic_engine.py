@@ -1,7 +1,7 @@
 """`DynamicInferenceEngine`: the lifecycle of requests, and the loop.
 
-One loop serves every lookahead: prepare a step, launch it, and resolve the oldest steps until no more
-than `lookahead` are in flight. Serial is lookahead 0.
+One loop serves every lookahead: prepare a step, launch it, and resolve the oldest steps until no
+more than `lookahead` are in flight. Serial is lookahead 0.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DynamicInferenceEngine:
         self._ended: list[DynamicInferenceRequest] = []
         self._loop = _event_loop()
 
-    # ---- Requests -------------------------------------------------------------------------------------
+    # ---- Requests ----------------------------------------------------------------------------
 
     def add_request(
         self, request_id: int, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -139,7 +139,7 @@ class DynamicInferenceEngine:
     def _slot_of(self, request: DynamicInferenceRequest) -> int:
         return self.context.slots.requests.index(request)
 
-    # ---- The loop -------------------------------------------------------------------------------------
+    # ---- The loop ----------------------------------------------------------------------------
 
     def step_modern(self) -> dict[str, Any]:
         """Launch one step, if there is work, and resolve what is due.
@@ -275,7 +275,7 @@ class DynamicInferenceEngine:
             "step_time": step_time,
         }
 
-    # ---- Conveniences ---------------------------------------------------------------------------------
+    # ---- Conveniences ------------------------------------------------------------------------
 
     def generate(
         self,
@@ -299,8 +299,8 @@ class DynamicInferenceEngine:
         if isinstance(sampling_params, Sequence):
             if len(sampling_params) != len(prompts):
                 raise RequestError(
-                    f"{len(sampling_params)} sampling_params were given for {len(prompts)} prompts: "
-                    "give one for all, or one for each."
+                    f"{len(sampling_params)} sampling_params were given for {len(prompts)} "
+                    "prompts: give one for all, or one for each."
                 )
             each: Sequence[SamplingParams | None] = sampling_params
         else:

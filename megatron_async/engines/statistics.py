@@ -9,8 +9,8 @@ from megatron_async.contexts.batch_dimensions import BatchDimensions
 
 @dataclass
 class EngineStatistics:
-    """Counts since the engine was made (or since `reset`). Times are nanoseconds of the engine's own
-    thread, waits not counted."""
+    """Counts since the engine was made (or since `reset`). Times are nanoseconds of the engine's
+    own thread, waits not counted."""
 
     steps: int = 0
     """Steps launched."""
@@ -50,8 +50,8 @@ class EngineStatistics:
 
     @property
     def overlap_ratio(self) -> float:
-        """Share of steps launched before the step before them was resolved. Steps that began a burst
-        of work had none before them and are not counted."""
+        """Share of steps launched before the step before them was resolved. Steps that began a
+        burst of work had none before them and are not counted."""
         return self.overlapped_steps / max(self.steps - self.first_steps, 1)
 
     def as_dict(self, lookahead: int, pauses: int, evictions: int) -> dict[str, float | int]:

@@ -32,12 +32,16 @@ def prompt_to_array(prompt: Any, vocab_size: int) -> np.ndarray:
     Raises:
         RequestError: empty, not integers, or an id out of range.
     """
-    if isinstance(prompt, torch.Tensor):
-        prompt = prompt.detach().numpy() if prompt.device.type == "cpu" else prompt
+    if isinstance(prompt, torch.Tensor) and prompt.device.type != "cpu":
+        # Reading it would wait for the device and everything queued there.
+        raise RequestError(
+            f"the prompt is a tensor on {prompt.device}: give its token ids on the CPU."
+        )
     try:
         tokens = np.asarray(prompt)
     except (TypeError, ValueError) as error:
-        raise RequestError(f"prompt of type {type(prompt).__name__} is not a list of ids.") from error
+        kind = type(prompt).__name__
+        raise RequestError(f"a prompt of type {kind} is not a list of token ids.") from error
     if tokens.size == 0:
         raise RequestError("the prompt is empty: give at least one token.")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -69,13 +73,13 @@ def check_request(
     longest = context.max_sequence_length
     if prompt >= longest:
         raise RequestError(
-            f"the prompt has {prompt} tokens, but max_sequence_length={longest} must hold it and at "
-            "least one generated token: shorten the prompt or raise max_sequence_length."
+            f"the prompt has {prompt} tokens, but max_sequence_length={longest} must hold it and "
+            "at least one generated token: shorten the prompt or raise max_sequence_length."
         )
     if prompt > context.max_tokens and not config.enable_chunked_prefill:
         raise RequestError(
-            f"the prompt has {prompt} tokens, more than max_tokens={context.max_tokens} of one step: "
-            "set enable_chunked_prefill=True or raise max_tokens."
+            f"the prompt has {prompt} tokens, more than max_tokens={context.max_tokens} of one "
+            "step: set enable_chunked_prefill=True or raise max_tokens."
         )
     if params.num_tokens_total is not None:
         max_length = params.num_tokens_total

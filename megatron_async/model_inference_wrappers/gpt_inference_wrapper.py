@@ -59,7 +59,7 @@ class GPTInferenceWrapper:
             raise ConfigurationError(
                 f"the model has {layers} PagedSelfAttention layers, but the context's KV cache is "
                 f"for {cached}: build the model with megatron_async.models.hybrid (or with "
-                "PagedSelfAttention in its layer spec), and the context from the same configuration."
+                "PagedSelfAttention in its layer spec), and the context from its configuration."
             )
         pack_weights(model, inference_context.device.free_memory())
         self.vocab_size: int = model.vocab_size  # type: ignore[assignment]

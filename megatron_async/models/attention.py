@@ -1,8 +1,8 @@
 """Self-attention over the paged KV cache, as a Megatron-Core module.
 
 `PagedSelfAttention` keeps everything of Megatron's `SelfAttention` that holds parameters (so
-checkpoints load unchanged) and replaces its forward: rotary by position, KV append and attention all
-read the step's `ContextGPUView` and nothing else.
+checkpoints load unchanged) and replaces its forward: rotary by position, KV append and attention
+all read the step's `ContextGPUView` and nothing else.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PagedSelfAttention(SelfAttention):
 
     kv_layer_index: int = -1
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
@@ -72,7 +72,8 @@ class PagedSelfAttention(SelfAttention):
 
 
 def stamp_kv_layers(model: nn.Module) -> int:
-    """Number the paged attention modules of `model` in execution order; return how many there are."""
+    """Number the paged attention modules of `model` in execution order; return how many there
+    are."""
     modules = [m for m in model.modules() if isinstance(m, PagedSelfAttention)]
     for index, module in enumerate(modules):
         module.kv_layer_index = index

@@ -1,8 +1,9 @@
-"""Parallel linear layers for inference: Megatron's parameters, a forward without training's detours.
+"""Parallel linear layers for inference: Megatron's parameters, a forward without training's
+detours.
 
 On a CPU in float32 the weight is also kept in oneDNN's blocked layout, which reads a small batch's
-weights near memory speed: on a 2-core EPYC the matrix products of a SmolLM2-135M step take 25 to 32 ms
-at batch 8 that way, and 55 to 63 with torch's linear (docs/performance.md).
+weights near memory speed: on a 2-core EPYC the matrix products of a SmolLM2-135M step take 25 to
+32 ms at batch 8 that way, and 55 to 63 with torch's linear (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ class InferenceRowParallelLinear(RowParallelLinear):
 def pack_weights(model: nn.Module, free_memory: int) -> int:
     """Keep a blocked copy of every linear weight, where that is possible and pays.
 
-    Call it again when the weights have changed. Layers on a GPU, in another dtype than float32 or in
-    a tensor-parallel group keep to their plain weights, and so do all layers when the copies would
-    take more than `PACKING_MEMORY_SHARE` of `free_memory` bytes.
+    Call it again when the weights have changed. Layers on a GPU, in another dtype than float32 or
+    in a tensor-parallel group keep to their plain weights, and so do all layers when the copies
+    would take more than `PACKING_MEMORY_SHARE` of `free_memory` bytes.
 
     Returns:
         bytes of the copies, 0 if nothing was packed.

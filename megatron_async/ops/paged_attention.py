@@ -1,9 +1,9 @@
 """Causal attention over a paged KV cache: the plain-torch reference backend.
 
-The work that depends on the step only (which cache rows belong to which sequence, masks) is done once
-in `begin_step`; every layer then gathers its keys and values and calls torch's
-scaled_dot_product_attention. Everything that shapes a tensor is a number the host knows from the plan,
-so nothing waits for the device.
+The work that depends on the step only (which cache rows belong to which sequence, masks) is done
+once in `begin_step`; every layer then gathers its keys and values and calls torch's
+scaled_dot_product_attention. Everything that shapes a tensor is a number the host knows from the
+plan, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class TorchPagedAttention:
         self._block_of = positions // block_size
         self._offset_of = positions % block_size
         self._num_decode = 0
-        self._decode_index: Tensor | None = None
-        self._decode_mask: Tensor | None = None
+        self._decode_index: Tensor = positions
+        self._decode_mask: Tensor = positions
         self._prefill: list[_PrefillRow] = []
 
     def begin_step(self, dims: BatchDimensions, block_tables: Tensor, kv_lengths: Tensor) -> None:
@@ -117,13 +117,12 @@ class TorchPagedAttention:
     def _decode(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """One query token a row; the query heads of a KV head are its "sequence" (no causality
         among them), so that each key and value is read once."""
-        assert self._decode_index is not None
         rows, heads, dim = query.shape
-        kv_heads = keys.size(1)
+        kv_heads, index = keys.size(1), self._decode_index
 
         def gather(cache: Tensor) -> Tensor:
             # [rows, kv heads, kv length, dim]
-            return cache.index_select(0, self._decode_index).view(rows, -1, kv_heads, dim).transpose(1, 2)
+            return cache.index_select(0, index).view(rows, -1, kv_heads, dim).transpose(1, 2)
 
         return F.scaled_dot_product_attention(
             query.reshape(rows, kv_heads, heads // kv_heads, dim),

@@ -1,10 +1,10 @@
 """Stateless random numbers: Philox4x32-10 as a function of (seed, position, token id).
 
-Philox is a counter-based generator (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as
-1, 2, 3", SC 2011): ten rounds of multiply and exchange turn a 128-bit counter and a 64-bit key into
-128 random bits. No state exists, so nothing is saved, rolled back or re-seeded, and the numbers do
-not depend on the batch, the schedule or the rank. Counter word 0 is token id // 4 and word 1 the
-position; the four output words serve the four token ids of the group.
+Philox is a counter-based generator (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy
+as 1, 2, 3", SC 2011): ten rounds of multiply and exchange turn a 128-bit counter and a 64-bit key
+into 128 random bits. No state exists, so nothing is saved, rolled back or re-seeded, and the
+numbers do not depend on the batch, the schedule or the rank. Counter word 0 is token id // 4 and
+word 1 the position; the four output words serve the four token ids of the group.
 """
 
 from __future__ import annotations

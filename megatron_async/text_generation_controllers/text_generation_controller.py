@@ -133,14 +133,14 @@ class TextGenerationController:
         with self.tracer.range("transfer_samples_to_cpu", plan.step):
             buffers.host[:rows].copy_(buffers.device[:rows], non_blocking=True)
 
-    # ---- Text -----------------------------------------------------------------------------------------
+    # ---- Text --------------------------------------------------------------------------------
 
-    def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
+    def tokenize_prompt(self, prompt: str, add_bos: bool = False) -> list[int]:
         """Token ids of a text prompt.
 
         Args:
             prompt: the text.
-            add_BOS: put the tokenizer's beginning-of-sequence token first, if it is not there.
+            add_bos: put the tokenizer's beginning-of-sequence token first, if it is not there.
 
         Raises:
             ValueError: there is no tokenizer, or it has no such token.
@@ -151,7 +151,7 @@ class TextGenerationController:
                 "tokenizer folder."
             )
         tokens = list(self.tokenizer.tokenize(prompt))
-        if add_BOS:
+        if add_bos:
             bos = getattr(self.tokenizer, "bos", None)
             if bos is None:
                 raise ValueError(
