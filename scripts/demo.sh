@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
+unset PYTHONDONTWRITEBYTECODE # compiled modules halve the time that torch and Megatron-Core import
 exec .venv/bin/megatron-async generate --model smollm2 --chat --lookahead 1 \
     --prompt "What is the capital of France?" \
     --prompt "Why is the sky blue? Answer in two sentences." \

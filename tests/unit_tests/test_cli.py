@@ -211,7 +211,10 @@ def test_info_as_text_and_json(capsys):
     assert cli.main(["info", "dummy:tiny", "--device", "cpu"]) == 0
     assert "tiny" in capsys.readouterr().out
     assert cli.main(["info", "dummy:tiny", "--device", "cpu", "--memory-gb", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)
+    info = json.loads(capsys.readouterr().out)
+    assert info["architecture"]["num_layers"] == 2
+    assert info["free_bytes"] == 2**30
+    assert info["fits"] is True
 
 
 def test_convert_and_generate_from_the_result(capsys, tmp_path):
