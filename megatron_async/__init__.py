@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
-# Megatron-Core says at import, a dozen times, that TransformerEngine and Apex are missing. They are
-# optional here.
-warnings.filterwarnings("ignore", module=r"megatron\.core.*")
-warnings.filterwarnings("ignore", category=SyntaxWarning, module=r"megatron\.core.*")
+# Megatron-Core says at import, a dozen times, that TransformerEngine and Apex are missing, and torch
+# that a CUDA toolkit lies on a machine without a GPU. Neither matters here. (The pattern's first part
+# is for warnings of the compiler, which knows a module by its path.)
+warnings.filterwarnings("ignore", module=r"(.*/)?megatron.core.*")
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 if TYPE_CHECKING:
     from megatron_async.config import InferenceConfig
