@@ -7,9 +7,9 @@ import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
-# Megatron-Core says at import, a dozen times, that TransformerEngine and Apex are missing, and torch
-# that a CUDA toolkit lies on a machine without a GPU. Neither matters here. (The pattern's first part
-# is for warnings of the compiler, which knows a module by its path.)
+# Megatron-Core says at import, a dozen times, that TransformerEngine and Apex are missing, and
+# torch that a CUDA toolkit lies on a machine without a GPU. Neither matters here. (The pattern's
+# first part is for warnings of the compiler, which knows a module by its path.)
 warnings.filterwarnings("ignore", module=r"(.*/)?megatron.core.*")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 

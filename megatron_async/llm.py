@@ -21,7 +21,6 @@ from megatron_async.model_inference_wrappers.gpt_inference_wrapper import GPTInf
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
 from megatron_async.profiling.timeline import Timeline
-from megatron_async.profiling.tracer import Tracer
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
@@ -74,12 +73,11 @@ class LLM:
         weights = build_model(source.architecture, self.dtype, self._device.torch_device)
         source.load_weights(weights, progress=progress)
         self.tokenizer = source.tokenizer
-        context = DynamicInferenceContext(weights.config, config, self._device)
+        self.timeline = Timeline() if timeline else None
+        context = DynamicInferenceContext(weights.config, config, self._device, self.timeline)
         controller = TextGenerationController(
             GPTInferenceWrapper(weights, context), self.tokenizer
         )
-        self.timeline = Timeline() if timeline else None
-        controller.tracer = Tracer(self._device, self.timeline)
         self.engine = DynamicInferenceEngine(controller, context)
 
     def generate(

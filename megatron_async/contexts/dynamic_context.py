@@ -32,6 +32,8 @@ from megatron_async.inference_request import (
     Status,
 )
 from megatron_async.models.rotary import RotaryTable
+from megatron_async.profiling.timeline import Timeline
+from megatron_async.profiling.tracer import Tracer
 
 ADMISSION_HORIZON = 32
 """Admission leaves the blocks that running requests will want within this many steps, so that a
@@ -70,6 +72,8 @@ class DynamicInferenceContext:
             `hybrid_layer_pattern` (see `models.hybrid.ModelConfig`).
         inference_config: settings of the engine.
         device: the device to run on; made from `inference_config.device` when None.
+        timeline: where the named ranges of this context, its controller and its engine are kept,
+            or None.
 
     Attributes:
         gpu_view: the device's snapshot of the running step.
@@ -84,10 +88,12 @@ class DynamicInferenceContext:
         model_config: Any,
         inference_config: InferenceConfig,
         device: Device | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.config = inference_config
         self.model_config = model_config
         self.device = device or make_device(inference_config.device)
+        self.tracer = Tracer(self.device, timeline)
         self.block_size_tokens = inference_config.block_size_tokens
         self.max_requests = inference_config.max_requests
         self.max_tokens = inference_config.max_tokens
@@ -185,8 +191,9 @@ class DynamicInferenceContext:
             flight is resolved (or there is no work).
         """
         while True:
-            decode = self._schedule_decode()
-            prefill = self._schedule_prefill(self.max_tokens - len(decode))
+            with self.tracer.range("schedule", self._plan_builder.next_step):
+                decode = self._schedule_decode()
+                prefill = self._schedule_prefill(self.max_tokens - len(decode))
             if len(decode) or prefill:
                 plan = self._plan_builder.build(decode, prefill)
                 if prefill:

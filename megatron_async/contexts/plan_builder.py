@@ -28,11 +28,14 @@ class PlanBuilder:
 
     Args:
         slots: the state that plans are built from and that `build` advances.
+
+    Attributes:
+        next_step: number of the plan that is built next.
     """
 
     def __init__(self, slots: RequestSlots) -> None:
         self._slots = slots
-        self._steps = 0
+        self.next_step = 0
         self._updates: list[tuple[IntArray, IntArray, IntArray]] = []
 
     def add_block_updates(self, slots: IntArray, indices: IntArray, blocks: IntArray) -> None:
@@ -61,7 +64,7 @@ class PlanBuilder:
             kv_lengths = np.concatenate((kv_lengths, ends))
         updates = self._take_updates()
         plan = StepPlan(
-            step=self._steps,
+            step=self.next_step,
             dims=BatchDimensions(
                 decode_rows=len(decode),
                 prefill_lengths=tuple((end - start, end) for _, start, end in chunks),
@@ -76,7 +79,7 @@ class PlanBuilder:
             block_updates=updates,
             prefill=prefill,
         )
-        self._steps += 1
+        self.next_step += 1
         return plan
 
     def _take_updates(self) -> BlockUpdates:

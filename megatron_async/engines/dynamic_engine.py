@@ -162,11 +162,12 @@ class DynamicInferenceEngine:
         """`step_modern` for an event loop: other coroutines run while samples are on their way."""
         start = time.perf_counter()
         outputs = []
-        for _ in range(self._launch_next()):
-            oldest = self.in_flight[0]
-            if not oldest.ready.query():
-                await asyncio.to_thread(self._wait, oldest)
-            outputs.append(self._resolve_oldest())
+        with self.tracer.range("step", self.statistics.steps):
+            for _ in range(self._launch_next()):
+                oldest = self.in_flight[0]
+                if not oldest.ready.query():
+                    await asyncio.to_thread(self._wait, oldest)
+                outputs.append(self._resolve_oldest())
         return self._report(outputs, start)
 
     def _launch_next(self) -> int:

@@ -12,7 +12,6 @@ from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.devices import Event
 from megatron_async.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.ops.sampling import SamplingMode, sample_reference
-from megatron_async.profiling.tracer import Tracer
 
 
 class ControllerTokenizer(Protocol):
@@ -76,7 +75,7 @@ class TextGenerationController:
         self.context = inference_wrapped_model.inference_context
         self.vocab_size = inference_wrapped_model.vocab_size
         self.device = self.context.device
-        self.tracer = Tracer(self.device)
+        self.tracer = self.context.tracer
         self._ring = [
             _SampleBuffers(self.context.max_requests, self.context)
             for _ in range(self.context.config.steps_in_flight)
