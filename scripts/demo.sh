@@ -7,8 +7,8 @@ bash scripts/setup.sh
 unset PYTHONDONTWRITEBYTECODE # compiled modules halve the time that torch and Megatron-Core import
 exec .venv/bin/megatron-async generate --model smollm2 --chat --lookahead 1 \
     --prompt "What is the capital of France?" \
-    --prompt "Why is the sky blue? Answer in two sentences." \
-    --prompt "Write a haiku about autumn." \
-    --prompt "Name three uses of a paper clip." \
-    --prompt "Explain in one sentence what a graphics processor does." \
+    --prompt "Give me three tips for a good night's sleep." \
+    --prompt "Write one sentence about the sea." \
+    --prompt "Explain gravity to a child in two sentences." \
+    --prompt "What does a CPU do?" \
     "$@"
