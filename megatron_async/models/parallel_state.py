@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 
 import torch
@@ -17,11 +18,18 @@ def ensure_process_groups() -> ProcessGroupCollection:
     port, no file). Groups that a user set up before are taken as they are.
     """
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            # A world of one never communicates; gloo is the backend that costs nothing.
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(_leave)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _leave() -> None:
+    """Undo `ensure_process_groups` at exit, unless the user has."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -130,4 +130,4 @@ class TorchPagedAttention:
             gather(values),
             attn_mask=self._decode_mask,
             scale=scale,
-        ).view(rows, heads, dim)
+        ).reshape(rows, heads, dim)
