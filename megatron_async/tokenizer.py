@@ -208,20 +208,21 @@ class Tokenizer:
         Raises:
             TokenizerError: the model has no chat template, or the template rejects the messages.
         """
+        template = self._template
         special = {
             name: text
             for name in SPECIAL_NAMES
             if (text := _token_text(self.config.get(name))) is not None
         }
         try:
-            return self._template.render(
+            return template.render(
                 messages=[dict(message) for message in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **special,
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is code, it can raise anything
             raise TokenizerError(
                 f"{self.source}: the chat template rejects the messages: {error}"
             ) from error
@@ -290,7 +291,10 @@ def read_eos_ids(folder: Path, backend: BackendTokenizer | None = None) -> tuple
         ids += [] if own is None else [own]
     for name in (GENERATION_CONFIG, "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
-        ids += value if isinstance(value, list) else [] if value is None else [value]
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) for token in values):
+            raise TokenizerError(f"{folder / name}: eos_token_id = {value!r} must be token ids")
+        ids += values
     return tuple(dict.fromkeys(ids))
 
 

@@ -77,7 +77,7 @@ class GGUFSource(NamedTensorSource):
                     f"{self.file}: {kind}.{key} = {self._metadata(f'{kind}.{key}')} is not "
                     f"supported (only the head size, {head_dim})"
                 )
-        base = float(self._metadata(f"{kind}.rope.freq_base", 10000.0))
+        base = self._number(f"{kind}.rope.freq_base", 10000.0)
         window = self._metadata(f"{kind}.attention.sliding_window", None)
         family = family_of("mistral" if kind == "llama" and window else kind)
         if "token_embd.weight" not in self._tensors:
@@ -92,7 +92,7 @@ class GGUFSource(NamedTensorSource):
             ffn_hidden_size=self._size(f"{kind}.feed_forward_length"),
             vocab_size=_shape(self._tensors["token_embd.weight"])[0],
             # Decimal digits that a float32 holds: 9.999999747378752e-06 was written as 1e-05.
-            layernorm_epsilon=_float32(self._metadata(f"{kind}.attention.layer_norm_rms_epsilon")),
+            layernorm_epsilon=_float32(self._number(f"{kind}.attention.layer_norm_rms_epsilon")),
             rotary_base=base,
             rope_scaling=self._rope_scaling(kind, head_dim, base),
             add_qkv_bias=family.add_qkv_bias,
@@ -190,6 +190,12 @@ class GGUFSource(NamedTensorSource):
         value = self._metadata(key, *default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise CheckpointError(f"{self.file}: {key} = {value!r} must be a positive integer")
+        return value
+
+    def _number(self, key: str, *default: float) -> float:
+        value = self._metadata(key, *default)
+        if not isinstance(value, float) or not value > 0:
+            raise CheckpointError(f"{self.file}: {key} = {value!r} must be a positive number")
         return value
 
     def _rope_scaling(self, kind: str, head_dim: int, base: float) -> RopeScaling | None:

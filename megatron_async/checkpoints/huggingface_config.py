@@ -36,8 +36,8 @@ FAMILIES = {
             default_max_positions=131072,
             default_sliding_window=4096,
         ),
-        Family("qwen2", "Qwen2ForCausalLM", add_qkv_bias=True),
-        Family("qwen3", "Qwen3ForCausalLM", qk_layernorm=True, default_head_dim=128),
+        Family("qwen2", "Qwen2ForCausalLM", add_qkv_bias=True, default_sliding_window=4096),
+        Family("qwen3", "Qwen3ForCausalLM", False, True, 128, default_sliding_window=4096),
     )
 }
 """Supported families by Hugging Face class name."""
@@ -104,7 +104,7 @@ def read_architecture(
         kv_channels=_size(config, "head_dim", where, family.default_head_dim or hidden // heads),
         ffn_hidden_size=_size(config, "intermediate_size", where),
         vocab_size=_size(config, "vocab_size", where),
-        layernorm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        layernorm_epsilon=_number(config, "rms_norm_eps", where, 1e-6),
         rotary_base=base,
         rope_scaling=scaling,
         add_qkv_bias=family.add_qkv_bias,
@@ -195,11 +195,20 @@ def _size(config: dict[str, Any], key: str, where: str, default: int | None = No
     return value
 
 
+def _number(config: dict[str, Any], key: str, where: str, default: float | None = None) -> float:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise CheckpointError(f"{where}: {key} = {value!r} must be a positive number")
+    return float(value)
+
+
 def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError(f"{where}: rope_parameters = {rope!r}: one set for all layers only")
-    base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    base = _number({**config, **rope}, "rope_theta", where, 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(
@@ -212,25 +221,21 @@ def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None
         raise CheckpointError(
             f"{where}: rope_type = {kind!r} is not supported (only 'default' and 'llama3')"
         )
-    rope = dict(rope)
-    rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-    missing = [key for key in LLAMA3_KEYS if not isinstance(rope.get(key), int | float)]
-    if missing:
-        raise CheckpointError(f"{where}: llama3 rope scaling lacks a number for {missing[0]}")
+    context = config.get("max_position_embeddings")
     return base, RopeScaling(
-        float(rope["factor"]),
-        float(rope["low_freq_factor"]),
-        float(rope["high_freq_factor"]),
-        int(rope["original_max_position_embeddings"]),
+        _number(rope, "factor", where),
+        _number(rope, "low_freq_factor", where),
+        _number(rope, "high_freq_factor", where),
+        _size(rope, "original_max_position_embeddings", where, context),
     )
 
 
 def _sliding_window(config: dict[str, Any], family: Family, layers: int, where: str) -> int | None:
     if family.model_type == "llama":
         return None
-    window: int | None = config.get("sliding_window", family.default_sliding_window)
-    if window is None:
+    if config.get("sliding_window", family.default_sliding_window) is None:
         return None
+    window = _size(config, "sliding_window", where, family.default_sliding_window)
     if family.model_type == "mistral":
         return window
     if not config.get("use_sliding_window", False):

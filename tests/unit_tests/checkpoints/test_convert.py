@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_same_weights, huggingface_state
+from safetensors.torch import load_file
+
+from megatron_async.checkpoints import CheckpointError, LoadedModel, load_model, open_model
+from megatron_async.checkpoints import convert as convert_module
+from megatron_async.checkpoints.convert import convert
+
+CPU = torch.device("cpu")
+
+
+def test_demo_model_becomes_a_folder_that_transformers_runs(
+    smollm2: LoadedModel, transformers_smollm2: Any, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    convert("smollm2", tmp_path / "hf", to="huggingface")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, transformers_smollm2(ids).logits)
+    assert model.generation_config.eos_token_id == 2
+    state = huggingface_state(smollm2.model, smollm2.architecture)
+    assert_same_weights(load_file(tmp_path / "hf" / "model.safetensors"), state)
+    opened = open_model(tmp_path / "hf")
+    assert opened.architecture == smollm2.architecture
+    assert smollm2.tokenizer is not None
+    assert opened.tokenizer is not None
+    assert opened.tokenizer.chat_template == smollm2.tokenizer.chat_template
+
+
+def test_dtype_is_converted_when_asked(
+    family_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = family_folder("qwen2")
+    convert(folder, tmp_path / "m", dtype="bfloat16")
+    assert open_model(tmp_path / "m").dtype == torch.bfloat16
+    loaded = load_model(tmp_path / "m", torch.bfloat16, CPU)
+    expected = {
+        name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    assert_same_weights(huggingface_state(loaded.model, loaded.architecture), expected)
+
+
+def test_targets_are_not_overwritten_unasked(
+    family_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, target = family_folder("llama-tied"), tmp_path / "t"
+    target.mkdir()
+    convert(source, target)  # empty: fine
+    with pytest.raises(CheckpointError, match="is not empty"):
+        convert(source, target, to="huggingface")
+    convert(target, target, to="huggingface", overwrite=True)  # even onto itself
+    assert open_model(target).format == "huggingface"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["t"]
+    (target / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="something other than a model"):
+        convert(source, target, overwrite=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is a file"):
+        convert(source, tmp_path / "file", overwrite=True)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_interrupted_run_leaves_the_target_as_it_was(
+    error: BaseException,
+    family_folder: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, target = family_folder("llama-tied"), tmp_path / "t"
+    convert(source, target)
+    before = {p.name: p.read_bytes() for p in target.iterdir()}
+
+    def interrupted(model: object, architecture: object, tokenizer: object, folder: Path) -> None:
+        (folder / "half").write_text("half")
+        raise error
+
+    monkeypatch.setattr(convert_module, "save_torch_dist", interrupted, raising=True)
+    with pytest.raises((KeyboardInterrupt, CheckpointError), match=r"^$|No space left"):
+        convert(source, target, overwrite=True)
+    assert {p.name: p.read_bytes() for p in target.iterdir()} == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["t"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"to": "gguf"}, "to='gguf'.*torch_dist, huggingface"), ({"dtype": "int8"}, "dtype 'int8'")],
+)
+def test_bad_options(options: dict[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        convert("dummy:tiny", tmp_path / "t", **options)
+    assert not (tmp_path / "t").exists()

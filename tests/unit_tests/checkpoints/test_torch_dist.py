@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAMILIES, assert_same_weights, huggingface_state
+from megatron.core import dist_checkpointing
+from safetensors.torch import load_file
+
+from megatron_async.checkpoints import CheckpointError, load_model, open_model
+from megatron_async.checkpoints.convert import convert
+from megatron_async.checkpoints.torch_dist_strategy import SynchronousSaveStrategy
+from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture, RopeScaling
+from megatron_async.models.hybrid import build_model, init_dummy_weights, transformer_config
+from megatron_async.models.parallel_state import ensure_process_groups
+
+CPU = torch.device("cpu")
+TRAINED = dataclasses.replace(
+    DUMMY_SHAPES["tiny"],
+    model_type="qwen2",
+    num_layers=3,
+    add_qkv_bias=True,
+    tie_word_embeddings=False,
+    rope_scaling=RopeScaling(16.0, 1.0, 4.0, 8192),
+)
+ARGS = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "qk_layernorm": False,
+    "num_layers": 3,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "ffn_hidden_size": 128,
+    "norm_epsilon": 1e-5,
+    "rotary_base": 10000,
+    "use_rope_scaling": True,
+    "rope_scaling_factor": 16.0,
+    "untie_embeddings_and_output_weights": True,
+    "max_position_embeddings": 4096,
+    "num_experts": None,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip_is_bit_exact(
+    family: str, family_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = family_folder(family)
+    convert(folder, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back", to="huggingface")
+    assert open_model(tmp_path / "megatron").format == "torch_dist"
+    assert_same_weights(
+        load_file(tmp_path / "back" / "model.safetensors"), load_file(folder / "model.safetensors")
+    )
+    architectures = {open_model(p).architecture for p in (folder, *tmp_path.iterdir())}
+    assert len(architectures) == 1
+
+
+def test_megatron_itself_reads_what_we_write(
+    family_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = family_folder("qwen3-tied")
+    convert(folder, tmp_path / "m")
+    expected = load_model(folder, torch.float32, CPU)
+    model = build_model(expected.architecture, torch.float32, CPU)
+    init_dummy_weights(model)
+    state = dist_checkpointing.load(model.sharded_state_dict(prefix=""), str(tmp_path / "m"))
+    model.load_state_dict(state)
+    assert_same_weights(dict(model.named_parameters()), dict(expected.model.named_parameters()))
+
+
+def gpt_model(a: ModelArchitecture) -> torch.nn.Module:
+    """The deprecated GPTModel, as Megatron-LM trains it."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    ensure_process_groups()
+    config = transformer_config(a, torch.float32)
+    config.num_layers = a.num_layers
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        a.vocab_size,
+        a.max_position_embeddings,
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=a.tie_word_embeddings,
+        parallel_output=False,
+    )
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data.normal_(generator=generator)
+    return model
+
+
+def save_training(
+    model: Any, folder: Path, args: dict[str, Any] | None, metadata: dict[str, Any] | None = None
+) -> None:
+    """What `save_checkpoint` of Megatron-LM leaves, as far as it concerns the model."""
+    folder.mkdir(parents=True)
+    state = model.sharded_state_dict(prefix="", metadata=metadata)
+    state |= {"iteration": 7, "checkpoint_version": 3.0}
+    if args is not None:
+        state["args"] = Namespace(**args)
+    dist_checkpointing.save(state, str(folder), SynchronousSaveStrategy())
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("common_file", [True, False])
+def test_gpt_model_checkpoints_of_training_load(
+    stacked: bool, common_file: bool, tmp_path: Path
+) -> None:
+    model = gpt_model(TRAINED)
+    folder = tmp_path / "iter_0000007"
+    metadata = {"non_homogeneous_layers": not stacked}
+    save_training(model, folder, None if common_file else ARGS, metadata)
+    if common_file:  # before Megatron-Core 0.19
+        torch.save({"args": Namespace(**ARGS), "iteration": 7}, folder / "common.pt")
+        _forget_common_state(folder)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
+    loaded = load_model(tmp_path, torch.float32, CPU)
+    assert loaded.architecture == TRAINED
+    expected = dict(model.named_parameters())
+    renamed = {}
+    for name in dict(loaded.model.named_parameters()):
+        parts = name.replace("final_norm", "final_layernorm").split(".")
+        if parts[1] == "layers":
+            parts[2] = str(int(parts[2]) // 2)
+        renamed[name] = expected.pop(".".join(parts)).detach()
+    assert not expected
+    assert_same_weights(dict(loaded.model.named_parameters()), renamed)
+
+
+def _forget_common_state(folder: Path) -> None:
+    import pickle
+
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata.pop("common_state/shard_0_1")
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.fixture
+def trained_hybrid(tmp_path: Path) -> Callable[[dict[str, Any] | None], Path]:
+    def make(args: dict[str, Any] | None) -> Path:
+        model = build_model(TRAINED, torch.float32, CPU)
+        init_dummy_weights(model)
+        save_training(model, tmp_path / "h", args)
+        return tmp_path / "h"
+
+    return make
+
+
+def test_hybrid_model_checkpoints_of_training_load(
+    trained_hybrid: Callable[[dict[str, Any] | None], Path],
+) -> None:
+    folder = trained_hybrid(ARGS | {"num_layers": 6, "hybrid_layer_pattern": "*-*-*-"})
+    loaded = load_model(folder, torch.float32, CPU)
+    assert loaded.architecture == TRAINED
+    assert huggingface_state(loaded.model, TRAINED)["lm_head.weight"].std() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (None, "says nothing about the model's architecture; place an architecture.json"),
+        (ARGS | {"num_experts": 8}, "num_experts = 8 is not supported"),
+        (ARGS | {"normalization": "LayerNorm"}, "normalization = 'LayerNorm' .*'RMSNorm'"),
+        (ARGS | {"rotary_percent": 0.5}, "rotary_percent = 0.5"),
+        (ARGS | {"qk_layernorm": True}, "add_qkv_bias together with qk_layernorm"),
+        (ARGS | {"hybrid_layer_pattern": "M-M-*-"}, "pattern 'M-M-\\*-' is not supported"),
+        (ARGS | {"hidden_size": None}, "hidden_size = None"),
+        ({k: v for k, v in ARGS.items() if k != "swiglu"}, "swiglu = False"),
+        (ARGS | {"ffn_hidden_size": 64}, r"linear_fc1.weight' .*expected \[128, 64\], found \[256"),
+        (ARGS | {"num_layers": 2}, "is not part of a 2-layer"),
+        (ARGS | {"num_layers": 4}, r"decoder\.layers\.6\..* is missing"),
+    ],
+)
+def test_training_checkpoints_that_cannot_be_served(
+    args: dict[str, Any] | None,
+    message: str,
+    trained_hybrid: Callable[[dict[str, Any] | None], Path],
+) -> None:
+    folder = trained_hybrid(args)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folder, torch.float32, CPU)
+
+
+def _distcp(folder: Path) -> Path:
+    return next(folder.glob("*.distcp"))
+
+
+def _cut(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def _json(name: str, **changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        values = json.loads((folder / name).read_text()) | changes
+        (folder / name).write_text(json.dumps(values))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: _cut(_distcp(f)), "a .distcp file is missing, truncated or corrupt"),
+        (lambda f: _distcp(f).unlink(), "a .distcp file is missing, truncated or corrupt"),
+        (lambda f: _cut(f / ".metadata"), ".metadata: truncated or corrupt"),
+        (lambda f: (f / ".metadata").unlink(), ".metadata: is missing"),
+        (_json("metadata.json", sharded_backend="zarr"), "sharded_backend = 'zarr'"),
+        (_json("architecture.json", colour="red"), "architecture.json: not a ModelArchitecture"),
+        (_json("architecture.json", vocab_size=5), "expected \\[5, 64\\], found \\[128, 64\\]"),
+    ],
+)
+def test_damaged_checkpoints(
+    damage: Callable[[Path], Any],
+    message: str,
+    family_folder: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    convert(family_folder("llama-tied"), tmp_path / "m")
+    damage(tmp_path / "m")
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path / "m", torch.float32, CPU)
+
+
+def test_tracker_that_names_nothing(family_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    convert(family_folder("llama-tied"), tmp_path / "release")
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("release")
+    assert open_model(tmp_path).architecture.num_layers == 3
+    shutil.rmtree(tmp_path / "release")
+    with pytest.raises(CheckpointError, match="names iteration 'release'"):
+        open_model(tmp_path)
