@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
     from megatron_async.inference_request import DynamicInferenceRequest, Status
     from megatron_async.llm import LLM
-    from megatron_async.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+    from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+        GPTInferenceWrapper,
+    )
     from megatron_async.sampling_params import SamplingParams
     from megatron_async.text_generation_controllers.text_generation_controller import (
         TextGenerationController,
@@ -37,7 +39,7 @@ _EXPORTS = {
     "DynamicInferenceContext": "contexts.dynamic_context",
     "DynamicInferenceEngine": "engines.dynamic_engine",
     "TextGenerationController": "text_generation_controllers.text_generation_controller",
-    "GPTInferenceWrapper": "model_inference_wrappers.gpt_inference_wrapper",
+    "GPTInferenceWrapper": "model_inference_wrappers.gpt.gpt_inference_wrapper",
 }
 __all__ = [
     "LLM",

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -56,7 +55,8 @@ class DynamicInferenceRequest:
         prompt_tokens: int32 `[prompt length]`, CPU.
         sampling_params: its own copy.
         status: see `Status`.
-        generated_tokens: token ids, the terminating one included.
+        generated_tokens: token ids, the terminating one included; filled in at the end (and when
+            the request is evicted).
         generated_text: detokenized at first use, without the terminating token unless asked for;
             None when the engine has no tokenizer.
         finish_reason: "termination_id", "stop_token", "length", "aborted" or "error".
@@ -78,16 +78,20 @@ class DynamicInferenceRequest:
     latency: float | None = None
     events: list[DynamicInferenceEvent] = field(default_factory=list)
     detokenizer: Callable[[list[int]], str | None] | None = field(default=None, repr=False)
+    _text: str | None = field(default=None, init=False, repr=False)
 
-    @cached_property
+    @property
     def generated_text(self) -> str | None:
-        """Text of the generated tokens, made when first asked for after the end: detokenizing is
-        the consumer's work, not the engine loop's."""
-        if self.detokenizer is None:
-            return None
-        stopped = self.finish_reason in ("termination_id", "stop_token")
-        drop_last = stopped and not self.sampling_params.detokenize_stop_sequence
-        return self.detokenizer(self.generated_tokens[: -1 if drop_last else None])
+        """Text of the generated tokens, made when asked for: detokenizing is the consumer's work,
+        not the engine loop's."""
+        if self._text is None and self.detokenizer is not None:
+            stopped = self.finish_reason in ("termination_id", "stop_token")
+            drop_last = stopped and not self.sampling_params.detokenize_stop_sequence
+            text = self.detokenizer(self.generated_tokens[: -1 if drop_last else None])
+            if self.finish_reason is None:
+                return text  # there is more to come
+            self._text = text
+        return self._text
 
     def add_event(self, type_: DynamicInferenceEventType) -> None:
         """Append an event stamped with the present time."""

@@ -17,7 +17,7 @@ from megatron_async.devices import make_device, resolve_device_name
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine, Prompt
 from megatron_async.errors import ConfigurationError
 from megatron_async.inference_request import DynamicInferenceRequest
-from megatron_async.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
 from megatron_async.profiling.timeline import Timeline

@@ -66,7 +66,7 @@ class DynamicInferenceEngine:
         self.tracer = controller.tracer
         self._entries: dict[int, _RequestEntry] = {}
         self._ended: list[DynamicInferenceRequest] = []
-        self._loop = _event_loop()
+        self._own_loop: asyncio.AbstractEventLoop | None = None
 
     # ---- Requests ----------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class DynamicInferenceEngine:
             detokenizer=self.controller.detokenize,
         )
         request.add_event(DynamicInferenceEventType.ADD_ENGINE)
-        future: asyncio.Future[DynamicInferenceRequest] = self._loop.create_future()
+        future: asyncio.Future[DynamicInferenceRequest] = self._event_loop().create_future()
         self._entries[request_id] = _RequestEntry(request, future)
         try:
             if isinstance(prompt, str):
@@ -183,6 +183,8 @@ class DynamicInferenceEngine:
         prepared = clock()
         statistics.prepare_ns += prepared - start
         if plan is None:
+            stuck = not self.in_flight and self.context.has_unfinished_requests()
+            assert not stuck, "requests are unfinished, but none can run: a bug in scheduling"
             return min(len(self.in_flight), 1)
         with self.tracer.range("transfer_bookkeeping_to_gpu", plan.step):
             self.context.transfer_bookkeeping_to_gpu(plan)
@@ -328,11 +330,14 @@ class DynamicInferenceEngine:
     def close(self) -> None:
         """Finish what is launched and free the device's threads."""
         self.context.device.close()
+        if self._own_loop is not None:
+            self._own_loop.close()
 
-
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """The running loop, or one of our own: futures need a loop, steps do not."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.new_event_loop()
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        """The running loop, or one of our own: futures need a loop, steps do not."""
+        try:
+            return asyncio.get_running_loop()
+        except RuntimeError:
+            if self._own_loop is None:
+                self._own_loop = asyncio.new_event_loop()
+            return self._own_loop

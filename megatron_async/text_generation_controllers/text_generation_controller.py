@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.devices import Event
-from megatron_async.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.ops.sampling import SamplingMode, sample_reference
 
 
