@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 from megatron_async.checkpoints import open_model
+from megatron_async.checkpoints.dtypes import parse_dtype
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.devices import make_device, resolve_device_name
@@ -25,12 +26,6 @@ from megatron_async.sampling_params import SamplingParams
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 class LLM:
@@ -133,10 +128,7 @@ def _is_one_prompt(prompts: Any) -> bool:
 def _resolve_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
     if dtype is None:
         return torch.float32 if device == "cpu" else torch.bfloat16
-    resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if resolved is None or resolved not in DTYPES.values():
-        raise ConfigurationError(f"dtype={dtype!r} is not served: use one of {', '.join(DTYPES)}.")
-    return resolved
+    return parse_dtype(dtype)
 
 
 def _make_config(
