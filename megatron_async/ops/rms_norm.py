@@ -1,0 +1,106 @@
+"""Fused residual add and RMSNorm: one kernel where the modules launch two or more.
+
+RMSNorm: Zhang and Sennrich 2019. One program a row. The roundings are those of the modules it
+replaces, so the result is theirs: the sum is rounded to the dtype (Megatron's `bias_dropout_add`),
+and the norm of the rounded sum is computed in float32 and rounded once (`torch.nn.RMSNorm`).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_HIDDEN = 16384
+"""A row is held in the registers of one program."""
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add `x` to the residual stream and normalise the sum.
+
+    Args:
+        x: `[tokens, hidden]`, output of the previous block (of the embedding, for the first);
+            bfloat16, float16 or float32 on a GPU; rows may be strided, elements not.
+        residual: like `x`, or None: `x` is the whole residual stream.
+        weight: `[hidden]`, the norm's weight.
+        eps: added to the mean square.
+
+    Returns:
+        normed `[tokens, hidden]`, and the new residual: `x + residual`, or `x` itself.
+
+    Raises:
+        ValueError: shapes do not match, elements are strided or the row is too long.
+    """
+    tokens, hidden = x.shape
+    if hidden > MAX_HIDDEN:
+        raise ValueError(
+            f"add_rms_norm: hidden size {hidden} is over {MAX_HIDDEN}, what one program holds: "
+            "use add_rms_norm_reference."
+        )
+    if weight.shape != (hidden,) or (residual is not None and residual.shape != x.shape):
+        found = None if residual is None else tuple(residual.shape)
+        raise ValueError(
+            f"add_rms_norm: x is {tuple(x.shape)}, so weight must be ({hidden},) and residual like "
+            f"x; found {tuple(weight.shape)} and {found}."
+        )
+    if x.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
+        raise ValueError("add_rms_norm: elements of a row must be adjacent: call .contiguous().")
+    normed = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(normed)
+    if tokens:
+        block = triton.next_power_of_2(hidden)
+        _add_rms_norm_kernel[(tokens,)](
+            x,
+            residual if residual is not None else x,
+            weight,
+            normed,
+            total,
+            x.stride(0),
+            residual.stride(0) if residual is not None else 0,
+            eps,
+            hidden=hidden,
+            block=block,
+            has_residual=residual is not None,
+            num_warps=min(max(block // 512, 1), 16),
+        )
+    return normed, total
+
+
+def add_rms_norm_reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The same in plain torch."""
+    total = x if residual is None else residual + x
+    return F.rms_norm(total, weight.shape, weight, eps), total
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    normed: tl.tensor,
+    total: tl.tensor,
+    x_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    eps: tl.tensor,
+    hidden: tl.constexpr,
+    block: tl.constexpr,
+    has_residual: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
+    inside = column < hidden
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if has_residual:
+        before = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
+        rounded = (before.to(tl.float32) + value).to(total.dtype.element_ty)
+        tl.store(total + row * hidden + column, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(value * value) / hidden + eps)
+    tl.store(normed + row * hidden + column, value * factor * scale, mask=inside)
