@@ -1,0 +1,136 @@
+"""The engine on a GPU: the CPU's tokens, no hidden waits, one copy each way a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import Job, drain, greedy, make_engine, make_model, random_prompts, run_at
+
+from megatron_async import DynamicInferenceEngine, SamplingParams
+from megatron_async.devices import CudaDevice
+from megatron_async.models.architecture import ModelArchitecture
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SMALL = ModelArchitecture("llama", 4, 256, 8, 4, 32, 512, 1024, max_position_embeddings=1024)
+PROMPT_LENGTHS = (1, 5, 33, 64, 17, 100, 2, 48)
+TOKENS = 48
+
+EngineFactory = Callable[..., DynamicInferenceEngine]
+
+
+@pytest.fixture(scope="module")
+def gpu_model() -> torch.nn.Module:
+    return make_model(SMALL, torch.device("cuda"))
+
+
+@pytest.fixture
+def make_gpu_engine(
+    watched_engines: list[DynamicInferenceEngine], gpu_model: torch.nn.Module
+) -> EngineFactory:
+    def make(**config) -> DynamicInferenceEngine:
+        engine = make_engine(
+            gpu_model, device=CudaDevice(), **{"num_kv_blocks": 128, "max_requests": 16, **config}
+        )
+        watched_engines.append(engine)
+        return engine
+
+    return make
+
+
+def jobs() -> list[Job]:
+    prompts = random_prompts(0, PROMPT_LENGTHS, SMALL.vocab_size)
+    return [Job(prompt, greedy(TOKENS)) for prompt in prompts]
+
+
+def sampled_jobs() -> list[Job]:
+    modes = ({"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {})
+    return [
+        Job(job.prompt, SamplingParams(num_tokens_to_generate=TOKENS, termination_id=-1, **mode))
+        for job, mode in zip(jobs(), modes * 2, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def cpu_tokens() -> list[list[int]]:
+    engine = make_engine(make_model(SMALL), lookahead=0, num_kv_blocks=128, max_requests=16)
+    tokens = run_at(engine, {0: jobs()})
+    engine.close()
+    return tokens
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_tokens_equal_the_cpus(
+    make_gpu_engine: EngineFactory, cpu_tokens: list[list[int]], lookahead: int
+) -> None:
+    engine = make_gpu_engine(lookahead=lookahead)
+    assert run_at(engine, {0: jobs()}) == cpu_tokens
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_pauses_and_evictions_change_nothing(
+    make_gpu_engine: EngineFactory, cpu_tokens: list[list[int]], lookahead: int
+) -> None:
+    engine = make_gpu_engine(
+        lookahead=lookahead, block_size_tokens=16, num_kv_blocks=18, max_tokens=29
+    )
+    everything = jobs()
+    tokens = run_at(engine, {0: everything[:4], 7: everything[4:6], 20: everything[6:]})
+    assert tokens == cpu_tokens
+    assert engine.stats()["pauses"] > 0
+    assert engine.stats()["evictions"] > 0
+
+
+def test_samples_do_not_depend_on_settings(make_gpu_engine: EngineFactory) -> None:
+    serial = run_at(make_gpu_engine(lookahead=0), {0: sampled_jobs()})
+    pressed = make_gpu_engine(lookahead=2, block_size_tokens=16, num_kv_blocks=18, max_tokens=29)
+    assert run_at(pressed, {0: sampled_jobs()}) == serial
+    assert pressed.stats()["evictions"] > 0
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_no_step_waits_in_secret(
+    make_gpu_engine: EngineFactory, cpu_tokens: list[list[int]], sampled: bool
+) -> None:
+    engine = make_gpu_engine(lookahead=1, block_size_tokens=16, num_kv_blocks=18, max_tokens=29)
+    work = sampled_jobs() if sampled else jobs()
+    first = run_at(engine, {0: work})  # warm-up: libraries may wait while they load
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = run_at(engine, {0: work})
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert first == second
+    assert engine.stats()["failed_steps"] == 0
+    if not sampled:
+        assert second == cpu_tokens
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_one_copy_each_way_a_step(make_gpu_engine: EngineFactory, lookahead: int) -> None:
+    engine = make_gpu_engine(lookahead=lookahead, block_size_tokens=16)
+    for number, job in enumerate(jobs()):
+        engine.add_request(number, job.prompt, greedy(100))
+    for _ in range(10):  # past the prefills
+        engine.step_modern()
+    torch.cuda.synchronize()
+    steps = 20  # crosses block boundaries
+    before = engine.stats()["steps"]
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(steps):
+            engine.step_modern()
+        torch.cuda.synchronize()
+    assert engine.stats()["steps"] == before + steps
+    copies = Counter(
+        kind for event in profile.events() for kind in ("HtoD", "DtoH") if kind in event.name
+    )
+    assert copies == {"HtoD": steps, "DtoH": steps}
+    drain(engine)
