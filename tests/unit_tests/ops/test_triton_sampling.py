@@ -1,0 +1,274 @@
+"""The sampler's kernels against the plain-torch sampler: same tokens, same sets of kept tokens."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_async.ops import triton_sampling
+from megatron_async.ops.philox import gumbel_noise
+from megatron_async.ops.sampling import (
+    SamplingMode,
+    SamplingTensors,
+    filter_logits,
+    sample_reference,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture
+def device() -> str:
+    if INTERPRETED:
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    pytest.skip("no GPU: test_in_interpreter runs it")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """torch.empty is full of NaN (or the largest integer), so what a kernel leaves out is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Small vocabularies go through every stage."""
+    monkeypatch.setattr(triton_sampling, "TILE", 512)
+    monkeypatch.setattr(triton_sampling, "SEARCH_TILE", 512)
+    monkeypatch.setattr(triton_sampling, "CANDIDATES", 16)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
+def test_in_interpreter():
+    """Triton reads the variable when it is imported, so the interpreter needs its own process."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def parameters(rows, device, temperature=1.0, top_k=0, top_p=0.0, min_p=0.0):
+    def of(value, dtype):
+        value = torch.as_tensor(value, dtype=dtype)
+        return value.expand(rows).clone().to(device)
+
+    return SamplingTensors(
+        temperature=of(temperature, torch.float32),
+        top_k=of(top_k, torch.int32),
+        top_p=of(top_p, torch.float32),
+        min_p=of(min_p, torch.float32),
+        seeds=torch.randint(2**62, (rows,)).to(device),
+        positions=torch.randint(2**20, (rows,), dtype=torch.int32).to(device),
+    )
+
+
+def mixed_parameters(rows, device):
+    """Every kind of row, at random."""
+
+    def pick(values):
+        return torch.tensor(values)[torch.randint(len(values), (rows,))]
+
+    return parameters(
+        rows,
+        device,
+        temperature=pick([0.0, 0.1, 0.8, 1.0, 3.0]),
+        top_k=pick([0, 0, 1, 2, 7, 50, 400, 10**6]),
+        top_p=pick([0.0, 0.0, 0.05, 0.503, 0.907, 0.9909]),
+        min_p=pick([0.0, 0.0, 0.0, 0.0103, 0.303]),
+    )
+
+
+def scaled_logits(logits, params):
+    heat = torch.where(params.temperature > 0, params.temperature, 1.0)
+    return logits.to(torch.float32) / heat[:, None]
+
+
+def check_tokens(logits, params, mode=SamplingMode.FILTERED):
+    tokens = triton_sampling.sample(logits, params, mode)
+    expected = sample_reference(logits, params, mode)
+    assert tokens.dtype == torch.int64
+    if params is None:
+        assert torch.equal(tokens, expected)
+        return
+    # Where they differ, the reference's own scores must be a near tie.
+    scores = scaled_logits(logits, params)
+    if mode == SamplingMode.FILTERED:
+        scores = filter_logits(scores, params)
+    scores = scores + gumbel_noise(params.seeds, params.positions, logits.size(1))
+    differ = (tokens != expected).nonzero().view(-1)
+    ours = scores[differ, tokens[differ]]
+    torch.testing.assert_close(ours, scores[differ, expected[differ]], rtol=0, atol=2e-5)
+    greedy = (params.temperature == 0) | (params.top_k == 1)
+    assert torch.equal(tokens[greedy], expected[greedy])
+    assert len(differ) <= 0.01 * len(tokens)
+
+
+def check_kept(logits, params):
+    """The set of tokens that top_k and top_p keep, not only one token drawn from it."""
+    rows, vocab = logits.shape
+    row = triton_sampling._row_arguments(logits, params, SamplingMode.FILTERED)
+    splits = -(-vocab // triton_sampling.TILE)
+    scores = torch.empty(rows, splits, device=logits.device)
+    ids = torch.empty_like(scores, dtype=torch.int32)
+    triton_sampling._partials[(splits, rows)](
+        *row, scores, ids, mode=2, tile=triton_sampling.TILE, num_warps=4
+    )
+    cut, last, top = triton_sampling.bounds(row, scores)
+    token = torch.arange(vocab, device=logits.device)
+    values = logits.to(torch.float32)
+    kept = (values > cut[:, None]) | ((values == cut[:, None]) & (token <= last[:, None]))
+    expected = filter_logits(scaled_logits(logits, params), params) > -torch.inf
+    assert torch.equal(top, values.max(dim=1).values)
+    assert torch.equal(kept.sum(dim=1), expected.sum(dim=1))
+    assert torch.equal(kept, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 5, 1000, 5003])
+def test_greedy_takes_the_first_of_the_largest(vocab, dtype, device):
+    check_tokens(torch.randn(3, vocab, device=device).to(dtype), None, SamplingMode.GREEDY)
+    check_tokens(torch.zeros(2, vocab, dtype=dtype, device=device), None, SamplingMode.GREEDY)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 6, 1003])
+def test_softmax_rows_have_the_references_noise(vocab, dtype, device, small_tiles):
+    logits = (3 * torch.randn(24, vocab + 3, device=device)).to(dtype)[:, :vocab]
+    params = parameters(24, device, temperature=torch.tensor([0.0, 0.7, 1.0, 2.5]).repeat(6))
+    check_tokens(logits, params, SamplingMode.SOFTMAX)
+    check_tokens(logits, params, SamplingMode.FILTERED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 7, 1003])
+def test_mixed_batches(vocab, dtype, device, small_tiles):
+    rows = 16
+    spread = torch.tensor([0.1, 1.0, 4.0, 12.0], device=device).repeat(rows // 4)[:, None]
+    logits = (spread * torch.randn(rows, vocab, device=device)).to(dtype)
+    check_tokens(logits, mixed_parameters(rows, device))
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_k": 2},
+        {"top_k": 50},
+        {"top_k": 700},
+        {"top_k": 2000},
+        {"top_p": 0.0503},
+        {"top_p": 0.9007},
+        {"top_p": 0.9991},
+        {"top_k": 50, "top_p": 0.9007},
+        {"top_k": 700, "top_p": 0.3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+def test_kept_sets_are_exact(filters, spread, device, small_tiles):
+    """In bfloat16 a thousand logits have many ties, in float32 none; around 1000, all but ties."""
+    params = parameters(2, device, temperature=torch.tensor([0.8, 1.3]), **filters)
+    logits = spread * torch.randn(2, 1003, device=device)
+    check_kept(logits, params)
+    check_kept(logits.to(torch.bfloat16), params)
+    check_kept((logits + 1000).to(torch.bfloat16), params)
+
+
+@pytest.mark.parametrize("top_k", [2, 40, 41, 999])
+def test_ties_go_by_token_id(top_k, device, small_tiles):
+    """One value everywhere (zero of both signs), and 40 tokens above an all-equal rest."""
+    same = torch.zeros(1, 1003, device=device)
+    same[:, ::3] = -0.0
+    check_kept(same, parameters(1, device, top_k=top_k))
+    check_kept(same, parameters(1, device, top_p=top_k / 1000.5))
+    peaks = torch.full((1, 1003), -1.5, device=device)
+    peaks[0, torch.randperm(1003)[:40].to(device)] = 1.5
+    check_kept(peaks, parameters(1, device, top_k=top_k))
+    check_kept(peaks, parameters(1, device, top_k=top_k, top_p=0.503))
+
+
+def test_masked_tokens_are_never_chosen(device, small_tiles):
+    """Minus infinity, as a grammar's mask writes it, for whole tiles and for all but one token."""
+    logits = torch.randn(4, 1003, device=device)
+    logits[:2, 100:900] = -torch.inf
+    logits[2:] = -torch.inf
+    logits[2:, 777] = -3.0
+    for filters in ({}, {"top_k": 50}, {"top_p": 0.9007}, {"min_p": 0.0103}):
+        params = parameters(4, device, temperature=0.8, **filters)
+        check_tokens(logits, params)
+        assert triton_sampling.sample(logits, params, SamplingMode.FILTERED)[2:].eq(777).all()
+
+
+def test_a_row_does_not_depend_on_its_company(device, small_tiles):
+    logits = 3 * torch.randn(8, 1003, device=device)
+    params = mixed_parameters(8, device)
+    together = triton_sampling.sample(logits, params, SamplingMode.FILTERED)
+    for row in range(0, 8, 3):
+        one = SamplingTensors(**{k: v[row : row + 1] for k, v in vars(params).items()})
+        alone = triton_sampling.sample(logits[row : row + 1], one, SamplingMode.FILTERED)
+        assert alone.item() == together[row].item()
+
+
+def test_nan_logits_give_a_token_that_exists(device):
+    logits = torch.full((2, 5), torch.nan, device=device)
+    for mode, params in (
+        (SamplingMode.GREEDY, None),
+        (SamplingMode.FILTERED, parameters(2, device, top_k=3, top_p=0.9)),
+    ):
+        tokens = triton_sampling.sample(logits, params, mode)
+        assert ((tokens >= 0) & (tokens < 5)).all()
+
+
+def test_no_rows():
+    assert triton_sampling.sample(torch.ones(0, 5), None, SamplingMode.GREEDY).shape == (0,)
+
+
+def test_bad_input():
+    logits = torch.ones(2, 5)
+    with pytest.raises(ValueError, match=r"strides \(1, 2\)"):
+        triton_sampling.sample(torch.ones(5, 2).t(), None, SamplingMode.GREEDY)
+    with pytest.raises(ValueError, match="mode SOFTMAX needs the rows' parameters"):
+        triton_sampling.sample(logits, None, SamplingMode.SOFTMAX)
+    with pytest.raises(ValueError, match=r"must be contiguous and \(2,\)"):
+        triton_sampling.sample(logits, parameters(3, "cpu"), SamplingMode.SOFTMAX)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "vocab"), [(64, 49152), (33, 128256), (7, 151936)])
+def test_real_sizes(rows, vocab, dtype):
+    for spread in (1.0, 4.0):
+        logits = (spread * torch.randn(rows, vocab, device="cuda")).to(dtype)
+        check_tokens(logits, None, SamplingMode.GREEDY)
+        check_tokens(logits, parameters(rows, "cuda", 0.8), SamplingMode.SOFTMAX)
+        check_tokens(logits, mixed_parameters(rows, "cuda"))
+        check_tokens(logits, parameters(rows, "cuda", 0.8, top_k=50, top_p=0.9))
+        check_kept(logits, parameters(rows, "cuda", 0.8, top_k=50))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_replays_in_a_graph():
+    """Other logits and other parameters than those of the capture."""
+    logits = (3 * torch.randn(16, 128256, device="cuda")).to(torch.bfloat16)
+    params = parameters(16, "cuda", temperature=0.0)
+    triton_sampling.sample(logits, params, SamplingMode.FILTERED)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = triton_sampling.sample(logits, params, SamplingMode.FILTERED)
+    for _ in range(3):
+        logits.normal_(std=3)
+        for name, value in vars(mixed_parameters(16, "cuda")).items():
+            getattr(params, name).copy_(value)
+        tokens.fill_(-1)
+        graph.replay()
+        assert torch.equal(tokens, sample_reference(logits, params, SamplingMode.FILTERED))
