@@ -30,7 +30,8 @@ def measure(llm: LLM, batch: int, prompt_tokens: int, steps: int) -> dict[str, f
         prompt = torch.randint(vocabulary, (prompt_tokens,), generator=generator)
         engine.add_request(request, prompt, params)
     while engine.statistics.generated_tokens < 2 * batch or engine.context.waiting:
-        engine.step_modern()
+        for request in engine.step_modern()["finished_request_records"]:
+            raise SystemExit(f"request {request.request_id} ended early: {request.error}")
     for _ in range(8):
         engine.step_modern()
     before = dict(engine.stats())
