@@ -11,10 +11,7 @@ greedy, sampled and filtered rows, and a row pays only for what it asks:
 
 top_k, top_p and min_p each keep a prefix of the tokens ranked by (logit, token id), so together
 they keep one too: it is described by its last logit, and by the last token id among those with
-exactly that logit. Both top_k and top_p look for the largest logit t at which a falling function,
-the count or the probability of all tokens with a logit of at least t, reaches a target. `_search`
-bisects for it over the whole row until few tokens are undecided, collects these and goes on in
-registers, down to a single float32 number: the cut is exact.
+exactly that logit. `ops/triton_search.py` finds both.
 """
 
 from __future__ import annotations
@@ -25,6 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.sampling import SamplingMode, SamplingTensors
+from megatron_async.ops.triton_search import (
+    key_value,
+    load_tile,
+    measure_tail,
+    nth_equal,
+    ordered_key,
+    search_tail,
+)
 
 TILE = 2048
 """Tokens of one program of the tiled kernels."""
@@ -38,9 +43,6 @@ SPAN = tl.constexpr(40.0)
 """Where the search ends, in nats below the likeliest token. Gumbel noise of 23 bits lies in
 [-2.9, 16.7], so a token 20 nats down is never chosen, and 2 ** 18 tokens 40 nats down weigh less
 than the rounding of the sum: what the filters say of them changes nothing."""
-VALUE_STEPS = tl.constexpr(12)
-"""Steps that halve the interval of values before the rest halve the set of float32 numbers in it,
-which bounds the steps whatever the logits are."""
 
 
 def sample(logits: Tensor, params: SamplingTensors | None, mode: SamplingMode) -> Tensor:
@@ -155,7 +157,7 @@ def _partials(
     tile: tl.constexpr,
 ) -> None:
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    score = _load(logits + row * row_stride, split * tile, vocab, tile)
+    score = load_tile(logits + row * row_stride, split * tile, vocab, tile)
     out = row * tl.num_programs(0) + split
     if mode > 0:
         heat = tl.load(temperature + row)
@@ -206,29 +208,29 @@ def _bounds(
     rate = LOG2_E / heat
     logits += row * row_stride
     scratch += row * candidates
-    low, high = _key(top - SPAN * heat), _key(top) + 1
-    count, total = _tail(logits, vocab, _value(low), top, rate, tile)
+    low, high = ordered_key(top - SPAN * heat), ordered_key(top) + 1
+    count, total = measure_tail(logits, vocab, key_value(low), top, rate, tile)
     keep, ties = count, count
     if (k > 0) & (k < count):
-        low, above, mass_above, count = _search(
+        low, above, mass_above, count = search_tail(
             logits, scratch, vocab, top, rate, k, low, high, count, False, tile, candidates
         )
         keep, ties = k - above, count - above
-        total = mass_above + keep * tl.exp2((_value(low) - top) * rate)
+        total = mass_above + keep * tl.exp2((key_value(low) - top) * rate)
     if (p > 0) & (p < 1):
         floor, target = low, p * total
-        low, above, mass_above, count = _search(
+        low, above, mass_above, count = search_tail(
             logits, scratch, vocab, top, rate, target, low, high, count, True, tile, candidates
         )
-        room = tl.ceil((target - mass_above) / tl.exp2((_value(low) - top) * rate))
+        room = tl.ceil((target - mass_above) / tl.exp2((key_value(low) - top) * rate))
         room = tl.maximum(room, 1.0).to(tl.int32)
         # At top_k's own cut both limit how many of the equal logits stay.
         keep = tl.where(low == floor, tl.minimum(keep, room), room)
         ties = count - above
-    cut = _value(low)
+    cut = key_value(low)
     last = vocab
     if keep < ties:
-        last = _nth_equal(logits, vocab, cut, keep, tile)
+        last = nth_equal(logits, vocab, cut, keep, tile)
     tl.store(cut_out + row, cut)
     tl.store(last_out + row, last)
     tl.store(top_out + row, top)
@@ -257,7 +259,7 @@ def _choose(
     k, least = tl.load(top_k + row), tl.load(min_p + row)
     if (heat <= 0) | (k == 1) | (_is_filtered(k, tl.load(top_p + row), least) == 0):
         return
-    score = _load(logits + row * row_stride, split * tile, vocab, tile)
+    score = load_tile(logits + row * row_stride, split * tile, vocab, tile)
     token = split * tile + tl.arange(0, tile)
     limit = tl.load(cut + row)
     keep = (score > limit) | ((score == limit) & (token <= tl.load(last + row)))
@@ -301,12 +303,6 @@ def _is_filtered(k: tl.tensor, p: tl.tensor, least: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _load(row: tl.tensor, start: tl.tensor, vocab: tl.constexpr, tile: tl.constexpr) -> tl.tensor:
-    token = start + tl.arange(0, tile)
-    return tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-
-
-@triton.jit
 def _gumbel(
     seed: tl.tensor, position: tl.tensor, start: tl.tensor, tile: tl.constexpr
 ) -> tl.tensor:
@@ -317,137 +313,3 @@ def _gumbel(
     bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (tile,))
     uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     return -tl.log(-tl.log(uniform))
-
-
-@triton.jit
-def _key(value: tl.tensor) -> tl.tensor:
-    """int32 that orders as the float32 does; +0 and -0 are one number."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _value(key: tl.tensor) -> tl.tensor:
-    """The float32 of a key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _search(
-    row: tl.tensor,
-    scratch: tl.tensor,
-    vocab: tl.constexpr,
-    top: tl.tensor,
-    rate: tl.tensor,
-    target: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    count_low: tl.tensor,
-    by_mass: tl.constexpr,
-    tile: tl.constexpr,
-    candidates: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The largest key in [low, high) whose tail, the tokens at or over it, reaches `target`.
-
-    The tail is measured by its mass (probability times the softmax sum) or by its number of tokens,
-    `count_low` at low and none at high.
-
-    Returns:
-        the key, the number and the mass of the tokens over it, the number at or over it.
-    """
-    count_high, mass_high, step = 0, 0.0, 0
-    while (low + 1 < high) & (count_low - count_high > candidates):
-        # Cuts lie near the top: a quarter below it, rather than the half.
-        by_value = _key(_value(high) - 0.25 * (_value(high) - _value(low)))
-        half = (low & high) + ((low ^ high) >> 1)
-        middle = tl.where(step < VALUE_STEPS, by_value, half)
-        middle = tl.minimum(tl.maximum(middle, low + 1), high - 1)
-        count, mass = _tail(row, vocab, _value(middle), top, rate, tile)
-        if by_mass:
-            reached = mass >= target
-        else:
-            reached = count >= target
-        low, count_low = tl.where(reached, middle, low), tl.where(reached, count, count_low)
-        high = tl.where(reached, high, middle)
-        count_high = tl.where(reached, count_high, count)
-        mass_high = tl.where(reached, mass_high, mass)
-        step += 1
-
-    if low + 1 < high:
-        found = _collect(row, scratch, vocab, _value(low), _value(high), tile)
-        slot = tl.arange(0, candidates)
-        value = tl.load(scratch + slot, mask=slot < found, other=float("-inf"))
-        share = tl.exp2((value - top) * rate)
-        while low + 1 < high:
-            middle = (low & high) + ((low ^ high) >> 1)
-            over = value >= _value(middle)
-            if by_mass:
-                reached = mass_high + tl.sum(tl.where(over, share, 0.0)) >= target
-            else:
-                reached = count_high + tl.sum(over.to(tl.int32)) >= target
-            low, high = tl.where(reached, middle, low), tl.where(reached, high, middle)
-        count_low = count_high + tl.sum((value >= _value(low)).to(tl.int32))
-        over = value >= _value(high)
-        count_high += tl.sum(over.to(tl.int32))
-        mass_high += tl.sum(tl.where(over, share, 0.0))
-    return low, count_high, mass_high, count_low
-
-
-@triton.jit
-def _tail(
-    row: tl.tensor,
-    vocab: tl.constexpr,
-    limit: tl.tensor,
-    top: tl.tensor,
-    rate: tl.tensor,
-    tile: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Number and mass of the tokens with a logit of `limit` or more."""
-    counts = tl.zeros((tile,), tl.int32)
-    masses = tl.zeros((tile,), tl.float32)
-    for start in range(0, vocab, tile):
-        value = _load(row, start, vocab, tile)
-        over = value >= limit
-        counts += over.to(tl.int32)
-        masses += tl.where(over, tl.exp2((value - top) * rate), 0.0)
-    return tl.sum(counts), tl.sum(masses)
-
-
-@triton.jit
-def _collect(
-    row: tl.tensor,
-    scratch: tl.tensor,
-    vocab: tl.constexpr,
-    low: tl.tensor,
-    high: tl.tensor,
-    tile: tl.constexpr,
-) -> tl.tensor:
-    """Store the logits in [low, high) to `scratch`, in order of token id; return how many."""
-    found = 0
-    for start in range(0, vocab, tile):
-        value = _load(row, start, vocab, tile)
-        inside = ((value >= low) & (value < high)).to(tl.int32)
-        number = tl.sum(inside)
-        if number > 0:
-            place = found + tl.cumsum(inside, axis=0) - 1
-            tl.store(scratch + place, value, mask=inside > 0)
-        found += number
-    # Other threads of this program read what these wrote.
-    tl.debug_barrier()
-    return found
-
-
-@triton.jit
-def _nth_equal(
-    row: tl.tensor, vocab: tl.constexpr, limit: tl.tensor, n: tl.tensor, tile: tl.constexpr
-) -> tl.tensor:
-    """Id of the n-th token, in order of id, whose logit is exactly `limit`."""
-    seen, last = 0, vocab
-    for start in range(0, vocab, tile):
-        equal = (_load(row, start, vocab, tile) == limit).to(tl.int32)
-        number = tl.sum(equal)
-        if (seen < n) & (seen + number >= n):
-            is_last = (equal > 0) & (seen + tl.cumsum(equal, axis=0) == n)
-            last = tl.sum(tl.where(is_last, start + tl.arange(0, tile), 0))
-        seen += number
-    return last
