@@ -39,7 +39,8 @@ class InferenceConfig:
     paused_buffer_size_gb: float | None = None
     """At most this much of the pool (GiB) may be held by paused requests; beyond it the youngest
     paused request is evicted: it gives its blocks back, keeps its tokens and is prefilled again
-    later. None: no such limit; requests are evicted only when nothing else could run."""
+    later. (Never the oldest request, which runs on to its end.) None: no such limit; requests are
+    evicted only when nothing else could run."""
 
     # ---- Limits of a step --------------------------------------------------------------------
     max_requests: int = 256

@@ -283,7 +283,8 @@ class DynamicInferenceContext:
     # ---- Memory pressure ---------------------------------------------------------------------
 
     def _pause(self, starved: IntArray) -> None:
-        """Let requests without a block sit out this step; they keep slot and blocks."""
+        """Let requests without a block sit out this step; they keep slot and blocks, up to the
+        limit for paused requests. `starved` is in order of arrival."""
         slots = self.slots
         newly = starved[slots.state[starved] != SlotState.PAUSED]
         slots.state[newly] = SlotState.PAUSED
@@ -293,8 +294,14 @@ class DynamicInferenceContext:
             request.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
             request.add_event(DynamicInferenceEventType.PAUSE)
         held = int(slots.num_blocks[starved].sum())
-        while held > self._max_paused_blocks:
-            held -= self._evict_youngest_paused()
+        oldest = slots.arrival[slots.state != SlotState.FREE].min()
+        for slot in starved[::-1]:
+            # The oldest request is never evicted, so that it runs on to its end. Otherwise requests
+            # could evict each other in turn, each time before a sample of theirs is booked.
+            if held <= self._max_paused_blocks or slots.arrival[slot] == oldest:
+                break
+            held -= int(slots.num_blocks[slot])
+            self._evict(slot)
 
     def _resume(self, rows: IntArray) -> None:
         """Continue requests that get a block; `rows` may contain running ones too."""
@@ -305,7 +312,7 @@ class DynamicInferenceContext:
             slots.request_at(slot).status = Status.ACTIVE_AND_GENERATING_TOKENS
 
     def _make_room(self) -> bool:
-        """Nothing can run: evict a paused request if that is what it takes.
+        """Nothing can run: evict the youngest paused request if that is what it takes.
 
         Returns:
             whether planning is worth another try.
@@ -317,31 +324,26 @@ class DynamicInferenceContext:
             # At their length limits, their last tokens in flight: their blocks are back at the next
             # resolve, which is sooner than a prefill from the start.
             return False
-        self._evict_youngest_paused()
+        if self.blocks.free == 0:
+            paused = np.flatnonzero(state == SlotState.PAUSED)
+            self._evict(paused[np.argmax(self.slots.arrival[paused])])
         return True
 
-    def _evict_youngest_paused(self) -> int:
-        """Take everything from the paused request that arrived last, and queue it again.
+    def _evict(self, slot: int) -> None:
+        """Take everything from a paused request, and queue it again.
 
         Samples of it in flight become zombies; they will be sampled again, to the same tokens.
-
-        Returns:
-            how many blocks that freed.
         """
         slots = self.slots
-        paused = np.flatnonzero(slots.state == SlotState.PAUSED)
-        slot = int(paused[np.argmax(slots.arrival[paused])])
         request = slots.request_at(slot)
         waiting = WaitingRequest(
             request, int(slots.arrival[slot]), int(slots.seed[slot]), int(slots.max_length[slot])
         )
-        held = int(slots.num_blocks[slot])
         self.release_request(slot)
         self.waiting.put_back(waiting)
         request.status = Status.WAITING_IN_QUEUE
         request.add_event(DynamicInferenceEventType.EVICT)
         self.evictions += 1
-        return held
 
     # ---- To the device and back --------------------------------------------------------------
 
