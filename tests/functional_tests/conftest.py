@@ -1,13 +1,45 @@
-"""Engines whose end is checked."""
+"""Engines whose end is checked, and what `transformers` says, computed once a test run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from harness import assert_all_is_back
+import torch
+from filelock import FileLock, Timeout
+from harness import assert_all_is_back, make_engine, make_model
 
-from megatron_async import DynamicInferenceEngine
+from megatron_async import LLM, DynamicInferenceEngine
+from megatron_async.checkpoints.registry import demo_file
+
+EngineFactory = Callable[..., DynamicInferenceEngine]
+
+CHATS = (
+    [{"role": "user", "content": "Name three colours."}],
+    [
+        {"role": "system", "content": "You answer in one short sentence."},
+        {"role": "user", "content": "Why is the sky blue?"},
+        {"role": "assistant", "content": "Air scatters blue light more than red light."},
+        {"role": "user", "content": "And why is it red in the evening? Think of the long way that "
+         "the light of a low sun takes through the air, and of what is left of it at its end."},
+    ],
+)  # fmt: skip
+TEXTS = (
+    "A",
+    "Hello there",
+    "def fibonacci(n):\n    ",
+    "Once upon a time, in a small village by the sea, there lived an old fisherman who",
+    "1, 1, 2, 3, 5, 8, 13, 21,",
+    "Water boils when it is heated because its molecules move faster and faster, until they leave "
+    "the liquid. The temperature at which this happens depends on the pressure: high on a mountain "
+    "it is lower than at the coast, and in a closed pot it is higher. This was not understood for "
+    "a long time. Denis Papin built a pot with a tight lid and a valve in 1679, cooked bones in it "
+    "until they were soft, and showed it to the Royal Society in London, which is why",
+)
+NUM_TOKENS = 64
 
 
 @pytest.fixture
@@ -19,3 +51,97 @@ def watched_engines() -> Iterator[list[DynamicInferenceEngine]]:
         engine.close()
     for engine in engines:
         assert_all_is_back(engine)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> torch.nn.Module:
+    return make_model()
+
+
+@pytest.fixture
+def make_tiny_engine(
+    watched_engines: list[DynamicInferenceEngine], tiny_model: torch.nn.Module
+) -> EngineFactory:
+    """Engines around the tiny model; see `harness.make_engine`."""
+    return _factory(watched_engines, tiny_model, None)
+
+
+@pytest.fixture
+def make_smollm2_engine(
+    watched_engines: list[DynamicInferenceEngine], smollm2_llm: LLM
+) -> EngineFactory:
+    """Engines around the demo model; see `harness.make_engine`."""
+    model = smollm2_llm.engine.controller.inference_wrapped_model.model
+    return _factory(watched_engines, model, smollm2_llm.tokenizer)
+
+
+def _factory(
+    engines: list[DynamicInferenceEngine], model: torch.nn.Module, tokenizer: Any
+) -> EngineFactory:
+    def make(**config: Any) -> DynamicInferenceEngine:
+        settings = {"num_kv_blocks": 256, "max_requests": 8, **config}
+        engine = make_engine(model, tokenizer=tokenizer, **settings)
+        engines.append(engine)
+        return engine
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def smollm2_prompts(smollm2_llm: LLM) -> list[list[int]]:
+    """Eight prompts of 1 to about 120 tokens, text and chat."""
+    tokenizer = smollm2_llm.tokenizer
+    assert tokenizer is not None
+    prompts = [tokenizer.tokenize(text) for text in TEXTS]
+    for chat in CHATS:
+        text = tokenizer.apply_chat_template(chat)
+        prompts.append(tokenizer.tokenize(text, add_special_tokens=False))
+    return prompts
+
+
+@pytest.fixture(scope="session")
+def transformers_tokens(
+    smollm2_prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory, worker_id: str
+) -> list[list[int]]:
+    """Greedy float32 tokens of each prompt by `transformers`.
+
+    Workers of one run share them through files: each prompt is computed by whoever comes first.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "transformers_tokens"
+    folder.mkdir(exist_ok=True)
+    model: Any = None
+    for timeout in (0, -1):  # first what nobody else is at, then wait for the rest
+        for number, prompt in enumerate(smollm2_prompts):
+            file = folder / f"{number}.json"
+            try:
+                with FileLock(f"{file}.lock", timeout=timeout):
+                    if not file.exists():
+                        model = model or _load_transformers(demo_file())
+                        file.write_text(json.dumps(_greedy_loop(model, prompt)))
+            except Timeout:
+                continue
+    return [
+        json.loads((folder / f"{number}.json").read_text())
+        for number in range(len(smollm2_prompts))
+    ]
+
+
+def _load_transformers(file: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    return model.eval()
+
+
+@torch.inference_mode()
+def _greedy_loop(model: Any, prompt: list[int]) -> list[int]:
+    """Greedy tokens by a plain loop with a KV cache. (`generate` adds rules of its own.)"""
+    ids, cache, tokens = torch.tensor([prompt]), None, []
+    for _ in range(NUM_TOKENS):
+        result = model(ids, past_key_values=cache, use_cache=True)
+        cache, ids = result.past_key_values, result.logits[:, -1:].argmax(-1)
+        tokens.append(int(ids))
+    return tokens

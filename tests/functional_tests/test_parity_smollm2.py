@@ -1,0 +1,136 @@
+"""The demo model says what `transformers` says, whatever the scheduling."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from conftest import NUM_TOKENS, EngineFactory
+from harness import Job, greedy, run_alone, run_at, run_together
+
+from megatron_async import SamplingParams
+
+SMALL_POOL = {"block_size_tokens": 16, "num_kv_blocks": 16}
+"""The longest request fits, with little else beside it."""
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "serial, small pool": {"lookahead": 0, "max_tokens": 61, **SMALL_POOL},
+    "ahead, small pool": {"lookahead": 1, **SMALL_POOL},
+    "two ahead, large blocks, budget 61": {
+        "lookahead": 2,
+        "block_size_tokens": 256,
+        "max_tokens": 61,
+    },
+    "two ahead, small pool, budget 7": {
+        "lookahead": 2,
+        "max_requests": 7,
+        "max_tokens": 7,
+        **SMALL_POOL,
+    },
+}
+SAMPLING = (
+    {"temperature": 0.8, "top_k": 40},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 50, "top_p": 0.95, "seed": 1234},
+    {"temperature": 1.2, "min_p": 0.1},
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "seed": 7},
+    {"temperature": 1.0, "seed": 2**62},
+    {"temperature": 0.6, "top_p": 0.5},
+)
+SAMPLED_TOKENS = 24
+
+
+@pytest.fixture(scope="session")
+def jobs(smollm2_prompts: list[list[int]]) -> list[Job]:
+    return [Job(prompt, greedy(NUM_TOKENS)) for prompt in smollm2_prompts]
+
+
+@pytest.fixture(scope="session")
+def sampled_jobs(smollm2_prompts: list[list[int]]) -> list[Job]:
+    limits = {"num_tokens_to_generate": SAMPLED_TOKENS, "termination_id": -1}
+    return [
+        Job(prompt, SamplingParams(**limits, **mode))
+        for prompt, mode in zip(smollm2_prompts, SAMPLING, strict=True)
+    ]
+
+
+def test_prompts_are_varied(smollm2_prompts: list[list[int]]) -> None:
+    lengths = sorted(map(len, smollm2_prompts))
+    assert lengths[0] == 1
+    assert 100 <= lengths[-1] <= 130
+    assert len(set(lengths)) == len(lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_alone(
+    make_smollm2_engine: EngineFactory,
+    jobs: list[Job],
+    transformers_tokens: list[list[int]],
+    lookahead: int,
+) -> None:
+    mine = slice(lookahead, None, 3)  # every prompt is alone once, at one of the lookaheads
+    engine = make_smollm2_engine(lookahead=lookahead, block_size_tokens=16)
+    assert run_alone(engine, jobs[mine]) == transformers_tokens[mine]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_together(
+    make_smollm2_engine: EngineFactory,
+    jobs: list[Job],
+    transformers_tokens: list[list[int]],
+    name: str,
+) -> None:
+    engine = make_smollm2_engine(**SCENARIOS[name])
+    assert run_together(engine, jobs) == transformers_tokens
+    check_pressure(engine.stats(), expected="small pool" in name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lookahead", "seed"), [(1, 0), (2, 1)])
+def test_arriving_at_random_steps(
+    make_smollm2_engine: EngineFactory,
+    jobs: list[Job],
+    transformers_tokens: list[list[int]],
+    lookahead: int,
+    seed: int,
+) -> None:
+    engine = make_smollm2_engine(lookahead=lookahead, max_tokens=13, **SMALL_POOL)
+    order, arrivals = arrive(jobs, seed)
+    tokens = run_at(engine, arrivals)
+    assert tokens == [transformers_tokens[number] for number in order]
+    check_pressure(engine.stats(), expected=True)
+
+
+@pytest.mark.slow
+def test_samples_do_not_depend_on_scheduling(
+    make_smollm2_engine: EngineFactory, sampled_jobs: list[Job]
+) -> None:
+    serial = make_smollm2_engine(lookahead=0, block_size_tokens=16)
+    expected = run_alone(serial, sampled_jobs)
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+    for settings in ({"lookahead": 1, "max_tokens": 13}, {"lookahead": 2, **SMALL_POOL}):
+        engine = make_smollm2_engine(**settings)
+        assert run_together(engine, sampled_jobs) == expected, settings
+    check_pressure(engine.stats(), expected=True)
+
+
+def arrive(jobs: list[Job], seed: int) -> tuple[list[int], dict[int, list[Job]]]:
+    """Jobs in a random order, each at a random one of the first 30 steps.
+
+    Returns:
+        the order, and the jobs of each step.
+    """
+    chooser = random.Random(seed)
+    order = chooser.sample(range(len(jobs)), len(jobs))
+    arrivals: dict[int, list[Job]] = {}
+    for number, step in zip(order, sorted(chooser.choices(range(30), k=len(jobs))), strict=True):
+        arrivals.setdefault(step, []).append(jobs[number])
+    return order, arrivals
+
+
+def check_pressure(stats: Any, expected: bool) -> None:
+    assert (stats["pauses"] > 0) == expected
+    assert (stats["evictions"] > 0) == expected
