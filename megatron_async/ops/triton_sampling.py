@@ -16,6 +16,8 @@ exactly that logit. `ops/triton_search.py` finds both.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +27,8 @@ from megatron_async.ops.sampling import SamplingMode, SamplingTensors
 from megatron_async.ops.triton_search import (
     key_value,
     load_tile,
-    measure_tail,
+    measure_tails,
+    nth_collected,
     nth_equal,
     ordered_key,
     search_tail,
@@ -34,9 +37,12 @@ from megatron_async.ops.triton_search import (
 TILE = 2048
 """Tokens of one program of the tiled kernels."""
 SEARCH_TILE = 8192
-"""Tokens that the search looks at together."""
+"""Tokens that the search of a row looks at together, and the warps that do."""
+SEARCH_WARPS = 32
 CANDIDATES = 4096
 """Undecided tokens that the search finishes in registers."""
+UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+"""Low bits of a float32 that numbers of the dtype leave alone."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SPAN = tl.constexpr(40.0)
@@ -60,13 +66,15 @@ def sample(logits: Tensor, params: SamplingTensors | None, mode: SamplingMode) -
         int64 `[rows]` token ids.
 
     Raises:
-        ValueError: the logits' rows are strided, or parameters are missing or not contiguous.
+        ValueError: the logits' rows are strided or of another dtype, or parameters are missing or
+            not contiguous.
     """
     rows, vocab = logits.shape
-    if logits.stride(1) != 1 or vocab < 1:
+    if logits.stride(1) != 1 or vocab < 1 or logits.dtype not in UNUSED_BITS:
         raise ValueError(
-            f"sample: logits of {tuple(logits.shape)} with strides {logits.stride()}: a row must "
-            "be adjacent and not empty: call .contiguous()."
+            f"sample: {logits.dtype} logits of {tuple(logits.shape)} with strides "
+            f"{logits.stride()}: rows must be adjacent and not empty, of float32, float16 or "
+            "bfloat16: call .contiguous() or .float()."
         )
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
@@ -84,7 +92,7 @@ def sample(logits: Tensor, params: SamplingTensors | None, mode: SamplingMode) -
     return tokens
 
 
-def bounds(row: tuple[Tensor | int, ...], scores: Tensor) -> tuple[Tensor, ...]:
+def bounds(row: tuple[Any, ...], scores: Tensor) -> tuple[Tensor, ...]:
     """Where the filters of each row cut.
 
     Args:
@@ -97,7 +105,8 @@ def bounds(row: tuple[Tensor | int, ...], scores: Tensor) -> tuple[Tensor, ...]:
         the largest logit. Only rows with a filter are written.
     """
     rows, splits = scores.shape
-    cut, top = torch.empty((2, rows), dtype=torch.float32, device=scores.device)
+    cut = torch.empty(rows, dtype=torch.float32, device=scores.device)
+    top = torch.empty_like(cut)
     last = torch.empty(rows, dtype=torch.int32, device=scores.device)
     scratch = torch.empty((rows, CANDIDATES), dtype=torch.float32, device=scores.device)
     _bounds[(rows,)](
@@ -107,18 +116,20 @@ def bounds(row: tuple[Tensor | int, ...], scores: Tensor) -> tuple[Tensor, ...]:
         last,
         top,
         scratch,
+        torch.empty_like(scratch, dtype=torch.int32),
         splits,
         block=triton.next_power_of_2(splits),
+        shift=UNUSED_BITS[row[0].dtype],
         tile=SEARCH_TILE,
         candidates=CANDIDATES,
-        num_warps=16,
+        num_warps=SEARCH_WARPS,
     )
     return cut, last, top
 
 
 def _row_arguments(
     logits: Tensor, params: SamplingTensors | None, mode: SamplingMode
-) -> tuple[Tensor | int, ...]:
+) -> tuple[Any, ...]:
     """The arguments that describe the rows, the same for every kernel that reads logits."""
     if params is None:
         if mode != SamplingMode.GREEDY:
@@ -192,8 +203,10 @@ def _bounds(
     last_out: tl.tensor,
     top_out: tl.tensor,
     scratch: tl.tensor,
+    scratch_ids: tl.tensor,
     splits: tl.tensor,
     block: tl.constexpr,
+    shift: tl.constexpr,
     tile: tl.constexpr,
     candidates: tl.constexpr,
 ) -> None:
@@ -208,29 +221,60 @@ def _bounds(
     rate = LOG2_E / heat
     logits += row * row_stride
     scratch += row * candidates
-    low, high = ordered_key(top - SPAN * heat), ordered_key(top) + 1
-    count, total = measure_tail(logits, vocab, key_value(low), top, rate, tile)
-    keep, ties = count, count
+    scratch_ids += row * candidates
+    low, high = ordered_key(top - SPAN * heat, shift), ordered_key(top, shift) + 1
+    floor = key_value(low, shift)
+    count, total, _, _ = measure_tails(logits, vocab, floor, floor, top, rate, tile)
+    keep, ties, found, whole = count, count, 0, 0
     if (k > 0) & (k < count):
-        low, above, mass_above, count = search_tail(
-            logits, scratch, vocab, top, rate, k, low, high, count, False, tile, candidates
+        low, above, mass_above, count, found, whole = search_tail(
+            logits,
+            scratch,
+            scratch_ids,
+            vocab,
+            top,
+            rate,
+            k,
+            low,
+            high,
+            count,
+            whole,
+            False,
+            shift,
+            tile,
+            candidates,
         )
         keep, ties = k - above, count - above
-        total = mass_above + keep * tl.exp2((key_value(low) - top) * rate)
+        total = mass_above + keep * tl.exp2((key_value(low, shift) - top) * rate)
     if (p > 0) & (p < 1):
-        floor, target = low, p * total
-        low, above, mass_above, count = search_tail(
-            logits, scratch, vocab, top, rate, target, low, high, count, True, tile, candidates
+        target = p * total
+        low, above, mass_above, count, found, whole = search_tail(
+            logits,
+            scratch,
+            scratch_ids,
+            vocab,
+            top,
+            rate,
+            target,
+            low,
+            high,
+            count,
+            whole,
+            True,
+            shift,
+            tile,
+            candidates,
         )
-        room = tl.ceil((target - mass_above) / tl.exp2((key_value(low) - top) * rate))
-        room = tl.maximum(room, 1.0).to(tl.int32)
-        # At top_k's own cut both limit how many of the equal logits stay.
-        keep = tl.where(low == floor, tl.minimum(keep, room), room)
-        ties = count - above
-    cut = key_value(low)
+        # At top_k's own cut this is no more than top_k left: total counts no others.
+        room = (target - mass_above) / tl.exp2((key_value(low, shift) - top) * rate)
+        keep, ties = tl.maximum(tl.ceil(room), 1.0).to(tl.int32), count - above
+    cut = key_value(low, shift)
     last = vocab
     if keep < ties:
-        last = nth_equal(logits, vocab, cut, keep, tile)
+        if found > 0:
+            last = nth_collected(scratch, scratch_ids, found, vocab, cut, keep, candidates)
+        else:
+            last = nth_equal(logits, vocab, cut, keep, tile)
     tl.store(cut_out + row, cut)
     tl.store(last_out + row, last)
     tl.store(top_out + row, top)

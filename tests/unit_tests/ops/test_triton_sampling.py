@@ -31,6 +31,7 @@ def device() -> str:
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """torch.empty is full of NaN (or the largest integer), so what a kernel leaves out is seen."""
+    torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -125,8 +126,14 @@ def check_kept(logits, params):
     kept = (values > cut[:, None]) | ((values == cut[:, None]) & (token <= last[:, None]))
     expected = filter_logits(scaled_logits(logits, params), params) > -torch.inf
     assert torch.equal(top, values.max(dim=1).values)
-    assert torch.equal(kept.sum(dim=1), expected.sum(dim=1))
-    assert torch.equal(kept, expected)
+    # Where they differ, the probability before the token is top_p itself, up to rounding.
+    differ = (kept != expected).nonzero()
+    assert len(differ) <= 0.001 * kept.numel()
+    for at, extra in differ.tolist():
+        ranked, order = scaled_logits(logits, params)[at].sort(descending=True, stable=True)
+        k = params.top_k[at] if params.top_k[at] > 0 else vocab
+        before = ranked.double()[:k].softmax(0).cumsum(0)[(order == extra).nonzero() - 1]
+        assert abs(before - params.top_p[at]) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -232,6 +239,8 @@ def test_bad_input():
     logits = torch.ones(2, 5)
     with pytest.raises(ValueError, match=r"strides \(1, 2\)"):
         triton_sampling.sample(torch.ones(5, 2).t(), None, SamplingMode.GREEDY)
+    with pytest.raises(ValueError, match=r"torch.float64 logits.*call .*\.float\(\)"):
+        triton_sampling.sample(logits.double(), None, SamplingMode.GREEDY)
     with pytest.raises(ValueError, match="mode SOFTMAX needs the rows' parameters"):
         triton_sampling.sample(logits, None, SamplingMode.SOFTMAX)
     with pytest.raises(ValueError, match=r"must be contiguous and \(2,\)"):
