@@ -11,8 +11,8 @@ from harness import Job, greedy, run_alone, run_at, run_together
 
 from megatron_async import SamplingParams
 
-SMALL_POOL = {"block_size_tokens": 16, "num_kv_blocks": 16}
-"""The longest request fits, with little else beside it."""
+SMALL_POOL = {"block_size_tokens": 16, "num_kv_blocks": 20}
+"""Two or three of the eight requests fit at their full lengths."""
 SCENARIOS: dict[str, dict[str, Any]] = {
     "serial, small pool": {"lookahead": 0, "max_tokens": 61, **SMALL_POOL},
     "ahead, small pool": {"lookahead": 1, **SMALL_POOL},
@@ -26,6 +26,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "max_requests": 7,
         "max_tokens": 7,
         **SMALL_POOL,
+        "num_kv_blocks": 14,
     },
 }
 SAMPLING = (
@@ -111,7 +112,8 @@ def test_samples_do_not_depend_on_scheduling(
     serial = make_smollm2_engine(lookahead=0, block_size_tokens=16)
     expected = run_alone(serial, sampled_jobs)
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
-    for settings in ({"lookahead": 1, "max_tokens": 13}, {"lookahead": 2, **SMALL_POOL}):
+    small_pool = {"block_size_tokens": 16, "num_kv_blocks": 9}
+    for settings in ({"lookahead": 1, "max_tokens": 13}, {"lookahead": 2, **small_pool}):
         engine = make_smollm2_engine(**settings)
         assert run_together(engine, sampled_jobs) == expected, settings
     check_pressure(engine.stats(), expected=True)
