@@ -68,6 +68,12 @@ class InferenceConfig:
     async_sched_mode: str | None = None
     """Megatron-Core's name for the same: "legacy" is lookahead 0, "async" is lookahead 1."""
 
+    # ---- Graphs ------------------------------------------------------------------------------
+    num_cuda_graphs: int | None = None
+    """Batch sizes for which a whole decode step is captured as a CUDA graph; a step is padded to
+    the next of them. None: many sizes, close together where padding costs most. 0: no graphs.
+    Without effect on a CPU."""
+
     # ---- Sampling ----------------------------------------------------------------------------
     inference_sampling_seed: int = 42
     """Seed of every request that brings none of its own, mixed with the request's id, so that equal
@@ -91,6 +97,8 @@ class InferenceConfig:
             self._require_int(name, 1)
         if self.num_kv_blocks is not None:
             self._require_int("num_kv_blocks", 1)
+        if self.num_cuda_graphs is not None:
+            self._require_int("num_cuda_graphs", 0)
         for name in ("buffer_size_gb", "paused_buffer_size_gb"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and value > 0):

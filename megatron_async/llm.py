@@ -37,7 +37,7 @@ class LLM:
         device: "cpu", "cuda" or "cuda:N"; None takes the GPU if there is one.
         dtype: of weights, activations and KV cache ("float32", "bfloat16", "float16" or the torch
             dtype); None: float32 on the CPU, bfloat16 on a GPU.
-        progress: show a bar while weights load.
+        progress: show bars while weights load and graphs are captured.
         timeline: record the step timeline; see `timeline`.
         **inference_config: any field of `InferenceConfig`.
 
@@ -73,6 +73,7 @@ class LLM:
         controller = TextGenerationController(
             GPTInferenceWrapper(weights, context), self.tokenizer
         )
+        controller.create_cuda_graphs(progress)
         self.engine = DynamicInferenceEngine(controller, context)
 
     def generate(

@@ -15,6 +15,7 @@ import time
 import torch
 
 from megatron_async import LLM, SamplingParams
+from megatron_async.ops.sampling import SamplingMode
 
 WINDOWS = 5
 
@@ -59,6 +60,30 @@ def measure(llm: LLM, batch: int, prompt_tokens: int, steps: int) -> dict[str, f
     }
 
 
+def replay_ms(llm: LLM, batch: int, replays: int = 100) -> float | None:
+    """Milliseconds a step when the captured step is replayed back to back, without bookkeeping: the
+    limit for the engine. None where nothing is captured."""
+    engine = llm.engine
+    if not engine.context.graph_sizes:
+        return None
+    for step in engine.in_flight:
+        step.ready.wait()
+    dims = engine.context.graph_dimensions(batch)
+    graph = engine.controller.graphs.find(dims, SamplingMode.GREEDY)
+    assert graph is not None
+    times = []
+    device = engine.context.device
+    for _ in range(WINDOWS):
+        start, end = device.event(timing=True), device.event(timing=True)
+        device.compute.record(start)
+        for _ in range(replays):
+            device.compute.launch(graph.replay)
+        device.compute.record(end)
+        end.wait()
+        times.append((end.time_us() - start.time_us()) / 1e3 / replays)
+    return statistics.median(times)
+
+
 def main() -> None:
     """Print a table and, with --json, write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -71,7 +96,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps in each of 5 windows")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    columns = ("step_ms", "tokens_per_second", "prepare_us", "launch_us", "resolve_us")
+    columns = (
+        "step_ms",
+        "replay_ms",
+        "over_replay",
+        "tokens_per_second",
+        "prepare_us",
+        "launch_us",
+        "resolve_us",
+    )
     print(f"{'model':<22}{'batch':>6}{'lookahead':>10}" + "".join(f"{c:>19}" for c in columns))
     figures = []
     for model in args.models:
@@ -90,8 +123,12 @@ def main() -> None:
                     block_size_tokens=64,
                 ) as llm:
                     result = measure(llm, batch, args.prompt_tokens, args.steps)
+                    limit = replay_ms(llm, batch)
+                if limit is not None:
+                    result["replay_ms"] = limit
+                    result["over_replay"] = result["step_ms"] / limit
                 figures.append({"model": model, "batch": batch, "lookahead": lookahead, **result})
-                cells = "".join(f"{result[c]:>19.3f}" for c in columns)
+                cells = "".join(f"{result.get(c, float('nan')):>19.3f}" for c in columns)
                 print(f"{model:<22}{batch:>6}{lookahead:>10}{cells}", flush=True)
     if args.json:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None

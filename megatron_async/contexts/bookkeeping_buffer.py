@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.request_slots import RequestSlots
-from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.devices import Device
 
 
@@ -22,9 +22,13 @@ class HostStaging:
         device: supplies the host memory.
         capacity: words of one buffer.
         ring: number of buffers, at least the number of steps in flight.
+        dummy_slot, dummy_block: fill padding.
     """
 
-    def __init__(self, device: Device, capacity: int, ring: int) -> None:
+    def __init__(
+        self, device: Device, capacity: int, ring: int, dummy_slot: int, dummy_block: int
+    ) -> None:
+        self._dummy_slot, self._dummy_block = dummy_slot, dummy_block
         self._tensors = [device.host_buffer(capacity, torch.int32) for _ in range(ring)]
         self._arrays = [tensor.numpy() for tensor in self._tensors]  # sync-ok: host memory
 
@@ -37,12 +41,14 @@ class HostStaging:
         entry = plan.step % len(self._tensors)
         layout = BookkeepingLayout.for_batch(plan.dims)
         fields = layout.host_views(self._arrays[entry])
-        fields["row_slots"][:] = plan.slots
-        fields["row_kv_lengths"][:] = plan.kv_lengths
+        fields["sample_entry"][0] = entry
+        # Dummy rows: one token of the dummy slot, in the dummy block.
+        _fill(fields["row_slots"], plan.slots, self._dummy_slot)
+        _fill(fields["row_kv_lengths"], plan.kv_lengths, 1)
         updates = plan.block_updates
-        fields["block_update_slots"][:] = updates.slots
-        fields["block_update_indices"][:] = updates.indices
-        fields["block_update_blocks"][:] = updates.blocks
+        _fill(fields["block_update_slots"], updates.slots, self._dummy_slot)
+        _fill(fields["block_update_indices"], updates.indices, 0)
+        _fill(fields["block_update_blocks"], updates.blocks, self._dummy_block)
         if not plan.dims.is_decode_only:
             self._pack_prefill(fields, plan, slots)
         return self._tensors[entry][: layout.size]
@@ -65,3 +71,10 @@ class HostStaging:
         fields["prefill_token_ids"][:] = plan.prefill.token_ids
         fields["prefill_positions"][:] = plan.prefill.positions
         fields["prefill_token_rows"][:] = plan.prefill.rows
+
+
+def _fill(field: np.ndarray, values: IntArray, padding: int) -> None:
+    count = len(values)
+    field[:count] = values
+    if count < len(field):
+        field[count:] = padding

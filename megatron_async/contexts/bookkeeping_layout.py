@@ -19,6 +19,7 @@ from megatron_async.contexts.batch_dimensions import BatchDimensions
 
 # (field, float?, which count of the batch is its length)
 FIELDS: tuple[tuple[str, bool, str], ...] = (
+    ("sample_entry", False, "one"),
     ("row_slots", False, "rows"),
     ("row_kv_lengths", False, "rows"),
     ("block_update_slots", False, "block_updates"),
@@ -56,9 +57,10 @@ class BookkeepingLayout:
     def capacity(cls, max_requests: int, max_tokens: int, num_blocks: int) -> int:
         """Words that no step exceeds.
 
-        Block-table updates are new owners of blocks, so at most `num_blocks` a step.
+        Block-table updates are new owners of blocks, so at most `num_blocks` a step, or padding.
         """
-        return _layout(max_requests, num_blocks, max_requests, max_tokens).size
+        updates = max(num_blocks, max_requests)
+        return _layout(max_requests, updates, max_requests, max_tokens).size
 
     def host_views(self, buffer: NDArray[np.int32]) -> dict[str, NDArray[np.generic]]:
         """NumPy views of each field into the host staging buffer."""
@@ -80,6 +82,7 @@ def _layout(
     rows: int, block_updates: int, prefill_rows: int, prefill_tokens: int
 ) -> BookkeepingLayout:
     counts = {
+        "one": 1,
         "rows": rows,
         "block_updates": block_updates,
         "prefill_rows": prefill_rows,

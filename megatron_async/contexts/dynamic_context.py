@@ -15,14 +15,12 @@ from numpy.typing import NDArray
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest
+from megatron_async.contexts.batch_dimensions import BatchDimensions, graph_sizes
 from megatron_async.contexts.bookkeeping_buffer import HostStaging
-from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
-from megatron_async.contexts.device_slots import DeviceSlots
-from megatron_async.contexts.gpu_view import ContextGPUView
+from megatron_async.contexts.device_memory import make_gpu_view, max_paused_blocks
 from megatron_async.contexts.integrity import check_integrity
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
-from megatron_async.contexts.kv_cache import GIB, PagedKVCache, blocks_that_fit, bytes_per_block
-from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
+from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk, dummy_plan
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.devices import Device, make_device
@@ -31,7 +29,6 @@ from megatron_async.inference_request import (
     DynamicInferenceRequest,
     Status,
 )
-from megatron_async.models.rotary import RotaryTable
 from megatron_async.profiling.timeline import Timeline
 from megatron_async.profiling.tracer import Tracer
 
@@ -98,62 +95,30 @@ class DynamicInferenceContext:
         self.max_requests = inference_config.max_requests
         self.max_tokens = inference_config.max_tokens
         self.max_sequence_length = inference_config.max_sequence_length
-        max_blocks = -(-self.max_sequence_length // self.block_size_tokens)
 
-        kv_cache = self._make_kv_cache()
-        self.blocks = KVBlockAllocator(kv_cache.dummy_block)
+        self.gpu_view = make_gpu_view(model_config, inference_config, self.device)
+        dummy_block = self.gpu_view.kv_cache.dummy_block
+        self.blocks = KVBlockAllocator(dummy_block)
+        self._max_paused_blocks = max_paused_blocks(
+            model_config, inference_config, self.blocks.total
+        )
+        max_blocks = -(-self.max_sequence_length // self.block_size_tokens)
         self.slots = RequestSlots(self.max_requests, self.max_sequence_length, max_blocks)
         self.waiting = AdmissionQueue()
-        capacity = BookkeepingLayout.capacity(self.max_requests, self.max_tokens, self.blocks.total)
-        ring = inference_config.steps_in_flight
-        self._staging = HostStaging(self.device, capacity, ring)
-        self.gpu_view = ContextGPUView(
-            inference_config,
-            capacity,
-            DeviceSlots(
-                self.max_requests, max_blocks, kv_cache.dummy_block, self.device.torch_device
-            ),
-            kv_cache,
-            self._make_rotary(),
-            model_config.params_dtype,
+        self._staging = HostStaging(
+            self.device,
+            len(self.gpu_view.buffer),
+            inference_config.steps_in_flight,
+            self.max_requests,
+            dummy_block,
         )
-        self.device.fence()
-        self._plan_builder = PlanBuilder(self.slots)
+        count = inference_config.num_cuda_graphs if self.device.captures_graphs else 0
+        self.graph_sizes = graph_sizes(self.max_requests, count)
+        self._plan_builder = PlanBuilder(self.slots, self.graph_sizes)
         self._prefilling: list[int] = []
         self._arrivals = 0
         self.pauses = 0
         self.evictions = 0
-
-    def _make_kv_cache(self) -> PagedKVCache:
-        model, config = self.model_config, self.config
-        pattern = getattr(model, "hybrid_layer_pattern", None)
-        layers = pattern.count("*") if pattern else model.num_layers
-        shape = (config.block_size_tokens, model.num_query_groups, model.kv_channels)
-        block_bytes = bytes_per_block(layers, *shape, model.params_dtype)
-        num_blocks = blocks_that_fit(
-            block_bytes,
-            self.device.free_memory(),
-            self.device.torch_device,
-            config.num_kv_blocks,
-            config.buffer_size_gb,
-        )
-        paused_gb = config.paused_buffer_size_gb
-        self._max_paused_blocks = (
-            num_blocks if paused_gb is None else int(paused_gb * GIB) // block_bytes
-        )
-        return PagedKVCache(
-            layers, num_blocks, *shape, model.params_dtype, self.device.torch_device
-        )
-
-    def _make_rotary(self) -> RotaryTable | None:
-        model = self.model_config
-        return RotaryTable(
-            model.kv_channels,
-            self.max_sequence_length,
-            getattr(model, "rotary_base", 10000.0),
-            getattr(model, "rope_scaling", None),
-            self.device.torch_device,
-        )
 
     # ---- Requests in and out -----------------------------------------------------------------
 
@@ -351,6 +316,16 @@ class DynamicInferenceContext:
         """Launch the step's one host-to-device copy."""
         staged = self._staging.pack(plan, self.slots)
         self.device.compute.launch(partial(self.gpu_view.receive, staged))
+
+    def graph_dimensions(self, rows: int) -> BatchDimensions:
+        """Shape of the captured decode step that serves `rows` rows."""
+        return self._plan_builder.graph_dimensions(rows)
+
+    def transfer_dummy_rows_to_gpu(self, dims: BatchDimensions) -> None:
+        """Fill the device's bookkeeping with dummy rows alone, for capturing a graph of a shape."""
+        self.device.compute.launch(
+            partial(self.gpu_view.receive, self._staging.pack(dummy_plan(dims), self.slots))
+        )
 
     def update_requests(self, plan: StepPlan, sampled: IntArray) -> StepOutput:
         """Book the samples of a resolved step.

@@ -15,10 +15,16 @@ from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.device_slots import DeviceSlots
 from megatron_async.contexts.kv_cache import PagedKVCache
 from megatron_async.models.rotary import RotaryTable
+from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.paged_attention import TorchPagedAttention
 from megatron_async.ops.philox import MASK
-from megatron_async.ops.rotary import apply_rotary_reference
 from megatron_async.ops.sampling import SamplingTensors
+from megatron_async.ops.unpack_step import (
+    StepRows,
+    apply_block_updates,
+    feed_back_tokens,
+    unpack_rows,
+)
 
 
 class ContextGPUView:
@@ -29,8 +35,9 @@ class ContextGPUView:
         buffer_words: capacity of the bookkeeping buffer, int32 words.
         slots: per-slot device state.
         kv_cache: the paged cache.
-        rotary: table of the model's rotary embedding, or None.
-        dtype: compute dtype of the model.
+        rotary: table of the model's rotary embedding.
+        norm_eps: epsilon of the model's q/k norms.
+        attention: the attention backend.
 
     Attributes (valid from `begin_step` until the next):
         dims: host-known shape of the batch.
@@ -48,8 +55,9 @@ class ContextGPUView:
         buffer_words: int,
         slots: DeviceSlots,
         kv_cache: PagedKVCache,
-        rotary: RotaryTable | None,
-        dtype: torch.dtype,
+        rotary: RotaryTable,
+        norm_eps: float,
+        attention: TorchPagedAttention,
     ) -> None:
         device = slots.last_token.device
         self.config = config
@@ -59,11 +67,14 @@ class ContextGPUView:
         # Writer: the step's one copy; readers: the step. Both on the compute stream, so one buffer
         # serves all steps in flight.
         self.buffer = torch.zeros(buffer_words, dtype=torch.int32, device=device)
+        # One row for each step in flight. Writer: the step; reader: the copy to the host. A row is
+        # written again only after the host has resolved the step that wrote it.
+        ring = config.steps_in_flight
+        self.samples = torch.zeros(ring, config.max_requests, dtype=torch.int32, device=device)
         self._rotary = rotary
-        self._dtype = dtype
-        self._attention = TorchPagedAttention(
-            config.block_size_tokens, slots.block_table.size(1), device
-        )
+        self._norm_eps = norm_eps
+        self._rows = StepRows.empty(config.max_requests, slots.block_table.size(1), device)
+        self._attention = attention
         self.dims = BatchDimensions(decode_rows=0)
 
     # ---- One step ----------------------------------------------------------------------------
@@ -76,45 +87,50 @@ class ContextGPUView:
         """Unpack the bookkeeping buffer: update per-slot state and lay out tokens and positions."""
         self.dims = dims
         fields = BookkeepingLayout.for_batch(dims).device_views(self.buffer)
-        slots, decode = self.slots, dims.decode_rows
-        self.row_slots = fields["row_slots"].to(torch.int64)
-        kv_lengths = fields["row_kv_lengths"]
+        slots, block_size = self.slots, self.config.block_size_tokens
+        self._kv_lengths = fields["row_kv_lengths"]
+        self._sample_entry = fields["sample_entry"]
         if dims.block_updates:
-            slots.block_table.index_put_(
-                (
-                    fields["block_update_slots"].to(torch.int64),
-                    fields["block_update_indices"].to(torch.int64),
-                ),
+            apply_block_updates(
+                slots.block_table,
+                fields["block_update_slots"],
+                fields["block_update_indices"],
                 fields["block_update_blocks"],
             )
-        self.token_ids = slots.last_token.index_select(0, self.row_slots[:decode])
-        self.position_ids = (kv_lengths[:decode] - 1).to(torch.int64)
-        token_slots = self.row_slots[:decode]
+        # Prefill rows take part too: their KV length points at their chunk's last token, whose
+        # entries are replaced below.
+        rows = self._rows.head(dims.rows)
+        unpack_rows(
+            fields["row_slots"],
+            self._kv_lengths,
+            slots.last_token,
+            slots.block_table,
+            block_size,
+            rows,
+        )
+        self.row_slots, self._block_tables = rows.slots, rows.block_tables
+        self.token_ids, self.position_ids = rows.token_ids, rows.positions
+        self._write_index = rows.write_index
         self._last_token: Tensor | None = None
         if not dims.is_decode_only:
-            self._load_sampling(fields)
-            token_rows = fields["prefill_token_rows"].to(torch.int64)
-            token_slots = torch.cat((token_slots, self.row_slots.index_select(0, token_rows)))
-            prefill_ids = fields["prefill_token_ids"].to(torch.int64)
-            self.token_ids = torch.cat((self.token_ids, prefill_ids))
-            self.position_ids = torch.cat(
-                (self.position_ids, fields["prefill_positions"].to(torch.int64))
-            )
-            decode_tokens = torch.arange(decode, device=token_rows.device)
-            self._last_token = torch.cat(
-                (decode_tokens, fields["prefill_last_token"].to(torch.int64))
-            )
-        self._kv_lengths = kv_lengths
-        block_size = self.config.block_size_tokens
-        block = slots.block_table[token_slots, self.position_ids // block_size].to(torch.int64)
-        self._write_index = block * block_size + self.position_ids % block_size
-        self._attention.begin_step(
-            dims, slots.block_table.index_select(0, self.row_slots), kv_lengths
-        )
-        if self._rotary is not None:
-            rows = self.position_ids
-            self._cos = self._rotary.cos.index_select(0, rows)[:, None].to(self._dtype)
-            self._sin = self._rotary.sin.index_select(0, rows)[:, None].to(self._dtype)
+            self._lay_out_prefill(fields, rows)
+        self._attention.begin_step(dims, self._block_tables, self._kv_lengths)
+
+    def _lay_out_prefill(self, fields: dict[str, Tensor], rows: StepRows) -> None:
+        """Put the tokens of the prefill chunks behind those of the decode rows."""
+        decode, block_size = self.dims.decode_rows, self.config.block_size_tokens
+        self._load_sampling(fields)
+        positions = fields["prefill_positions"].to(torch.int64)
+        token_rows = fields["prefill_token_rows"].to(torch.int64)
+        block = rows.block_tables[token_rows, positions // block_size].to(torch.int64)
+        write_index = block * block_size + positions % block_size
+        token_ids = fields["prefill_token_ids"].to(torch.int64)
+        self.token_ids = torch.cat((rows.token_ids[:decode], token_ids))
+        self.position_ids = torch.cat((rows.positions[:decode], positions))
+        self._write_index = torch.cat((rows.write_index[:decode], write_index))
+        decode_tokens = torch.arange(decode, device=token_rows.device)
+        last_token = fields["prefill_last_token"].to(torch.int64)
+        self._last_token = torch.cat((decode_tokens, last_token))
 
     def _load_sampling(self, fields: dict[str, Tensor]) -> None:
         """Store the sampling parameters that prefill rows bring along, for the steps to come."""
@@ -141,30 +157,44 @@ class ContextGPUView:
         )
 
     def feed_back(self, sampled: Tensor) -> None:
-        """Hand the sampled tokens, int64 `[rows]`, to the next step.
+        """Hand the sampled tokens, int64 `[rows]`, to the next step and to the copy to the host.
 
         A prefill chunk that leaves part of its prompt stores a meaningless token, which the chunk
         after it overwrites before a decode row could read it.
         """
-        self.slots.last_token.index_copy_(0, self.row_slots, sampled)
+        feed_back_tokens(
+            sampled, self.row_slots, self.slots.last_token, self.samples, self._sample_entry
+        )
 
     # ---- Asked by the model ------------------------------------------------------------------
 
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Rotary embedding, KV append and causal attention of one layer.
+    def attention(
+        self, layer: int, mixed_qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> Tensor:
+        """q/k norm, rotary embedding, KV append and causal attention of one layer.
 
         Args:
             layer: index in the KV cache.
-            query: `[tokens, heads, dim]`.
-            key, value: `[tokens, kv heads, dim]`.
+            mixed_qkv: `[tokens, kv_heads * (group + 2) * dim]`, in Megatron's order: for each KV
+                head its query heads, its key, its value.
+            q_norm, k_norm: `[dim]`, RMSNorm weights of query and key heads, or None.
 
         Returns:
             `[tokens, heads, dim]`.
         """
-        if self._rotary is not None:
-            query, key = apply_rotary_reference(query, key, self._cos, self._sin)
-        self.kv_cache.append(layer, self._write_index, key, value)
         key_cache, value_cache = self.kv_cache.layer(layer)
+        query = kernels_for(mixed_qkv).rope_append(
+            mixed_qkv,
+            self._rotary.cos,
+            self._rotary.sin,
+            self.position_ids,
+            self._write_index,
+            key_cache,
+            value_cache,
+            q_norm,
+            k_norm,
+            self._norm_eps,
+        )
         return self._attention.attend(query, key_cache, value_cache, query.size(-1) ** -0.5)
 
     def last_token_logits(self, hidden_states: Tensor) -> Tensor:

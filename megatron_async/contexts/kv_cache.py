@@ -52,18 +52,6 @@ class PagedKVCache:
         data = self._data[index]
         return data[0], data[1]
 
-    def append(self, layer: int, write_index: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store this step's keys and values.
-
-        Args:
-            layer: attention layer.
-            write_index: int64 `[tokens]`: position in the cache, block * block size + offset.
-            key, value: `[tokens, heads, dim]`.
-        """
-        key_cache, value_cache = self.layer(layer)
-        key_cache.flatten(0, 1).index_copy_(0, write_index, key)
-        value_cache.flatten(0, 1).index_copy_(0, write_index, value)
-
 
 def bytes_per_block(
     num_layers: int, block_size: int, num_heads: int, head_dim: int, dtype: torch.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
@@ -28,13 +29,16 @@ class PlanBuilder:
 
     Args:
         slots: the state that plans are built from and that `build` advances.
+        graph_sizes: row counts, ascending, for which a decode-only step has a captured graph; such
+            a step is padded to the next of them.
 
     Attributes:
         next_step: number of the plan that is built next.
     """
 
-    def __init__(self, slots: RequestSlots) -> None:
+    def __init__(self, slots: RequestSlots, graph_sizes: tuple[int, ...] = ()) -> None:
         self._slots = slots
+        self._graph_sizes = graph_sizes
         self.next_step = 0
         self._updates: list[tuple[IntArray, IntArray, IntArray]] = []
 
@@ -63,14 +67,18 @@ class PlanBuilder:
             rows = np.concatenate((rows, prefill_slots))
             kv_lengths = np.concatenate((kv_lengths, ends))
         updates = self._take_updates()
-        plan = StepPlan(
-            step=self.next_step,
-            dims=BatchDimensions(
+        if not chunks and self._graph_sizes and len(decode) <= self._graph_sizes[-1]:
+            dims = self.graph_dimensions(len(decode))
+        else:
+            dims = BatchDimensions(
                 decode_rows=len(decode),
                 prefill_lengths=tuple((end - start, end) for _, start, end in chunks),
                 max_decode_kv_length=int(kv_lengths[: len(decode)].max(initial=0)),
                 block_updates=len(updates.slots),
-            ),
+            )
+        plan = StepPlan(
+            step=self.next_step,
+            dims=dims,
             slots=rows,
             generations=slots.generation[rows],
             kv_lengths=kv_lengths,
@@ -81,6 +89,12 @@ class PlanBuilder:
         )
         self.next_step += 1
         return plan
+
+    def graph_dimensions(self, rows: int) -> BatchDimensions:
+        """Shape of the smallest captured graph that holds `rows` decode rows. A row starts at most
+        one block a step, so as many updates as rows are enough."""
+        size = self._graph_sizes[bisect_left(self._graph_sizes, rows)]
+        return BatchDimensions(decode_rows=size, block_updates=size, is_captured=True)
 
     def _take_updates(self) -> BlockUpdates:
         if not self._updates:
@@ -98,3 +112,18 @@ class PlanBuilder:
             np.concatenate(positions),
             np.repeat(rows, [len(span) for span in tokens]),
         )
+
+
+def dummy_plan(dims: BatchDimensions) -> StepPlan:
+    """A plan of a decode-only shape in which every row is a dummy row."""
+    return StepPlan(
+        step=0,
+        dims=dims,
+        slots=_NONE,
+        generations=_NONE,
+        kv_lengths=_NONE,
+        produces=np.empty(0, dtype=np.bool_),
+        sampling_mode=SamplingMode.GREEDY,
+        block_updates=BlockUpdates(_NONE, _NONE, _NONE),
+        prefill=_NO_PREFILL,
+    )

@@ -46,7 +46,7 @@ class StepPlan:
     """Number of the step, counted from 0."""
     dims: BatchDimensions
     slots: IntArray
-    """int32 `[rows]`, decode rows first."""
+    """int32 `[rows]`, decode rows first; dummy rows of a padded step are not in the plan."""
     generations: IntArray
     """int64 `[rows]`."""
     kv_lengths: IntArray
@@ -57,3 +57,8 @@ class StepPlan:
     sampling_mode: SamplingMode
     block_updates: BlockUpdates
     prefill: PrefillTokens
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that belong to requests."""
+        return len(self.slots)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from megatron_async.devices.base import Device, Event, Stream
+from megatron_async.devices.base import Device, Event, Graph, Stream
 from megatron_async.devices.cpu import Chaos, CpuDevice
 from megatron_async.devices.cuda import CudaDevice
 from megatron_async.errors import ConfigurationError
 
-__all__ = ["Chaos", "CpuDevice", "CudaDevice", "Device", "Event", "Stream", "make_device"]
+__all__ = ["Chaos", "CpuDevice", "CudaDevice", "Device", "Event", "Graph", "Stream", "make_device"]
 
 
 def resolve_device_name(name: str | None) -> str:

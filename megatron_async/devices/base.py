@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +52,14 @@ class Stream(ABC):
         """Hold back work launched here from now on until the event is reached; the host goes on."""
 
 
+class Graph(Protocol):
+    """Captured device work."""
+
+    def replay(self) -> None:
+        """Run it again, on the same addresses; call it inside launched work."""
+        ...
+
+
 class Device(ABC):
     """A compute device.
 
@@ -58,11 +67,13 @@ class Device(ABC):
         torch_device: where its tensors live.
         compute: the one stream on which steps run; a total order (DESIGN section 3).
         copy: the stream that carries samples to the host.
+        captures_graphs: whether `capture` works here.
     """
 
     torch_device: torch.device
     compute: Stream
     copy: Stream
+    captures_graphs = False
 
     @abstractmethod
     def event(self, timing: bool = False) -> Event:
@@ -79,6 +90,14 @@ class Device(ABC):
     @abstractmethod
     def fence(self) -> None:
         """Order both streams after tensors that the host has made or filled so far."""
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Capture `work`, which has run before, as a graph on the compute stream; waits for it.
+
+        Raises:
+            RuntimeError: the device captures no graphs (`captures_graphs` is False).
+        """
+        raise RuntimeError(f"{type(self).__name__} captures no graphs")
 
     @abstractmethod
     def close(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_async.devices.base import Device, Event, Stream
+from megatron_async.devices.base import Device, Event, Graph, Stream
 
 
 class CudaEvent(Event):
@@ -62,6 +63,8 @@ class CudaStream(Stream):
 class CudaDevice(Device):
     """One GPU."""
 
+    captures_graphs = True
+
     def __init__(self, index: int | None = None) -> None:
         torch.cuda.init()
         index = torch.cuda.current_device() if index is None else index
@@ -70,6 +73,7 @@ class CudaDevice(Device):
         self.compute: CudaStream = CudaStream(self.torch_device)
         self.copy: CudaStream = CudaStream(self.torch_device)
         self._origin: _ClockOrigin | None = None
+        self._graph_pool: Any = None
         self.fence()
 
     def event(self, timing: bool = False) -> Event:
@@ -87,6 +91,15 @@ class CudaDevice(Device):
             self.torch_device
         )
         return free + unused
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        # One pool for all graphs: they replay one after another, so they may share their memory.
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_pool, stream=self.compute.stream):
+            work()
+        return graph
 
     def fence(self) -> None:
         # Weights and caches are made on the default stream; steps read them on ours.

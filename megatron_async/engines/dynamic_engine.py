@@ -64,6 +64,7 @@ class DynamicInferenceEngine:
         self.request_counter = count()
         self.statistics = EngineStatistics()
         self.tracer = controller.tracer
+        controller.create_cuda_graphs()
         self._entries: dict[int, _RequestEntry] = {}
         self._ended: list[DynamicInferenceRequest] = []
         self._own_loop: asyncio.AbstractEventLoop | None = None
@@ -190,7 +191,7 @@ class DynamicInferenceEngine:
             self.context.transfer_bookkeeping_to_gpu(plan)
         with self.tracer.range("launch_step", plan.step):
             launched = self.controller.launch_step(plan)
-        statistics.count_launch(plan.dims, overlapped=bool(self.in_flight))
+        statistics.count_launch(plan, overlapped=bool(self.in_flight))
         self.in_flight.append(launched)
         statistics.launch_ns += clock() - prepared
         return max(len(self.in_flight) - self.lookahead, 0)

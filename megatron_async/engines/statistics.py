@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.contexts.step_plan import StepPlan
 
 
 @dataclass
@@ -34,11 +34,11 @@ class EngineStatistics:
     idle: bool = True
     """Whether the last step left nothing to do."""
 
-    def count_launch(self, dims: BatchDimensions, overlapped: bool) -> None:
+    def count_launch(self, plan: StepPlan, overlapped: bool) -> None:
         """Count a launched step; `overlapped` if another was in flight."""
         self.steps += 1
-        self.rows += dims.rows
-        self.prefill_tokens += dims.prefill_tokens
+        self.rows += plan.num_rows
+        self.prefill_tokens += plan.dims.prefill_tokens
         self.overlapped_steps += overlapped
         self.first_steps += self.idle
         self.idle = False

@@ -62,10 +62,13 @@ class PagedSelfAttention(SelfAttention):
                 "PagedSelfAttention runs only inside the engine: it was called without an "
                 "inference_context. Use Megatron-Core's own SelfAttention to train."
             )
-        query, key, value = self.get_query_key_value_tensors(hidden_states)
-        # [tokens, 1, heads, dim] -> [tokens, heads, dim]
+        mixed_qkv, _unused = self.linear_qkv(hidden_states)
+        q_norm, k_norm = self.q_layernorm, self.k_layernorm
         context = inference_context.attention(
-            self.kv_layer_index, query.squeeze(1), key.squeeze(1), value.squeeze(1)
+            self.kv_layer_index,
+            mixed_qkv.squeeze(1),
+            q_norm.weight if q_norm is not None else None,
+            k_norm.weight if k_norm is not None else None,
         )
         output, bias = self.linear_proj(context.view(context.size(0), 1, -1))
         return output, bias

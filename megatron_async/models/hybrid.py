@@ -15,24 +15,29 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols as LayerSymbols
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.utils import WrappedTensor
 from torch import Tensor
 
+from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
 )
+from megatron_async.models.mlp import GatedMLP
 from megatron_async.models.parallel_state import ensure_process_groups
+from megatron_async.ops.kernels import kernels_for
 
 
 @dataclass
@@ -86,19 +91,54 @@ def transformer_config(architecture: ModelArchitecture, dtype: torch.dtype) -> M
 
 
 class PagedHybridStack(HybridStack):
-    """Megatron's `HybridStack` with a torch final norm (the stock one is TransformerEngine's)."""
+    """Megatron's `HybridStack` for one pipeline stage of attention and gated-MLP layers.
+
+    Its final norm is torch's (the stock one is TransformerEngine's).
+    """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
-        if self.post_process:
-            self.final_norm = WrappedTorchNorm(
-                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+        unknown = set(self.layer_type_list) - {LayerSymbols.ATTENTION, LayerSymbols.MLP}
+        if unknown or not (self.pre_process and self.post_process):
+            raise ConfigurationError(
+                f"layer kinds {sorted(unknown)} or pipeline stages are not served yet: build a "
+                "model of attention (*) and MLP (-) layers on one stage."
             )
+        self.final_norm = WrappedTorchNorm(
+            config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+        )
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As `HybridStack.forward`: hidden states `[tokens, 1, hidden]`, normalised at the end."""
-        hidden_states = super().forward(*args, **kwargs)
-        return self.final_norm(hidden_states) if self.post_process else hidden_states
+    def forward(
+        self,
+        hidden_states: Tensor | WrappedTensor,
+        attention_mask: Tensor | None,
+        inference_context: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """As `HybridStack.forward`: hidden states `[tokens, 1, hidden]`, normalised at the end.
+
+        The residual stream is carried beside the blocks' outputs, so that each addition is done
+        together with the norm that follows it.
+        """
+        if isinstance(hidden_states, WrappedTensor):
+            hidden_states = hidden_states.unwrap()
+        output, residual = hidden_states, None
+        for layer, kind in zip(self.layers, self.layer_type_list, strict=True):
+            attends = kind == LayerSymbols.ATTENTION
+            norm = layer.input_layernorm if attends else layer.pre_mlp_layernorm
+            output, residual = _add_norm(output, residual, norm)
+            block = layer.self_attention if attends else layer.mlp
+            output, bias = block(output, inference_context=inference_context)
+            if bias is not None:
+                output = output + bias
+        return _add_norm(output, residual, self.final_norm)[0]
+
+
+def _add_norm(x: Tensor, residual: Tensor | None, norm: torch.nn.RMSNorm) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` on Megatron's `[tokens, 1, hidden]`."""
+    flat = None if residual is None else residual.flatten(0, 1)
+    normed, total = kernels_for(x).add_rms_norm(x.flatten(0, 1), flat, norm.weight, norm.eps)
+    return normed.view_as(x), total.view_as(x)
 
 
 def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
@@ -134,7 +174,7 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=WrappedTorchNorm,
             mlp=partial(
-                MLP.as_mlp_submodule,
+                GatedMLP.as_mlp_submodule,
                 submodules=MLPSubmodules(
                     linear_fc1=InferenceColumnParallelLinear,
                     linear_fc2=InferenceRowParallelLinear,

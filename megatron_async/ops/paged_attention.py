@@ -64,14 +64,22 @@ class TorchPagedAttention:
         """
         self._num_decode = dims.decode_rows
         if dims.decode_rows:
-            # Rounded up, because torch's fused kernels want masks aligned; the mask hides the rest.
-            length = -(-dims.max_decode_kv_length // MASK_ALIGNMENT) * MASK_ALIGNMENT
-            length = min(length, len(self._positions))
-            tables = block_tables[: dims.decode_rows]
-            index = tables.index_select(1, self._block_of[:length]).to(torch.int64)
-            self._decode_index = (index * self._block_size + self._offset_of[:length]).view(-1)
-            valid = self._positions[:length] < kv_lengths[: dims.decode_rows, None]
-            self._decode_mask = valid[:, None, None, :]
+            rows = slice(0, dims.decode_rows)
+            self._begin_decode(dims, block_tables[rows], kv_lengths[rows])
+        self._begin_prefill(dims, block_tables)
+
+    def _begin_decode(
+        self, dims: BatchDimensions, block_tables: Tensor, kv_lengths: Tensor
+    ) -> None:
+        # Rounded up, because torch's fused kernels want masks aligned; the mask hides the rest.
+        length = -(-dims.max_decode_kv_length // MASK_ALIGNMENT) * MASK_ALIGNMENT
+        length = min(length, len(self._positions))
+        index = block_tables.index_select(1, self._block_of[:length]).to(torch.int64)
+        self._decode_index = (index * self._block_size + self._offset_of[:length]).view(-1)
+        valid = self._positions[:length] < kv_lengths[:, None]
+        self._decode_mask = valid[:, None, None, :]
+
+    def _begin_prefill(self, dims: BatchDimensions, block_tables: Tensor) -> None:
         self._prefill = []
         start = dims.decode_rows
         for row, (query_length, kv_length) in enumerate(dims.prefill_lengths, dims.decode_rows):
@@ -96,11 +104,11 @@ class TorchPagedAttention:
         Returns:
             `[tokens, heads, dim]`.
         """
-        keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
         output = torch.empty_like(query)
         if self._num_decode:
             rows = slice(0, self._num_decode)
-            output[rows] = self._decode(query[rows], keys, values, scale)
+            self._decode(query[rows], key_cache, value_cache, scale, output[rows])
+        keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
         for row in self._prefill:
             tokens = slice(row.start, row.end)
             output[tokens] = F.scaled_dot_product_attention(
@@ -114,20 +122,24 @@ class TorchPagedAttention:
             )[0].transpose(0, 1)
         return output
 
-    def _decode(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def _decode(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, out: Tensor
+    ) -> None:
         """One query token a row; the query heads of a KV head are its "sequence" (no causality
         among them), so that each key and value is read once."""
         rows, heads, dim = query.shape
-        kv_heads, index = keys.size(1), self._decode_index
+        kv_heads, index = key_cache.size(2), self._decode_index
 
         def gather(cache: Tensor) -> Tensor:
             # [rows, kv heads, kv length, dim]
-            return cache.index_select(0, index).view(rows, -1, kv_heads, dim).transpose(1, 2)
+            flat = cache.flatten(0, 1).index_select(0, index)
+            return flat.view(rows, -1, kv_heads, dim).transpose(1, 2)
 
-        return F.scaled_dot_product_attention(
-            query.reshape(rows, kv_heads, heads // kv_heads, dim),
-            gather(keys),
-            gather(values),
+        attended = F.scaled_dot_product_attention(
+            query.view(rows, kv_heads, heads // kv_heads, dim),
+            gather(key_cache),
+            gather(value_cache),
             attn_mask=self._decode_mask,
             scale=scale,
-        ).reshape(rows, heads, dim)
+        )
+        out.copy_(attended.reshape(rows, heads, dim))

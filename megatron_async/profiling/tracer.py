@@ -80,9 +80,10 @@ class Tracer:
             return _Range(self, name, step)
         return _NO_RANGE
 
-    def mark(self, stream: Stream) -> Event | None:
-        """A timed event here in the stream, when a timeline wants the device lane of a GPU."""
-        if self.timeline is None or not self.nvtx:
+    def mark(self, stream: Stream, step: int) -> Event | None:
+        """A timed event here in the stream, when a timeline wants the device lane of a GPU (and not
+        while a graph is captured, which belongs to no step)."""
+        if self.timeline is None or not self.nvtx or step < 0:
             return None
         event = self._device.event(timing=True)
         stream.record(event)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.step_plan import IntArray, StepPlan
-from megatron_async.devices import Event
+from megatron_async.devices import Device, Event
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron_async.ops.sampling import SamplingMode, sample_reference
+from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.sampling import SamplingMode
+from megatron_async.text_generation_controllers.cuda_graphs import CaptureReport, StepGraphs
 
 
 class ControllerTokenizer(Protocol):
@@ -45,13 +48,12 @@ class LaunchedStep:
 
 
 class _SampleBuffers:
-    """One ring entry. Device side: written by the step, read by the copy; host side: written by the
-    copy, read at resolve. An entry is used again only after the host has resolved its last step."""
+    """One ring entry: where samples arrive on the host, and the events on their way. Written by the
+    copy, read at resolve; used again only after the host has resolved its last step."""
 
-    def __init__(self, max_rows: int, context: Any) -> None:
-        device = context.device
-        self.device = torch.zeros(max_rows, dtype=torch.int32, device=device.torch_device)
-        self.host = device.host_buffer(max_rows, torch.int32)
+    def __init__(self, source: Tensor, device: Device) -> None:
+        self.source = source
+        self.host = device.host_buffer(len(source), source.dtype)
         self.array = self.host.numpy()  # sync-ok: host memory
         self.sampled = device.event()
         self.ready = device.event()
@@ -77,9 +79,10 @@ class TextGenerationController:
         self.device = self.context.device
         self.tracer = self.context.tracer
         self._ring = [
-            _SampleBuffers(self.context.max_requests, self.context)
-            for _ in range(self.context.config.steps_in_flight)
+            _SampleBuffers(row, self.device) for row in self.context.gpu_view.samples
         ]
+        self.graphs = StepGraphs(self.device)
+        self.capture_report: CaptureReport | None = None
         self.device.fence()
 
     def launch_step(self, plan: StepPlan) -> LaunchedStep:
@@ -88,49 +91,77 @@ class TextGenerationController:
         Nothing here waits. What the step's own work raises is kept in the result's `error`.
         """
         buffers = self._ring[plan.step % len(self._ring)]
-        launched = LaunchedStep(plan, buffers.array[: plan.dims.rows], buffers.ready)
+        launched = LaunchedStep(plan, buffers.array[: plan.num_rows], buffers.ready)
         compute, copy = self.device.compute, self.device.copy
-        compute.launch(partial(self._run_guarded, launched, buffers))
+        compute.launch(partial(self._run_guarded, launched))
         compute.record(buffers.sampled)
         copy.wait(buffers.sampled)
         copy.launch(partial(self._transfer_samples_to_cpu, plan, buffers))
         copy.record(buffers.ready)
         return launched
 
-    def _run_guarded(self, launched: LaunchedStep, buffers: _SampleBuffers) -> None:
+    def _run_guarded(self, launched: LaunchedStep) -> None:
         try:
-            self._run_step(launched.plan, buffers)
+            self._run_step(launched.plan)
         except Exception as error:
             launched.error = error
 
-    @torch.inference_mode()
-    def _run_step(self, plan: StepPlan, buffers: _SampleBuffers) -> None:
+    def _run_step(self, plan: StepPlan) -> None:
         """The step's device work, on the compute stream."""
-        view, tracer = self.context.gpu_view, self.tracer
-        start = tracer.mark(self.device.compute)
+        tracer = self.tracer
+        graph = self.graphs.find(plan.dims, plan.sampling_mode)
+        start = tracer.mark(self.device.compute, plan.step)
         with tracer.range("device_step", plan.step):
-            with tracer.range("forward_pass", plan.step):
-                view.begin_step(plan.dims)
-                logits = self.inference_wrapped_model.forward(view)
-            forwarded = tracer.mark(self.device.compute)
-            with tracer.range("sampling", plan.step):
-                sampled = self._sample(logits, plan.sampling_mode)
-                view.feed_back(sampled)
-                buffers.device[: plan.dims.rows].copy_(sampled)
-        end = tracer.mark(self.device.compute)
+            if graph is not None:
+                graph.replay()
+            else:
+                self._compute_step(plan.dims, plan.sampling_mode, plan.step)
+        end = tracer.mark(self.device.compute, plan.step)
         tracer.device_span("device_step", plan.step, start, end)
-        tracer.device_span("forward_pass", plan.step, start, forwarded)
-        tracer.device_span("sampling", plan.step, forwarded, end)
+
+    @torch.inference_mode()
+    def _compute_step(self, dims: BatchDimensions, mode: SamplingMode, step: int = -1) -> None:
+        """Unpack, forward, sample, feed back: what a graph captures. It depends on its arguments'
+        shapes and on device memory, and on nothing else."""
+        view, tracer = self.context.gpu_view, self.tracer
+        start = tracer.mark(self.device.compute, step)
+        with tracer.range("forward_pass", step):
+            view.begin_step(dims)
+            logits = self.inference_wrapped_model.forward(view)
+        forwarded = tracer.mark(self.device.compute, step)
+        with tracer.range("sampling", step):
+            view.feed_back(self._sample(logits, mode))
+        end = tracer.mark(self.device.compute, step)
+        tracer.device_span("forward_pass", step, start, forwarded)
+        tracer.device_span("sampling", step, forwarded, end)
 
     def _sample(self, logits: Tensor, mode: SamplingMode) -> Tensor:
         greedy = mode == SamplingMode.GREEDY
         params = None if greedy else self.context.gpu_view.sampling_tensors()
-        return sample_reference(logits, params, mode)
+        return kernels_for(logits).sample(logits, params, mode)
+
+    def create_cuda_graphs(self, progress: bool = False) -> CaptureReport | None:
+        """Capture the context's decode shapes, unless that is done already.
+
+        Args:
+            progress: show a bar.
+
+        Returns:
+            what it cost; None where there is nothing to capture.
+        """
+        context = self.context
+        if not context.graph_sizes or self.capture_report is not None:
+            return self.capture_report
+        shapes = [context.graph_dimensions(size) for size in context.graph_sizes]
+        self.capture_report = self.graphs.capture(
+            shapes, context.transfer_dummy_rows_to_gpu, self._compute_step, progress
+        )
+        return self.capture_report
 
     def _transfer_samples_to_cpu(self, plan: StepPlan, buffers: _SampleBuffers) -> None:
-        rows = plan.dims.rows
+        rows = plan.num_rows
         with self.tracer.range("transfer_samples_to_cpu", plan.step):
-            buffers.host[:rows].copy_(buffers.device[:rows], non_blocking=True)
+            buffers.host[:rows].copy_(buffers.source[:rows], non_blocking=True)
 
     # ---- Text --------------------------------------------------------------------------------
 

@@ -1,0 +1,110 @@
+"""Everything that a context allocates on its device, sized from the model and the settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_async.config import InferenceConfig
+from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
+from megatron_async.contexts.device_slots import DeviceSlots
+from megatron_async.contexts.gpu_view import ContextGPUView
+from megatron_async.contexts.kv_cache import GIB, PagedKVCache, blocks_that_fit, bytes_per_block
+from megatron_async.devices import Device
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.rotary import RotaryTable
+from megatron_async.ops.gpu_paged_attention import GpuPagedAttention
+from megatron_async.ops.paged_attention import TorchPagedAttention
+
+
+def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> ContextGPUView:
+    """Allocate KV cache, per-slot state and bookkeeping buffer, and the view that spans them.
+
+    Args:
+        model: Megatron's `TransformerConfig`; a `HybridModel`'s carries `hybrid_layer_pattern`.
+        config: settings of the engine.
+        device: where it all goes.
+
+    Raises:
+        OutOfMemoryError: the KV pool does not fit.
+        ConfigurationError: a shape that the device's kernels do not serve.
+    """
+    max_blocks = -(-config.max_sequence_length // config.block_size_tokens)
+    num_blocks = blocks_that_fit(
+        block_bytes(model, config),
+        device.free_memory(),
+        device.torch_device,
+        config.num_kv_blocks,
+        config.buffer_size_gb,
+    )
+    kv_cache = PagedKVCache(
+        attention_layers(model),
+        num_blocks,
+        config.block_size_tokens,
+        model.num_query_groups,
+        model.kv_channels,
+        model.params_dtype,
+        device.torch_device,
+    )
+    view = ContextGPUView(
+        config,
+        BookkeepingLayout.capacity(config.max_requests, config.max_tokens, num_blocks),
+        DeviceSlots(config.max_requests, max_blocks, num_blocks, device.torch_device),
+        kv_cache,
+        RotaryTable(
+            model.kv_channels,
+            config.max_sequence_length,
+            getattr(model, "rotary_base", 10000.0),
+            getattr(model, "rope_scaling", None),
+            device.torch_device,
+        ),
+        model.layernorm_epsilon,
+        _make_attention(model, config, device, max_blocks),
+    )
+    device.fence()
+    return view
+
+
+def max_paused_blocks(model: Any, config: InferenceConfig, num_blocks: int) -> int:
+    """Blocks that paused requests may hold: `paused_buffer_size_gb`, or the whole pool."""
+    if config.paused_buffer_size_gb is None:
+        return num_blocks
+    return int(config.paused_buffer_size_gb * GIB) // block_bytes(model, config)
+
+
+def block_bytes(model: Any, config: InferenceConfig) -> int:
+    """Bytes of one KV block over all layers."""
+    return bytes_per_block(
+        attention_layers(model),
+        config.block_size_tokens,
+        model.num_query_groups,
+        model.kv_channels,
+        model.params_dtype,
+    )
+
+
+def attention_layers(model: Any) -> int:
+    """Layers with a KV cache: those marked `*` in a hybrid pattern, or all."""
+    pattern = getattr(model, "hybrid_layer_pattern", None)
+    return pattern.count("*") if pattern else model.num_layers
+
+
+def _make_attention(
+    model: Any, config: InferenceConfig, device: Device, max_blocks: int
+) -> TorchPagedAttention:
+    if device.torch_device.type == "cpu":
+        return TorchPagedAttention(config.block_size_tokens, max_blocks, device.torch_device)
+    dim = model.kv_channels
+    if dim < 16 or dim & (dim - 1):
+        raise ConfigurationError(
+            f"attention heads of dimension {dim} are not served on a GPU yet: the decode kernel "
+            "wants a power of two of at least 16. Use device='cpu'."
+        )
+    return GpuPagedAttention(
+        config.block_size_tokens,
+        max_blocks,
+        config.max_requests,
+        model.num_attention_heads,
+        model.num_query_groups,
+        dim,
+        device.torch_device,
+    )

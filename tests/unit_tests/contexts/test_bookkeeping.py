@@ -1,0 +1,166 @@
+"""The packed buffer: host and device read the same fields, padding hurts nobody."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async.config import InferenceConfig
+from megatron_async.contexts.batch_dimensions import BatchDimensions, graph_sizes
+from megatron_async.contexts.bookkeeping_buffer import HostStaging
+from megatron_async.contexts.bookkeeping_layout import FIELDS, BookkeepingLayout
+from megatron_async.contexts.kv_cache import GIB, blocks_that_fit
+from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
+from megatron_async.contexts.request_slots import RequestSlots
+from megatron_async.devices import CpuDevice
+from megatron_async.errors import ConfigurationError, OutOfMemoryError
+from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.sampling_params import SamplingParams
+
+DUMMY_SLOT, DUMMY_BLOCK = 4, 99
+
+
+@pytest.fixture
+def slots():
+    slots = RequestSlots(capacity=4, max_sequence_length=32, max_blocks=8)
+    for i in range(3):
+        request = DynamicInferenceRequest(
+            request_id=i,
+            prompt_tokens=np.arange(10 * i, 10 * i + 6, dtype=np.int32),
+            sampling_params=SamplingParams(temperature=0.5, top_k=i + 2, top_p=0.9, min_p=0.1),
+        )
+        slots.acquire(request, arrival=i, seed=(i + 1) << 40 | 0x8000_0001, max_length=20)
+    return slots
+
+
+@pytest.fixture
+def staging():
+    device = CpuDevice()
+    yield HostStaging(device, 4096, 2, DUMMY_SLOT, DUMMY_BLOCK)
+    device.close()
+
+
+def test_fields_do_not_overlap_and_fit():
+    dims = BatchDimensions(decode_rows=5, prefill_lengths=((3, 3), (4, 9)), block_updates=7)
+    layout = BookkeepingLayout.for_batch(dims)
+    spans = sorted((start, end) for start, end, _ in layout.spans.values())
+    assert len(spans) == len(FIELDS)
+    assert spans[0][0] == 0
+    assert spans[-1][1] == layout.size
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+    assert layout.size <= BookkeepingLayout.capacity(7, 12, 7)
+
+
+def test_device_reads_what_the_host_wrote(slots, staging):
+    builder = PlanBuilder(slots)
+    builder.build(np.empty(0, np.int32), [PrefillChunk(0, 0, 6)])
+    builder.add_block_updates(*(np.array([v], np.int32) for v in (0, 1, 5)))
+    chunks = [PrefillChunk(1, 0, 6), PrefillChunk(2, 2, 5)]
+    plan = builder.build(np.array([0], np.int32), chunks)
+    words = staging.pack(plan, slots)
+    fields = BookkeepingLayout.for_batch(plan.dims).device_views(words)
+    assert fields["row_slots"].tolist() == [0, 1, 2]
+    assert fields["row_kv_lengths"].tolist() == [7, 6, 5]
+    assert fields["block_update_blocks"].tolist() == [5]
+    assert fields["prefill_token_ids"].tolist() == [10, 11, 12, 13, 14, 15, 22, 23, 24]
+    assert fields["prefill_positions"].tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 4]
+    assert fields["prefill_token_rows"].tolist() == [1] * 6 + [2] * 3
+    assert fields["prefill_last_token"].tolist() == [6, 9]
+    assert fields["prefill_top_k"].tolist() == [3, 4]
+    assert fields["prefill_top_p"].tolist() == pytest.approx([0.9, 0.9])
+    low = fields["prefill_seed_low"].to(torch.int64) & 0xFFFFFFFF
+    seeds = (fields["prefill_seed_high"].to(torch.int64) << 32) | low
+    assert seeds.tolist() == [(i + 1) << 40 | 0x8000_0001 for i in (1, 2)]
+    assert plan.produces.tolist() == [True, True, False]
+
+
+def test_padded_rows_point_at_the_dummy_slot(slots, staging):
+    builder = PlanBuilder(slots, (1, 2, 4))
+    builder.build(np.empty(0, np.int32), [PrefillChunk(i, 0, 6) for i in range(3)])
+    builder.add_block_updates(*(np.array([v], np.int32) for v in (2, 1, 7)))
+    plan = builder.build(np.arange(3, dtype=np.int32), [])
+    assert plan.dims.is_captured
+    assert plan.dims.decode_rows == 4
+    assert plan.num_rows == 3
+    fields = BookkeepingLayout.for_batch(plan.dims).device_views(staging.pack(plan, slots))
+    assert fields["row_slots"].tolist() == [0, 1, 2, DUMMY_SLOT]
+    assert fields["row_kv_lengths"].tolist() == [7, 7, 7, 1]
+    assert fields["block_update_slots"].tolist() == [2] + [DUMMY_SLOT] * 3
+    assert fields["block_update_indices"].tolist() == [1, 0, 0, 0]
+    assert fields["block_update_blocks"].tolist() == [7] + [DUMMY_BLOCK] * 3
+    assert fields["sample_entry"].tolist() == [plan.step % 2]
+
+
+@pytest.mark.parametrize(
+    ("most", "count", "expected"),
+    [
+        (1, None, (1,)),
+        (20, None, (1, 2, 4, 8, 16, 20)),
+        (256, 0, ()),
+        (256, 4, (64, 128, 192, 256)),
+        (3, 8, (1, 2, 3)),
+    ],
+)
+def test_graph_sizes(most, count, expected):
+    assert graph_sizes(most, count) == expected
+
+
+def test_default_graph_sizes_pad_little():
+    sizes = graph_sizes(1000, None)
+    assert sizes[-1] == 1000
+    for rows in range(1, 1001):
+        padded = next(size for size in sizes if size >= rows)
+        assert padded <= max(rows * 1.15, rows + 7)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "gb", "fits"),
+    [(7, None, 7), (7, 99.0, 7), (None, 10 / 1024, 9), (None, None, 818)],
+)
+def test_blocks_that_fit(blocks, gb, fits):
+    mib = 2**20
+    assert blocks_that_fit(mib, GIB, CPU, blocks, gb) == fits
+
+
+@pytest.mark.parametrize(
+    ("blocks", "gb", "words"),
+    [
+        (1024, None, ("num_kv_blocks=1024", "num_kv_blocks=1023")),
+        (None, 2.0, ("buffer_size_gb=2", "1 GiB is free")),
+        (None, 1 / 1024, ("buffer_size_gb=0.000977", "one block", "block_size_tokens")),
+    ],
+)
+def test_a_pool_that_does_not_fit_names_value_and_remedy(blocks, gb, words):
+    with pytest.raises(OutOfMemoryError) as error:
+        blocks_that_fit(2**20, GIB, CPU, blocks, gb)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lookahead": -1}, ("lookahead=-1", "at least 0")),
+        ({"lookahead": 1.5}, ("lookahead=1.5",)),
+        ({"async_sched_mode": "fast"}, ("'fast'", "'legacy'", "'async'")),
+        ({"async_sched_mode": "legacy", "lookahead": 1}, ("lookahead 0", "lookahead=1")),
+        ({"block_size_tokens": 0}, ("block_size_tokens=0",)),
+        ({"num_kv_blocks": True}, ("num_kv_blocks=True",)),
+        ({"num_cuda_graphs": -1}, ("num_cuda_graphs=-1",)),
+        ({"buffer_size_gb": -2}, ("buffer_size_gb=-2",)),
+        ({"max_tokens": 4, "max_requests": 8}, ("max_tokens=4", "max_requests=8")),
+        ({"materialize_only_last_token_logits": False}, ("materialize_only_last_token_logits",)),
+    ],
+)
+def test_settings_that_cannot_work(settings, words):
+    with pytest.raises(ConfigurationError) as error:
+        InferenceConfig(**settings)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(("mode", "lookahead"), [("legacy", 0), ("async", 1), (None, 1)])
+def test_async_sched_mode_is_lookahead(mode, lookahead):
+    assert InferenceConfig(async_sched_mode=mode).lookahead == lookahead

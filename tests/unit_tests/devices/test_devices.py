@@ -1,0 +1,122 @@
+"""Streams and events behave alike on a GPU and on threads."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron_async.devices import Chaos, CpuDevice, CudaDevice, make_device, resolve_device_name
+from megatron_async.devices.cpu import current_stream_name
+from megatron_async.errors import ConfigurationError
+
+gpu = pytest.param(
+    CudaDevice,
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+
+
+@pytest.fixture(params=[CpuDevice, gpu])
+def device(request):
+    device = request.param()
+    yield device
+    device.close()
+
+
+def test_work_runs_in_order(device):
+    x = torch.zeros(1, device=device.torch_device)
+    device.fence()
+    for i in range(50):
+        device.compute.launch(lambda i=i: x.mul_(2).add_(i % 2))
+    done = device.event()
+    device.compute.record(done)
+    done.wait()
+    expected = torch.zeros(1)
+    for i in range(50):
+        expected.mul_(2).add_(i % 2)
+    assert done.query()
+    assert torch.equal(x.cpu(), expected)
+
+
+def test_a_stream_waits_for_another(device):
+    source = torch.zeros(1 << 20, device=device.torch_device)
+    host = device.host_buffer(len(source), torch.float32)
+    device.fence()
+    ready, copied = device.event(), device.event()
+    for i in range(1, 6):
+        device.compute.launch(lambda i=i: source.fill_(i))
+        device.compute.record(ready)
+        device.copy.wait(ready)
+        device.copy.launch(lambda: host.copy_(source, non_blocking=True))
+        device.copy.record(copied)
+        copied.wait()
+        assert (host == i).all()
+
+
+def test_timed_events_are_on_the_host_clock(device):
+    start, end = device.event(timing=True), device.event(timing=True)
+    before = time.perf_counter_ns() / 1e3
+    device.compute.record(start)
+    device.compute.record(end)
+    end.wait()
+    after = time.perf_counter_ns() / 1e3
+    assert before - 500 <= start.time_us() <= end.time_us() <= after + 500
+
+
+def test_a_launch_returns_before_its_work_is_done():
+    device = CpuDevice()
+    gate, done = threading.Event(), device.event()
+    device.compute.launch(gate.wait)
+    device.compute.record(done)
+    assert not done.query()
+    gate.set()
+    done.wait()
+    device.close()
+
+
+def test_a_fault_is_sticky_and_reported_at_the_wait():
+    device = CpuDevice()
+    ran = []
+
+    def fail():
+        raise ZeroDivisionError("made up")
+
+    device.compute.launch(fail)
+    device.compute.launch(lambda: ran.append(1))
+    done = device.event()
+    device.compute.record(done)
+    with pytest.raises(RuntimeError) as error:
+        done.wait()
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    assert not ran
+    device.close()
+
+
+def test_close_runs_what_is_queued_and_ends_the_threads():
+    before = set(threading.enumerate())
+    device = CpuDevice(Chaos(seed=1, probability=1.0))
+    ran, names = [], []
+    for i in range(5):
+        device.compute.launch(lambda i=i: ran.append(i))
+    device.copy.launch(lambda: names.append(current_stream_name()))
+    device.close()
+    assert ran == list(range(5))
+    assert names == ["copy"]
+    assert current_stream_name() is None
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("name", ["gpu", "cpu:", "cuda:x", "", "mps"])
+def test_unknown_device(name):
+    with pytest.raises(ConfigurationError, match="use 'cpu', 'cuda' or 'cuda:N'"):
+        resolve_device_name(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_cuda_without_a_gpu():
+    assert resolve_device_name(None) == "cpu"
+    with pytest.raises(ConfigurationError, match="no usable GPU"):
+        make_device("cuda")

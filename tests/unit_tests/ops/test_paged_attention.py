@@ -1,0 +1,115 @@
+"""Paged attention against a plain softmax in float64 over gathered keys and values."""
+
+import pytest
+import torch
+
+from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.ops.decode_attention import MAX_PARTS, number_of_parts
+from megatron_async.ops.gpu_paged_attention import GpuPagedAttention
+from megatron_async.ops.paged_attention import TorchPagedAttention
+
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+GUARD = 1e4
+"""Fills the cache where no sequence stands: it must not leak into any output."""
+
+
+def naive(query, keys, values, group, scale):
+    """One token's attention: query `[heads, dim]`, keys and values `[length, kv heads, dim]`."""
+    out = torch.empty_like(query, dtype=torch.float64)
+    for head in range(query.size(0)):
+        k, v = keys[:, head // group].double(), values[:, head // group].double()
+        weights = torch.softmax(k @ query[head].double() * scale, 0)
+        out[head] = weights @ v
+    return out
+
+
+def check(backend, device, block_size, decode, prefill, kv_heads, group, dim, tolerance):
+    generator = torch.Generator().manual_seed(block_size * 100 + dim)
+    lengths = [*decode, *(kv for _, kv in prefill)]
+    max_blocks = -(-max(lengths) // block_size) + 1
+    total = sum(-(-n // block_size) for n in lengths) + 3
+    order = torch.randperm(total, generator=generator)
+    shape = (total, block_size, kv_heads, dim)
+    key_cache, value_cache = torch.full(shape, GUARD), torch.full(shape, -GUARD)
+    tables = torch.randint(total, (len(lengths), max_blocks), generator=generator)
+    rows, used = [], 0
+    for row, length in enumerate(lengths):
+        count = -(-length // block_size)
+        tables[row, :count] = order[used : used + count]
+        used += count
+        positions = torch.arange(length)
+        index = tables[row, positions // block_size] * block_size + positions % block_size
+        keys, values = (torch.randn(length, kv_heads, dim, generator=generator) for _ in "kv")
+        key_cache.flatten(0, 1)[index], value_cache.flatten(0, 1)[index] = keys, values
+        rows.append((keys, values))
+    dims = BatchDimensions(
+        decode_rows=len(decode),
+        prefill_lengths=tuple(prefill),
+        max_decode_kv_length=max(decode, default=0),
+    )
+    query = torch.randn(dims.tokens, kv_heads * group, dim, generator=generator)
+    attention = backend(block_size, max_blocks)
+    kv_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+    attention.begin_step(dims, tables.int().to(device), kv_lengths)
+    scale = dim**-0.5
+    caches = key_cache.to(device), value_cache.to(device)
+    found = attention.attend(query.to(device), *caches, scale).cpu()
+    token = 0
+    for row, (keys, values) in enumerate(rows):
+        ends = [lengths[row]]
+        if row >= len(decode):
+            asked, kv = prefill[row - len(decode)]
+            ends = list(range(kv - asked + 1, kv + 1))
+        for end in ends:
+            expected = naive(query[token], keys[:end], values[:end], group, scale)
+            error = (found[token] - expected).norm() / expected.norm()
+            assert error < tolerance, (row, end, error)
+            token += 1
+    assert token == dims.tokens
+
+
+CASES = [
+    (1, [1, 5], [], 1, 1, 16),
+    (4, [3, 4, 5, 9], [(3, 3), (2, 7)], 2, 3, 16),
+    (16, [], [(20, 20), (1, 33), (17, 40)], 3, 3, 32),
+    (16, [16, 17, 70], [(5, 5)], 2, 4, 64),
+]
+
+
+@pytest.mark.parametrize(("block_size", "decode", "prefill", "kv_heads", "group", "dim"), CASES)
+def test_torch_backend(block_size, decode, prefill, kv_heads, group, dim):
+    def backend(size, blocks):
+        return TorchPagedAttention(size, blocks, torch.device("cpu"))
+
+    check(backend, "cpu", block_size, decode, prefill, kv_heads, group, dim, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "decode", "prefill", "kv_heads", "group", "dim"),
+    [*CASES, (64, [1, 63, 64, 65, 900], [(9, 100)], 3, 3, 64), (256, [2000], [], 8, 4, 128)],
+)
+class TestOnGpu:
+    """The same, with the decode kernel."""
+
+    pytestmark = needs_gpu
+
+    def test_gpu_backend(self, block_size, decode, prefill, kv_heads, group, dim):
+        def backend(size, blocks):
+            rows, heads = len(decode) + len(prefill), kv_heads * group
+            cuda = torch.device("cuda")
+            return GpuPagedAttention(size, blocks, rows, heads, kv_heads, dim, cuda)
+
+        check(backend, "cuda", block_size, decode, prefill, kv_heads, group, dim, 1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 256])
+@pytest.mark.parametrize("length", [1, 128, 2560, 131072])
+def test_number_of_parts(rows, length):
+    parts = number_of_parts(rows, 8, length, 132)
+    assert 1 <= parts <= MAX_PARTS
+    assert parts & (parts - 1) == 0
+    assert parts == 1 or length // parts >= 128
+    assert parts == 1 or rows * 8 * parts <= 4 * 132

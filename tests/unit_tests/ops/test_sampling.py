@@ -1,0 +1,87 @@
+"""Sampling against a naive reference in float64, one row at a time."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_async.ops.sampling import (
+    SamplingMode,
+    SamplingTensors,
+    filter_logits,
+    sample_reference,
+)
+
+
+def tensors(rows, positions=None):
+    """`rows` of (temperature, top_k, top_p, min_p, seed)."""
+    temperature, top_k, top_p, min_p, seeds = zip(*rows, strict=True)
+    return SamplingTensors(
+        torch.tensor(temperature, dtype=torch.float32),
+        torch.tensor(top_k, dtype=torch.int32),
+        torch.tensor(top_p, dtype=torch.float32),
+        torch.tensor(min_p, dtype=torch.float32),
+        torch.tensor(seeds),
+        torch.tensor(positions or range(len(rows)), dtype=torch.int32),
+    )
+
+
+def naive_kept(logits, top_k, top_p, min_p):
+    """Token ids that the filters leave, by walking down the ranking."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    if top_k:
+        order = order[:top_k]
+    weights = [math.exp(logits[i] - logits[order[0]]) for i in order]
+    total, before, kept = sum(weights), 0.0, set()
+    for rank, (token, weight) in enumerate(zip(order, weights, strict=True)):
+        if rank and ((top_p and before / total >= top_p) or weight < min_p * weights[0]):
+            break
+        kept.add(token)
+        before += weight
+    return kept
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 3, 20, 1000])
+@pytest.mark.parametrize("top_p", [0.0, 0.31, 0.89])
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 1.0])
+def test_filters_keep_what_a_walk_down_the_ranking_keeps(top_k, top_p, min_p):
+    logits = torch.randn(6, 83, generator=torch.Generator().manual_seed(top_k))
+    logits[1] = logits[1].round()  # ties
+    logits[2] = 0.0
+    filtered = filter_logits(logits, tensors([(1.0, top_k, top_p, min_p, 0)] * 6))
+    for row in range(6):
+        kept = set(torch.isfinite(filtered[row]).nonzero().flatten().tolist())
+        assert kept == naive_kept(logits[row].double().tolist(), top_k, top_p, min_p)
+        assert all(filtered[row, token] == logits[row, token] for token in kept)
+
+
+def test_a_row_does_not_depend_on_its_company_or_mode():
+    logits = torch.randn(5, 97, generator=torch.Generator().manual_seed(0))
+    rows = [(0.0, 0, 0.0, 0.0, 1), (1.0, 0, 0.0, 0.0, 2), (0.7, 5, 0.9, 0.1, 3),
+            (2.0, 1, 0.0, 0.0, 4), (1.3, 0, 0.5, 0.0, 5)]  # fmt: skip
+    together = sample_reference(logits, tensors(rows), SamplingMode.FILTERED)
+    for i, row in enumerate(rows):
+        one = logits[i : i + 1]
+        for mode in SamplingMode:
+            needed = (SamplingMode.GREEDY, SamplingMode.SOFTMAX, SamplingMode.FILTERED,
+                      SamplingMode.GREEDY, SamplingMode.FILTERED)[i]  # fmt: skip
+            if mode >= needed:
+                alone = sample_reference(one, tensors([row], [i]), mode)
+                assert alone[0] == together[i], (i, mode)
+    assert together[0] == logits[0].argmax()
+    assert together[3] == logits[3].argmax()
+
+
+def test_samples_follow_the_filtered_distribution():
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.0, -1.0, 1.2])
+    count, temperature, top_k = 20_000, 0.8, 4
+    params = tensors([(temperature, top_k, 0.0, 0.0, 11)] * count, list(range(count)))
+    samples = sample_reference(logits.expand(count, -1), params, SamplingMode.FILTERED)
+    found = torch.bincount(samples, minlength=6).double()
+    scaled = (logits / temperature).double()
+    scaled[[3, 4]] = -torch.inf
+    expected = torch.softmax(scaled, 0) * count
+    kept = expected > 0
+    assert (found[~kept] == 0).all()
+    chi_square = ((found - expected)[kept] ** 2 / expected[kept]).sum()
+    assert chi_square < 16.3  # 99.9 % of chi-square with 3 degrees of freedom
