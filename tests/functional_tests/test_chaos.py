@@ -11,7 +11,6 @@ import torch
 from conftest import EngineFactory
 from schedules import wrong_results
 
-from megatron_async.contexts import dynamic_context
 from megatron_async.contexts.bookkeeping_buffer import HostStaging
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.devices.cpu import CpuStream
@@ -31,7 +30,6 @@ def test_chaos_gives_the_serial_result(
     counts: Counter[str] = Counter()
     for seed in range(first, first + SCHEDULES_A_TEST):
         assert wrong_results(tiny_model, serial_engine, seed, counts) == []
-    print(counts)
     # The schedules are worth their name.
     for event in ("pauses", "evictions", "zombie_rows", "aborted"):
         assert counts[event] > 0, counts
@@ -60,8 +58,15 @@ def no_generations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_staging_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next plan overwrites one that is still to be copied."""
-    short = lambda device, capacity, ring: HostStaging(device, capacity, ring=1)  # noqa: E731
-    monkeypatch.setattr(dynamic_context, "HostStaging", short)
+    make = HostStaging.__init__
+
+    def make_of_one_buffer(staging: HostStaging, *args: Any) -> None:
+        make(staging, *args)
+        ring = len(staging._tensors)
+        staging._tensors = staging._tensors[:1] * ring
+        staging._arrays = staging._arrays[:1] * ring
+
+    monkeypatch.setattr(HostStaging, "__init__", make_of_one_buffer)
 
 
 def one_sample_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,5 +101,4 @@ def test_chaos_finds_a_planted_bug(
         if found:
             break
     monkeypatch.undo()
-    print(found)
     assert found
