@@ -7,6 +7,7 @@ Field names are Megatron-Core's where the meaning is the same; `lookahead`, `num
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,8 +102,9 @@ class InferenceConfig:
             self._require_int("num_cuda_graphs", 0)
         for name in ("buffer_size_gb", "paused_buffer_size_gb"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+            if value is not None and not _is_positive(value):
                 raise ConfigurationError(f"{name}={value!r} must be a number of GiB above 0.")
+        self._require_int("inference_sampling_seed", 0)
         if self.max_tokens < self.max_requests:
             raise ConfigurationError(
                 f"max_tokens={self.max_tokens} is smaller than max_requests={self.max_requests}: "
@@ -145,3 +147,8 @@ class InferenceConfig:
         """Most steps that are launched and unresolved at once: the length of every buffer ring."""
         assert self.lookahead is not None  # set in __post_init__
         return self.lookahead + 1
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > 0

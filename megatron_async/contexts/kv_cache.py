@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -90,19 +93,28 @@ def blocks_that_fit(
         num_kv_blocks = pool // block_bytes - 1
         asked = f"buffer_size_gb={pool / GIB:.3g}"
         if num_kv_blocks < 1:
+            least = _gib(2 * block_bytes, math.ceil)
             raise OutOfMemoryError(
                 f"{asked} holds no usable KV block: one block takes {block_bytes / GIB:.3g} GiB "
-                f"and one more is the dummy block. Give at least "
-                f"buffer_size_gb={2 * block_bytes / GIB:.3g}, or a smaller block_size_tokens."
+                f"and one more is the dummy block. Give at least buffer_size_gb={least}, or a "
+                "smaller block_size_tokens."
             )
     else:
         asked = f"num_kv_blocks={num_kv_blocks}"
     needed = (num_kv_blocks + 1) * block_bytes
     if needed > free_bytes:
-        fit = max(free_bytes // block_bytes - 1, 0)
+        fit = free_bytes // block_bytes - 1
+        remedy = "Not even one block fits: lower block_size_tokens."
+        if fit > 0:
+            largest = _gib(free_bytes, math.floor)
+            remedy = f"At most num_kv_blocks={fit} (buffer_size_gb={largest}) fits."
         raise OutOfMemoryError(
             f"{asked} needs {needed / GIB:.3g} GiB on {device}, but {free_bytes / GIB:.3g} GiB is "
-            f"free. At most num_kv_blocks={fit} (buffer_size_gb={fit * block_bytes / GIB:.3g}) "
-            "fits."
+            f"free. {remedy}"
         )
     return num_kv_blocks
+
+
+def _gib(size: int, rounding: Callable[[float], int]) -> float:
+    """`size` bytes in GiB, rounded to the safe side, so that the advice works when followed."""
+    return rounding(size / GIB * 1e6) / 1e6
