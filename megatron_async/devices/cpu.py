@@ -126,15 +126,21 @@ class CpuStream(Stream):
         self._stop = weakref.finalize(self, _stop_worker, self._worker)
 
     def launch(self, work: Callable[[], None]) -> None:
-        self._worker.items.put(work)
+        self._put(work)
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
         event.arm()
-        self._worker.items.put(_Reach(event, self._worker))
+        self._put(_Reach(event, self._worker))
 
     def wait(self, event: Event) -> None:
-        self._worker.items.put(event.wait)
+        self._put(event.wait)
+
+    def _put(self, item: Callable[[], None]) -> None:
+        if not self._stop.alive:
+            # Nobody would ever run it, and a wait for it would never end.
+            raise RuntimeError("the device is closed: make a new engine (or LLM) and use that.")
+        self._worker.items.put(item)
 
     def close(self) -> None:
         """Run what is queued, then end the thread."""
