@@ -18,6 +18,9 @@ from megatron_async.sampling_params import SamplingParams
 NO_TOKEN = -1
 """Fills unused entries of `stop_ids`: no token has this id."""
 
+LEAST_TEMPERATURE = 1e-6
+"""Smaller ones are taken as 0: logits divided by them could overflow, and greedy is their limit."""
+
 
 class SlotState(IntEnum):
     """State of a slot. The order matters: from DECODING on, a slot has its prompt in the cache."""
@@ -109,13 +112,16 @@ class RequestSlots:
         return slot
 
     def _set_sampling(self, slot: int, params: SamplingParams, seed: int) -> None:
-        self.temperature[slot] = params.temperature
+        is_greedy = params.is_greedy or params.temperature < LEAST_TEMPERATURE
+        # The largest float32 makes all tokens equally likely, as any larger temperature does.
+        hottest = float(np.finfo(np.float32).max)
+        self.temperature[slot] = 0 if is_greedy else min(params.temperature, hottest)
         # More candidates than any vocabulary has is the same as no limit.
         self.top_k[slot] = min(params.top_k, np.iinfo(np.int32).max)
         self.top_p[slot] = params.top_p if params.top_p < 1 else 0.0
         self.min_p[slot] = params.min_p
         self.seed[slot] = seed
-        if params.is_greedy:
+        if is_greedy:
             mode = SamplingMode.GREEDY
         elif params.top_k or self.top_p[slot] or params.min_p:
             mode = SamplingMode.FILTERED
