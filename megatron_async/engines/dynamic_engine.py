@@ -168,6 +168,8 @@ class DynamicInferenceEngine:
                 oldest = self.in_flight[0]
                 if not oldest.ready.query():
                     await asyncio.to_thread(self._wait, oldest)
+                if not self.in_flight or self.in_flight[0] is not oldest:
+                    break  # while this coroutine waited, another one stepped the engine
                 outputs.append(self._resolve_oldest())
         return self._report(outputs, start)
 
@@ -175,9 +177,15 @@ class DynamicInferenceEngine:
         """Prepare and launch one step.
 
         Returns:
-            how many of the oldest steps are due to be resolved: those beyond `lookahead`; or one,
-            when nothing could be launched, because then only a resolve can change that.
+            how many of the oldest steps are due to be resolved: those beyond `lookahead` (if there
+            are any from before, nothing is launched); or one, when nothing could be launched,
+            because then only a resolve can change that.
         """
+        overdue = len(self.in_flight) - self.lookahead
+        if overdue > 0:
+            # A wait was interrupted (a cancelled `async_step`, Ctrl-C), or another coroutine is in
+            # one: a further step would overwrite buffers that these steps still use.
+            return overdue
         statistics, clock, start = self.statistics, time.thread_time_ns, time.thread_time_ns()
         with self.tracer.range("prepare_step", statistics.steps):
             plan = self.context.prepare_step()
