@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +57,7 @@ class SamplingParams:
     def copy(self) -> SamplingParams:
         """An independent copy: a request's own parameters never change under it."""
         copied = replace(self)
-        if self.stop_token_ids is not None:
+        if isinstance(self.stop_token_ids, Iterable):
             copied.stop_token_ids = list(self.stop_token_ids)
         return copied
 
@@ -82,6 +83,11 @@ class SamplingParams:
                 _integer(name, getattr(self, name), "1 or more", lambda v: v >= 1)
         if self.termination_id is not None:
             _token("termination_id", self.termination_id, vocab_size, allow_off=True)
+        if not isinstance(self.stop_token_ids, list | None):
+            raise RequestError(
+                f"stop_token_ids={self.stop_token_ids!r} is not allowed: it must be a list of "
+                "token ids."
+            )
         for token in self.stop_token_ids or ():
             _token("stop_token_ids", token, vocab_size, allow_off=False)
         for name in ("return_log_probs", "top_n_logprobs", "stop_words"):

@@ -18,7 +18,12 @@ import numpy as np
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext, StepOutput
 from megatron_async.engines.statistics import EngineStatistics
-from megatron_async.engines.validation import check_request, prompt_to_array
+from megatron_async.engines.validation import (
+    check_params_type,
+    check_request,
+    check_request_id,
+    prompt_to_array,
+)
 from megatron_async.errors import RequestAborted, RequestError, StepFailed
 from megatron_async.inference_request import (
     DynamicInferenceEventType,
@@ -88,13 +93,17 @@ class DynamicInferenceEngine:
             a future of the finished (or failed) request, for `await`.
 
         Raises:
-            RequestError: the id is in use by an unfinished request, which is left alone.
+            RequestError: the id is no 64-bit integer, or in use by an unfinished request, which is
+                left alone.
         """
+        request_id = check_request_id(request_id)
         if request_id in self._entries:
             raise RequestError(
                 f"request id {request_id} is in use by an unfinished request: choose another."
             )
-        params = (sampling_params or SamplingParams()).copy()
+        params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            params = sampling_params.copy()
         request = DynamicInferenceRequest(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
@@ -105,13 +114,15 @@ class DynamicInferenceEngine:
         future: asyncio.Future[DynamicInferenceRequest] = self._event_loop().create_future()
         self._entries[request_id] = _RequestEntry(request, future)
         try:
+            check_params_type(sampling_params)
             if isinstance(prompt, str):
                 prompt = self.controller.tokenize_prompt(prompt, params.add_BOS)
             request.prompt_tokens = prompt_to_array(prompt, self.controller.vocab_size)
             if params.termination_id is None:
                 params.termination_id = getattr(self.controller.tokenizer, "eod", None)
             limits = check_request(request, self.context, self.controller.vocab_size)
-        except ValueError as error:
+        except Exception as error:
+            # Whatever it is, also from a user's own tokenizer, it is this request's alone.
             self._end(request, Status.FAILED, "error", error)
             return future
         self.context.add_request(request, limits.seed, limits.max_length)

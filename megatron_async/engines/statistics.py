@@ -9,8 +9,8 @@ from megatron_async.contexts.step_plan import StepPlan
 
 @dataclass
 class EngineStatistics:
-    """Counts since the engine was made (or since `reset`). Times are nanoseconds of the engine's
-    own thread, waits not counted."""
+    """Counts since the engine was made. Times are nanoseconds of the engine's own thread, waits not
+    counted."""
 
     steps: int = 0
     """Steps launched."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.errors import RequestError
 from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,30 @@ class RequestLimits:
     seed: int
     max_length: int
     """Sequence length at which the request ends, tokens."""
+
+
+def check_request_id(request_id: Any) -> int:
+    """The id as a Python integer.
+
+    Raises:
+        RequestError: not an integer of 64 bits.
+    """
+    is_integer = isinstance(request_id, numbers.Integral) and not isinstance(request_id, bool)
+    if not is_integer or not -(2**63) <= request_id < 2**63:
+        raise RequestError(
+            f"request id {request_id!r} is not allowed: it must be an integer, -2**63 to 2**63 - 1."
+        )
+    return int(request_id)
+
+
+def check_params_type(params: Any) -> None:
+    """Raise RequestError unless `params` is a `SamplingParams` or None."""
+    if params is not None and not isinstance(params, SamplingParams):
+        kind = type(params)
+        raise RequestError(
+            f"sampling_params is a {kind.__module__}.{kind.__qualname__}: give a "
+            "megatron_async.SamplingParams, or None for the defaults."
+        )
 
 
 def prompt_to_array(prompt: Any, vocab_size: int) -> np.ndarray:
