@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from megatron_async.devices.base import Device, Event, Graph, Stream
@@ -39,6 +41,18 @@ def resolve_device_name(name: str | None) -> str:
 
 
 def make_device(name: str | None = None) -> Device:
-    """The device called `name` ("cpu", "cuda", "cuda:N", or None for the best there is)."""
+    """The device called `name` ("cpu", "cuda", "cuda:N", or None for the best there is).
+
+    A GPU is one object for the whole process, and its engines share its streams: graphs launched on
+    a second compute stream lose what dependent launch gains (0.89 instead of 0.77 ms a step of a
+    small model on an H200; measured, cause unknown).
+    """
     kind, _, index = resolve_device_name(name).partition(":")
-    return CpuDevice() if kind == "cpu" else CudaDevice(int(index) if index else None)
+    if kind == "cpu":
+        return CpuDevice()
+    return _cuda_device(int(index) if index else torch.cuda.current_device())
+
+
+@cache
+def _cuda_device(index: int) -> CudaDevice:
+    return CudaDevice(index)

@@ -61,7 +61,7 @@ class CudaStream(Stream):
 
 
 class CudaDevice(Device):
-    """One GPU."""
+    """One GPU. Make it with `make_device`, which keeps one object for each."""
 
     captures_graphs = True
 

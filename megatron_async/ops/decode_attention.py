@@ -2,8 +2,13 @@
 
 Flash-decoding (Dao et al. 2023): programs take a row's KV head and a part of its sequence, with all
 query heads of that KV head as one tile, so that each key and value is loaded once; a second kernel
-joins the parts. Lengths and block tables stay on the device; only the number of parts is the host's
-choice, and constant for a captured step.
+joins the parts. Lengths and block tables stay on the device; only the largest number of parts is
+the host's choice, and constant for a captured step. A short row uses fewer, and one that needs no
+more than one part is done in the first kernel.
+
+Constants measured on an H200 (docs/performance.md). Joining inside the first kernel, by the program
+that finishes last, was slower than a second kernel with dependent launch: 5.7 against 4.9
+microseconds at 16 rows.
 """
 
 from __future__ import annotations
@@ -13,11 +18,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+
 HEAD_TILE = 16
 """Query heads are padded to this many, the smallest tile of the matrix units."""
-TOKENS_A_PART = 128
-"""Parts shorter than this cost more in joining than they gain."""
+TOKENS_A_PART = 64
+"""Least tokens of a part."""
 MAX_PARTS = 64
+TILE = 64
+"""Tokens that a program takes together."""
+WARPS = 4
+STAGES = 3
 
 
 class DecodeWorkspace:
@@ -73,7 +84,7 @@ def paged_decode_attention(
     rows, heads, dim = query.shape
     _blocks, block_size, kv_heads, _dim = key_cache.shape
     group = heads // kv_heads
-    tile = 64 if dim <= 128 else 32
+    tile = TILE if dim <= 128 else TILE // 2
     _parts_kernel[(rows, kv_heads, parts)](
         query,
         key_cache,
@@ -94,21 +105,35 @@ def paged_decode_attention(
         tile=tile,
         parts=parts,
         max_parts=MAX_PARTS,
-        num_warps=4,
-        num_stages=3,
+        min_share=TOKENS_A_PART,
+        num_warps=WARPS,
+        num_stages=STAGES,
+        **launch_options(query),
     )
     if parts > 1:
         _join_kernel[(rows, heads)](
             workspace.output,
             workspace.maximum,
             workspace.total,
+            kv_lengths,
             out,
             heads=heads,
             dim=dim,
             parts=parts,
+            min_share=TOKENS_A_PART,
+            tile=tile,
             max_parts=MAX_PARTS,
             num_warps=2,
+            **launch_options(query),
         )
+
+
+@triton.jit
+def _share(
+    length: tl.tensor, parts: tl.constexpr, min_share: tl.constexpr, tile: tl.constexpr
+) -> tl.tensor:
+    """Tokens of one part: whole tiles, not too few."""
+    return tl.maximum(tl.cdiv(tl.cdiv(length, parts), tile) * tile, min_share)
 
 
 @triton.jit
@@ -132,49 +157,54 @@ def _parts_kernel(
     tile: tl.constexpr,
     parts: tl.constexpr,
     max_parts: tl.constexpr,
+    min_share: tl.constexpr,
+    overlap: tl.constexpr,
 ) -> None:
+    wait_for_previous(overlap)
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_lengths + row)
-    share = tl.cdiv(tl.cdiv(length, parts), tile) * tile
-    start, end = part * share, tl.minimum((part + 1) * share, length)
-    member = tl.arange(0, head_tile)
-    column = tl.arange(0, dim)
-    head = kv_head * group + member
-    inside = member < group
-    heads: tl.constexpr = kv_heads * group
-    place = (row * heads + head)[:, None] * dim + column[None, :]
-    q = tl.load(query + place, mask=inside[:, None], other=0.0)
-    maximum = tl.full((head_tile,), -float("inf"), tl.float32)
-    total = tl.zeros((head_tile,), tl.float32)
-    gathered = tl.zeros((head_tile, dim), tl.float32)
-    for first in range(start, end, tile):
-        position = first + tl.arange(0, tile)
-        exists = position < end
-        block = tl.load(
-            tables + row * table_stride + position // block_size, mask=exists, other=0
-        ).to(tl.int64)
-        token = (block * block_size + position % block_size) * kv_heads + kv_head
-        cell = token[:, None] * dim + column[None, :]
-        k = tl.load(key_cache + cell, mask=exists[:, None], other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        score = tl.where(exists[None, :], score, -float("inf"))
-        new_maximum = tl.maximum(maximum, tl.max(score, 1))
-        weight = tl.exp2(score - new_maximum[:, None])
-        shrink = tl.exp2(maximum - new_maximum)
-        v = tl.load(value_cache + cell, mask=exists[:, None], other=0.0)
-        gathered = gathered * shrink[:, None]
-        gathered += tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-        total = total * shrink + tl.sum(weight, 1)
-        maximum = new_maximum
-    if parts == 1:
-        result = gathered / tl.maximum(total, 1e-30)[:, None]
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=inside[:, None])
-    else:
-        slot = ((row * heads + head) * max_parts + part).to(tl.int64)
-        tl.store(part_maximum + slot, maximum, mask=inside)
-        tl.store(part_total + slot, total, mask=inside)
-        cells = slot[:, None] * dim + column[None, :]
-        tl.store(part_output + cells, gathered, mask=inside[:, None])
+    share = _share(length, parts, min_share, tile)
+    used = tl.maximum(tl.cdiv(length, share), 1)
+    if part < used:
+        start, end = part * share, tl.minimum((part + 1) * share, length)
+        member = tl.arange(0, head_tile)
+        column = tl.arange(0, dim)
+        inside = member < group
+        heads: tl.constexpr = kv_heads * group
+        head = kv_head * group + member
+        place = (row * heads + head)[:, None] * dim + column[None, :]
+        q = tl.load(query + place, mask=inside[:, None], other=0.0)
+        maximum = tl.full((head_tile,), -float("inf"), tl.float32)
+        total = tl.zeros((head_tile,), tl.float32)
+        gathered = tl.zeros((head_tile, dim), tl.float32)
+        for first in range(start, end, tile):
+            position = first + tl.arange(0, tile)
+            exists = position < end
+            block = tl.load(
+                tables + row * table_stride + position // block_size, mask=exists, other=0
+            ).to(tl.int64)
+            token = (block * block_size + position % block_size) * kv_heads + kv_head
+            cell = token[:, None] * dim + column[None, :]
+            k = tl.load(key_cache + cell, mask=exists[:, None], other=0.0)
+            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            score = tl.where(exists[None, :], score, -float("inf"))
+            new_maximum = tl.maximum(maximum, tl.max(score, 1))
+            weight = tl.exp2(score - new_maximum[:, None])
+            shrink = tl.exp2(maximum - new_maximum)
+            v = tl.load(value_cache + cell, mask=exists[:, None], other=0.0)
+            gathered = gathered * shrink[:, None]
+            gathered += tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+            total = total * shrink + tl.sum(weight, 1)
+            maximum = new_maximum
+        if used == 1:
+            result = gathered / tl.maximum(total, 1e-30)[:, None]
+            tl.store(out + place, result.to(out.dtype.element_ty), mask=inside[:, None])
+        else:
+            slot = ((row * heads + head) * max_parts + part).to(tl.int64)
+            tl.store(part_maximum + slot, maximum, mask=inside)
+            tl.store(part_total + slot, total, mask=inside)
+            cells = slot[:, None] * dim + column[None, :]
+            tl.store(part_output + cells, gathered, mask=inside[:, None])
 
 
 @triton.jit
@@ -182,20 +212,30 @@ def _join_kernel(
     part_output: tl.tensor,
     part_maximum: tl.tensor,
     part_total: tl.tensor,
+    kv_lengths: tl.tensor,
     out: tl.tensor,
     heads: tl.constexpr,
     dim: tl.constexpr,
     parts: tl.constexpr,
+    min_share: tl.constexpr,
+    tile: tl.constexpr,
     max_parts: tl.constexpr,
+    overlap: tl.constexpr,
 ) -> None:
-    row_head = tl.program_id(0) * heads + tl.program_id(1)
-    part = tl.arange(0, parts)
-    column = tl.arange(0, dim)
-    slot = row_head.to(tl.int64) * max_parts + part
-    maximum = tl.load(part_maximum + slot)
-    weight = tl.exp2(maximum - tl.max(maximum, 0))
-    weight = tl.where(maximum == -float("inf"), 0.0, weight)
-    total = tl.sum(tl.load(part_total + slot) * weight, 0)
-    gathered = tl.load(part_output + slot[:, None] * dim + column[None, :])
-    result = tl.sum(gathered * weight[:, None], 0) / tl.maximum(total, 1e-30)
-    tl.store(out + row_head * dim + column, result.to(out.dtype.element_ty))
+    wait_for_previous(overlap)
+    row = tl.program_id(0)
+    length = tl.load(kv_lengths + row)
+    used = tl.maximum(tl.cdiv(length, _share(length, parts, min_share, tile)), 1)
+    if used > 1:
+        row_head = row * heads + tl.program_id(1)
+        part = tl.arange(0, parts)
+        exists = part < used
+        column = tl.arange(0, dim)
+        slot = row_head.to(tl.int64) * max_parts + part
+        maximum = tl.load(part_maximum + slot, mask=exists, other=-float("inf"))
+        weight = tl.exp2(maximum - tl.max(maximum, 0))
+        total = tl.sum(tl.load(part_total + slot, mask=exists, other=0.0) * weight, 0)
+        cells = slot[:, None] * dim + column[None, :]
+        gathered = tl.load(part_output + cells, mask=exists[:, None], other=0.0)
+        result = tl.sum(gathered * weight[:, None], 0) / tl.maximum(total, 1e-30)
+        tl.store(out + row_head * dim + column, result.to(out.dtype.element_ty))

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+
 MAX_HIDDEN = 16384
 """A row is held in the registers of one program."""
 
@@ -66,6 +68,7 @@ def add_rms_norm(
             block=block,
             has_residual=residual is not None,
             num_warps=min(max(block // 512, 1), 16),
+            **launch_options(x),
         )
     return normed, total
 
@@ -91,11 +94,13 @@ def _add_rms_norm_kernel(
     hidden: tl.constexpr,
     block: tl.constexpr,
     has_residual: tl.constexpr,
+    overlap: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < hidden
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(overlap)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if has_residual:
         before = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)

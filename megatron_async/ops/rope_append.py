@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.rotary import apply_rotary_reference
 
 
@@ -83,6 +84,7 @@ def rope_append(
             half=half,
             has_norm=q_weight is not None,
             num_warps=min(max(heads * half // 256, 1), 8),
+            **launch_options(mixed_qkv),
         )
     return query
 
@@ -165,7 +167,9 @@ def _rope_append_kernel(
     heads: tl.constexpr,
     half: tl.constexpr,
     has_norm: tl.constexpr,
+    overlap: tl.constexpr,
 ) -> None:
+    wait_for_previous(overlap)
     # Head h of this program: h < group is a query, group the key, group + 1 the value.
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = tl.arange(0, heads)[:, None]

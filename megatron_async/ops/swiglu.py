@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+
 BLOCK = 1024
 WARPS = 4
 
@@ -40,7 +42,9 @@ def swiglu(x: Tensor) -> Tensor:
     out = torch.empty((tokens, ffn), dtype=x.dtype, device=x.device)
     if out.numel():
         grid = (tokens, triton.cdiv(ffn, BLOCK))
-        _swiglu_kernel[grid](x, out, x.stride(0), ffn=ffn, block=BLOCK, num_warps=WARPS)
+        _swiglu_kernel[grid](
+            x, out, x.stride(0), ffn=ffn, block=BLOCK, num_warps=WARPS, **launch_options(x)
+        )
     return out
 
 
@@ -52,8 +56,14 @@ def swiglu_reference(x: Tensor) -> Tensor:
 
 @triton.jit
 def _swiglu_kernel(
-    x: tl.tensor, out: tl.tensor, x_stride: tl.tensor, ffn: tl.constexpr, block: tl.constexpr
+    x: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.tensor,
+    ffn: tl.constexpr,
+    block: tl.constexpr,
+    overlap: tl.constexpr,
 ) -> None:
+    wait_for_previous(overlap)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < ffn

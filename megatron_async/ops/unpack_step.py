@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+
 TILE = 128
 
 
@@ -67,7 +69,14 @@ def apply_block_updates(
         return
     count = slots.numel()
     _update_kernel[(triton.cdiv(count, TILE),)](
-        block_table, block_table.stride(0), slots, indices, blocks, count, TILE
+        block_table,
+        block_table.stride(0),
+        slots,
+        indices,
+        blocks,
+        count,
+        TILE,
+        **launch_options(slots),
     )
 
 
@@ -108,6 +117,7 @@ def unpack_rows(
         blocks,
         block_size,
         TILE,
+        **launch_options(last_token),
     )
 
 
@@ -146,7 +156,15 @@ def feed_back_tokens(
         ring[:, :rows].index_copy_(0, entry.to(torch.int64), sampled.to(torch.int32)[None])
         return
     _feed_back_kernel[(triton.cdiv(rows, TILE),)](
-        sampled, slots, last_token, ring, ring.stride(0), entry, rows, TILE
+        sampled,
+        slots,
+        last_token,
+        ring,
+        ring.stride(0),
+        entry,
+        rows,
+        TILE,
+        **launch_options(sampled),
     )
 
 
@@ -159,7 +177,9 @@ def _update_kernel(
     blocks: tl.tensor,
     count: tl.tensor,
     tile: tl.constexpr,
+    overlap: tl.constexpr,
 ) -> None:
+    wait_for_previous(overlap)
     offset = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = offset < count
     slot = tl.load(slots + offset, inside, other=0).to(tl.int64)
@@ -183,7 +203,9 @@ def _unpack_kernel(
     num_blocks: tl.tensor,
     block_size: tl.tensor,
     tile: tl.constexpr,
+    overlap: tl.constexpr,
 ) -> None:
+    wait_for_previous(overlap)
     row, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(row_slots + row).to(tl.int64)
     column = part * tile + tl.arange(0, tile)
@@ -209,7 +231,9 @@ def _feed_back_kernel(
     entry: tl.tensor,
     rows: tl.tensor,
     tile: tl.constexpr,
+    overlap: tl.constexpr,
 ) -> None:
+    wait_for_previous(overlap)
     offset = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = offset < rows
     token = tl.load(sampled + offset, inside, other=0)

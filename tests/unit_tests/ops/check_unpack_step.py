@@ -26,7 +26,7 @@ for rows, slots, blocks, block_size in ((1, 2, 1, 16), (5, 9, 7, 4), (130, 300, 
     update = [x[keep].contiguous() for x in (update_slots, indices, values)]
     expected[update[0].long(), update[1].long()] = update[2]
     count = len(update[0])
-    ops._update_kernel[(-(-count // 128),)](table, table.stride(0), *update, count, 128)
+    ops._update_kernel[(-(-count // 128),)](table, table.stride(0), *update, count, 128, False)
     assert torch.equal(table, expected)
 
     row_slots = random(slots, (rows,), torch.int32)
@@ -41,7 +41,7 @@ for rows, slots, blocks, block_size in ((1, 2, 1, 16), (5, 9, 7, 4), (130, 300, 
     inputs = (row_slots, kv_lengths, last_token, table)
     ops.unpack_rows_reference(*inputs, block_size, truth)
     ops._unpack_kernel[(rows, -(-blocks // 128))](
-        *inputs, table.stride(0), *vars(found).values(), blocks, block_size, 128
+        *inputs, table.stride(0), *vars(found).values(), blocks, block_size, 128, False
     )
     for name in vars(truth):
         assert torch.equal(getattr(found, name), getattr(truth, name)), name
@@ -54,7 +54,7 @@ for rows, slots, blocks, block_size in ((1, 2, 1, 16), (5, 9, 7, 4), (130, 300, 
     expected_last[distinct] = sampled
     expected_ring[2, : len(distinct)] = sampled.int()
     ops._feed_back_kernel[(-(-len(distinct) // 128),)](
-        sampled, distinct, last_token, ring, ring.stride(0), entry, len(distinct), 128
+        sampled, distinct, last_token, ring, ring.stride(0), entry, len(distinct), 128, False
     )
     assert torch.equal(last_token, expected_last)
     assert torch.equal(ring, expected_ring)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
-from megatron_async.ops.decode_attention import MAX_PARTS, number_of_parts
+from megatron_async.ops.decode_attention import MAX_PARTS, TOKENS_A_PART, number_of_parts
 from megatron_async.ops.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.paged_attention import TorchPagedAttention
 
@@ -89,7 +89,13 @@ def test_torch_backend(block_size, decode, prefill, kv_heads, group, dim):
 
 @pytest.mark.parametrize(
     ("block_size", "decode", "prefill", "kv_heads", "group", "dim"),
-    [*CASES, (64, [1, 63, 64, 65, 900], [(9, 100)], 3, 3, 64), (256, [2000], [], 8, 4, 128)],
+    [
+        *CASES,
+        (64, [1, 63, 64, 65, 900], [(9, 100)], 3, 3, 64),
+        (256, [2000], [], 8, 4, 128),
+        (16, [257, 5000, 511, 1, 600], [], 2, 8, 64),
+        (64, [30000], [], 1, 4, 64),
+    ],
 )
 class TestOnGpu:
     """The same, with the decode kernel."""
@@ -111,5 +117,5 @@ def test_number_of_parts(rows, length):
     parts = number_of_parts(rows, 8, length, 132)
     assert 1 <= parts <= MAX_PARTS
     assert parts & (parts - 1) == 0
-    assert parts == 1 or length // parts >= 128
+    assert parts == 1 or length // parts >= TOKENS_A_PART
     assert parts == 1 or rows * 8 * parts <= 4 * 132
