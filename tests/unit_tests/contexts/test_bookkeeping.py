@@ -6,15 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async.config import InferenceConfig
 from megatron_async.contexts.batch_dimensions import BatchDimensions, graph_sizes
 from megatron_async.contexts.bookkeeping_buffer import HostStaging
 from megatron_async.contexts.bookkeeping_layout import FIELDS, BookkeepingLayout
-from megatron_async.contexts.kv_cache import GIB, blocks_that_fit
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.devices import CpuDevice
-from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
 
@@ -50,6 +47,43 @@ def test_fields_do_not_overlap_and_fit():
     assert spans[-1][1] == layout.size
     assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
     assert layout.size <= BookkeepingLayout.capacity(7, 12, 7)
+
+
+def test_host_and_device_views_are_the_same_words_of_a_buffer():
+    dims = BatchDimensions(decode_rows=2, prefill_lengths=((3, 3),), block_updates=4)
+    layout = BookkeepingLayout.for_batch(dims)
+    words = torch.zeros(layout.size, dtype=torch.int32)
+    host, device = layout.host_views(words.numpy()), layout.device_views(words)
+    for i, name in enumerate(host):
+        host[name][:] = i + 1
+    for i, name in enumerate(device):
+        assert device[name].tolist() == [i + 1] * len(host[name]), name
+        assert device[name].dtype == (torch.float32 if layout.spans[name][2] else torch.int32)
+    assert (words != 0).all(), "no word belongs to nobody"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_step_exceeds_the_capacity(seed):
+    """Any split of the limits: rows of at least one token each, every block handed out at once."""
+    rng = np.random.default_rng(seed)
+    max_requests, num_blocks = int(rng.integers(1, 9)), int(rng.integers(1, 30))
+    max_tokens = max_requests + int(rng.integers(0, 20))
+    capacity = BookkeepingLayout.capacity(max_requests, max_tokens, num_blocks)
+    for _ in range(50):
+        rows = int(rng.integers(1, max_requests + 1))
+        decode = int(rng.integers(0, rows + 1))
+        lengths = np.ones(rows - decode, np.int64)
+        if len(lengths):
+            lengths[0] += max_tokens - rows
+        dims = BatchDimensions(
+            decode_rows=decode,
+            prefill_lengths=tuple((int(n), int(n)) for n in lengths),
+            block_updates=int(rng.integers(0, num_blocks + 1)),
+        )
+        assert BookkeepingLayout.for_batch(dims).size <= capacity
+    for size in graph_sizes(max_requests, None):
+        padded = BatchDimensions(decode_rows=size, block_updates=size)
+        assert BookkeepingLayout.for_batch(padded).size <= capacity
 
 
 def test_device_reads_what_the_host_wrote(slots, staging):
@@ -112,55 +146,3 @@ def test_default_graph_sizes_pad_little():
     for rows in range(1, 1001):
         padded = next(size for size in sizes if size >= rows)
         assert padded <= max(rows * 1.15, rows + 7)
-
-
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("blocks", "gb", "fits"),
-    [(7, None, 7), (7, 99.0, 7), (None, 10 / 1024, 9), (None, None, 818)],
-)
-def test_blocks_that_fit(blocks, gb, fits):
-    mib = 2**20
-    assert blocks_that_fit(mib, GIB, CPU, blocks, gb) == fits
-
-
-@pytest.mark.parametrize(
-    ("blocks", "gb", "words"),
-    [
-        (1024, None, ("num_kv_blocks=1024", "num_kv_blocks=1023")),
-        (None, 2.0, ("buffer_size_gb=2", "1 GiB is free")),
-        (None, 1 / 1024, ("buffer_size_gb=0.000977", "one block", "block_size_tokens")),
-    ],
-)
-def test_a_pool_that_does_not_fit_names_value_and_remedy(blocks, gb, words):
-    with pytest.raises(OutOfMemoryError) as error:
-        blocks_that_fit(2**20, GIB, CPU, blocks, gb)
-    assert all(word in str(error.value) for word in words)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"lookahead": -1}, ("lookahead=-1", "at least 0")),
-        ({"lookahead": 1.5}, ("lookahead=1.5",)),
-        ({"async_sched_mode": "fast"}, ("'fast'", "'legacy'", "'async'")),
-        ({"async_sched_mode": "legacy", "lookahead": 1}, ("lookahead 0", "lookahead=1")),
-        ({"block_size_tokens": 0}, ("block_size_tokens=0",)),
-        ({"num_kv_blocks": True}, ("num_kv_blocks=True",)),
-        ({"num_cuda_graphs": -1}, ("num_cuda_graphs=-1",)),
-        ({"buffer_size_gb": -2}, ("buffer_size_gb=-2",)),
-        ({"max_tokens": 4, "max_requests": 8}, ("max_tokens=4", "max_requests=8")),
-        ({"materialize_only_last_token_logits": False}, ("materialize_only_last_token_logits",)),
-    ],
-)
-def test_settings_that_cannot_work(settings, words):
-    with pytest.raises(ConfigurationError) as error:
-        InferenceConfig(**settings)
-    assert all(word in str(error.value) for word in words)
-
-
-@pytest.mark.parametrize(("mode", "lookahead"), [("legacy", 0), ("async", 1), (None, 1)])
-def test_async_sched_mode_is_lookahead(mode, lookahead):
-    assert InferenceConfig(async_sched_mode=mode).lookahead == lookahead

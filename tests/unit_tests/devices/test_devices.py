@@ -1,5 +1,6 @@
 """Streams and events behave alike on a GPU and on threads."""
 
+import gc
 import threading
 import time
 
@@ -107,6 +108,97 @@ def test_close_runs_what_is_queued_and_ends_the_threads():
     assert names == ["copy"]
     assert current_stream_name() is None
     assert set(threading.enumerate()) <= before
+
+
+def test_a_fault_reaches_the_stream_that_waits_for_it():
+    device = CpuDevice()
+    copied, arrived = [], device.event()
+    sampled = device.event()
+
+    def fail():
+        raise ZeroDivisionError("made up")
+
+    device.compute.launch(fail)
+    device.compute.record(sampled)
+    device.copy.wait(sampled)
+    device.copy.launch(lambda: copied.append(1))
+    device.copy.record(arrived)
+    with pytest.raises(RuntimeError) as error:
+        arrived.wait()
+    assert isinstance(error.value.__cause__.__cause__, ZeroDivisionError)
+    assert not copied
+    device.close()
+
+
+def test_an_event_may_be_recorded_again():
+    device = CpuDevice()
+    event, gate = device.event(), threading.Event()
+    device.compute.record(event)
+    event.wait()
+    device.compute.launch(gate.wait)
+    device.compute.record(event)
+    assert not event.query(), "the first recording is forgotten at once"
+    gate.set()
+    event.wait()
+    device.close()
+
+
+def delays(seed, monkeypatch):
+    """Delays of the compute stream over 50 launches, seconds."""
+    slept = []
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_async.devices.cpu.time.sleep", slept.append)
+        device = CpuDevice(Chaos(seed=seed, probability=0.5, max_delay_s=0.01))
+        for _ in range(50):
+            device.compute.launch(lambda: None)
+        device.close()
+    return slept
+
+
+def test_chaos_is_reproducible(monkeypatch):
+    first = delays(3, monkeypatch)
+    assert first == delays(3, monkeypatch)
+    assert first != delays(4, monkeypatch)
+    assert 10 < len(first) < 60
+    assert all(0 <= delay <= 0.01 for delay in first)
+
+
+def test_a_closed_device_refuses_work():
+    device = CpuDevice()
+    event = device.event()
+    device.close()
+    device.close()
+    for use in (
+        lambda: device.compute.launch(lambda: None),
+        lambda: device.copy.record(event),
+        lambda: device.copy.wait(event),
+    ):
+        with pytest.raises(RuntimeError, match="the device is closed"):
+            use()
+
+
+def test_a_forgotten_device_ends_its_threads():
+    before = set(threading.enumerate())
+    device = CpuDevice()
+    started = set(threading.enumerate()) - before
+    assert len(started) == 2
+    del device
+    gc.collect()
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_a_cpu_captures_no_graphs(device):
+    if not device.captures_graphs:
+        with pytest.raises(RuntimeError, match="captures no graphs"):
+            device.capture(lambda: None)
+
+
+def test_host_memory_is_no_device_memory(device):
+    host = device.host_buffer(5, torch.int32)
+    assert host.device.type == "cpu"
+    assert host.tolist() == [0] * 5
+    assert host.is_pinned() == (device.torch_device.type == "cuda")
+    assert device.free_memory() > 1 << 20
 
 
 @pytest.mark.parametrize("name", ["gpu", "cpu:", "cuda:x", "", "mps"])

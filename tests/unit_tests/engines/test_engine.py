@@ -1,68 +1,14 @@
 """The engine over a real tiny model: bad requests, aborts, failures, futures, statistics."""
 
 import asyncio
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from engines_under_test import GREEDY, PROMPTS
 
-from megatron_async import (
-    DynamicInferenceContext,
-    DynamicInferenceEngine,
-    GPTInferenceWrapper,
-    InferenceConfig,
-    SamplingParams,
-    Status,
-    TextGenerationController,
-)
+from megatron_async import SamplingParams, Status
 from megatron_async.errors import RequestAborted, RequestError, StepFailed
-from megatron_async.models.architecture import DUMMY_SHAPES
-from megatron_async.models.hybrid import build_model, init_dummy_weights
-
-GREEDY = SamplingParams(temperature=0.0, num_tokens_to_generate=12, termination_id=-1)
-PROMPTS = [[1, 2, 3], [400, 5], list(range(20, 60)), [9]]
-
-
-@pytest.fixture(scope="module")
-def model():
-    # Untied: with random tied embeddings a model only ever repeats its last token.
-    architecture = replace(DUMMY_SHAPES["tiny"], tie_word_embeddings=False)
-    model = build_model(architecture, torch.float32, torch.device("cpu"))
-    init_dummy_weights(model)
-    return model
-
-
-@pytest.fixture
-def make_engine(model):
-    engines = []
-
-    def make(**settings):
-        defaults = {"max_sequence_length": 128, "num_kv_blocks": 8, "block_size_tokens": 16}
-        settings = defaults | settings
-        config = InferenceConfig(device="cpu", check_integrity=True, **settings)
-        context = DynamicInferenceContext(model.config, config)
-        controller = TextGenerationController(GPTInferenceWrapper(model, context))
-        engines.append(DynamicInferenceEngine(controller, context))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
-        context = engine.context
-        assert context.blocks.free == context.blocks.total
-        assert context.slots.num_free == context.max_requests
-
-
-@pytest.fixture(scope="module")
-def expected(model):
-    config = InferenceConfig(device="cpu", lookahead=0, num_kv_blocks=16, max_sequence_length=128)
-    context = DynamicInferenceContext(model.config, config)
-    controller = TextGenerationController(GPTInferenceWrapper(model, context))
-    engine = DynamicInferenceEngine(controller, context)
-    tokens = [engine.generate([prompt], GREEDY)[0].generated_tokens for prompt in PROMPTS]
-    engine.close()
-    return tokens
 
 
 def run(engine):
@@ -93,6 +39,7 @@ BAD_REQUESTS = [
     ([1, 2, 3], {"num_tokens_total": 3, "num_tokens_to_generate": None}, ("num_tokens_total=3",)),
     ([1], {"stop_token_ids": [600]}, ("stop_token_ids=600", "0 to 511")),
     ([1], {"termination_id": -2}, ("termination_id=-2", "-1 for none")),
+    ([1], {"stop_token_ids": 5}, ("stop_token_ids=5", "a list")),
     ([1], {"stop_words": ["x"]}, ("stop_words", "not served yet")),
     ([1], {"return_log_probs": True}, ("return_log_probs", "not served yet")),
 ]
@@ -109,6 +56,47 @@ def test_a_bad_request_fails_alone(make_engine, expected, prompt, changes, words
     assert ended[1].status == Status.FAILED
     assert isinstance(ended[1].error, RequestError)
     assert all(word in str(ended[1].error) for word in words), ended[1].error
+    assert good.result().generated_tokens == expected[0]
+
+
+@pytest.mark.parametrize("request_id", ["a", 1.5, None, True, [1], 2**63, -(2**63) - 1])
+def test_a_request_id_must_be_an_integer_of_64_bits(make_engine, expected, request_id):
+    engine = make_engine()
+    engine.add_request(1, PROMPTS[0], GREEDY)
+    with pytest.raises(RequestError, match="must be an integer, -2\\*\\*63 to"):
+        engine.add_request(request_id, PROMPTS[1], GREEDY)
+    assert run(engine)[1].generated_tokens == expected[0]
+
+
+@pytest.mark.parametrize("request_id", [-1, 2**63 - 1, -(2**63), np.int64(3)])
+def test_any_such_integer_will_do(make_engine, expected, request_id):
+    engine = make_engine()
+    engine.add_request(request_id, PROMPTS[0], GREEDY)
+    assert run(engine)[int(request_id)].generated_tokens == expected[0]
+
+
+def test_parameters_of_a_wrong_type_and_a_broken_tokenizer_fail_alone(make_engine, expected):
+    class Broken:
+        def tokenize(self, text):
+            raise TypeError(f"cannot read {text!r}")
+
+        def detokenize(self, tokens):
+            return str(tokens)
+
+    engine = make_engine()
+    engine.controller.tokenizer = Broken()
+    good = engine.add_request(0, PROMPTS[0], GREEDY)
+    wrong = engine.add_request(1, [1], {"temperature": 0}).result()
+    broken = engine.add_request(2, "text", GREEDY).result()
+    assert "sampling_params is a builtins.dict: give a megatron_async.SamplingParams" in str(
+        wrong.error
+    )
+    assert str(broken.error) == "cannot read 'text'"
+    assert {i: r.status for i, r in run(engine).items()} == {
+        0: Status.COMPLETED,
+        1: Status.FAILED,
+        2: Status.FAILED,
+    }
     assert good.result().generated_tokens == expected[0]
 
 
@@ -183,6 +171,57 @@ def test_an_exception_in_the_forward_pass_fails_its_step_alone(make_engine, expe
     after = engine.generate(PROMPTS, GREEDY)
     assert [request.generated_tokens for request in after] == expected
     assert engine.stats()["failed_steps"] == 1
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_requests_outside_of_a_failed_step_go_on(make_engine, expected, lookahead):
+    """Two run when the step fails; one waits, and one is admitted only once they are gone."""
+    engine = make_engine(lookahead=lookahead, max_requests=3)
+    wrapped = engine.controller.inference_wrapped_model
+    forward, calls = wrapped.forward, []
+
+    def faulty(view):
+        calls.append(1)
+        if len(calls) == 3:
+            raise FloatingPointError("made up")
+        return forward(view)
+
+    wrapped.forward = faulty
+    ended = {}
+
+    def step():
+        for request in engine.step_modern()["finished_request_records"]:
+            ended[request.request_id] = request
+
+    for i in (0, 1):
+        engine.add_request(i, PROMPTS[i], GREEDY)
+    for _ in range(3):  # the third is launched, and fails, with requests 0 and 1
+        step()
+    for i in (2, 3):  # may be launched behind it before that is known
+        engine.add_request(i, PROMPTS[i], GREEDY)
+    while engine.has_unfinished_requests():
+        step()
+    for i in (0, 1):
+        assert isinstance(ended[i].error, StepFailed)
+        assert str(ended[i].error) == "step 2 failed: FloatingPointError('made up')"
+        assert ended[i].finish_reason == "error"
+    for i in (2, 3):
+        assert ended[i].status == Status.COMPLETED
+        assert ended[i].generated_tokens == expected[i]
+    assert engine.stats()["failed_steps"] == 1
+    assert engine.stats()["failed_requests"] == 2
+
+
+def test_generate_with_good_and_bad_prompts(make_engine, expected):
+    engine = make_engine()
+    prompts = [PROMPTS[0], [], PROMPTS[1], [512], "no tokenizer", PROMPTS[3]]
+    requests = engine.generate(prompts, GREEDY)
+    found = [r.generated_tokens if r.error is None else type(r.error) for r in requests]
+    assert found[:4] == [expected[0], RequestError, expected[1], RequestError]
+    assert isinstance(requests[4].error, ValueError)
+    assert "needs a tokenizer" in str(requests[4].error)
+    assert found[5] == expected[3]
+    assert engine.generate([[], [512]], GREEDY)[1].status == Status.FAILED
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])

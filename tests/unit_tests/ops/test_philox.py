@@ -1,5 +1,7 @@
 """Random numbers: the published test vectors, and independence of everything but the key."""
 
+import math
+
 import pytest
 import torch
 
@@ -29,6 +31,36 @@ def words(text):
 def test_known_answers_of_random123(counter, key, expected):
     found = philox4x32(words(counter), words(key))
     assert [int(word) for word in found] == [int(word, 16) for word in expected.split()]
+
+
+def scalar_philox(counter, key):
+    """Philox4x32-10 by the paper, in Python's integers."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        one, two = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [(two >> 32) ^ c[1] ^ k[0], two % 2**32, (one >> 32) ^ c[3] ^ k[1], one % 2**32]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+def test_equals_a_scalar_implementation():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randint(2**32, (6, 200), generator=generator)
+    inputs[:, :3] = torch.tensor([0, 2**31, 2**32 - 1])  # signs must not matter
+    found = torch.stack(philox4x32(list(inputs[:4]), list(inputs[4:])))
+    for i in range(inputs.size(1)):
+        column = [int(word) for word in inputs[:, i]]
+        assert found[:, i].tolist() == scalar_philox(column[:4], column[4:])
+
+
+def test_noise_is_made_of_the_documented_words():
+    seed, position = 5 << 40 | 7, 1234
+    noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), 10)[0]
+    for token in range(10):
+        words = scalar_philox((token // 4, position, 0, 0), (seed % 2**32, seed >> 32))
+        uniform = ((words[token % 4] >> 9) + 0.5) * 2.0**-23
+        gumbel = -math.log(-math.log(uniform))
+        assert float(noise[token]) == pytest.approx(gumbel, rel=1e-5, abs=1e-5)
 
 
 def test_noise_depends_on_seed_position_and_token_alone():

@@ -1,0 +1,110 @@
+"""Slots change hands; their generations tell the hands apart."""
+
+import numpy as np
+import pytest
+
+from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest
+from megatron_async.contexts.request_slots import NO_TOKEN, RequestSlots, SlotState
+from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.ops.sampling import SamplingMode
+from megatron_async.sampling_params import SamplingParams
+
+
+@pytest.fixture
+def slots():
+    return RequestSlots(capacity=3, max_sequence_length=16, max_blocks=4)
+
+
+def request(request_id, prompt=(1, 2, 3), generated=(), **params):
+    return DynamicInferenceRequest(
+        request_id=request_id,
+        prompt_tokens=np.array(prompt, np.int32),
+        generated_tokens=list(generated),
+        sampling_params=SamplingParams(**params),
+    )
+
+
+def acquire(slots, request_id=0, **kwargs):
+    return slots.acquire(request(request_id, **kwargs), request_id, seed=5, max_length=10)
+
+
+def test_a_slot_is_released_to_the_next_generation(slots):
+    slot = acquire(slots, 7)
+    assert slots.num_free == 2
+    assert slots.state[slot] == SlotState.PREFILLING
+    assert slots.request_at(slot).request_id == slots.request_id[slot] == 7
+    slots.block_table[slot, :2], slots.num_blocks[slot] = (8, 9), 2
+    generation = slots.generation[slot]
+    released = slots.release(slot)
+    assert released.tolist() == [8, 9]
+    slots.block_table[slot] = 0
+    assert released.tolist() == [8, 9], "the caller's own copy"
+    assert slots.generation[slot] == generation + 1
+    assert slots.state[slot] == SlotState.FREE
+    assert slots.num_blocks[slot] == 0
+    with pytest.raises(AssertionError, match=f"slot {slot} is free"):
+        slots.request_at(slot)
+    assert acquire(slots, 8) == slot
+    assert slots.generation[slot] == generation + 1
+
+
+def test_an_evicted_request_brings_its_tokens_back(slots):
+    slot = acquire(slots, prompt=(4, 5), generated=(6, 7, 8))
+    assert slots.num_known[slot] == slots.num_launched[slot] == 5
+    assert slots.tokens[slot, :5].tolist() == [4, 5, 6, 7, 8]
+    assert slots.prompt_length[slot] == 2
+    assert slots.num_prefilled[slot] == 0
+    assert slots.generated_tokens(slot) == [6, 7, 8]
+    assert all(type(token) is int for token in slots.generated_tokens(slot))
+
+
+def test_stop_ids_grow_and_leave_nothing_to_the_next_owner(slots):
+    first = acquire(slots, 0, termination_id=2)
+    second = acquire(slots, 1, termination_id=None, stop_token_ids=[5, 6, 7])
+    assert slots.stop_ids[first].tolist() == [2, NO_TOKEN, NO_TOKEN, NO_TOKEN]
+    assert slots.stop_ids[second].tolist() == [NO_TOKEN, 5, 6, 7]
+    slots.release(second)
+    assert acquire(slots, 2, termination_id=9) == second
+    assert slots.stop_ids[second].tolist() == [9, NO_TOKEN, NO_TOKEN, NO_TOKEN]
+
+
+GREEDY, SOFTMAX, FILTERED = SamplingMode
+
+
+@pytest.mark.parametrize(
+    ("params", "mode", "temperature"),
+    [
+        ({}, SOFTMAX, 1),
+        ({"temperature": 0.0, "top_p": 0.5}, GREEDY, 0),
+        ({"top_k": 1, "temperature": 0.5}, GREEDY, 0),
+        ({"temperature": 1e-40}, GREEDY, 0),
+        ({"temperature": 1e-5}, SOFTMAX, 1e-5),
+        ({"temperature": 1e39}, SOFTMAX, np.finfo(np.float32).max),
+        ({"top_k": 2}, FILTERED, 1),
+        ({"top_p": 0.5}, FILTERED, 1),
+        ({"top_p": 1.0}, SOFTMAX, 1),  # 1 is off, as 0 is
+        ({"min_p": 0.1}, FILTERED, 1),
+        ({"top_k": 10**12}, FILTERED, 1),
+    ],
+)
+def test_sampling_parameters_of_a_slot(slots, params, mode, temperature):
+    slot = acquire(slots, **params)
+    assert slots.sampling_mode[slot] == mode
+    assert slots.temperature[slot] == np.float32(temperature)
+    assert slots.top_p[slot] == params.get("top_p", 0) % 1
+    assert slots.top_k[slot] == min(params.get("top_k", 0), 2**31 - 1)
+    assert slots.seed[slot] == 5
+
+
+def test_the_queue_keeps_the_order_of_arrival():
+    queue = AdmissionQueue()
+    for arrival in (3, 4, 7):
+        queue.add(WaitingRequest(request(10 + arrival), arrival, 0, 10))
+    for arrival in (5, 1, 9):
+        waiting = WaitingRequest(request(10 + arrival, generated=(1, 1)), arrival, 0, 10)
+        queue.put_back(waiting)
+        assert waiting.num_known == 5
+    assert queue.remove(99) is None
+    assert queue.remove(14).arrival == 4
+    assert queue.first().arrival == 1
+    assert [queue.pop().arrival for _ in range(len(queue))] == [1, 3, 5, 7, 9]

@@ -1,0 +1,66 @@
+"""The rotary table against `transformers`, bit for bit: token-exact comparisons rest on it."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from megatron_async.models.architecture import RopeScaling
+from megatron_async.models.rotary import RotaryTable, inverse_frequencies
+from megatron_async.ops.rotary import apply_rotary_reference
+
+CPU = torch.device("cpu")
+SCALINGS = [
+    None,
+    RopeScaling(8.0, 1.0, 4.0, 8192),  # Llama 3.1
+    RopeScaling(32.0, 1.0, 4.0, 8192),  # Llama 3.2
+    RopeScaling(2.0, 0.5, 3.0, 64),
+]
+
+
+def llama_rotary(dim, base, scaling):
+    parameters = {"rope_type": "default", "rope_theta": base}
+    if scaling is not None:
+        parameters = {"rope_type": "llama3", "rope_theta": base, **vars(scaling)}
+    config = LlamaConfig(
+        hidden_size=4 * dim,
+        num_attention_heads=4,
+        head_dim=dim,
+        max_position_embeddings=131072,
+        rope_parameters=parameters,
+    )
+    return LlamaRotaryEmbedding(config)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize(("dim", "base"), [(64, 1e4), (128, 5e5), (16, 1e5)])
+def test_table_equals_transformers(dim, base, scaling):
+    theirs = llama_rotary(dim, base, scaling)
+    assert torch.equal(inverse_frequencies(dim, base, scaling), theirs.inv_freq)
+    table = RotaryTable(dim, 3000, base, scaling, CPU)
+    cos, sin = theirs(torch.zeros(1), torch.arange(3000)[None])
+    assert torch.equal(table.cos, cos[0])
+    assert torch.equal(table.sin, sin[0])
+
+
+def test_scaling_keeps_short_waves_and_stretches_long_ones():
+    scaling = SCALINGS[1]
+    ratio = inverse_frequencies(128, 5e5) / inverse_frequencies(128, 5e5, scaling)
+    assert ratio[0] == 1
+    assert ratio[-1] == 8
+    assert ((ratio > 1) & (ratio < 8)).any()
+    assert (ratio.diff() >= 0).all()
+
+
+def test_rotation_equals_transformers_in_any_order_of_positions():
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(9, n, 32, generator=generator) for n in (6, 2))
+    positions = torch.randint(500, (9,), generator=generator)
+    table = RotaryTable(32, 500, 1e4, None, CPU)
+    cos, sin = table.cos[positions], table.sin[positions]
+    found = apply_rotary_reference(query, key, cos[:, None], sin[:, None])
+    theirs = apply_rotary_pos_emb(
+        query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos[None], sin[None]
+    )
+    for ours, other in zip(found, theirs):
+        assert torch.equal(ours, other[0].transpose(0, 1))
