@@ -47,9 +47,11 @@ def test_a_pool_that_does_not_fit_names_value_and_remedy(blocks, gb, words):
 
 @pytest.mark.parametrize("block_bytes", [MIB, MIB + 12345, 7 * MIB - 1])
 @pytest.mark.parametrize("free_blocks", [2, 3, 1000])
+@pytest.mark.parametrize("more", [5000, -1])  # beyond whole blocks: a little, nearly one more
 @pytest.mark.parametrize(("blocks", "gb"), [(5000, None), (None, 99.0), (None, 1e-6)])
-def test_the_advice_works_when_followed(block_bytes, free_blocks, blocks, gb):
-    free = free_blocks * block_bytes + 5000  # the advice is rounded to 1e-6 GiB, about 1 KiB
+def test_the_advice_works_when_followed(block_bytes, free_blocks, more, blocks, gb):
+    # 5000, because the advice is rounded to 1e-6 GiB, about 1 KiB.
+    free = free_blocks * block_bytes + more % block_bytes
     with pytest.raises(OutOfMemoryError) as error:
         blocks_that_fit(block_bytes, free, CPU, blocks, gb)
     text = str(error.value)

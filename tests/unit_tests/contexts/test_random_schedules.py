@@ -97,7 +97,11 @@ class Life:
 
     def launch(self):
         """Prepare a step; check the plan by itself and against the device's knowledge."""
+        oldest = self.oldest_held()
         plan = self.context.prepare_step()
+        waiting = [entry.arrival for entry in self.context.waiting._queue]
+        assert waiting == sorted(waiting)
+        assert oldest not in waiting, "the oldest request was evicted"
         if plan is None:
             return False
         dims, slots = plan.dims, self.context.slots
@@ -129,15 +133,9 @@ class Life:
             context.release_request(output.slots[row])
             request.status = Status.COMPLETED
 
-    def check_fairness(self):
-        """The queue stands in order of arrival, and the oldest request holds its slot."""
+    def oldest_held(self):
         slots = self.context.slots
-        waiting = [entry.arrival for entry in self.context.waiting._queue]
-        assert waiting == sorted(waiting)
-        paused = slots.arrival[slots.state == SlotState.PAUSED]
-        if len(paused) and waiting:
-            held = slots.arrival[slots.state != SlotState.FREE]
-            assert held.min() < waiting[0], "the oldest request was evicted"
+        return slots.arrival[slots.state != SlotState.FREE].min(initial=10**9)
 
     def run(self, count):
         context = self.context
@@ -149,7 +147,6 @@ class Life:
             context.check_integrity()
             launched = self.launch()
             context.check_integrity()
-            self.check_fairness()
             due = len(self.in_flight) - self.lookahead if launched else 1
             for _ in range(min(due, len(self.in_flight))):
                 self.resolve()

@@ -205,15 +205,17 @@ def test_a_plan_never_changes_after_launch(make_context):
     assert np.array_equal(plan.prefill.token_ids, tokens)
 
 
-def test_admission_leaves_blocks_for_running_requests(make_context):
-    context = make_context(num_kv_blocks=4, max_sequence_length=16)
+@pytest.mark.parametrize(("spare", "admitted"), [(1, False), (2, False), (3, True)])
+def test_admission_leaves_blocks_for_running_requests(make_context, spare, admitted):
+    """A block is free, and would hold the new prompt, but a running request will want it."""
+    context = make_context(num_kv_blocks=spare + 4, max_sequence_length=16)
     for i in range(2):
         add(context, i, 4, generate=8)
     book(context, context.prepare_step())
     add(context, 2, 4)
     plan = context.prepare_step()
-    assert 2 not in ids(context, plan)
-    assert len(context.waiting) == 1
+    assert (2 in ids(context, plan)) == admitted
+    assert len(context.waiting) == 1 - admitted
     assert context.pauses == 0
 
 
@@ -225,7 +227,9 @@ def test_paused_buffer_limit_evicts_early(make_context):
         add(context, i, 3, generate=8)
     book(context, context.prepare_step())
     book(context, context.prepare_step())
-    context.prepare_step()
+    plan = context.prepare_step()
+    # Blocks of the evicted go to the paused request, not to whoever waits.
+    assert ids(context, plan) == [0]
     paused = context.slots.state == SlotState.PAUSED
     assert context.slots.num_blocks[paused].sum() <= 1
     assert context.evictions >= 2
