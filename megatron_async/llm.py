@@ -54,7 +54,7 @@ class LLM:
         self,
         model: str,
         *,
-        device: str | None = None,
+        device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         progress: bool = False,
         timeline: bool = False,

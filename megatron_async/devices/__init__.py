@@ -14,14 +14,15 @@ from megatron_async.errors import ConfigurationError
 __all__ = ["Chaos", "CpuDevice", "CudaDevice", "Device", "Event", "Graph", "Stream", "make_device"]
 
 
-def resolve_device_name(name: str | None) -> str:
-    """`name`, or the best device of this machine when it is None.
+def resolve_device_name(name: str | torch.device | None) -> str:
+    """`name` (or torch's device of that name), or the best device of this machine when it is None.
 
     Raises:
         ConfigurationError: an unknown name, or a GPU that is not there.
     """
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
+    name = str(name)
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or name == "cpu:":
         raise ConfigurationError(f"device={name!r} is unknown: use 'cpu', 'cuda' or 'cuda:N'.")

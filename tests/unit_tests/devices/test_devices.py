@@ -207,6 +207,10 @@ def test_unknown_device(name):
         resolve_device_name(name)
 
 
+def test_torch_devices_are_names_too():
+    assert resolve_device_name(torch.device("cpu")) == "cpu"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_cuda_without_a_gpu():
     assert resolve_device_name(None) == "cpu"
