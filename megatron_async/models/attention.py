@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
@@ -81,8 +80,3 @@ def stamp_kv_layers(model: nn.Module) -> int:
     for index, module in enumerate(modules):
         module.kv_layer_index = index
     return len(modules)
-
-
-def model_device(model: nn.Module) -> torch.device:
-    """Device of the model's parameters."""
-    return next(model.parameters()).device
