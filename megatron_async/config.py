@@ -75,6 +75,14 @@ class InferenceConfig:
     the next of them. None: many sizes, close together where padding costs most. 0: no graphs.
     Without effect on a CPU."""
 
+    use_cuda_graphs_for_non_decode_steps: bool = True
+    """Capture mixed steps too, padded, for every number of prefill tokens for which launching the
+    kernels one by one takes the CPU longer than running them takes the GPU (measured at the
+    start). Off: steps with prefill chunks always run eagerly."""
+
+    cuda_graph_mixed_prefill_count: int = 16
+    """Prefill chunks that a captured mixed step has room for; a step with more runs eagerly."""
+
     # ---- Sampling ----------------------------------------------------------------------------
     inference_sampling_seed: int = 42
     """Seed of every request that brings none of its own, mixed with the request's id, so that equal
@@ -100,6 +108,7 @@ class InferenceConfig:
             self._require_int("num_kv_blocks", 1)
         if self.num_cuda_graphs is not None:
             self._require_int("num_cuda_graphs", 0)
+        self._require_int("cuda_graph_mixed_prefill_count", 1)
         for name in ("buffer_size_gb", "paused_buffer_size_gb"):
             value = getattr(self, name)
             if value is not None and not _is_positive(value):
@@ -141,6 +150,11 @@ class InferenceConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigurationError(f"{name}={value!r} must be an integer of at least {least}.")
+
+    @property
+    def mixed_prefill_rows(self) -> int:
+        """Prefill rows of a captured mixed step: there are no more chunks than requests."""
+        return min(self.cuda_graph_mixed_prefill_count, self.max_requests)
 
     @property
     def steps_in_flight(self) -> int:

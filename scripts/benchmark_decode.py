@@ -64,11 +64,12 @@ def replay_ms(llm: LLM, batch: int, replays: int = 100) -> float | None:
     """Milliseconds a step when the captured step is replayed back to back, without bookkeeping: the
     limit for the engine. None where nothing is captured."""
     engine = llm.engine
-    if not engine.context.graph_sizes:
+    if not engine.context.graph_shapes.decode_sizes:
         return None
     for step in engine.in_flight:
         step.ready.wait()
-    dims = engine.context.graph_dimensions(batch)
+    dims = engine.context.graph_shapes.find(batch, 0, 0)
+    assert dims is not None
     graph = engine.controller.graphs.find(dims, SamplingMode.GREEDY)
     assert graph is not None
     times = []

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class BatchDimensions:
     """Shape of one step's batch. Rows are ordered: decode rows, then prefill chunks.
 
-    A decode-only step may be padded to a size for which a graph was captured: its last decode rows
-    are then dummy rows, which belong to the dummy slot and to no request.
+    A step may be padded to a shape for which a graph was captured. Its last decode rows and its
+    last prefill rows are then dummy rows, which belong to the dummy slot and to no request, and its
+    last prefill tokens belong to no row.
 
     Device code may use these numbers freely (they never wait for the device) and must take every
     other number from device tensors.
@@ -18,19 +19,24 @@ class BatchDimensions:
 
     decode_rows: int
     """Rows with one query token each, dummy rows included."""
-    prefill_lengths: tuple[tuple[int, int], ...] = field(default=())
-    """(query length, KV length after the chunk) of each prefill row."""
+    prefill_lengths: tuple[tuple[int, int], ...] = ()
+    """(query length, KV length after the chunk) of each prefill row; empty for a captured shape,
+    which serves any lengths."""
     max_decode_kv_length: int = 0
-    """Longest KV length among the decode rows, this step's token included."""
-    block_updates: int = 0
-    """Entries of the block-table update list, padding included."""
+    """Longest KV length among the decode rows, this step's token included; 0 when captured."""
     is_captured: bool = False
-    """Whether a graph was captured for this shape (a padded decode-only step)."""
+    """Whether this is the shape of a captured graph."""
+    padded_prefill_rows: int = 0
+    """Prefill rows of a captured shape, dummy rows included."""
+    padded_prefill_tokens: int = 0
+    """Prefill tokens of a captured shape, padding included."""
+    longest_sequence: int = 0
+    """Longest sequence that a captured shape serves; 0 for others."""
 
     @property
     def prefill_rows(self) -> int:
-        """Number of prefill chunks."""
-        return len(self.prefill_lengths)
+        """Number of prefill chunks, dummy rows included."""
+        return self.padded_prefill_rows if self.is_captured else len(self.prefill_lengths)
 
     @property
     def rows(self) -> int:
@@ -39,7 +45,9 @@ class BatchDimensions:
 
     @property
     def prefill_tokens(self) -> int:
-        """Query tokens of all prefill chunks."""
+        """Query tokens of all prefill chunks, padding included."""
+        if self.is_captured:
+            return self.padded_prefill_tokens
         return sum(query for query, _ in self.prefill_lengths)
 
     @property
@@ -48,23 +56,25 @@ class BatchDimensions:
         return self.decode_rows + self.prefill_tokens
 
     @property
+    def max_query_length(self) -> int:
+        """No prefill chunk has more query tokens."""
+        if self.is_captured:
+            return self.padded_prefill_tokens
+        return max((query for query, _ in self.prefill_lengths), default=0)
+
+    @property
+    def max_prefill_kv_length(self) -> int:
+        """No prefill row has a longer KV length."""
+        if self.is_captured:
+            return self.longest_sequence
+        return max((kv for _, kv in self.prefill_lengths), default=0)
+
+    @property
     def is_decode_only(self) -> bool:
         """Whether no row is a prefill chunk."""
-        return not self.prefill_lengths
+        return self.prefill_rows == 0
 
-
-def graph_sizes(max_requests: int, count: int | None) -> tuple[int, ...]:
-    """Row counts to capture, ascending, the last one `max_requests`.
-
-    Args:
-        max_requests: most rows of a step.
-        count: number of sizes, evenly spaced; 0 for none; None for small sizes close together
-            (1, 2, 4, then every 8 to 256, then every 32), because padding costs most there.
-    """
-    if count == 0:
-        return ()
-    if count is None:
-        sizes = {1, 2, 4, *range(8, 257, 8), *range(256, max_requests, 32)}
-    else:
-        sizes = {max(1, round(max_requests * (i + 1) / count)) for i in range(count)}
-    return (*sorted(size for size in sizes if size < max_requests), max_requests)
+    @property
+    def graph_key(self) -> tuple[int, int]:
+        """What tells captured shapes apart: decode rows and prefill tokens."""
+        return self.decode_rows, self.padded_prefill_tokens

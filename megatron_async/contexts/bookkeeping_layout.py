@@ -3,6 +3,8 @@ copied.
 
 Host and device build their views from the same table, so they cannot disagree. Every field is four
 bytes wide, which keeps the buffer one int32 array; floats are reinterpreted, seeds are two words.
+The list of block-table updates comes last and its length first, so that a captured step, whose
+addresses are fixed, serves any number of them.
 """
 
 from __future__ import annotations
@@ -19,13 +21,10 @@ from megatron_async.contexts.batch_dimensions import BatchDimensions
 
 # (field, float?, which count of the batch is its length)
 FIELDS: tuple[tuple[str, bool, str], ...] = (
-    ("sample_entry", False, "one"),
+    ("num_block_updates", False, "one"),
     ("row_slots", False, "rows"),
     ("row_kv_lengths", False, "rows"),
-    ("block_update_slots", False, "block_updates"),
-    ("block_update_indices", False, "block_updates"),
-    ("block_update_blocks", False, "block_updates"),
-    ("prefill_last_token", False, "prefill_rows"),
+    ("prefill_starts", False, "prefill_bounds"),
     ("prefill_temperature", True, "prefill_rows"),
     ("prefill_top_k", False, "prefill_rows"),
     ("prefill_top_p", True, "prefill_rows"),
@@ -33,8 +32,9 @@ FIELDS: tuple[tuple[str, bool, str], ...] = (
     ("prefill_seed_low", False, "prefill_rows"),
     ("prefill_seed_high", False, "prefill_rows"),
     ("prefill_token_ids", False, "prefill_tokens"),
-    ("prefill_positions", False, "prefill_tokens"),
-    ("prefill_token_rows", False, "prefill_tokens"),
+    ("block_update_slots", False, "block_updates"),
+    ("block_update_indices", False, "block_updates"),
+    ("block_update_blocks", False, "block_updates"),
 )
 """The field table. A decode-only step carries 8 bytes a row and 12 a block-table entry."""
 
@@ -49,18 +49,26 @@ class BookkeepingLayout:
     """Words in use."""
 
     @classmethod
-    def for_batch(cls, dims: BatchDimensions) -> BookkeepingLayout:
-        """The layout of a step; cached, because decode steps repeat their counts."""
-        return _layout(dims.rows, dims.block_updates, dims.prefill_rows, dims.prefill_tokens)
+    def for_batch(cls, dims: BatchDimensions, block_updates: int) -> BookkeepingLayout:
+        """The layout of a step of this shape with this many block-table updates; cached, because
+        decode steps repeat their counts."""
+        return _layout(dims.rows, dims.prefill_rows, dims.prefill_tokens, block_updates)
 
     @classmethod
-    def capacity(cls, max_requests: int, max_tokens: int, num_blocks: int) -> int:
+    def capacity(cls, max_rows: int, max_tokens: int, num_blocks: int) -> int:
         """Words that no step exceeds.
 
-        Block-table updates are new owners of blocks, so at most `num_blocks` a step, or padding.
+        Args:
+            max_rows: rows of a step, padding included.
+            max_tokens: prefill tokens of a step, padding included.
+            num_blocks: blocks of the pool; updates name new owners of blocks, so there are at most
+                as many in a step.
         """
-        updates = max(num_blocks, max_requests)
-        return _layout(max_requests, updates, max_requests, max_tokens).size
+        return _layout(max_rows, max_rows, max_tokens, num_blocks).size
+
+    def start(self, field: str) -> int:
+        """First word of a field."""
+        return self.spans[field][0]
 
     def host_views(self, buffer: NDArray[np.int32]) -> dict[str, NDArray[np.generic]]:
         """NumPy views of each field into the host staging buffer."""
@@ -79,14 +87,15 @@ class BookkeepingLayout:
 
 @lru_cache(maxsize=4096)
 def _layout(
-    rows: int, block_updates: int, prefill_rows: int, prefill_tokens: int
+    rows: int, prefill_rows: int, prefill_tokens: int, block_updates: int
 ) -> BookkeepingLayout:
     counts = {
         "one": 1,
         "rows": rows,
-        "block_updates": block_updates,
         "prefill_rows": prefill_rows,
+        "prefill_bounds": prefill_rows + 1 if prefill_rows else 0,
         "prefill_tokens": prefill_tokens,
+        "block_updates": block_updates,
     }
     spans: dict[str, tuple[int, int, bool]] = {}
     offset = 0

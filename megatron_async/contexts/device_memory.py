@@ -14,6 +14,7 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.paged_attention import TorchPagedAttention
+from megatron_async.ops.step_tensors import StepTensors
 
 
 def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> ContextGPUView:
@@ -45,9 +46,14 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
         model.params_dtype,
         device.torch_device,
     )
+    # A step has a row for each request, and a padded one dummy rows besides.
+    max_rows = config.max_requests + config.mixed_prefill_rows
     view = ContextGPUView(
         config,
-        BookkeepingLayout.capacity(config.max_requests, config.max_tokens, num_blocks),
+        BookkeepingLayout.capacity(max_rows, config.max_tokens, num_blocks),
+        StepTensors.empty(
+            max_rows, config.max_requests + config.max_tokens, max_blocks, device.torch_device
+        ),
         DeviceSlots(config.max_requests, max_blocks, num_blocks, device.torch_device),
         kv_cache,
         RotaryTable(

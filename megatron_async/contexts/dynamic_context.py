@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest
-from megatron_async.contexts.batch_dimensions import BatchDimensions, graph_sizes
+from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.bookkeeping_buffer import HostStaging
 from megatron_async.contexts.device_memory import make_gpu_view, max_paused_blocks
+from megatron_async.contexts.graph_shapes import GraphShapes, graph_sizes, mixed_graph_sizes
 from megatron_async.contexts.integrity import check_integrity
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk, dummy_plan
@@ -77,6 +78,7 @@ class DynamicInferenceContext:
         slots: per-request state.
         blocks: ownership of KV blocks.
         waiting: requests without a slot.
+        graph_shapes: padded shapes that have, or will have, a captured graph.
         pauses, evictions: counts of events so far.
     """
 
@@ -107,18 +109,28 @@ class DynamicInferenceContext:
         self.waiting = AdmissionQueue()
         self._staging = HostStaging(
             self.device,
-            len(self.gpu_view.buffer),
+            self.gpu_view.bookkeeping.size(1),
             inference_config.steps_in_flight,
             self.max_requests,
-            dummy_block,
         )
-        count = inference_config.num_cuda_graphs if self.device.captures_graphs else 0
-        self.graph_sizes = graph_sizes(self.max_requests, count)
-        self._plan_builder = PlanBuilder(self.slots, self.graph_sizes)
+        self._arrived = [self.device.event() for _ in range(inference_config.steps_in_flight)]
+        self.graph_shapes = self._make_graph_shapes()
+        self._plan_builder = PlanBuilder(self.slots, self.graph_shapes)
         self._prefilling: list[int] = []
         self._arrivals = 0
         self.pauses = 0
         self.evictions = 0
+
+    def _make_graph_shapes(self) -> GraphShapes:
+        config = self.config
+        count = config.num_cuda_graphs if self.device.captures_graphs else 0
+        shapes = GraphShapes(longest_sequence=self.max_sequence_length)
+        shapes.decode_sizes = graph_sizes(self.max_requests, count)
+        captures = self.gpu_view.captures_prefill and config.use_cuda_graphs_for_non_decode_steps
+        if shapes.decode_sizes and captures:
+            shapes.mixed_sizes = mixed_graph_sizes(self.max_requests, self.max_tokens)
+            shapes.prefill_rows = config.mixed_prefill_rows
+        return shapes
 
     # ---- Requests in and out -----------------------------------------------------------------
 
@@ -313,19 +325,29 @@ class DynamicInferenceContext:
     # ---- To the device and back --------------------------------------------------------------
 
     def transfer_bookkeeping_to_gpu(self, plan: StepPlan) -> None:
-        """Launch the step's one host-to-device copy."""
+        """Launch the step's one host-to-device copy, beside the step before it."""
         staged = self._staging.pack(plan, self.slots)
-        self.device.compute.launch(partial(self.gpu_view.receive, staged))
-
-    def graph_dimensions(self, rows: int) -> BatchDimensions:
-        """Shape of the captured decode step that serves `rows` rows."""
-        return self._plan_builder.graph_dimensions(rows)
+        compute, upload = self.device.compute, self.device.upload
+        upload.launch(partial(self.gpu_view.receive, staged, plan.step))
+        if upload is not compute:
+            arrived = self._arrived[plan.step % len(self._arrived)]
+            upload.record(arrived)
+            compute.wait(arrived)
 
     def transfer_dummy_rows_to_gpu(self, dims: BatchDimensions) -> None:
-        """Fill the device's bookkeeping with dummy rows alone, for capturing a graph of a shape."""
-        self.device.compute.launch(
-            partial(self.gpu_view.receive, self._staging.pack(dummy_plan(dims), self.slots))
-        )
+        """Make a step of dummy rows alone the next on the device, for capturing a graph of a shape;
+        waits until it is there."""
+        plan = dummy_plan(dims)
+        self.transfer_bookkeeping_to_gpu(plan)
+        self.expect_step(plan.step)
+        done = self.device.event()
+        self.device.compute.record(done)
+        done.wait()
+
+    def expect_step(self, step: int | None = None) -> None:
+        """Make the device count steps from `step` on; None: from the next plan."""
+        step = self._plan_builder.next_step if step is None else step
+        self.device.compute.launch(partial(self.gpu_view.expect_step, step))
 
     def update_requests(self, plan: StepPlan, sampled: IntArray) -> StepOutput:
         """Book the samples of a resolved step.

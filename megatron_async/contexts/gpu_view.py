@@ -11,20 +11,15 @@ from torch import Tensor
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.batch_dimensions import BatchDimensions
-from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.device_slots import DeviceSlots
 from megatron_async.contexts.kv_cache import PagedKVCache
 from megatron_async.models.rotary import RotaryTable
+from megatron_async.ops.feed_back import feed_back_tokens
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.paged_attention import TorchPagedAttention
-from megatron_async.ops.philox import MASK
 from megatron_async.ops.sampling import SamplingTensors
-from megatron_async.ops.unpack_step import (
-    StepRows,
-    apply_block_updates,
-    feed_back_tokens,
-    unpack_rows,
-)
+from megatron_async.ops.step_tensors import StepTensors
+from megatron_async.ops.unpack_step import unpack_step
 
 
 class ContextGPUView:
@@ -32,7 +27,8 @@ class ContextGPUView:
 
     Args:
         config: the engine's configuration.
-        buffer_words: capacity of the bookkeeping buffer, int32 words.
+        buffer_words: capacity of one step's bookkeeping, int32 words.
+        tensors: what steps are unpacked to, for the largest step.
         slots: per-slot device state.
         kv_cache: the paged cache.
         rotary: table of the model's rotary embedding.
@@ -41,9 +37,7 @@ class ContextGPUView:
 
     Attributes (valid from `begin_step` until the next):
         dims: host-known shape of the batch.
-        row_slots: int64 `[rows]`.
-        token_ids, position_ids: int64 `[tokens]`, decode rows first.
-        sampling: per-row sampling parameters.
+        step: the unpacked `StepTensors`.
     """
 
     num_speculative_tokens = 0
@@ -53,107 +47,68 @@ class ContextGPUView:
         self,
         config: InferenceConfig,
         buffer_words: int,
+        tensors: StepTensors,
         slots: DeviceSlots,
         kv_cache: PagedKVCache,
         rotary: RotaryTable,
         norm_eps: float,
         attention: TorchPagedAttention,
     ) -> None:
-        device = slots.last_token.device
+        device, ring = slots.last_token.device, config.steps_in_flight
         self.config = config
         self.max_sequence_length = config.max_sequence_length
         self.slots = slots
         self.kv_cache = kv_cache
-        # Writer: the step's one copy; readers: the step. Both on the compute stream, so one buffer
-        # serves all steps in flight.
-        self.buffer = torch.zeros(buffer_words, dtype=torch.int32, device=device)
-        # One row for each step in flight. Writer: the step; reader: the copy to the host. A row is
-        # written again only after the host has resolved the step that wrote it.
-        ring = config.steps_in_flight
-        self.samples = torch.zeros(ring, config.max_requests, dtype=torch.int32, device=device)
+        # Both rings have one entry for each step in flight, and an entry is written again only
+        # after the host has resolved the step that used it. Bookkeeping: written by the step's one
+        # copy, on the upload stream; read by the step, which waits for the copy's event. Samples:
+        # written by the step; read by the copy to the host, which waits for the step's event.
+        self.bookkeeping = torch.zeros(ring, buffer_words, dtype=torch.int32, device=device)
+        self.samples = torch.zeros(ring, len(tensors.slots), dtype=torch.int32, device=device)
+        # Counted on the device, because a graph's arguments are fixed: each step moves it on.
+        self._next_entry = torch.zeros(1, dtype=torch.int32, device=device)
+        self._tensors = tensors
         self._rotary = rotary
         self._norm_eps = norm_eps
-        self._rows = StepRows.empty(config.max_requests, slots.block_table.size(1), device)
         self._attention = attention
         self.dims = BatchDimensions(decode_rows=0)
 
+    @property
+    def captures_prefill(self) -> bool:
+        """Whether steps with prefill chunks can be captured."""
+        return self._attention.captures_prefill
+
     # ---- One step ----------------------------------------------------------------------------
 
-    def receive(self, staged: Tensor) -> None:
+    def receive(self, staged: Tensor, step: int) -> None:
         """The step's one host-to-device copy: packed words, int32, from staging memory."""
-        self.buffer[: len(staged)].copy_(staged, non_blocking=True)
+        entry = self.bookkeeping[step % len(self.bookkeeping)]
+        entry[: len(staged)].copy_(staged, non_blocking=True)
+
+    def expect_step(self, step: int) -> None:
+        """Make `step` the next to be unpacked; needed only where the steps before it did not run to
+        their ends."""
+        self._next_entry.fill_(step % len(self.bookkeeping))
 
     def begin_step(self, dims: BatchDimensions) -> None:
-        """Unpack the bookkeeping buffer: update per-slot state and lay out tokens and positions."""
+        """Unpack the next bookkeeping: update per-slot state and lay out tokens and positions."""
         self.dims = dims
-        fields = BookkeepingLayout.for_batch(dims).device_views(self.buffer)
-        slots, block_size = self.slots, self.config.block_size_tokens
-        self._kv_lengths = fields["row_kv_lengths"]
-        self._sample_entry = fields["sample_entry"]
-        if dims.block_updates:
-            apply_block_updates(
-                slots.block_table,
-                fields["block_update_slots"],
-                fields["block_update_indices"],
-                fields["block_update_blocks"],
-            )
-        # Prefill rows take part too: their KV length points at their chunk's last token, whose
-        # entries are replaced below.
-        rows = self._rows.head(dims.rows)
-        unpack_rows(
-            fields["row_slots"],
-            self._kv_lengths,
-            slots.last_token,
-            slots.block_table,
-            block_size,
-            rows,
-        )
-        self.row_slots, self._block_tables = rows.slots, rows.block_tables
-        self.token_ids, self.position_ids = rows.token_ids, rows.positions
-        self._write_index = rows.write_index
-        self._last_token: Tensor | None = None
-        if not dims.is_decode_only:
-            self._lay_out_prefill(fields, rows)
-        self._attention.begin_step(dims, self._block_tables, self._kv_lengths)
-
-    def _lay_out_prefill(self, fields: dict[str, Tensor], rows: StepRows) -> None:
-        """Put the tokens of the prefill chunks behind those of the decode rows."""
-        decode, block_size = self.dims.decode_rows, self.config.block_size_tokens
-        self._load_sampling(fields)
-        positions = fields["prefill_positions"].to(torch.int64)
-        token_rows = fields["prefill_token_rows"].to(torch.int64)
-        block = rows.block_tables[token_rows, positions // block_size].to(torch.int64)
-        write_index = block * block_size + positions % block_size
-        token_ids = fields["prefill_token_ids"].to(torch.int64)
-        self.token_ids = torch.cat((rows.token_ids[:decode], token_ids))
-        self.position_ids = torch.cat((rows.positions[:decode], positions))
-        self._write_index = torch.cat((rows.write_index[:decode], write_index))
-        decode_tokens = torch.arange(decode, device=token_rows.device)
-        last_token = fields["prefill_last_token"].to(torch.int64)
-        self._last_token = torch.cat((decode_tokens, last_token))
-
-    def _load_sampling(self, fields: dict[str, Tensor]) -> None:
-        """Store the sampling parameters that prefill rows bring along, for the steps to come."""
-        rows = self.row_slots[self.dims.decode_rows :]
-        slots = self.slots
-        slots.temperature.index_copy_(0, rows, fields["prefill_temperature"])
-        slots.top_k.index_copy_(0, rows, fields["prefill_top_k"])
-        slots.top_p.index_copy_(0, rows, fields["prefill_top_p"])
-        slots.min_p.index_copy_(0, rows, fields["prefill_min_p"])
-        low = fields["prefill_seed_low"].to(torch.int64) & MASK
-        high = fields["prefill_seed_high"].to(torch.int64)
-        slots.seed.index_copy_(0, rows, (high << 32) | low)
+        self.step = step = self._tensors.head(dims.rows, dims.prefill_rows, dims.tokens)
+        block_size = self.config.block_size_tokens
+        unpack_step(self.bookkeeping, self._next_entry, dims, self.slots, block_size, step)
+        starts = step.prefill_starts if dims.prefill_rows else None
+        self._attention.begin_step(dims, step.block_tables, step.kv_lengths, starts)
 
     def sampling_tensors(self) -> SamplingTensors:
         """Per-row sampling parameters; the sampled token's position is the row's KV length."""
-        slots, rows = self.slots, self.row_slots
+        slots, rows = self.slots, self.step.slots
         return SamplingTensors(
             temperature=slots.temperature.index_select(0, rows),
             top_k=slots.top_k.index_select(0, rows),
             top_p=slots.top_p.index_select(0, rows),
             min_p=slots.min_p.index_select(0, rows),
             seeds=slots.seed.index_select(0, rows),
-            positions=self._kv_lengths,
+            positions=self.step.kv_lengths,
         )
 
     def feed_back(self, sampled: Tensor) -> None:
@@ -162,8 +117,10 @@ class ContextGPUView:
         A prefill chunk that leaves part of its prompt stores a meaningless token, which the chunk
         after it overwrites before a decode row could read it.
         """
+        step = self.step
+        last_token = self.slots.last_token
         feed_back_tokens(
-            sampled, self.row_slots, self.slots.last_token, self.samples, self._sample_entry
+            sampled, step.slots, last_token, self.samples, step.entry, self._next_entry
         )
 
     # ---- Asked by the model ------------------------------------------------------------------
@@ -187,8 +144,8 @@ class ContextGPUView:
             mixed_qkv,
             self._rotary.cos,
             self._rotary.sin,
-            self.position_ids,
-            self._write_index,
+            self.step.positions,
+            self.step.write_index,
             key_cache,
             value_cache,
             q_norm,
@@ -200,9 +157,9 @@ class ContextGPUView:
     def last_token_logits(self, hidden_states: Tensor) -> Tensor:
         """Hidden states that logits are made of: `[1, tokens, hidden]` -> `[rows, hidden]`."""
         hidden_states = hidden_states.squeeze(0)
-        if self._last_token is None:
+        if self.dims.is_decode_only:
             return hidden_states
-        return hidden_states.index_select(0, self._last_token)
+        return hidden_states.index_select(0, self.step.last_token)
 
     def is_static_batching(self) -> bool:
         """Never: the batch changes from step to step."""

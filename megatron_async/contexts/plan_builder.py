@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.contexts.graph_shapes import GraphShapes
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
-from megatron_async.contexts.step_plan import BlockUpdates, IntArray, PrefillTokens, StepPlan
+from megatron_async.contexts.step_plan import BlockUpdates, IntArray, StepPlan
 from megatron_async.ops.sampling import SamplingMode
 
 _NONE = np.empty(0, dtype=np.int32)
-_NO_PREFILL = PrefillTokens(_NONE, _NONE, _NONE)
+_NO_STARTS = np.zeros(1, dtype=np.int32)
 
 
 class PrefillChunk(NamedTuple):
@@ -29,16 +29,16 @@ class PlanBuilder:
 
     Args:
         slots: the state that plans are built from and that `build` advances.
-        graph_sizes: row counts, ascending, for which a decode-only step has a captured graph; such
-            a step is padded to the next of them.
+        graph_shapes: shapes that have a captured graph; a step is padded to the smallest that holds
+            it. None: none has.
 
     Attributes:
         next_step: number of the plan that is built next.
     """
 
-    def __init__(self, slots: RequestSlots, graph_sizes: tuple[int, ...] = ()) -> None:
+    def __init__(self, slots: RequestSlots, graph_shapes: GraphShapes | None = None) -> None:
         self._slots = slots
-        self._graph_sizes = graph_sizes
+        self._graph_shapes = graph_shapes or GraphShapes()
         self.next_step = 0
         self._updates: list[tuple[IntArray, IntArray, IntArray]] = []
 
@@ -53,48 +53,47 @@ class PlanBuilder:
         produces = np.ones(len(decode) + len(chunks), dtype=np.bool_)
         # Decode rows: their last token goes in, one more comes out.
         slots.num_launched[decode] = kv_lengths + 1
-        prefill = _NO_PREFILL
+        starts, token_ids = _NO_STARTS, _NONE
         if chunks:
             ends = np.array([chunk.end for chunk in chunks], dtype=np.int32)
             prefill_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
             complete = ends == slots.num_known[prefill_slots]
             produces[len(decode) :] = complete
-            prefill = self._prefill_tokens(chunks, len(decode))
+            spans = [slots.tokens[slot, start:end] for slot, start, end in chunks]
+            token_ids = np.concatenate(spans)
+            starts = np.cumsum([0, *map(len, spans)], dtype=np.int32)
             slots.num_prefilled[prefill_slots] = ends
             done = prefill_slots[complete]
             slots.num_launched[done] += 1
             slots.state[done] = SlotState.DECODING
             rows = np.concatenate((rows, prefill_slots))
             kv_lengths = np.concatenate((kv_lengths, ends))
-        updates = self._take_updates()
-        if not chunks and self._graph_sizes and len(decode) <= self._graph_sizes[-1]:
-            dims = self.graph_dimensions(len(decode))
-        else:
-            dims = BatchDimensions(
-                decode_rows=len(decode),
-                prefill_lengths=tuple((end - start, end) for _, start, end in chunks),
-                max_decode_kv_length=int(kv_lengths[: len(decode)].max(initial=0)),
-                block_updates=len(updates.slots),
-            )
         plan = StepPlan(
             step=self.next_step,
-            dims=dims,
+            dims=self._dimensions(kv_lengths, len(decode), chunks),
+            num_decode=len(decode),
             slots=rows,
             generations=slots.generation[rows],
             kv_lengths=kv_lengths,
             produces=produces,
             sampling_mode=SamplingMode(int(slots.sampling_mode[rows].max())),
-            block_updates=updates,
-            prefill=prefill,
+            block_updates=self._take_updates(),
+            prefill_starts=starts,
+            prefill_token_ids=token_ids,
         )
         self.next_step += 1
         return plan
 
-    def graph_dimensions(self, rows: int) -> BatchDimensions:
-        """Shape of the smallest captured graph that holds `rows` decode rows. A row starts at most
-        one block a step, so as many updates as rows are enough."""
-        size = self._graph_sizes[bisect_left(self._graph_sizes, rows)]
-        return BatchDimensions(decode_rows=size, block_updates=size, is_captured=True)
+    def _dimensions(
+        self, kv_lengths: IntArray, decode: int, chunks: list[PrefillChunk]
+    ) -> BatchDimensions:
+        prefill_tokens = sum(end - start for _, start, end in chunks)
+        captured = self._graph_shapes.find(decode, len(chunks), prefill_tokens)
+        return captured or BatchDimensions(
+            decode_rows=decode,
+            prefill_lengths=tuple((end - start, end) for _, start, end in chunks),
+            max_decode_kv_length=int(kv_lengths[:decode].max(initial=0)),
+        )
 
     def _take_updates(self) -> BlockUpdates:
         if not self._updates:
@@ -103,27 +102,19 @@ class PlanBuilder:
         self._updates = []
         return BlockUpdates(*(np.concatenate(column) for column in columns))
 
-    def _prefill_tokens(self, chunks: list[PrefillChunk], first_row: int) -> PrefillTokens:
-        tokens = [self._slots.tokens[slot, start:end] for slot, start, end in chunks]
-        positions = [np.arange(start, end, dtype=np.int32) for _, start, end in chunks]
-        rows = np.arange(first_row, first_row + len(chunks), dtype=np.int32)
-        return PrefillTokens(
-            np.concatenate(tokens),
-            np.concatenate(positions),
-            np.repeat(rows, [len(span) for span in tokens]),
-        )
-
 
 def dummy_plan(dims: BatchDimensions) -> StepPlan:
-    """A plan of a decode-only shape in which every row is a dummy row."""
+    """A plan of a captured shape in which every row is a dummy row."""
     return StepPlan(
         step=0,
         dims=dims,
+        num_decode=0,
         slots=_NONE,
         generations=_NONE,
         kv_lengths=_NONE,
         produces=np.empty(0, dtype=np.bool_),
         sampling_mode=SamplingMode.GREEDY,
         block_updates=BlockUpdates(_NONE, _NONE, _NONE),
-        prefill=_NO_PREFILL,
+        prefill_starts=_NO_STARTS,
+        prefill_token_ids=_NONE,
     )

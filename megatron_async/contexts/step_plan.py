@@ -25,16 +25,6 @@ class BlockUpdates:
 
 
 @dataclass(frozen=True)
-class PrefillTokens:
-    """Query tokens of the prefill chunks, end to end. int32 `[prefill tokens]`."""
-
-    token_ids: IntArray
-    positions: IntArray
-    rows: IntArray
-    """Row of the step that each token belongs to."""
-
-
-@dataclass(frozen=True)
 class StepPlan:
     """One step: which slots run, on what, and what may be done with the result.
 
@@ -45,6 +35,8 @@ class StepPlan:
     step: int
     """Number of the step, counted from 0."""
     dims: BatchDimensions
+    num_decode: int
+    """Rows that decode; the others are prefill chunks."""
     slots: IntArray
     """int32 `[rows]`, decode rows first; dummy rows of a padded step are not in the plan."""
     generations: IntArray
@@ -56,9 +48,22 @@ class StepPlan:
     that leaves part of the prompt for later)."""
     sampling_mode: SamplingMode
     block_updates: BlockUpdates
-    prefill: PrefillTokens
+    prefill_starts: IntArray
+    """int32 `[prefill chunks + 1]`: where each chunk begins in `prefill_token_ids`, and its end."""
+    prefill_token_ids: IntArray
+    """int32 `[prefill tokens]`: query tokens of the chunks, end to end."""
 
     @property
     def num_rows(self) -> int:
         """Rows that belong to requests."""
         return len(self.slots)
+
+    def samples_of(self, device_rows: IntArray) -> IntArray:
+        """Pick the samples of the plan's rows from those of the device's rows, among which a padded
+        step has dummy rows."""
+        first_chunk = self.dims.decode_rows
+        if self.num_decode in (self.num_rows, first_chunk):
+            return device_rows[: self.num_rows]
+        chunks = self.num_rows - self.num_decode
+        samples = device_rows[first_chunk : first_chunk + chunks]
+        return np.concatenate((device_rows[: self.num_decode], samples))

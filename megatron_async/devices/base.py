@@ -67,12 +67,14 @@ class Device(ABC):
         torch_device: where its tensors live.
         compute: the one stream on which steps run; a total order (DESIGN section 3).
         copy: the stream that carries samples to the host.
+        upload: the stream that carries bookkeeping to the device; it may be `compute`.
         captures_graphs: whether `capture` works here.
     """
 
     torch_device: torch.device
     compute: Stream
     copy: Stream
+    upload: Stream
     captures_graphs = False
 
     @abstractmethod

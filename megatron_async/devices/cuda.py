@@ -72,6 +72,7 @@ class CudaDevice(Device):
         torch.cuda.set_device(self.torch_device)
         self.compute: CudaStream = CudaStream(self.torch_device)
         self.copy: CudaStream = CudaStream(self.torch_device)
+        self.upload: CudaStream = CudaStream(self.torch_device)
         self._origin: _ClockOrigin | None = None
         self._graph_pool: Any = None
         self.fence()
@@ -106,6 +107,7 @@ class CudaDevice(Device):
         default = torch.cuda.default_stream(self.torch_device)
         self.compute.stream.wait_stream(default)
         self.copy.stream.wait_stream(default)
+        self.upload.stream.wait_stream(default)
 
     def close(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -38,7 +38,7 @@ class EngineStatistics:
         """Count a launched step; `overlapped` if another was in flight."""
         self.steps += 1
         self.rows += plan.num_rows
-        self.prefill_tokens += plan.dims.prefill_tokens
+        self.prefill_tokens += len(plan.prefill_token_ids)
         self.overlapped_steps += overlapped
         self.first_steps += self.idle
         self.idle = False

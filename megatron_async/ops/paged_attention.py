@@ -43,6 +43,9 @@ class TorchPagedAttention:
         device: of the tensors.
     """
 
+    captures_prefill = False
+    """Whether a captured step may have prefill rows. Not here: their lengths are the host's."""
+
     def __init__(self, block_size: int, max_blocks: int, device: torch.device) -> None:
         self._block_size = block_size
         positions = torch.arange(block_size * max_blocks, device=device)
@@ -54,13 +57,21 @@ class TorchPagedAttention:
         self._decode_mask: Tensor = positions
         self._prefill: list[_PrefillRow] = []
 
-    def begin_step(self, dims: BatchDimensions, block_tables: Tensor, kv_lengths: Tensor) -> None:
+    def begin_step(
+        self,
+        dims: BatchDimensions,
+        block_tables: Tensor,
+        kv_lengths: Tensor,
+        prefill_starts: Tensor | None = None,
+    ) -> None:
         """Prepare for the layers of one step.
 
         Args:
             dims: the host's knowledge of the batch.
             block_tables: int32 `[rows, blocks]`, decode rows first.
             kv_lengths: int32 `[rows]`, this step's tokens included.
+            prefill_starts: int32 `[prefill rows + 1]`; not needed here, where the host's lengths
+                are exact.
         """
         self._num_decode = dims.decode_rows
         if dims.decode_rows:

@@ -1,8 +1,8 @@
-"""Whole-step graphs: one for each padded number of decode rows, from unpacking to feeding back.
+"""Whole-step graphs: one for each padded shape, from unpacking to feeding back.
 
 A graph replays fixed kernels on fixed addresses. That fits, because everything that changes from
-step to step lies in the bookkeeping buffer or in per-slot arrays, and shapes depend on the padded
-size only.
+step to step lies in rings and per-slot arrays that the kernels index by numbers on the device, and
+shapes depend on the padded size only.
 """
 
 from __future__ import annotations
@@ -15,64 +15,130 @@ from functools import partial
 from tqdm import tqdm
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.contexts.graph_shapes import GraphShapes
 from megatron_async.devices import Device, Graph
 from megatron_async.ops.sampling import SamplingMode
 
 CAPTURED_MODES = (SamplingMode.GREEDY, SamplingMode.FILTERED)
-"""Two graphs a size: greedy steps do without the sampler's searches. FILTERED serves SOFTMAX
+"""Two graphs a shape: greedy steps do without the sampler's searches. FILTERED serves SOFTMAX
 too."""
+
+DEVICE_BOUND = 1.1
+"""Device time over launch time beyond which a step is bound by the device: it ends when its kernels
+do, not when the last of them is launched."""
+
+Prepare = Callable[[BatchDimensions], None]
+"""Makes a step of dummy rows the next on the device."""
+Step = Callable[[BatchDimensions, SamplingMode], None]
+"""The device work of a step."""
+
+
+@dataclass(frozen=True)
+class EagerStep:
+    """A mixed step run eagerly; milliseconds."""
+
+    prefill_tokens: int
+    decode_rows: int
+    host_ms: float
+    """Time in which the CPU launches the kernels one by one."""
+    device_ms: float
+    """Time from the first kernel to the end of the last: the larger of `host_ms` and what the
+    kernels need."""
 
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What capturing cost."""
+    """What capturing cost, and what it was decided by."""
 
     graphs: int
     seconds: float
     bytes: int
     """Device memory that the graphs' shared pool took."""
+    mixed_sizes: tuple[int, ...] = ()
+    """Prefill token counts for which mixed steps are captured."""
+    eager_steps: tuple[EagerStep, ...] = ()
+    """The measurements behind that: a larger mixed step keeps the GPU busy for longer than the CPU
+    needs to launch it, so it runs eagerly."""
 
 
 class StepGraphs:
-    """Captured decode steps, by number of rows and sampling mode.
+    """Captured steps, by shape and sampling mode.
 
     Args:
         device: the device that captures.
+
+    Attributes:
+        bytes: device memory that captures took so far.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._graphs: dict[tuple[int, SamplingMode], Graph] = {}
+        self._graphs: dict[tuple[tuple[int, int], SamplingMode], Graph] = {}
+        self.bytes = 0
+
+    @property
+    def count(self) -> int:
+        """Number of graphs."""
+        return len(self._graphs)
+
+    def measure_mixed_shapes(
+        self, shapes: GraphShapes, prepare: Prepare, step: Step
+    ) -> tuple[EagerStep, ...]:
+        """Run mixed shapes eagerly, smallest first, until one is as long on the device as in the
+        CPU's launches; shapes with more prefill tokens gain nothing from a graph and are dropped.
+
+        Returns:
+            the measurements.
+        """
+        measured: list[EagerStep] = []
+        for tokens, rows in shapes.mixed_sizes.items():
+            dims = shapes.shape(rows[-1], tokens)
+            measured.append(self._measure(dims, prepare, step))
+            if measured[-1].device_ms > DEVICE_BOUND * measured[-1].host_ms:
+                shapes.keep_mixed_up_to(tokens - 1)
+                break
+        return tuple(measured)
+
+    def _measure(self, dims: BatchDimensions, prepare: Prepare, step: Step) -> EagerStep:
+        compute = self._device.compute
+        work = partial(step, dims, SamplingMode.GREEDY)
+        compute_start = self._device.event(timing=True)
+        compute_end = self._device.event(timing=True)
+        host_s = 0.0
+        for _ in range(2):  # the first run compiles kernels
+            prepare(dims)
+            compute.record(compute_start)
+            start = time.perf_counter()
+            compute.launch(work)
+            host_s = time.perf_counter() - start
+            compute.record(compute_end)
+            compute_end.wait()
+        device_ms = (compute_end.time_us() - compute_start.time_us()) / 1e3
+        return EagerStep(dims.prefill_tokens, dims.decode_rows, host_s * 1e3, device_ms)
 
     def capture(
-        self,
-        shapes: Sequence[BatchDimensions],
-        prepare: Callable[[BatchDimensions], None],
-        step: Callable[[BatchDimensions, SamplingMode], None],
-        progress: bool,
-    ) -> CaptureReport:
-        """Capture every shape in every mode, largest first, so that smaller ones reuse its memory.
+        self, shapes: Sequence[BatchDimensions], prepare: Prepare, step: Step, progress: bool
+    ) -> None:
+        """Capture every shape in every mode, in the order given.
 
         Args:
-            shapes: padded decode-only shapes.
-            prepare: fills the bookkeeping buffer with dummy rows of a shape.
-            step: the step's device work.
+            shapes: padded shapes; smaller ones reuse the memory of larger ones before them.
+            prepare: see `Prepare`.
+            step: see `Step`.
             progress: show a bar.
         """
-        start, free = time.perf_counter(), self._device.free_memory()
-        largest_first = sorted(shapes, key=lambda dims: -dims.decode_rows)
-        jobs = [(dims, mode) for dims in largest_first for mode in CAPTURED_MODES]
+        free = self._device.free_memory()
+        jobs = [(dims, mode) for dims in shapes for mode in CAPTURED_MODES]
         for dims, mode in tqdm(jobs, desc="capture graphs", unit="graph", disable=not progress):
             prepare(dims)
             # Once eagerly: kernels are compiled and libraries make their workspaces.
             work = partial(step, dims, mode)
             self._device.compute.launch(work)
-            self._graphs[dims.decode_rows, mode] = self._device.capture(work)
-        used = max(free - self._device.free_memory(), 0)
-        return CaptureReport(len(jobs), time.perf_counter() - start, used)
+            self._graphs[dims.graph_key, mode] = self._device.capture(work)
+        self.bytes += max(free - self._device.free_memory(), 0)
 
     def find(self, dims: BatchDimensions, mode: SamplingMode) -> Graph | None:
         """The graph for a step of this shape and mode; None where none was captured."""
         if mode != SamplingMode.GREEDY:
             mode = SamplingMode.FILTERED
-        return self._graphs.get((dims.decode_rows, mode)) if dims.is_captured else None
+        return self._graphs.get((dims.graph_key, mode)) if dims.is_captured else None

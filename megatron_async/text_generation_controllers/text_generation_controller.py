@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Protocol
 
@@ -34,17 +35,21 @@ class LaunchedStep:
 
     Attributes:
         plan: immutable.
-        samples: int32 `[rows]`, host memory; valid once `ready` is reached and until the ring comes
-            round (the step's resolve reads it before).
         ready: reached when the samples are on the host.
         error: exception that the step's own work raised; read it after `ready`.
     """
 
-    def __init__(self, plan: StepPlan, samples: IntArray, ready: Event) -> None:
+    def __init__(self, plan: StepPlan, device_rows: IntArray, ready: Event) -> None:
         self.plan = plan
-        self.samples = samples
+        self._device_rows = device_rows
         self.ready = ready
         self.error: Exception | None = None
+
+    @property
+    def samples(self) -> IntArray:
+        """int32 `[rows]` of the plan, host memory; valid once `ready` is reached and until the ring
+        comes round (the step's resolve reads it before)."""
+        return self.plan.samples_of(self._device_rows)
 
 
 class _SampleBuffers:
@@ -91,7 +96,7 @@ class TextGenerationController:
         Nothing here waits. What the step's own work raises is kept in the result's `error`.
         """
         buffers = self._ring[plan.step % len(self._ring)]
-        launched = LaunchedStep(plan, buffers.array[: plan.num_rows], buffers.ready)
+        launched = LaunchedStep(plan, buffers.array[: plan.dims.rows], buffers.ready)
         compute, copy = self.device.compute, self.device.copy
         compute.launch(partial(self._run_guarded, launched))
         compute.record(buffers.sampled)
@@ -105,6 +110,8 @@ class TextGenerationController:
             self._run_step(launched.plan)
         except Exception as error:
             launched.error = error
+            # It may not have come as far as to count itself.
+            self.context.gpu_view.expect_step(launched.plan.step + 1)
 
     def _run_step(self, plan: StepPlan) -> None:
         """The step's device work, on the compute stream."""
@@ -141,7 +148,8 @@ class TextGenerationController:
         return kernels_for(logits).sample(logits, params, mode)
 
     def create_cuda_graphs(self, progress: bool = False) -> CaptureReport | None:
-        """Capture the context's decode shapes, unless that is done already.
+        """Capture the context's padded shapes, unless that is done already. Mixed shapes that do
+        not pay are dropped from `context.graph_shapes`.
 
         Args:
             progress: show a bar.
@@ -150,16 +158,25 @@ class TextGenerationController:
             what it cost; None where there is nothing to capture.
         """
         context = self.context
-        if not context.graph_sizes or self.capture_report is not None:
+        shapes = context.graph_shapes
+        if not shapes.decode_sizes or self.capture_report is not None:
             return self.capture_report
-        shapes = [context.graph_dimensions(size) for size in context.graph_sizes]
-        self.capture_report = self.graphs.capture(
-            shapes, context.transfer_dummy_rows_to_gpu, self._compute_step, progress
+        prepare, step = context.transfer_dummy_rows_to_gpu, self._compute_step
+        start = time.perf_counter()
+        eager = self.graphs.measure_mixed_shapes(shapes, prepare, step)
+        self.graphs.capture(shapes.all_shapes(), prepare, step, progress)
+        context.expect_step()
+        self.capture_report = CaptureReport(
+            graphs=self.graphs.count,
+            seconds=time.perf_counter() - start,
+            bytes=self.graphs.bytes,
+            mixed_sizes=tuple(shapes.mixed_sizes),
+            eager_steps=eager,
         )
         return self.capture_report
 
     def _transfer_samples_to_cpu(self, plan: StepPlan, buffers: _SampleBuffers) -> None:
-        rows = plan.num_rows
+        rows = plan.dims.rows
         with self.tracer.range("transfer_samples_to_cpu", plan.step):
             buffers.host[:rows].copy_(buffers.source[:rows], non_blocking=True)
 

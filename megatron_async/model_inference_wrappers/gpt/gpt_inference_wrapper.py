@@ -71,8 +71,8 @@ class GPTInferenceWrapper:
         """
         with inference_mode_active():
             logits = self.model(
-                view.token_ids[None],
-                view.position_ids[None],
+                view.step.token_ids[None],
+                view.step.positions[None],
                 attention_mask=None,
                 inference_context=view,
                 runtime_gather_output=True,

@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async.contexts.batch_dimensions import BatchDimensions, graph_sizes
+from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.bookkeeping_buffer import HostStaging
 from megatron_async.contexts.bookkeeping_layout import FIELDS, BookkeepingLayout
+from megatron_async.contexts.graph_shapes import GraphShapes, graph_sizes, mixed_graph_sizes
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.devices import CpuDevice
 from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
 
-DUMMY_SLOT, DUMMY_BLOCK = 4, 99
+DUMMY_SLOT = 4
 
 
 @pytest.fixture
@@ -34,13 +35,13 @@ def slots():
 @pytest.fixture
 def staging():
     device = CpuDevice()
-    yield HostStaging(device, 4096, 2, DUMMY_SLOT, DUMMY_BLOCK)
+    yield HostStaging(device, 4096, 2, DUMMY_SLOT)
     device.close()
 
 
 def test_fields_do_not_overlap_and_fit():
-    dims = BatchDimensions(decode_rows=5, prefill_lengths=((3, 3), (4, 9)), block_updates=7)
-    layout = BookkeepingLayout.for_batch(dims)
+    dims = BatchDimensions(decode_rows=5, prefill_lengths=((3, 3), (4, 9)))
+    layout = BookkeepingLayout.for_batch(dims, 7)
     spans = sorted((start, end) for start, end, _ in layout.spans.values())
     assert len(spans) == len(FIELDS)
     assert spans[0][0] == 0
@@ -50,8 +51,8 @@ def test_fields_do_not_overlap_and_fit():
 
 
 def test_host_and_device_views_are_the_same_words_of_a_buffer():
-    dims = BatchDimensions(decode_rows=2, prefill_lengths=((3, 3),), block_updates=4)
-    layout = BookkeepingLayout.for_batch(dims)
+    dims = BatchDimensions(decode_rows=2, prefill_lengths=((3, 3),))
+    layout = BookkeepingLayout.for_batch(dims, 4)
     words = torch.zeros(layout.size, dtype=torch.int32)
     host, device = layout.host_views(words.numpy()), layout.device_views(words)
     for i, name in enumerate(host):
@@ -68,7 +69,8 @@ def test_no_step_exceeds_the_capacity(seed):
     rng = np.random.default_rng(seed)
     max_requests, num_blocks = int(rng.integers(1, 9)), int(rng.integers(1, 30))
     max_tokens = max_requests + int(rng.integers(0, 20))
-    capacity = BookkeepingLayout.capacity(max_requests, max_tokens, num_blocks)
+    prefill_rows = int(rng.integers(1, max_requests + 1))
+    capacity = BookkeepingLayout.capacity(max_requests + prefill_rows, max_tokens, num_blocks)
     for _ in range(50):
         rows = int(rng.integers(1, max_requests + 1))
         decode = int(rng.integers(0, rows + 1))
@@ -78,12 +80,13 @@ def test_no_step_exceeds_the_capacity(seed):
         dims = BatchDimensions(
             decode_rows=decode,
             prefill_lengths=tuple((int(n), int(n)) for n in lengths),
-            block_updates=int(rng.integers(0, num_blocks + 1)),
         )
-        assert BookkeepingLayout.for_batch(dims).size <= capacity
-    for size in graph_sizes(max_requests, None):
-        padded = BatchDimensions(decode_rows=size, block_updates=size)
-        assert BookkeepingLayout.for_batch(padded).size <= capacity
+        updates = int(rng.integers(0, num_blocks + 1))
+        assert BookkeepingLayout.for_batch(dims, updates).size <= capacity
+    mixed = mixed_graph_sizes(max_requests, max_tokens)
+    shapes = GraphShapes(graph_sizes(max_requests, None), mixed, prefill_rows)
+    for dims in shapes.all_shapes():
+        assert BookkeepingLayout.for_batch(dims, num_blocks).size <= capacity
 
 
 def test_device_reads_what_the_host_wrote(slots, staging):
@@ -93,14 +96,13 @@ def test_device_reads_what_the_host_wrote(slots, staging):
     chunks = [PrefillChunk(1, 0, 6), PrefillChunk(2, 2, 5)]
     plan = builder.build(np.array([0], np.int32), chunks)
     words = staging.pack(plan, slots)
-    fields = BookkeepingLayout.for_batch(plan.dims).device_views(words)
+    fields = BookkeepingLayout.for_batch(plan.dims, 1).device_views(words)
     assert fields["row_slots"].tolist() == [0, 1, 2]
     assert fields["row_kv_lengths"].tolist() == [7, 6, 5]
     assert fields["block_update_blocks"].tolist() == [5]
     assert fields["prefill_token_ids"].tolist() == [10, 11, 12, 13, 14, 15, 22, 23, 24]
-    assert fields["prefill_positions"].tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 4]
-    assert fields["prefill_token_rows"].tolist() == [1] * 6 + [2] * 3
-    assert fields["prefill_last_token"].tolist() == [6, 9]
+    assert fields["num_block_updates"].tolist() == [1]
+    assert fields["prefill_starts"].tolist() == [0, 6, 9]
     assert fields["prefill_top_k"].tolist() == [3, 4]
     assert fields["prefill_top_p"].tolist() == pytest.approx([0.9, 0.9])
     low = fields["prefill_seed_low"].to(torch.int64) & 0xFFFFFFFF
@@ -110,20 +112,63 @@ def test_device_reads_what_the_host_wrote(slots, staging):
 
 
 def test_padded_rows_point_at_the_dummy_slot(slots, staging):
-    builder = PlanBuilder(slots, (1, 2, 4))
+    builder = PlanBuilder(slots, GraphShapes((1, 2, 4)))
     builder.build(np.empty(0, np.int32), [PrefillChunk(i, 0, 6) for i in range(3)])
     builder.add_block_updates(*(np.array([v], np.int32) for v in (2, 1, 7)))
     plan = builder.build(np.arange(3, dtype=np.int32), [])
     assert plan.dims.is_captured
     assert plan.dims.decode_rows == 4
     assert plan.num_rows == 3
-    fields = BookkeepingLayout.for_batch(plan.dims).device_views(staging.pack(plan, slots))
+    layout = BookkeepingLayout.for_batch(plan.dims, 1)
+    fields = layout.device_views(staging.pack(plan, slots))
     assert fields["row_slots"].tolist() == [0, 1, 2, DUMMY_SLOT]
     assert fields["row_kv_lengths"].tolist() == [7, 7, 7, 1]
-    assert fields["block_update_slots"].tolist() == [2] + [DUMMY_SLOT] * 3
-    assert fields["block_update_indices"].tolist() == [1, 0, 0, 0]
-    assert fields["block_update_blocks"].tolist() == [7] + [DUMMY_BLOCK] * 3
-    assert fields["sample_entry"].tolist() == [plan.step % 2]
+    assert fields["num_block_updates"].tolist() == [1]
+    assert fields["block_update_slots"].tolist() == [2]
+    assert fields["block_update_indices"].tolist() == [1]
+    assert fields["block_update_blocks"].tolist() == [7]
+    assert plan.samples_of(np.array([5, 6, 7, 99])).tolist() == [5, 6, 7]
+
+
+def test_a_mixed_step_is_padded_twice(slots, staging):
+    builder = PlanBuilder(slots, GraphShapes((4,), {8: (0, 2), 16: (0, 2, 4)}, prefill_rows=3))
+    builder.build(np.empty(0, np.int32), [PrefillChunk(0, 0, 6)])
+    chunks = [PrefillChunk(1, 0, 6), PrefillChunk(2, 2, 5)]
+    plan = builder.build(np.array([0], np.int32), chunks)
+    assert (plan.dims.decode_rows, plan.dims.prefill_rows, plan.dims.prefill_tokens) == (2, 3, 16)
+    layout = BookkeepingLayout.for_batch(plan.dims, 0)
+    fields = layout.device_views(staging.pack(plan, slots))
+    assert fields["row_slots"].tolist() == [0, DUMMY_SLOT, 1, 2, DUMMY_SLOT]
+    assert fields["row_kv_lengths"].tolist() == [7, 1, 6, 5, 1]
+    assert fields["prefill_starts"].tolist() == [0, 6, 9, 9]
+    expected = [10, 11, 12, 13, 14, 15, 22, 23, 24]
+    assert fields["prefill_token_ids"].tolist() == expected + [0] * 7
+    assert fields["prefill_top_k"].tolist() == [3, 4, 0]
+    assert plan.samples_of(np.array([5, 99, 6, 7, 99])).tolist() == [5, 6, 7]
+
+
+def test_a_mixed_step_that_fits_no_shape_runs_eagerly(slots):
+    builder = PlanBuilder(slots, GraphShapes((4,), {8: (0,)}, prefill_rows=1))
+    first = builder.build(np.empty(0, np.int32), [PrefillChunk(0, 0, 6)])
+    second = builder.build(np.array([0], np.int32), [PrefillChunk(1, 0, 6)])
+    assert first.dims.is_captured
+    assert not second.dims.is_captured
+    assert second.dims.prefill_lengths == ((6, 6),)
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [(1, 1), (1, 64), (7, 100), (256, 2048)])
+def test_mixed_shapes_pad_at_most_a_third_and_serve_every_step(requests, tokens):
+    sizes = mixed_graph_sizes(requests, tokens)
+    shapes = GraphShapes((requests,), sizes, prefill_rows=requests)
+    for prefill_tokens in range(1, tokens + 1, max(tokens // 200, 1)):
+        for decode in {0, 1, requests // 2, requests}:
+            dims = shapes.find(decode, 1, prefill_tokens)
+            assert dims is not None
+            assert dims.decode_rows >= decode
+            assert dims.prefill_tokens >= prefill_tokens
+            assert dims.prefill_tokens <= max(prefill_tokens * 1.5, min(64, tokens))
+            rest = dims.decode_rows - decode
+            assert rest <= max(dims.prefill_tokens, -(-requests // 4))
 
 
 @pytest.mark.parametrize(

@@ -195,14 +195,14 @@ def test_a_plan_never_changes_after_launch(make_context):
     plan = context.prepare_step()
     fields = ("slots", "generations", "kv_lengths", "produces")
     before = {name: getattr(plan, name).copy() for name in fields}
-    tokens = plan.prefill.token_ids.copy()
+    tokens = plan.prefill_token_ids.copy()
     for _ in range(8):
         later = context.prepare_step()
         if later is not None:
             book(context, later)
     for name in fields:
         assert np.array_equal(getattr(plan, name), before[name]), name
-    assert np.array_equal(plan.prefill.token_ids, tokens)
+    assert np.array_equal(plan.prefill_token_ids, tokens)
 
 
 @pytest.mark.parametrize(("spare", "admitted"), [(1, False), (2, False), (3, True)])

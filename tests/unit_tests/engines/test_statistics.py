@@ -1,12 +1,18 @@
 """Counters: which steps overlap, and what the ratio leaves out."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.plan_builder import dummy_plan
 from megatron_async.engines.statistics import EngineStatistics
 
-PLAN = dummy_plan(BatchDimensions(decode_rows=1, prefill_lengths=((5, 9),)))
+PLAN = replace(
+    dummy_plan(BatchDimensions(decode_rows=1, prefill_lengths=((5, 9),))),
+    prefill_token_ids=np.zeros(5, dtype=np.int32),
+)
 
 
 def launch(statistics, *overlapped):

@@ -2,59 +2,145 @@
 
 import sys
 
+import numpy as np
 import torch
 
+from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
+from megatron_async.contexts.device_slots import DeviceSlots
+from megatron_async.ops import feed_back as feed_back_ops
 from megatron_async.ops import unpack_step as ops
+from megatron_async.ops.step_tensors import StepTensors
 
 where = sys.argv[1]
-generator = torch.Generator().manual_seed(0)
+rng = np.random.default_rng(0)
+RING, DUMMY_BLOCK = 3, 9999
 
 
-def random(high, shape, dtype):
-    return torch.randint(high, shape, generator=generator, dtype=dtype).to(where)
+class Recorder:
+    """Calls a kernel without dependent launch, which Triton's interpreter does not know."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args, **_: self.kernel[grid](*args, overlap=False)
 
 
-for rows, slots, blocks, block_size in ((1, 2, 1, 16), (5, 9, 7, 4), (130, 300, 140, 1)):
-    table = random(1000, (slots, blocks), torch.int32)
-    expected = table.clone()
-    # Distinct pairs and, as in padding, one that stands often with the same block.
-    pairs = torch.randperm(slots * blocks, generator=generator)[:rows].to(where)
-    update_slots, indices = (pairs // blocks).int(), (pairs % blocks).int()
-    values = random(1000, (rows,), torch.int32)
-    update_slots[rows // 2 :], indices[rows // 2 :], values[rows // 2 :] = slots - 1, 0, 7
-    keep = (update_slots * blocks + indices != (slots - 1) * blocks) | (values == 7)
-    update = [x[keep].contiguous() for x in (update_slots, indices, values)]
-    expected[update[0].long(), update[1].long()] = update[2]
-    count = len(update[0])
-    ops._update_kernel[(-(-count // 128),)](table, table.stride(0), *update, count, 128, False)
-    assert torch.equal(table, expected)
+def poisoned(decode, prefill_rows, tokens, blocks):
+    rows = decode + prefill_rows
+    whole = StepTensors.empty(rows + 3, tokens + 5, blocks, torch.device(where))
+    for field in vars(whole).values():
+        field.fill_(-5)
+    return whole, whole.head(rows, prefill_rows, tokens)
 
-    row_slots = random(slots, (rows,), torch.int32)
-    kv_lengths = random(blocks * block_size, (rows,), torch.int32) + 1
-    last_token = random(50000, (slots,), torch.int64)
-    found, truth = (
-        ops.StepRows.empty(rows + 3, blocks, torch.device(where)).head(rows) for _ in range(2)
-    )
-    for out in (found, truth):
-        for field in vars(out).values():
-            field.fill_(-5)
-    inputs = (row_slots, kv_lengths, last_token, table)
-    ops.unpack_rows_reference(*inputs, block_size, truth)
-    ops._unpack_kernel[(rows, -(-blocks // 128))](
-        *inputs, table.stride(0), *vars(found).values(), blocks, block_size, 128, False
-    )
-    for name in vars(truth):
-        assert torch.equal(getattr(found, name), getattr(truth, name)), name
 
-    distinct = torch.randperm(slots, generator=generator)[: min(rows, slots)].to(where)
-    sampled = random(50000, (len(distinct),), torch.int64)
-    ring = torch.zeros(3, rows + 2, dtype=torch.int32, device=where)
-    entry = torch.tensor([2], dtype=torch.int32, device=where)
-    expected_last, expected_ring = last_token.clone(), ring.clone()
-    expected_last[distinct] = sampled
-    expected_ring[2, : len(distinct)] = sampled.int()
-    ops._feed_back_kernel[(-(-len(distinct) // 128),)](
-        sampled, distinct, last_token, ring, ring.stride(0), entry, len(distinct), 128, False
-    )
-    assert torch.equal(last_token, expected_last)
-    assert torch.equal(ring, expected_ring)
+def random_slots(count, blocks):
+    slots = DeviceSlots(count, blocks, DUMMY_BLOCK, torch.device(where))
+    slots.last_token.copy_(torch.from_numpy(rng.integers(0, 50000, count + 1)))
+    slots.block_table[:-1].copy_(torch.from_numpy(rng.integers(0, 1000, (count, blocks))))
+    return slots
+
+
+def copy_of(slots, count, blocks):
+    copy = DeviceSlots(count, blocks, DUMMY_BLOCK, torch.device(where))
+    for name, tensor in vars(slots).items():
+        getattr(copy, name).copy_(tensor)
+    return copy
+
+
+def fill(words, dims, count, blocks, block_size, query_lengths, updates):
+    """A step's bookkeeping as the host packs it: dummy rows and padding at the ends."""
+    layout = BookkeepingLayout.for_batch(dims, updates)
+    fields = layout.host_views(words)
+    slots = rng.permutation(count)[: dims.rows]
+    slots = np.concatenate((slots, np.full(dims.rows - len(slots), count)))
+    lengths = rng.integers(1, blocks * block_size + 1, dims.rows)
+    lengths[slots == count] = 1
+    ends = np.cumsum(query_lengths)
+    chunks = len(query_lengths)
+    if dims.prefill_rows:
+        first = dims.decode_rows
+        lengths[first : first + chunks] = np.maximum(lengths[first:][:chunks], query_lengths)
+        lengths[first + chunks :], slots[first + chunks :] = 1, count
+        fields["prefill_starts"][0] = 0
+        fields["prefill_starts"][1 : chunks + 1] = ends
+        fields["prefill_starts"][chunks + 1 :] = ends[-1] if chunks else 0
+        fields["prefill_token_ids"][:] = rng.integers(0, 50000, dims.prefill_tokens)
+        for name in ("temperature", "top_p", "min_p"):
+            fields[f"prefill_{name}"][:chunks] = rng.random(chunks)
+            fields[f"prefill_{name}"][chunks:] = 0
+        for name in ("top_k", "seed_low", "seed_high"):
+            fields[f"prefill_{name}"][:chunks] = rng.integers(-(2**31), 2**31, chunks)
+            fields[f"prefill_{name}"][chunks:] = 0
+        fields["prefill_seed_high"][:] &= 0x7FFFFFFF
+    fields["row_slots"][:], fields["row_kv_lengths"][:] = slots, lengths
+    pairs = rng.permutation(count * blocks)[:updates]
+    fields["num_block_updates"][0] = updates
+    fields["block_update_slots"][:] = pairs // blocks
+    fields["block_update_indices"][:] = pairs % blocks
+    fields["block_update_blocks"][:] = rng.integers(0, 1000, updates)
+
+
+if where == "cpu":
+    for module in (ops, feed_back_ops):
+        for name, kernel in list(vars(module).items()):
+            if name.startswith("_") and name.endswith("_kernel"):
+                setattr(module, name, Recorder(kernel))
+        module.launch_options = lambda tensor: {}
+
+
+cases = [
+    # decode rows, chunks' query lengths, dummy prefill rows, padding tokens, slots, blocks, size
+    (1, [], 0, 0, 2, 1, 16),
+    (5, [], 0, 0, 9, 7, 4),
+    (130, [], 0, 0, 300, 140, 1),
+    (0, [3], 0, 0, 1, 3, 4),
+    (4, [5, 1, 9], 0, 0, 8, 7, 4),
+    (4, [5, 1, 9], 5, 49, 6, 7, 4),
+    (0, [], 4, 64, 3, 5, 16),
+    (17, [200, 1, 60], 13, 123, 20, 40, 16),
+    (3, [1] * 33, 0, 0, 40, 9, 8),
+]
+for decode, query_lengths, dummies, padding, count, blocks, block_size in cases:
+    for updates in (0, 1, min(700, count * blocks)):
+        tokens = sum(query_lengths) + padding
+        dims = BatchDimensions(
+            decode_rows=decode,
+            is_captured=True,
+            padded_prefill_rows=len(query_lengths) + dummies,
+            padded_prefill_tokens=tokens,
+        )
+        words = np.full((RING, BookkeepingLayout.for_batch(dims, updates).size + 7), -1, np.int32)
+        entry = int(rng.integers(RING))
+        query = np.array(query_lengths, dtype=np.int64)
+        fill(words[entry], dims, count, blocks, block_size, query, updates)
+        device_words = torch.from_numpy(words).to(where)
+        next_entry = torch.tensor([entry], dtype=torch.int32, device=where)
+        slots = random_slots(count, blocks)
+        truth_slots = copy_of(slots, count, blocks)
+        whole, found = poisoned(decode, dims.prefill_rows, dims.tokens, blocks)
+        truth_whole, truth = poisoned(decode, dims.prefill_rows, dims.tokens, blocks)
+        arguments = (device_words, next_entry, dims)
+        ops.unpack_step_reference(*arguments, truth_slots, block_size, truth)
+        ops.unpack_step_kernels(*arguments, slots, block_size, found)
+        for name in vars(truth_whole):
+            assert torch.equal(getattr(whole, name), getattr(truth_whole, name)), (name, dims)
+        for name in vars(slots):
+            assert torch.equal(getattr(slots, name), getattr(truth_slots, name)), (name, dims)
+
+        rows = min(dims.rows, count)
+        distinct = torch.from_numpy(rng.permutation(count)[:rows]).to(where)
+        sampled = torch.from_numpy(rng.integers(0, 50000, rows)).to(where)
+        ring = torch.zeros(RING, rows + 2, dtype=torch.int32, device=where)
+        step_entry = torch.tensor([2], dtype=torch.int32, device=where)
+        after = torch.full_like(step_entry, -5)
+        expected_last, expected_ring = slots.last_token.clone(), ring.clone()
+        expected_last[distinct] = sampled
+        expected_ring[2, :rows] = sampled.int()
+        feed_back_ops.feed_back_kernel(
+            sampled, distinct, slots.last_token, ring, step_entry, after
+        )
+        assert torch.equal(slots.last_token, expected_last)
+        assert torch.equal(ring, expected_ring)
+        assert after.tolist() == [0]

@@ -1,0 +1,126 @@
+"""Which padded shapes have a captured graph, and which of them serves a step.
+
+Decode-only steps are padded to the next of a list of row counts. Mixed steps are padded twice:
+their prefill tokens to the next of a geometric list, and their decode rows so that the padding is
+about as many tokens as the prefill has at most. Prefill rows are padded to a fixed number.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_async.contexts.batch_dimensions import BatchDimensions
+
+LEAST_PREFILL_TOKENS = 64
+"""Smaller chunks are padded to this many tokens: a step of 64 tokens costs what one of 16 does, the
+weights have to be read all the same."""
+
+
+@dataclass
+class GraphShapes:
+    """The captured shapes of one context.
+
+    Attributes:
+        decode_sizes: row counts of decode-only graphs, ascending; empty: no graphs.
+        mixed_sizes: prefill token counts of mixed graphs, ascending, and the decode rows,
+            ascending, that each is captured for; empty: mixed steps run eagerly.
+        prefill_rows: prefill rows of a mixed graph.
+        longest_sequence: tokens.
+    """
+
+    decode_sizes: tuple[int, ...] = ()
+    mixed_sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    prefill_rows: int = 0
+    longest_sequence: int = 0
+    _shapes: dict[tuple[int, int], BatchDimensions] = field(default_factory=dict, repr=False)
+
+    def find(
+        self, decode_rows: int, prefill_rows: int, prefill_tokens: int
+    ) -> BatchDimensions | None:
+        """The smallest captured shape that holds such a step; None if there is none."""
+        if prefill_rows == 0:
+            size = _next(self.decode_sizes, decode_rows)
+            return None if size is None else self.shape(size)
+        if prefill_rows > self.prefill_rows:
+            return None
+        tokens = _next(tuple(self.mixed_sizes), prefill_tokens)
+        if tokens is None:
+            return None
+        size = _next(self.mixed_sizes[tokens], decode_rows)
+        return None if size is None else self.shape(size, tokens)
+
+    def shape(self, decode_rows: int, prefill_tokens: int = 0) -> BatchDimensions:
+        """The captured shape of so many decode rows and prefill tokens, padding included."""
+        key = decode_rows, prefill_tokens
+        if key not in self._shapes:
+            self._shapes[key] = BatchDimensions(
+                decode_rows=decode_rows,
+                is_captured=True,
+                padded_prefill_rows=self.prefill_rows if prefill_tokens else 0,
+                padded_prefill_tokens=prefill_tokens,
+                longest_sequence=self.longest_sequence,
+            )
+        return self._shapes[key]
+
+    def keep_mixed_up_to(self, prefill_tokens: int) -> None:
+        """Drop the mixed shapes with more prefill tokens: they are not captured."""
+        self.mixed_sizes = {
+            tokens: rows for tokens, rows in self.mixed_sizes.items() if tokens <= prefill_tokens
+        }
+
+    def all_shapes(self) -> list[BatchDimensions]:
+        """Every shape to capture, largest first, so that smaller graphs reuse its memory."""
+        shapes = [self.shape(size) for size in self.decode_sizes]
+        for tokens, sizes in self.mixed_sizes.items():
+            shapes += [self.shape(size, tokens) for size in sizes]
+        return sorted(shapes, key=lambda dims: (-dims.tokens, -dims.prefill_tokens))
+
+
+def graph_sizes(max_requests: int, count: int | None) -> tuple[int, ...]:
+    """Row counts of decode-only graphs, ascending, the last one `max_requests`.
+
+    Args:
+        max_requests: most rows of a step.
+        count: number of sizes, evenly spaced; 0 for none; None for small sizes close together
+            (1, 2, 4, then every 8 to 256, then every 32), because padding costs most there.
+    """
+    if count == 0:
+        return ()
+    if count is None:
+        sizes = {1, 2, 4, *range(8, 257, 8), *range(256, max_requests, 32)}
+    else:
+        sizes = {max(1, round(max_requests * (i + 1) / count)) for i in range(count)}
+    return (*sorted(size for size in sizes if size < max_requests), max_requests)
+
+
+def mixed_graph_sizes(max_requests: int, max_tokens: int) -> dict[int, tuple[int, ...]]:
+    """Prefill token counts of mixed graphs and, for each, decode row counts.
+
+    Token counts grow by turns by a half and a third (64, 96, 128, 192, ...), so that at most a
+    third of them is padding. Decode rows: 0, and multiples of the token count (at least a quarter
+    of `max_requests`) up to `max_requests`.
+
+    Args:
+        max_requests: most decode rows.
+        max_tokens: most tokens of a step.
+    """
+    sizes = []
+    tokens = LEAST_PREFILL_TOKENS
+    while tokens < max_tokens:
+        sizes += [tokens, tokens * 3 // 2]
+        tokens *= 2
+    sizes = [size for size in sizes if size < max_tokens] + [max_tokens]
+    return {size: _decode_rows_beside(size, max_requests) for size in sizes}
+
+
+def _decode_rows_beside(prefill_tokens: int, max_requests: int) -> tuple[int, ...]:
+    stride = max(prefill_tokens, -(-max_requests // 4))
+    return (0, *range(stride, max_requests, stride), max_requests)
+
+
+def _next(sizes: Sequence[int], wanted: int) -> int | None:
+    """The smallest of ascending `sizes` that is at least `wanted`."""
+    index = bisect_left(sizes, wanted)
+    return sizes[index] if index < len(sizes) else None
