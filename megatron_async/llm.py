@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -73,7 +74,9 @@ class LLM:
         controller = TextGenerationController(
             GPTInferenceWrapper(weights, context), self.tokenizer
         )
-        controller.create_cuda_graphs(progress)
+        report = controller.create_cuda_graphs(progress)
+        if progress and report is not None:
+            tqdm.write(str(report), file=sys.stderr)
         self.engine = DynamicInferenceEngine(controller, context)
 
     def generate(

@@ -19,6 +19,8 @@ class EngineStatistics:
     """Steps launched before the step before them was resolved."""
     first_steps: int = 0
     """Steps launched on an idle engine: there was no work for a step before them."""
+    captured_steps: int = 0
+    """Steps that replayed a graph; the others launched their kernels one by one."""
     rows: int = 0
     generated_tokens: int = 0
     prefill_tokens: int = 0
@@ -37,6 +39,7 @@ class EngineStatistics:
     def count_launch(self, plan: StepPlan, overlapped: bool) -> None:
         """Count a launched step; `overlapped` if another was in flight."""
         self.steps += 1
+        self.captured_steps += plan.dims.is_captured
         self.rows += plan.num_rows
         self.prefill_tokens += len(plan.prefill_token_ids)
         self.overlapped_steps += overlapped
@@ -62,6 +65,7 @@ class EngineStatistics:
             "steps": self.steps,
             "lookahead": lookahead,
             "overlap_ratio": self.overlap_ratio,
+            "captured_steps": self.captured_steps,
             "rows": self.rows,
             "zombie_rows": self.zombie_rows,
             "generated_tokens": self.generated_tokens,

@@ -60,6 +60,20 @@ class CaptureReport:
     """The measurements behind that: a larger mixed step keeps the GPU busy for longer than the CPU
     needs to launch it, so it runs eagerly."""
 
+    def __str__(self) -> str:
+        text = f"{self.graphs} graphs in {self.seconds:.1f} s, {self.bytes / 2**30:.2f} GiB"
+        if not self.eager_steps:
+            return f"{text}; mixed steps run eagerly"
+        last = self.eager_steps[-1]
+        if not self.mixed_sizes:
+            text += "; mixed steps run eagerly"
+        else:
+            text += f"; mixed steps of up to {self.mixed_sizes[-1]} prefill tokens"
+        return (
+            f"{text} (at {last.prefill_tokens}, launching takes {last.host_ms:.1f} ms and running "
+            f"{last.device_ms:.1f} ms)"
+        )
+
 
 class StepGraphs:
     """Captured steps, by shape and sampling mode.

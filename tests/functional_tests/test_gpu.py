@@ -94,6 +94,32 @@ def test_samples_do_not_depend_on_settings(make_gpu_engine: EngineFactory) -> No
     assert pressed.stats()["evictions"] > 0
 
 
+@pytest.mark.parametrize(
+    "graphs",
+    [
+        {"num_cuda_graphs": 0},
+        {"use_cuda_graphs_for_non_decode_steps": False},
+        {"num_cuda_graphs": 2, "cuda_graph_mixed_prefill_count": 2},
+        {},
+    ],
+    ids=["eager", "decode", "few", "all"],
+)
+def test_graphs_and_eager_agree(
+    make_gpu_engine: EngineFactory, cpu_tokens: list[list[int]], graphs: dict[str, int | bool]
+) -> None:
+    engine = make_gpu_engine(lookahead=1, max_tokens=64, **graphs)
+    everything = jobs()
+    tokens = run_at(engine, {0: everything[:3], 4: everything[3:4], 9: everything[4:]})
+    assert tokens == cpu_tokens
+    stats = engine.stats()
+    if graphs.get("num_cuda_graphs") == 0:
+        assert stats["captured_steps"] == 0
+    elif not graphs:
+        assert stats["captured_steps"] == stats["steps"]
+    else:
+        assert 0 < stats["captured_steps"] < stats["steps"]
+
+
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_no_step_waits_in_secret(
     make_gpu_engine: EngineFactory, cpu_tokens: list[list[int]], sampled: bool

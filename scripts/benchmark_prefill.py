@@ -1,0 +1,113 @@
+"""Time to first token of one prompt on an idle engine, beside the floor that its FLOPs set.
+
+The floor counts the products of all layers for every prompt token, causal attention, and the
+vocabulary projection of the last token, at --tflops (790: bfloat16 on an H100 or H200, dense, as
+cuBLAS reaches it). Time to first token is what a user sees: from `add_request` to the step's
+resolve, chunk by chunk where the prompt is longer than --max-tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from megatron_async import LLM, SamplingParams
+
+PARAMS = SamplingParams(temperature=0.0, num_tokens_to_generate=2, termination_id=-1)
+
+
+def flops(config: Any, vocabulary: int, tokens: int) -> float:
+    """Floating-point operations of a prompt's prefill.
+
+    Args:
+        config: Megatron's configuration of a dense model.
+        vocabulary: rows of the output layer.
+        tokens: prompt length.
+    """
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    heads, kv_heads, dim = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    layers = config.hybrid_layer_pattern.count("*")
+    products = hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 3 * hidden * ffn
+    attention = 4 * heads * dim * tokens * (tokens + 1) / 2
+    return layers * (2.0 * products * tokens + attention) + 2.0 * hidden * vocabulary
+
+
+def measure(llm: LLM, tokens: int, repeats: int) -> dict[str, float]:
+    """Time to first token of `repeats` random prompts, one after another; the first warms up."""
+    engine, times = llm.engine, []
+    generator = torch.Generator().manual_seed(tokens)
+    steps = engine.stats()["steps"]
+    for number in range(repeats + 1):
+        prompt = torch.randint(engine.controller.vocab_size, (tokens,), generator=generator)
+        request = engine.generate([prompt], PARAMS)[0]
+        if request.error is not None or request.ttft is None:
+            raise SystemExit(f"a prompt of {tokens} tokens failed: {request.error}")
+        if number:
+            times.append(request.ttft * 1e3)
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    return {
+        "ttft_ms": statistics.median(times),
+        "fastest_ms": min(times),
+        "steps": (engine.stats()["steps"] - steps) / (repeats + 1),
+    }
+
+
+def main() -> None:
+    """Print a table and, with --json, write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=["dummy:smollm2-135m"])
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 2048])
+    parser.add_argument("--max-tokens", type=int, nargs="+", default=[8192], help="chunk sizes")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tflops", type=float, default=790.0, help="of the device, for the floor")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    print(
+        f"{'model':<22}{'prompt':>8}{'max_tokens':>12}{'steps':>7}{'ttft ms':>10}{'floor ms':>10}"
+        f"{'ratio':>7}"
+    )
+    figures = []
+    for model in args.models:
+        for max_tokens in args.max_tokens:
+            longest = max(args.prompt_tokens) + 8
+            with LLM(
+                model,
+                device=args.device,
+                dtype=args.dtype,
+                max_requests=4,
+                max_tokens=max_tokens,
+                max_sequence_length=longest,
+                num_kv_blocks=2 * (-(-longest // 64)),
+                block_size_tokens=64,
+            ) as llm:
+                vocabulary = llm.engine.controller.vocab_size
+                for tokens in args.prompt_tokens:
+                    result = measure(llm, tokens, args.repeats)
+                    work = flops(llm.engine.context.model_config, vocabulary, tokens)
+                    floor = work / args.tflops / 1e9
+                    result |= {"floor_ms": floor, "over_floor": result["ttft_ms"] / floor}
+                    figures.append(
+                        {"model": model, "prompt": tokens, "max_tokens": max_tokens, **result}
+                    )
+                    print(
+                        f"{model:<22}{tokens:>8}{max_tokens:>12}{result['steps']:>7.1f}"
+                        f"{result['ttft_ms']:>10.2f}{floor:>10.2f}{result['over_floor']:>7.2f}",
+                        flush=True,
+                    )
+    if args.json:
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        note = {"date": time.strftime("%F"), "gpu": gpu, "settings": vars(args)}
+        with open(args.json, "w") as file:
+            json.dump({**note, "figures": figures}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
