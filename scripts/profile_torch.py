@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_async import LLM, SamplingParams
 from megatron_async.profiling.gap_report import DeviceActivity, gap_report
 
-FIRST_KERNEL = "_update_kernel"
+FIRST_KERNEL = "_unpack_kernel"
 
 
 def device_activities(profiler: profile) -> list[DeviceActivity]:

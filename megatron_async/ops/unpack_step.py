@@ -1,9 +1,9 @@
 """First work of a step: from the packed bookkeeping to what the layers read.
 
-Two kernels, and a third for prefill tokens, where plain torch needs thirty: block-table updates
-first, then what follows from a row's slot and KV length, then what follows from a prefill token's
-row. They find the step's bookkeeping in a ring by a number on the device, because a captured step's
-addresses are fixed.
+One kernel, and another for prefill tokens, where plain torch needs thirty. The first takes a row:
+its block-table updates, then what follows from its slot and KV length. The second takes tokens of
+the prefill chunks: what follows from a token's row. They find the step's bookkeeping in a ring by a
+number on the device, because a captured step's addresses are fixed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from megatron_async.ops.philox import MASK
 from megatron_async.ops.step_tensors import StepTensors
 
 TILE = 128
-UPDATE_PROGRAMS = 4
-"""Programs that share the block-table updates, whose number only the device knows."""
 
 
 def unpack_step(
@@ -39,8 +37,7 @@ def unpack_step(
         words: int32 `[ring, words]`: packed bookkeeping of the steps in flight.
         next_entry: int32 `[1]`: entry of this step.
         dims: shape of the step.
-        slots: per-slot state, changed in place. A pair (slot, index) that stands twice among the
-            updates has equal blocks.
+        slots: per-slot state, changed in place. Block-table updates are for rows of this step only.
         block_size: tokens a block.
         out: tensors of the step's size, written. Padding tokens get id 0 at position 0 and a place
             in the last slot's first block.
@@ -59,18 +56,16 @@ def unpack_step_kernels(
 ) -> None:
     """`unpack_step` by Triton kernels."""
     layout = BookkeepingLayout.for_batch(dims, 0)
-    updates = layout.start("block_update_slots")
     ring = (words, words.stride(0))
     table = (slots.block_table, slots.block_table.stride(0))
     options = launch_options(words)
-    _update_kernel[(UPDATE_PROGRAMS,)](
-        *ring, next_entry, out.entry, *table, updates, UPDATE_PROGRAMS, TILE, **options
-    )
     blocks = out.block_tables.size(1)
     _unpack_kernel[(dims.rows, triton.cdiv(blocks, TILE))](
         *ring,
+        next_entry,
         out.entry,
         *table,
+        layout.start("block_update_slots"),
         layout.start("row_slots"),
         layout.start("row_kv_lengths"),
         layout.start("prefill_starts"),
@@ -175,42 +170,11 @@ def _write_index(tables: Tensor, positions: Tensor, block_size: int, out: Tensor
 # Offsets and counts are not to be specialized on: every shape would compile its own kernels.
 
 
-@triton.jit(do_not_specialize=["words_stride", "table_stride", "updates"])
-def _update_kernel(
-    words: tl.tensor,
-    words_stride: tl.tensor,
-    next_entry: tl.tensor,
-    entry: tl.tensor,
-    table: tl.tensor,
-    table_stride: tl.tensor,
-    updates: tl.tensor,
-    programs: tl.constexpr,
-    tile: tl.constexpr,
-    overlap: tl.constexpr,
-) -> None:
-    wait_for_previous(overlap)
-    current = tl.load(next_entry)
-    step = words + current.to(tl.int64) * words_stride
-    count = tl.load(step)
-    program = tl.program_id(0)
-    if program == 0:
-        tl.store(entry, current)
-    first = program * tile
-    while first < count:
-        offset = first + tl.arange(0, tile)
-        inside = offset < count
-        update = step + updates + offset
-        slot = tl.load(update, inside, other=0).to(tl.int64)
-        index = tl.load(update + count, inside, other=0)
-        block = tl.load(update + 2 * count, inside, other=0)
-        tl.store(table + slot * table_stride + index, block, inside)
-        first += programs * tile
-
-
 @triton.jit(
     do_not_specialize=[
         "words_stride",
         "table_stride",
+        "updates",
         "row_slots",
         "row_kv_lengths",
         "starts",
@@ -223,9 +187,11 @@ def _update_kernel(
 def _unpack_kernel(
     words: tl.tensor,
     words_stride: tl.tensor,
+    next_entry: tl.tensor,
     entry: tl.tensor,
     table: tl.tensor,
     table_stride: tl.tensor,
+    updates: tl.tensor,
     row_slots: tl.tensor,
     row_kv_lengths: tl.tensor,
     starts: tl.tensor,
@@ -253,9 +219,26 @@ def _unpack_kernel(
     overlap: tl.constexpr,
 ) -> None:
     wait_for_previous(overlap)
-    step = words + tl.load(entry).to(tl.int64) * words_stride
+    current = tl.load(next_entry)
+    step = words + current.to(tl.int64) * words_stride
     row, part = tl.program_id(0), tl.program_id(1)
+    if (row == 0) & (part == 0):
+        tl.store(entry, current)
     slot = tl.load(step + row_slots + row).to(tl.int64)
+    # Updates of this row's part of the table; of all of it where a position is looked up below.
+    count = tl.load(step)
+    first = 0
+    while first < count:
+        offset = first + tl.arange(0, tile)
+        update = step + updates + offset
+        exists = offset < count
+        index = tl.load(update + count, exists, other=-1)
+        own = exists & (tl.load(update, exists, other=-1) == slot)
+        own = own & ((part == 0) | (index // tile == part))
+        block = tl.load(update + 2 * count, own, other=0)
+        tl.store(table + slot * table_stride + index, block, own)
+        first += tile
+    tl.debug_barrier()
     column = part * tile + tl.arange(0, tile)
     inside = column < num_blocks
     blocks = tl.load(table + slot * table_stride + column, inside, other=0)

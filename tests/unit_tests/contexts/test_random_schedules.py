@@ -108,6 +108,7 @@ class Life:
         assert dims.tokens <= self.context.max_tokens
         assert len(set(plan.slots.tolist())) == plan.num_rows <= self.context.max_requests
         updates = plan.block_updates
+        assert set(updates.slots.tolist()) <= set(plan.slots.tolist()), "each row applies its own"
         for slot, index, block in zip(updates.slots, updates.indices, updates.blocks):
             self.table[int(slot), int(index)] = int(block)
         used = []

@@ -75,9 +75,10 @@ def fill(words, dims, count, blocks, block_size, query_lengths, updates):
             fields[f"prefill_{name}"][chunks:] = 0
         fields["prefill_seed_high"][:] &= 0x7FFFFFFF
     fields["row_slots"][:], fields["row_kv_lengths"][:] = slots, lengths
-    pairs = rng.permutation(count * blocks)[:updates]
+    own = np.unique(slots[slots < count])  # updates are for rows of the step
+    pairs = rng.permutation(len(own) * blocks)[:updates]
     fields["num_block_updates"][0] = updates
-    fields["block_update_slots"][:] = pairs // blocks
+    fields["block_update_slots"][:] = own[pairs // blocks]
     fields["block_update_indices"][:] = pairs % blocks
     fields["block_update_blocks"][:] = rng.integers(0, 1000, updates)
 
@@ -103,7 +104,8 @@ cases = [
     (3, [1] * 33, 0, 0, 40, 9, 8),
 ]
 for decode, query_lengths, dummies, padding, count, blocks, block_size in cases:
-    for updates in (0, 1, min(700, count * blocks)):
+    for share in (0.0, 0.1, 1.0):
+        updates = round(share * min(700, (decode + len(query_lengths)) * blocks))
         tokens = sum(query_lengths) + padding
         dims = BatchDimensions(
             decode_rows=decode,
