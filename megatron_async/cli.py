@@ -148,6 +148,10 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
         engine.add_argument(flag(name), type=type_, metavar=metavar, help=text)
     add_dtype(engine)
     engine.add_argument(
+        "--transformer-impl", choices=("local", "transformer_engine"), default="local",
+        help="layers of torch and our kernels, or TransformerEngine's (GPU; must be installed)",
+    )  # fmt: skip
+    engine.add_argument(
         "--no-chunked-prefill", action="store_true", help="prefill each prompt in a single step"
     )
 
@@ -240,6 +244,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     with LLM(
         arguments.model,
         dtype=arguments.dtype,
+        transformer_impl=arguments.transformer_impl,
         progress=progress,
         timeline=arguments.timeline is not None,
         **options,

@@ -38,6 +38,8 @@ class LLM:
         device: "cpu", "cuda" or "cuda:N"; None takes the GPU if there is one.
         dtype: of weights, activations and KV cache ("float32", "bfloat16", "float16" or the torch
             dtype); None: float32 on the CPU, bfloat16 on a GPU.
+        transformer_impl: what the model's layers are made of, in Megatron's words: "local" (torch
+            and our kernels) or "transformer_engine" (a GPU and the package transformer-engine).
         progress: show bars while weights load and graphs are captured.
         timeline: record the step timeline; see `timeline`.
         **inference_config: any field of `InferenceConfig`.
@@ -57,6 +59,7 @@ class LLM:
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        transformer_impl: str = "local",
         progress: bool = False,
         timeline: bool = False,
         **inference_config: Any,
@@ -66,7 +69,9 @@ class LLM:
         self.dtype = _resolve_dtype(dtype, device)
         config = _make_config(inference_config, device, source.architecture)
         self._device = make_device(device)
-        weights = build_model(source.architecture, self.dtype, self._device.torch_device)
+        weights = build_model(
+            source.architecture, self.dtype, self._device.torch_device, transformer_impl
+        )
         source.load_weights(weights, progress=progress)
         self.tokenizer = source.tokenizer
         self.timeline = Timeline() if timeline else None

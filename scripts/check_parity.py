@@ -292,6 +292,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2", help="anything that LLM loads")
     parser.add_argument("--device", default="cpu", help="of the engine under test")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--transformer-impl", default="local", help="of the engine under test")
     parser.add_argument("--reference", choices=["engine", "transformers"], default="engine")
     parser.add_argument("--reference-device", default="cpu")
     parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2])
@@ -339,6 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.model,
         device=args.device,
         dtype=dtype,
+        transformer_impl=args.transformer_impl,
         lookahead=max(args.lookahead),
         num_kv_blocks=args.num_kv_blocks or enough,
         **settings,

@@ -46,5 +46,5 @@ class DummySource(ModelSource):
         # Imports Megatron, which takes seconds and is not needed to describe a shape.
         from megatron_async.models.hybrid import init_dummy_weights
 
-        model_parameters(model, weights(self.architecture))
+        model_parameters(model, list(weights(self.architecture)))
         init_dummy_weights(model)

@@ -133,7 +133,9 @@ class GGUFSource(NamedTensorSource):
                 f"{stored.tensor_type.name}, which the gguf package cannot dequantise; convert the "
                 "file to Q8_0 or F16"
             ) from error
-        tensor = torch.from_numpy(np.array(data, dtype=np.float32)).reshape(_shape(stored))
+        # What is stored as float32 comes as a view of the file, which torch would let be written.
+        owned = np.require(data, np.float32, ["C", "W"])
+        tensor = torch.from_numpy(owned).reshape(_shape(stored))
         a = self.architecture
         if a.model_type in ("llama", "mistral"):
             # llama.cpp rotates neighbours (2j, 2j + 1), we rotate (j, j + dim / 2): for these

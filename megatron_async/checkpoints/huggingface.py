@@ -16,7 +16,12 @@ from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_config import read_architecture, write_config
 from megatron_async.checkpoints.json_files import read_json, write_json
 from megatron_async.checkpoints.mapping import Shape, weights
-from megatron_async.checkpoints.source import NamedTensorSource, model_parameters, progress_bar
+from megatron_async.checkpoints.source import (
+    NamedTensorSource,
+    byte_bar,
+    model_parameters,
+    total_bytes,
+)
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.tokenizer import TOKENIZER, Tokenizer, read_eos_ids
 
@@ -175,17 +180,20 @@ def save_huggingface(
         shards[-1].append(weight)
         size += weight_bytes
     weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        for weight in progress_bar(shard, progress, f"writing {file}"):
-            tensors |= weight.split(parameters[weight.name].cpu())
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        # safetensors makes it readable to its owner alone; a model folder is often shared.
-        (folder / file).chmod((folder / CONFIG).stat().st_mode)
-        weight_map |= dict.fromkeys(tensors, file)
+    total = total_bytes(parameters)
+    with byte_bar(total, progress, "writing weights") as bar:
+        for number, shard in enumerate(shards, 1):
+            count = len(shards)
+            file = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+            tensors: dict[str, Tensor] = {}
+            for weight in shard:
+                tensors |= weight.split(parameters[weight.name].cpu())
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+            # safetensors makes it readable to its owner alone; a model folder is often shared.
+            (folder / file).chmod((folder / CONFIG).stat().st_mode)
+            weight_map |= dict.fromkeys(tensors, file)
+            bar.update(sum(parameters[weight.name].nbytes for weight in shard))
     if len(shards) > 1:
-        total = sum(parameter.nbytes for parameter in parameters.values())
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     if tokenizer is not None:
         tokenizer.save(folder)

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megatron_async.models.architecture import ModelArchitecture
@@ -60,23 +59,17 @@ class Weight:
         """Key in a `GPTModel` checkpoint whose layers are stacked: `[layers, *shape]` there."""
         return re.sub(r"layers\.\d+\.", "layers.", self.stored_gpt)
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The parameter from its parts, in the order of `self.parts`; dtype and device are kept."""
-        if len(parts) == 1:
-            return parts[0]
-        grouped = [part.reshape(self.groups, -1, *part.shape[1:]) for part in parts]
-        return torch.cat(grouped, dim=1).flatten(0, 1)
+    def places(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Where the parts lie in the parameter: Hugging Face name -> view
+        `[groups, rows of the part / groups, ...]`."""
+        grouped = parameter.view(self.groups, -1, *parameter.shape[1:])
+        rows = [shape[0] // self.groups for shape in self.parts.values()]
+        return dict(zip(self.parts, grouped.split(rows, dim=1)))
 
     def split(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Inverse of `join`: Hugging Face name -> contiguous tensor."""
-        if len(self.parts) == 1:
-            return {name: parameter for name in self.parts}
-        grouped = parameter.reshape(self.groups, -1, *parameter.shape[1:])
-        rows = [shape[0] // self.groups for shape in self.parts.values()]
-        return {
-            name: part.flatten(0, 1).contiguous()
-            for name, part in zip(self.parts, grouped.split(rows, dim=1))
-        }
+        """The parts, as Hugging Face stores them: name -> contiguous tensor."""
+        places = self.places(parameter)
+        return {name: place.flatten(0, 1).contiguous() for name, place in places.items()}
 
     def num_elements(self) -> int:
         """Number of elements of the parameter."""

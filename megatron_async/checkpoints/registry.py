@@ -71,7 +71,11 @@ def open_model(name_or_path: str | Path) -> ModelSource:
 
 
 def load_model(
-    name_or_path: str | Path, dtype: torch.dtype, device: torch.device, progress: bool = False
+    name_or_path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool = False,
+    transformer_impl: str = "local",
 ) -> LoadedModel:
     """Build a model and fill it.
 
@@ -80,15 +84,17 @@ def load_model(
         dtype: of the weights and of the computation.
         device: where the weights go.
         progress: show a progress bar on stderr.
+        transformer_impl: see `build_model`.
 
     Raises:
+        ConfigurationError: `transformer_impl` is unknown or cannot run here.
         CheckpointError: see `open_model` and `ModelSource.load_weights`.
     """
     # Megatron takes seconds to import, and whoever only asks what a model is does not need it.
     from megatron_async.models.hybrid import build_model
 
     source = open_model(name_or_path)
-    model = build_model(source.architecture, dtype, device)
+    model = build_model(source.architecture, dtype, device, transformer_impl)
     source.load_weights(model, progress)
     return LoadedModel(model, source.tokenizer, source.architecture)
 

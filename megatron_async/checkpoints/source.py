@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -100,9 +100,14 @@ class NamedTensorSource(ModelSource):
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
         parameters = model_parameters(model, self.checked_weights)
-        for weight in progress_bar(self.checked_weights, progress):
-            parts = [self.read_tensor(part) for part in weight.parts]
-            parameters[weight.name].copy_(weight.join(parts))
+        with byte_bar(total_bytes(parameters), progress) as bar:
+            for weight in self.checked_weights:
+                # Each part goes to the device as it is stored; there it is converted and put in
+                # its place. On the host nothing is joined, converted or copied.
+                for name, place in weight.places(parameters[weight.name]).items():
+                    part = self.read_tensor(name).to(place.device)
+                    place.copy_(part.view(place.shape))
+                    bar.update(place.nbytes)
 
 
 def check_shapes(source: str, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
@@ -120,12 +125,20 @@ def check_shapes(source: str, expected: Mapping[str, Shape], found: Mapping[str,
             )
 
 
-def model_parameters(model: nn.Module, wanted: Iterable[Weight]) -> dict[str, Tensor]:
-    """The model's parameters by name, once they are known to be just the wanted weights."""
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+def model_parameters(model: nn.Module, wanted: Sequence[Weight]) -> dict[str, Tensor]:
+    """The model's parameters by `Weight.name`, once they are known to be just the wanted weights.
+
+    A model of TransformerEngine layers holds a norm's weight in the linear layer behind it, under
+    the name that Megatron's checkpoints have for it (`Weight.stored`).
+    """
+    unfilled = {name: parameter.detach() for name, parameter in model.named_parameters()}
     shapes = {weight.name: weight.shape for weight in wanted}
+    parameters = {}
+    for weight in wanted:
+        name = weight.name if weight.name in unfilled else weight.stored
+        if name in unfilled:
+            parameters[weight.name] = unfilled.pop(name)
     check_shapes("the model", shapes, {name: tuple(p.shape) for name, p in parameters.items()})
-    unfilled = set(parameters) - set(shapes)
     if unfilled:
         raise CheckpointError(
             f"the model: parameter {min(unfilled)!r} has no counterpart in the checkpoint's "
@@ -134,8 +147,16 @@ def model_parameters(model: nn.Module, wanted: Iterable[Weight]) -> dict[str, Te
     return parameters
 
 
-def progress_bar(
-    items: list[Weight], show: bool, label: str = "loading weights"
-) -> Iterable[Weight]:
-    """`items`, with a progress bar on stderr if `show`."""
-    return tqdm(items, desc=label, unit="tensor", disable=not show, leave=False)
+def total_bytes(parameters: Mapping[str, Tensor]) -> int:
+    """Bytes of all parameters together."""
+    return sum(parameter.nbytes for parameter in parameters.values())
+
+
+def byte_bar(total: int, show: bool, label: str = "loading weights") -> Any:
+    """A progress bar on stderr over `total` bytes of weights, with bytes a second, if `show`.
+
+    It is a context manager; call `update` on it with the bytes that are done.
+    """
+    return tqdm(
+        total=total, desc=label, unit="B", unit_scale=True, disable=not show, leave=False
+    )

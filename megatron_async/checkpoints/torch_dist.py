@@ -25,13 +25,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from tqdm import tqdm
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.json_files import read_json, write_json
 from megatron_async.checkpoints.mapping import weights
 from megatron_async.checkpoints.megatron_args import architecture_from_args
-from megatron_async.checkpoints.source import ModelSource, check_shapes, model_parameters
+from megatron_async.checkpoints.source import (
+    ModelSource,
+    byte_bar,
+    check_shapes,
+    model_parameters,
+    total_bytes,
+)
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.tokenizer import Tokenizer
 
@@ -117,13 +122,7 @@ class TorchDistSource(ModelSource):
             if stacked:
                 target, offset = target.unsqueeze(0), [weight.layer or 0, *offset]
             planner.add(key, offset, target, self._stored[key], str(self.folder))
-        with tqdm(
-            total=len(planner.items),
-            desc="loading weights",
-            unit="tensor",
-            disable=not progress,
-            leave=False,
-        ) as bar:
+        with byte_bar(total_bytes(parameters), progress) as bar:
             planner.bar = bar
             self._read(planner)
 
@@ -277,7 +276,7 @@ class _DirectPlanner(DefaultLoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Nothing to copy back: `tensor` is a view of the parameter."""
         if self.bar is not None:
-            self.bar.update()
+            self.bar.update(tensor.nbytes)
 
 
 def _iteration_folder(folder: Path) -> Path:

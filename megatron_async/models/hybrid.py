@@ -39,6 +39,9 @@ from megatron_async.models.mlp import GatedMLP
 from megatron_async.models.parallel_state import ensure_process_groups
 from megatron_async.ops.kernels import kernels_for
 
+TRANSFORMER_IMPLS = ("local", "transformer_engine")
+"""Values of Megatron's `transformer_impl` that are served."""
+
 
 @dataclass
 class ModelConfig(TransformerConfig):
@@ -190,19 +193,52 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
     )
 
 
+def stack_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec:
+    """The layer spec that `config.transformer_impl` names, for a model on `device`.
+
+    Raises:
+        ConfigurationError: no such spec, or it cannot run here.
+    """
+    if config.transformer_impl == "local":
+        return hybrid_stack_spec(config)
+    if config.transformer_impl == "transformer_engine":
+        from megatron_async.models import transformer_engine_spec
+
+        transformer_engine_spec.require_transformer_engine(device)
+        return transformer_engine_spec.transformer_engine_stack_spec(config)
+    raise ConfigurationError(
+        f"transformer_impl={config.transformer_impl!r} is unknown: use one of "
+        f"{', '.join(map(repr, TRANSFORMER_IMPLS))}."
+    )
+
+
 def build_model(
-    architecture: ModelArchitecture, dtype: torch.dtype, device: torch.device
+    architecture: ModelArchitecture,
+    dtype: torch.dtype,
+    device: torch.device,
+    transformer_impl: str = "local",
 ) -> HybridModel:
     """A `HybridModel` with uninitialised weights on `device`, in eval mode, without gradients.
 
     It is laid out on the meta device first, so that no memory is touched twice.
+
+    Args:
+        architecture: of the model.
+        dtype: of the weights and of the computation.
+        device: where the weights are.
+        transformer_impl: what the layers are made of, in Megatron's words: "local" (our spec in
+            this file) or "transformer_engine".
+
+    Raises:
+        ConfigurationError: see `stack_spec`.
     """
     groups = ensure_process_groups()
     config = transformer_config(architecture, dtype)
+    config.transformer_impl = transformer_impl
     with torch.device("meta"):
         model = HybridModel(
             config=config,
-            hybrid_stack_spec=hybrid_stack_spec(config),
+            hybrid_stack_spec=stack_spec(config, device),
             vocab_size=architecture.vocab_size,
             max_sequence_length=architecture.max_position_embeddings,
             hybrid_layer_pattern=architecture.hybrid_layer_pattern,
