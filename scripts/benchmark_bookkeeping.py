@@ -7,16 +7,15 @@ zeros. So what is measured is scheduling and bookkeeping alone, on whatever CPU 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics as stats
-import time
+from collections.abc import Sequence
 
 import torch
 
 from megatron_async import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig
 from megatron_async.models.architecture import DUMMY_SHAPES
 from megatron_async.models.hybrid import transformer_config
+from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
@@ -71,14 +70,14 @@ def measure(rows: int, lookahead: int, steps: int, warmup: int) -> dict[str, flo
     return result
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table and, with --json, write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=1000, help="measured steps (default 1000)")
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     print(f"CPU microseconds of the engine's thread a step, median of {args.steps}")
     header = ("rows", "lookahead", "prepare", "launch", "resolve", "total", "p99 total")
     print("".join(f"{name:>11}" for name in header))
@@ -90,9 +89,7 @@ def main() -> None:
             values = (result[k] for k in ("prepare", "launch", "resolve", "total", "p99"))
             print(f"{rows:>11}{lookahead:>11}" + "".join(f"{v:>11.1f}" for v in values))
     if args.json:
-        machine = {"cpu": platform.processor(), "python": platform.python_version()}
-        with open(args.json, "w") as file:
-            json.dump({"date": time.strftime("%F"), "machine": machine, "figures": figures}, file)
+        write_record(args.json, "bookkeeping", {"device": "cpu", **vars(args)}, figures)
 
 
 if __name__ == "__main__":

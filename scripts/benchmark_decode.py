@@ -8,56 +8,46 @@ thread, and is counted under launch).
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import statistics
-import time
+from collections.abc import Sequence
+from dataclasses import asdict
 
-import torch
-
-from megatron_async import LLM, SamplingParams
+from megatron_async import LLM
 from megatron_async.ops.sampling import SamplingMode
+from megatron_async.profiling.benchmark_record import write_record
+from megatron_async.profiling.step_times import time_steps
+from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
 
 WINDOWS = 5
+MAX_TOKENS = 8192
+COLUMNS = (
+    "step_ms",
+    "replay_ms",
+    "over_replay",
+    "tokens_per_second",
+    "prepare_us",
+    "launch_us",
+    "resolve_us",
+)
 
 
-def measure(llm: LLM, batch: int, prompt_tokens: int, steps: int) -> dict[str, float]:
-    """Fill the engine with `batch` requests, let them reach decode, and time windows of steps."""
-    engine = llm.engine
-    vocabulary = engine.controller.vocab_size
-    generator = torch.Generator().manual_seed(0)
-    total = WINDOWS * steps + 32
-    params = SamplingParams(temperature=0.0, num_tokens_to_generate=total, termination_id=-1)
-    for request in range(batch):
-        prompt = torch.randint(vocabulary, (prompt_tokens,), generator=generator)
-        engine.add_request(request, prompt, params)
-    while engine.statistics.generated_tokens < 2 * batch or engine.context.waiting:
-        for request in engine.step_modern()["finished_request_records"]:
-            raise SystemExit(f"request {request.request_id} ended early: {request.error}")
-    for _ in range(8):
-        engine.step_modern()
-    before = dict(engine.stats())
-    times = []
-    for _ in range(WINDOWS):
-        start = time.perf_counter()
-        for _ in range(steps):
-            engine.step_modern()
-        times.append((time.perf_counter() - start) / steps)
-    after = engine.stats()
-    done = after["steps"] - before["steps"]
-
-    def per_step(name: str) -> float:
-        key = f"{name}_us_per_step"
-        return (after[key] * after["steps"] - before[key] * before["steps"]) / done
-
-    step = statistics.median(times)
-    return {
-        "step_ms": step * 1e3,
-        "tokens_per_second": batch / step,
-        "prepare_us": per_step("prepare"),
-        "launch_us": per_step("launch"),
-        "resolve_us": per_step("resolve"),
-        "overlap_ratio": after["overlap_ratio"],
-    }
+def open_engine(model: str, batch: int, lookahead: int, args: argparse.Namespace) -> LLM:
+    """A model with room for `batch` requests in steady decode."""
+    steps, max_tokens = WINDOWS * args.steps, max(MAX_TOKENS, batch)
+    tokens = steady_decode_tokens(batch, args.prompt_tokens, max_tokens, steps)
+    length = args.prompt_tokens + max(tokens, steps + 64)
+    return LLM(
+        model,
+        device=args.device,
+        dtype=args.dtype,
+        lookahead=lookahead,
+        max_requests=batch,
+        max_tokens=max_tokens,
+        max_sequence_length=length,
+        num_kv_blocks=batch * (length // 64 + 1),
+        block_size_tokens=64,
+    )
 
 
 def replay_ms(llm: LLM, batch: int, replays: int = 100) -> float | None:
@@ -85,7 +75,7 @@ def replay_ms(llm: LLM, batch: int, replays: int = 100) -> float | None:
     return statistics.median(times)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table and, with --json, write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["dummy:smollm2-135m"])
@@ -94,48 +84,27 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=20, help="steps in each of 5 windows")
-    parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
-    columns = (
-        "step_ms",
-        "replay_ms",
-        "over_replay",
-        "tokens_per_second",
-        "prepare_us",
-        "launch_us",
-        "resolve_us",
+    parser.add_argument(
+        "--steps", type=int, default=20, help=f"steps in each of {WINDOWS} windows (default 20)"
     )
-    print(f"{'model':<22}{'batch':>6}{'lookahead':>10}" + "".join(f"{c:>19}" for c in columns))
+    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
+    args = parser.parse_args(arguments)
+    print(f"{'model':<22}{'batch':>6}{'lookahead':>10}" + "".join(f"{c:>19}" for c in COLUMNS))
     figures = []
-    for model in args.models:
-        for batch in args.batch_sizes:
-            for lookahead in args.lookahead:
-                length = args.prompt_tokens + WINDOWS * args.steps + 64
-                with LLM(
-                    model,
-                    device=args.device,
-                    dtype=args.dtype,
-                    lookahead=lookahead,
-                    max_requests=batch,
-                    max_tokens=max(8192, batch),
-                    max_sequence_length=length,
-                    num_kv_blocks=batch * (length // 64 + 1),
-                    block_size_tokens=64,
-                ) as llm:
-                    result = measure(llm, batch, args.prompt_tokens, args.steps)
-                    limit = replay_ms(llm, batch)
-                if limit is not None:
-                    result["replay_ms"] = limit
-                    result["over_replay"] = result["step_ms"] / limit
-                figures.append({"model": model, "batch": batch, "lookahead": lookahead, **result})
-                cells = "".join(f"{result.get(c, float('nan')):>19.3f}" for c in columns)
-                print(f"{model:<22}{batch:>6}{lookahead:>10}{cells}", flush=True)
+    for model, batch, lookahead in itertools.product(
+        args.models, args.batch_sizes, args.lookahead
+    ):
+        with open_engine(model, batch, lookahead, args) as llm:
+            start_steady_decode(llm.engine, batch, args.prompt_tokens, WINDOWS * args.steps)
+            result = asdict(time_steps(llm.engine, WINDOWS, args.steps))
+            limit = replay_ms(llm, batch)
+        if limit is not None:
+            result |= {"replay_ms": limit, "over_replay": result["step_ms"] / limit}
+        figures.append({"model": model, "batch": batch, "lookahead": lookahead, **result})
+        cells = "".join(f"{result.get(c, float('nan')):>19.3f}" for c in COLUMNS)
+        print(f"{model:<22}{batch:>6}{lookahead:>10}{cells}", flush=True)
     if args.json:
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        note = {"date": time.strftime("%F"), "gpu": gpu, "settings": vars(args)}
-        with open(args.json, "w") as file:
-            json.dump({**note, "figures": figures}, file, indent=1)
+        write_record(args.json, "decode", vars(args), figures)
 
 
 if __name__ == "__main__":

@@ -6,30 +6,22 @@ Runs on a GPU. The kernel timeline includes the kernels of graph replays.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from megatron_async import LLM, SamplingParams
-from megatron_async.profiling.gap_report import DeviceActivity, gap_report
+from megatron_async import LLM
+from megatron_async.profiling.benchmark_record import write_record
+from megatron_async.profiling.gap_report import gap_report
+from megatron_async.profiling.gpu_profile import FIRST_KERNEL, device_activities, profile_device
+from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
 
-FIRST_KERNEL = "_unpack_kernel"
-
-
-def device_activities(profiler: profile) -> list[DeviceActivity]:
-    """Kernels and copies of a finished profile."""
-    return [
-        DeviceActivity(event.name, event.time_range.start, event.time_range.end)
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
+MAX_TOKENS = 8192
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the gap report and the kernels that take most of a step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="dummy:smollm2-135m")
@@ -40,30 +32,30 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=15, help="kernels to list")
     parser.add_argument("--json", metavar="FILE", help="write the gap report")
     parser.add_argument("--trace", metavar="FILE", help="write the Chrome trace")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.exit(1, "profile_torch: needs a CUDA device, and torch finds none.\n")
     batch, steps = args.batch_size, args.steps
-    length = args.prompt_tokens + 4 * steps + 64
+    tokens = steady_decode_tokens(batch, args.prompt_tokens, MAX_TOKENS, steps)
+    length = args.prompt_tokens + max(tokens, 4 * steps + 64)
     llm = LLM(
         args.model,
         device="cuda",
         lookahead=args.lookahead,
         max_requests=batch,
-        max_tokens=8192,
+        max_tokens=MAX_TOKENS,
         max_sequence_length=length,
         num_kv_blocks=(batch + 2) * (length // 64 + 1),
         block_size_tokens=64,
     )
     engine = llm.engine
-    params = SamplingParams(temperature=0.0, termination_id=-1)
-    prompt = [7] * args.prompt_tokens
-    for request in range(batch):
-        engine.add_request(request, prompt, params)
-    for _ in range(20):
-        engine.step_modern()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    start_steady_decode(engine, batch, args.prompt_tokens, steps)
+
+    def run() -> None:
         for _ in range(steps):
             engine.step_modern()
-        torch.cuda.synchronize()
+
+    profiler = profile_device(run)
     activities = device_activities(profiler)
     report = gap_report(activities, FIRST_KERNEL)
     print(f"{args.model}, batch {batch}, lookahead {args.lookahead}: {report}")
@@ -76,7 +68,8 @@ def main() -> None:
         each = sum(times) / len(times)
         print(f"{sum(times) / steps:>10.1f}{calls:>7.1f}{each:>9.2f}  {name[:90]}")
     if args.json:
-        Path(args.json).write_text(json.dumps({"settings": vars(args), **asdict(report)}, indent=1))
+        row = {"model": args.model, "batch": batch, "lookahead": args.lookahead}
+        write_record(args.json, "profile", vars(args), [{**row, **asdict(report)}])
     if args.trace:
         profiler.export_chrome_trace(args.trace)
     llm.close()

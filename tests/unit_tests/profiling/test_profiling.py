@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from megatron_async.devices import CpuDevice
 from megatron_async.profiling.gap_report import DeviceActivity, gap_report
@@ -53,6 +54,21 @@ def test_ranges_of_host_and_streams_go_to_their_lanes(device, tmp_path):
 def test_without_a_timeline_a_range_is_shared_and_records_nothing(device):
     tracer = Tracer(device)
     assert tracer.range("a") is tracer.range("b", 5)
+
+
+def test_on_a_gpu_ranges_are_nvtx_ranges_also_when_the_stage_fails(device, monkeypatch):
+    """NVTX itself tells nobody what was pushed unless a profiler is attached."""
+    calls = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
+    tracer = Tracer(device)
+    with tracer.range("step", 3):
+        pass
+    assert calls == []  # a CPU device has no NVTX ranges
+    tracer.nvtx = True
+    with pytest.raises(ZeroDivisionError), tracer.range("step", 3), tracer.range("emit", 3):
+        _ = 1 // 0
+    assert calls == ["step", "emit", "pop", "pop"]
 
 
 def test_a_full_timeline_counts_what_it_drops(monkeypatch):

@@ -1,0 +1,105 @@
+"""Time an engine's steps: wall time over windows and step by step, and the engine's own counters.
+
+When the CPU runs ahead of a GPU, the wall time of one call of `step_modern` is the time until the
+next step may be launched, not the length of a step on the device; over a window of steps the two
+agree, so windows are what step times are quoted from, and single steps what jitter is seen in.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_async.profiling.benchmark_record import distribution
+
+if TYPE_CHECKING:
+    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+
+Report = dict[str, Any]
+"""What `step_modern` returns."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Figures of a run of steps; counters are of that run alone."""
+
+    step_ms: float
+    """Median over windows of the mean step, work between steps included."""
+    step_p50_ms: float
+    """Percentiles of single steps, from the end of one call to the end of the next."""
+    step_p90_ms: float
+    step_p99_ms: float
+    tokens_per_second: float
+    """Generated tokens a step over `step_ms`."""
+    rows: float
+    """Mean rows of a step."""
+    overlap_ratio: float
+    """Share of steps launched before the step before them was resolved."""
+    zombie_rows: int
+    prepare_us: float
+    """CPU time of the engine's thread a step, waits not counted; so are the next two."""
+    launch_us: float
+    resolve_us: float
+
+
+def time_steps(
+    engine: DynamicInferenceEngine,
+    windows: int,
+    steps: int,
+    before_step: Callable[[], None] | None = None,
+    after_step: Callable[[Report], None] | None = None,
+) -> StepTimes:
+    """Run and time `windows * steps` steps.
+
+    On a GPU they are marked for profilers as the range to capture (`cudaProfilerStart`).
+
+    Args:
+        engine: with requests enough; warmed up.
+        windows: the median is taken over them.
+        steps: in each window.
+        before_step: called before each step (arrivals); its time counts.
+        after_step: called with each step's report; its time counts.
+    """
+    on_gpu = engine.context.device.torch_device.type == "cuda"
+    if on_gpu:
+        torch.cuda.profiler.start()
+    before = replace(engine.statistics)
+    ends = [time.perf_counter()]
+    for _ in range(windows * steps):
+        if before_step is not None:
+            before_step()
+        report = engine.step_modern()
+        if after_step is not None:
+            after_step(report)
+        ends.append(time.perf_counter())
+    after = replace(engine.statistics)
+    if on_gpu:
+        torch.cuda.profiler.stop()
+    singles = distribution(1e3 * (end - start) for start, end in pairwise(ends))
+    means = [
+        (ends[first + steps] - ends[first]) / steps for first in range(0, windows * steps, steps)
+    ]
+    step = statistics.median(means)
+    launched = max(after.steps - before.steps, 1)
+    first_steps = after.first_steps - before.first_steps
+    tokens = (after.generated_tokens - before.generated_tokens) / (windows * steps)
+    return StepTimes(
+        step_ms=step * 1e3,
+        step_p50_ms=singles["p50"] or 0.0,
+        step_p90_ms=singles["p90"] or 0.0,
+        step_p99_ms=singles["p99"] or 0.0,
+        tokens_per_second=tokens / step,
+        rows=(after.rows - before.rows) / launched,
+        overlap_ratio=(after.overlapped_steps - before.overlapped_steps)
+        / max(launched - first_steps, 1),
+        zombie_rows=after.zombie_rows - before.zombie_rows,
+        prepare_us=(after.prepare_ns - before.prepare_ns) / 1e3 / launched,
+        launch_us=(after.launch_ns - before.launch_ns) / 1e3 / launched,
+        resolve_us=(after.resolve_ns - before.resolve_ns) / 1e3 / launched,
+    )

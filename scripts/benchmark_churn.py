@@ -1,0 +1,174 @@
+"""Time decode under churn: requests end and arrive in every step, beside steady decode.
+
+At each step `--finishes-per-step` requests end and as many arrive with prompts of `--prompt-tokens`
+tokens, so that every step has `--batch-size` rows and most are mixed steps; a request lives for
+batch size / finishes steps. Steady decode of the same batch is timed on the same engine afterwards.
+Arrivals are added between steps, and their time counts. Step times are medians over 5 windows of
+steps; the percentiles are of single steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from megatron_async import LLM
+from megatron_async.profiling.benchmark_record import write_record
+from megatron_async.profiling.gap_report import gap_report
+from megatron_async.profiling.gpu_profile import FIRST_KERNEL, device_activities, profile_device
+from megatron_async.profiling.step_times import time_steps
+from megatron_async.profiling.workloads import Churn, start_steady_decode, steady_decode_tokens
+
+WINDOWS = 5
+BLOCK_SIZE = 64
+COLUMNS = {
+    "step_ms": "step ms",
+    "step_p50_ms": "p50",
+    "step_p90_ms": "p90",
+    "step_p99_ms": "p99",
+    "tokens_per_second": "tokens/s",
+    "overlap_ratio": "overlap",
+    "zombie_rows": "zombies",
+    "prepare_us": "prepare us",
+    "launch_us": "launch us",
+    "resolve_us": "resolve us",
+    "gap_us": "gap us",
+    "gap_p99_us": "gap p99",
+}
+
+
+def open_engine(model: str, lookahead: int, args: argparse.Namespace) -> LLM:
+    """A model with room for the churn and for steady decode."""
+    batch, prompt, finishes = args.batch_size, args.prompt_tokens, args.finishes_per_step
+    slots = Churn.slots(batch, finishes, lookahead)
+    max_tokens = max(2048, Churn.step_tokens(batch, prompt, finishes))
+    steps = WINDOWS * args.steps + (args.profile_steps if args.profile else 0)
+    longest = prompt + max(
+        *Churn.lifetimes(batch, finishes), steady_decode_tokens(batch, prompt, max_tokens, steps)
+    )
+    return LLM(
+        model,
+        device=args.device,
+        dtype=args.dtype,
+        lookahead=lookahead,
+        max_requests=slots,
+        max_tokens=max_tokens,
+        max_sequence_length=longest,
+        num_kv_blocks=(slots + finishes) * (longest // BLOCK_SIZE + 2),
+        block_size_tokens=BLOCK_SIZE,
+    )
+
+
+def measure_churn(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
+    """Figures of churn; raises if another number of requests ends in a measured step."""
+    churn = Churn(llm.engine, args.batch_size, args.prompt_tokens, args.finishes_per_step)
+    churn.ramp_up()
+    ended, arrived = churn.ended, churn.arrived
+    times = time_steps(llm.engine, WINDOWS, args.steps, churn.before_step, churn.after_step)
+    steps = WINDOWS * args.steps
+    figures: dict[str, Any] = {
+        **asdict(times),
+        "finishes_per_step": (churn.ended - ended) / steps,
+        "arrivals_per_step": (churn.arrived - arrived) / steps,
+    }
+
+    def step() -> None:
+        churn.before_step()
+        churn.after_step(llm.engine.step_modern())
+
+    figures |= measure_gaps(step, args)
+    churn.drain()
+    return figures
+
+
+def measure_steady(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
+    """Figures of steady decode at the same batch size, on an idle engine."""
+    steps = WINDOWS * args.steps + (args.profile_steps if args.profile else 0)
+    start_steady_decode(llm.engine, args.batch_size, args.prompt_tokens, steps)
+    times = time_steps(llm.engine, WINDOWS, args.steps)
+    return asdict(times) | measure_gaps(llm.engine.step_modern, args)
+
+
+def measure_gaps(step: Callable[[], object], args: argparse.Namespace) -> dict[str, Any]:
+    """The gap report of further steps, with --profile; else nothing."""
+    if not args.profile:
+        return {}
+
+    def run() -> None:
+        for _ in range(args.profile_steps):
+            step()
+
+    return asdict(gap_report(device_activities(profile_device(run)), FIRST_KERNEL))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", default=["dummy:smollm2-135m"], help="anything that LLM loads"
+    )
+    parser.add_argument("--device", default=None, help="cpu, cuda or cuda:N (default: the best)")
+    parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, else bfloat16")
+    parser.add_argument("--batch-size", type=int, default=64, help="rows of a step (default 64)")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="default 128")
+    parser.add_argument(
+        "--finishes-per-step",
+        type=int,
+        default=1,
+        help="requests that end, and that arrive, in each step (default 1)",
+    )
+    parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--steps", type=int, default=40, help=f"steps in each of {WINDOWS} windows (default 40)"
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="after the timing, profile the GPU's idle time between steps (gap: median, p99)",
+    )
+    parser.add_argument("--profile-steps", type=int, default=50, help="default 50")
+    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table and, with --json, write the figures."""
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    if args.profile and not torch.cuda.is_available():
+        parser.error("--profile needs a CUDA device, and torch finds none: leave it out.")
+    print(
+        f"batch {args.batch_size}, prompts of {args.prompt_tokens} tokens, "
+        f"{args.finishes_per_step} end and arrive a step"
+    )
+    header = f"{'model':<22}{'lookahead':>10}{'load':>8}"
+    print(header + "".join(f"{title:>12}" for title in COLUMNS.values()))
+    figures = []
+    for model, lookahead in itertools.product(args.models, args.lookahead):
+        with open_engine(model, lookahead, args) as llm:
+            found = {"churn": measure_churn(llm, args), "steady": measure_steady(llm, args)}
+        ratio = found["churn"]["step_ms"] / found["steady"]["step_ms"]
+        figures.append({
+            "model": model,
+            "batch": args.batch_size,
+            "lookahead": lookahead,
+            "churn_over_steady": ratio,
+            **found,
+        })
+        for load, row in found.items():
+            cells = "".join(f"{row.get(name, float('nan')):>12.3f}" for name in COLUMNS)
+            print(f"{model:<22}{lookahead:>10}{load:>8}{cells}")
+        print(f"{model:<22}{lookahead:>10}   churn over steady: {ratio:.3f}", flush=True)
+    if args.json:
+        write_record(args.json, "churn", vars(args), figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Serve requests that arrive at random, in real time: latencies and throughput by rate.
+
+Arrivals are a Poisson process; lengths are lognormal with the given means. One seed gives the same
+requests at every rate, and the very same trace to every lookahead. Arrival times are honoured by
+the wall clock, also while steps are in flight, and every latency counts from the trace's arrival:
+  queue     until the request got a slot
+  TTFT      until its first token was on the host
+  TPOT      time for each output token after the first
+  latency   until its last token
+Throughput is tokens over the time from the trace's start to the last request's end. Where the
+offered load is more than the engine can serve, latencies grow with the number of requests and say
+nothing but that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron_async import LLM
+from megatron_async.profiling.arrival_trace import (
+    LengthDistribution,
+    TraceRequest,
+    poisson_trace,
+)
+from megatron_async.profiling.benchmark_record import distribution, write_record
+from megatron_async.profiling.trace_server import ServedTrace, serve_trace
+
+METRICS = {
+    "queue_ms": "queue ms",
+    "ttft_ms": "TTFT ms",
+    "tpot_ms": "TPOT ms",
+    "latency_ms": "latency ms",
+}
+STATISTICS = ("mean", "p50", "p90", "p99")
+BLOCK_SIZE = 64
+
+
+def lengths(args: argparse.Namespace) -> tuple[LengthDistribution, LengthDistribution]:
+    """Distributions of prompt and output lengths."""
+    return (
+        LengthDistribution(args.prompt_mean, args.max_prompt_tokens, args.length_sigma),
+        LengthDistribution(args.output_mean, args.max_output_tokens, args.length_sigma),
+    )
+
+
+def make_trace(
+    args: argparse.Namespace, vocab_size: int, rate: float, count: int, seed: int
+) -> list[TraceRequest]:
+    """`count` requests with the lengths of the command line."""
+    return poisson_trace(rate, count, *lengths(args), vocab_size, seed)
+
+
+def summarize(served: ServedTrace) -> dict[str, Any]:
+    """Figures of a served trace."""
+    requests = served.requests
+    seconds = {
+        "queue_ms": [r.queue_s for r in requests],
+        "ttft_ms": [r.ttft_s for r in requests],
+        "tpot_ms": [r.tpot_s for r in requests if r.tpot_s is not None],
+        "latency_ms": [r.latency_s for r in requests],
+    }
+    tokens_in = sum(r.prompt_tokens for r in requests)
+    tokens_out = sum(len(r.tokens) for r in requests)
+    return {
+        **{name: distribution(1e3 * s for s in values) for name, values in seconds.items()},
+        "duration_s": served.duration_s,
+        "requests_per_second": len(requests) / served.duration_s,
+        "tokens_in": tokens_in,
+        "tokens_out": tokens_out,
+        "tokens_in_per_second": tokens_in / served.duration_s,
+        "tokens_out_per_second": tokens_out / served.duration_s,
+        "most_waiting": served.most_waiting,
+        "mean_waiting": served.mean_waiting,
+        "late_ms": served.late_s * 1e3,
+        "steps": served.steps,
+        "mean_rows": served.mean_rows,
+        "overlap_ratio": served.overlap_ratio,
+        "evictions": served.evictions,
+        "pauses": served.pauses,
+    }
+
+
+def serve_rates(lookahead: int, args: argparse.Namespace) -> list[tuple[float, ServedTrace]]:
+    """Serve the trace at every rate on one engine, after a warm-up."""
+    longest = args.max_prompt_tokens + args.max_output_tokens
+    blocks = args.max_requests * -(-longest // BLOCK_SIZE)
+    with LLM(
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
+        progress=not args.no_progress,
+        lookahead=lookahead,
+        max_requests=args.max_requests,
+        max_tokens=args.max_tokens,
+        max_sequence_length=longest,
+        num_kv_blocks=args.num_kv_blocks or blocks,
+        block_size_tokens=BLOCK_SIZE,
+    ) as llm:
+        vocabulary = llm.engine.controller.vocab_size
+        # Kernels are compiled and memory is taken before the clock starts: all at once, so that
+        # the batch passes through many sizes on its way down.
+        warm_up = make_trace(args, vocabulary, math.inf, args.warmup_requests, args.seed + 1)
+        serve_trace(llm.engine, warm_up)
+        results = []
+        for rate in args.rate:
+            trace = make_trace(args, vocabulary, rate, args.num_requests, args.seed)
+            with tqdm(
+                total=len(trace),
+                unit="request",
+                desc=f"{rate:g}/s, lookahead {lookahead}",
+                disable=args.no_progress,
+            ) as bar:
+
+                def show(finished: int, tokens: int, bar: Any = bar) -> None:
+                    bar.set_postfix_str(f"{tokens} tokens", refresh=False)
+                    bar.update(finished)
+
+                results.append((rate, serve_trace(llm.engine, trace, show)))
+        return results
+
+
+def same_tokens(served: ServedTrace, first: ServedTrace) -> int:
+    """Requests with the same tokens in both."""
+    pairs = zip(served.requests, first.requests, strict=True)
+    return sum(a.tokens == b.tokens for a, b in pairs)
+
+
+def print_table(figures: Sequence[dict[str, Any]]) -> None:
+    """All figures, the lookaheads of a rate side by side."""
+    key = f"{'rate/s':>8}{'lookahead':>10}"
+    print(
+        f"\n{key}{'served/s':>10}{'tok/s in':>11}{'tok/s out':>11}{'rows':>7}{'overlap':>9}"
+        f"{'waiting, most':>15}{'mean':>7}{'late ms':>9}{'same tokens':>13}"
+    )
+    for row in figures:
+        print(
+            f"{row['rate']:>8g}{row['lookahead']:>10}{row['requests_per_second']:>10.2f}"
+            f"{row['tokens_in_per_second']:>11.0f}{row['tokens_out_per_second']:>11.0f}"
+            f"{row['mean_rows']:>7.1f}{row['overlap_ratio']:>9.3f}{row['most_waiting']:>15}"
+            f"{row['mean_waiting']:>7.1f}{row['late_ms']:>9.2f}"
+            f"{row['same_tokens']:>7}/{row['requests']}"
+        )
+    print(f"\n{key}  {'':<12}" + "".join(f"{name:>11}" for name in STATISTICS))
+    for metric, title in METRICS.items():
+        for row in figures:
+            cells = (row[metric][name] for name in STATISTICS)
+            values = "".join(f"{math.nan if cell is None else cell:>11.2f}" for cell in cells)
+            print(f"{row['rate']:>8g}{row['lookahead']:>10}  {title:<12}{values}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="dummy:smollm2-135m", help="anything that LLM loads")
+    parser.add_argument("--device", default=None, help="cpu, cuda or cuda:N (default: the best)")
+    parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, else bfloat16")
+    trace = parser.add_argument_group("trace")
+    trace.add_argument(
+        "--rate", type=float, nargs="+", default=[8.0], help="arrivals a second (default 8)"
+    )
+    trace.add_argument("--num-requests", type=int, default=256, help="of a trace (default 256)")
+    trace.add_argument("--prompt-mean", type=float, default=256.0, help="tokens (default 256)")
+    trace.add_argument("--output-mean", type=float, default=128.0, help="tokens (default 128)")
+    trace.add_argument("--max-prompt-tokens", type=int, default=1024, help="default 1024")
+    trace.add_argument("--max-output-tokens", type=int, default=512, help="default 512")
+    trace.add_argument(
+        "--length-sigma",
+        type=float,
+        default=0.6,
+        help="standard deviation of the lengths' logarithm (default 0.6; 0: all equal)",
+    )
+    trace.add_argument("--seed", type=int, default=0, help="of the whole trace (default 0)")
+    trace.add_argument("--warmup-requests", type=int, default=32, help="default 32")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2])
+    engine.add_argument("--max-requests", type=int, default=256, help="default 256")
+    engine.add_argument("--max-tokens", type=int, default=2048, help="of a step (default 2048)")
+    engine.add_argument(
+        "--num-kv-blocks",
+        type=int,
+        default=None,
+        help=f"of {BLOCK_SIZE} tokens (default: enough for --max-requests of the longest)",
+    )
+    parser.add_argument("--no-progress", action="store_true", help="no bars")
+    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the tables and, with --json, write the figures."""
+    args = build_parser().parse_args(arguments)
+    served: dict[tuple[float, int], ServedTrace] = {}
+    for lookahead in args.lookahead:
+        for rate, result in serve_rates(lookahead, args):
+            served[rate, lookahead] = result
+        gc.collect()  # the engine's memory, before the next one takes its own
+    figures = []
+    for rate, lookahead in itertools.product(args.rate, args.lookahead):
+        result = served[rate, lookahead]
+        figures.append({
+            "model": args.model,
+            "rate": rate,
+            "lookahead": lookahead,
+            "requests": len(result.requests),
+            "same_tokens": same_tokens(result, served[rate, args.lookahead[0]]),
+            **summarize(result),
+        })
+    print_table(figures)
+    if args.json:
+        write_record(args.json, "throughput", vars(args), figures)
+
+
+if __name__ == "__main__":
+    main()

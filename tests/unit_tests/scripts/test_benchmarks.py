@@ -1,0 +1,347 @@
+"""The benchmark scripts run on a CPU, measure what they say, and write what others read."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_async import LLM
+from megatron_async.errors import ConfigurationError
+from megatron_async.ops import unpack_step
+from megatron_async.profiling import benchmark_record
+from megatron_async.profiling.arrival_trace import (
+    LengthDistribution,
+    TraceRequest,
+    poisson_trace,
+)
+from megatron_async.profiling.gpu_profile import FIRST_KERNEL
+from megatron_async.profiling.step_times import time_steps
+from megatron_async.profiling.trace_server import serve_trace
+from megatron_async.profiling.workloads import Churn, greedy, start_steady_decode
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+NOTE = {"benchmark", "date", "gpu", "commit", "torch", "settings", "figures"}
+STEP_KEYS = {
+    "step_ms",
+    "step_p50_ms",
+    "step_p90_ms",
+    "step_p99_ms",
+    "tokens_per_second",
+    "rows",
+    "overlap_ratio",
+    "zombie_rows",
+    "prepare_us",
+    "launch_us",
+    "resolve_us",
+}
+
+
+def load_script(name):
+    spec = spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_script(name, tmp_path, *arguments):
+    """Run a benchmark in this process; return its record."""
+    path = tmp_path / "results" / f"{name}.json"
+    load_script(name).main([*map(str, arguments), "--json", str(path)])
+    record = json.loads(path.read_text())
+    assert set(record) == NOTE
+    assert record["gpu"] is None
+    assert "json" not in record["settings"]
+    return record
+
+
+def tiny(lookahead=1, **settings):
+    sizes = {"max_requests": 8, "max_tokens": 256, "max_sequence_length": 256} | settings
+    return LLM(
+        "dummy:tiny",
+        device="cpu",
+        lookahead=lookahead,
+        block_size_tokens=16,
+        num_kv_blocks=200,
+        check_integrity=True,
+        **sizes,
+    )
+
+
+# ---- Scripts -----------------------------------------------------------------------------------
+
+
+def test_decode(tmp_path):
+    record = run_script(
+        "benchmark_decode",
+        tmp_path,
+        *("--models", "dummy:tiny", "--device", "cpu", "--batch-sizes", 2, "--lookahead", 0, 1),
+        *("--prompt-tokens", 8, "--steps", 3),
+    )
+    assert [row["lookahead"] for row in record["figures"]] == [0, 1]
+    for row in record["figures"]:
+        assert set(row) >= STEP_KEYS | {"model", "batch"}
+        assert row["overlap_ratio"] == row["lookahead"]
+        assert row["rows"] == 2
+
+
+def test_bookkeeping(tmp_path):
+    record = run_script(
+        "benchmark_bookkeeping", tmp_path, "--rows", 2, "--steps", 20, "--lookahead", 1
+    )
+    assert set(record["figures"][0]) >= {"rows", "prepare", "launch", "resolve", "total", "p99"}
+
+
+def test_churn(tmp_path, capsys):
+    record = run_script(
+        "benchmark_churn",
+        tmp_path,
+        *("--models", "dummy:tiny", "--device", "cpu", "--batch-size", 5, "--prompt-tokens", 6),
+        *("--finishes-per-step", 2, "--steps", 4, "--lookahead", 0, 1, 2),
+    )
+    for lookahead, row in enumerate(record["figures"]):
+        churn, steady = row["churn"], row["steady"]
+        assert set(churn) == STEP_KEYS | {"finishes_per_step", "arrivals_per_step"}
+        assert set(steady) == STEP_KEYS
+        assert (churn["finishes_per_step"], churn["arrivals_per_step"]) == (2, 2)
+        assert (churn["rows"], steady["rows"]) == (5, 5)
+        assert churn["overlap_ratio"] == steady["overlap_ratio"] == float(lookahead > 0)
+        assert churn["zombie_rows"] == 0
+        assert row["churn_over_steady"] == churn["step_ms"] / steady["step_ms"]
+    table = capsys.readouterr().out
+    assert "2 end and arrive a step" in table
+    assert table.count("churn over steady") == 3
+
+
+def test_churn_refuses_more_finishes_than_rows():
+    with pytest.raises(ConfigurationError, match="finishes per step = 5 must lie between 1 and"):
+        load_script("benchmark_churn").main(["--batch-size", "4", "--finishes-per-step", "5"])
+
+
+def test_throughput(tmp_path):
+    record = run_script(
+        "benchmark_throughput",
+        tmp_path,
+        *("--model", "dummy:tiny", "--device", "cpu", "--no-progress", "--lookahead", 0, 1),
+        *("--rate", 50, 200, "--num-requests", 12, "--warmup-requests", 2, "--max-requests", 4),
+        *("--prompt-mean", 8, "--max-prompt-tokens", 16, "--max-tokens", 64),
+        *("--output-mean", 4, "--max-output-tokens", 8),
+    )
+    rows = record["figures"]
+    assert [(r["rate"], r["lookahead"]) for r in rows] == [(50, 0), (50, 1), (200, 0), (200, 1)]
+    for row in rows:
+        for metric in ("queue_ms", "ttft_ms", "tpot_ms", "latency_ms"):
+            spread = row[metric]
+            assert set(spread) == {"mean", "p50", "p90", "p99"}
+            assert 0 <= spread["p50"] <= spread["p90"] <= spread["p99"]
+        assert row["queue_ms"]["p50"] < row["ttft_ms"]["p50"] < row["latency_ms"]["p50"]
+        # float32: the batch that a request meets does not change its tokens.
+        assert row["same_tokens"] == row["requests"] == 12
+        assert row["tokens_out_per_second"] == row["tokens_out"] / row["duration_s"]
+        assert row["late_ms"] < row["latency_ms"]["p99"]
+    assert len({(row["tokens_in"], row["tokens_out"]) for row in rows}) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], ["--capture-range=cudaProfilerApi", "scripts/benchmark_decode.py"]),
+        (["--whole-run", "scripts/benchmark_churn.py"], ["scripts/benchmark_churn.py"]),
+        (["-o", "r", "megatron-async", "info"], ["--output=r", "-m megatron_async info"]),
+    ],
+)
+def test_nsys_command(arguments, expected):
+    script = SCRIPTS / "profile_nsys.sh"
+    run = subprocess.run(
+        ["bash", script, "--dry-run", *arguments], capture_output=True, text=True, check=True
+    )
+    for part in ["--cuda-graph-trace=node", *expected]:
+        assert part in run.stdout
+    captures = not arguments
+    assert ("--capture-range" in run.stdout) == captures
+
+
+def test_nsys_that_is_not_there_is_named():
+    run = subprocess.run(
+        ["bash", SCRIPTS / "profile_nsys.sh"],
+        env={"PATH": "/usr/bin:/bin", "NSYS": "/nowhere/nsys"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert "/nowhere/nsys) is not installed" in run.stderr
+    assert "profile_torch.py" in run.stderr
+
+
+# ---- What they are made of -----------------------------------------------------------------------
+
+
+def test_first_kernel_is_the_unpack_kernels_name():
+    kernels = [name for name in vars(unpack_step) if FIRST_KERNEL in name]
+    assert kernels == [FIRST_KERNEL]
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize(("batch", "finishes"), [(6, 1), (7, 3), (4, 4)])
+def test_churn_ends_and_admits_the_asked_number_in_every_step(batch, finishes, lookahead):
+    slots = Churn.slots(batch, finishes, lookahead)
+    with tiny(lookahead, max_requests=slots) as llm:
+        churn = Churn(llm.engine, batch, prompt_tokens=5, finishes=finishes)
+        churn.ramp_up()
+        counters = llm.engine.statistics
+        for _ in range(12):
+            finished, rows = counters.finished_requests, counters.rows
+            prefilled = counters.prefill_tokens
+            churn.before_step()
+            report = llm.engine.step_modern()
+            churn.after_step(report)
+            assert counters.finished_requests - finished == finishes
+            assert len(report["finished_request_records"]) == finishes
+            assert counters.prefill_tokens - prefilled == 5 * finishes
+            assert counters.rows - rows == batch
+            assert len(llm.engine.context.waiting) == 0
+        churn.drain()
+        assert churn.ended == churn.arrived
+
+
+def test_churn_complains_when_the_engine_cannot_keep_up():
+    with tiny(lookahead=2, max_requests=Churn.slots(6, 2, 2) - 1) as llm:
+        churn = Churn(llm.engine, batch=6, prompt_tokens=5, finishes=2)
+        churn.ramp_up()
+
+        def steps():
+            for _ in range(12):
+                churn.before_step()
+                churn.after_step(llm.engine.step_modern())
+
+        with pytest.raises(RuntimeError, match=r"\d requests ended in a step where 2 were due"):
+            steps()
+
+
+def test_steady_decode_is_decode_alone_and_its_times_add_up():
+    with tiny() as llm:
+        start_steady_decode(llm.engine, batch=4, prompt_tokens=8, steps=20)
+        prefilled = llm.engine.statistics.prefill_tokens
+        calls = []
+        times = time_steps(
+            llm.engine, 4, 5, lambda: calls.append("before"), lambda report: calls.append("after")
+        )
+        assert calls == ["before", "after"] * 20
+        assert llm.engine.statistics.prefill_tokens == prefilled
+        assert times.rows == 4
+        assert times.overlap_ratio == 1
+        assert times.tokens_per_second == pytest.approx(4e3 / times.step_ms)
+        assert times.step_p50_ms <= times.step_p90_ms <= times.step_p99_ms
+        # None has ended, and none is short of tokens for the steps promised.
+        assert llm.engine.statistics.finished_requests == 0
+
+
+def test_a_request_that_ends_before_steady_decode_is_told():
+    with (
+        tiny(max_sequence_length=16) as llm,
+        pytest.raises(RuntimeError, match="request 0 ended before steady decode"),
+    ):
+        start_steady_decode(llm.engine, batch=1, prompt_tokens=8, steps=100)
+
+
+def test_traces_are_deterministic_by_seed_and_scaled_by_rate():
+    prompts, outputs = LengthDistribution(64, 256), LengthDistribution(32, 128)
+
+    def trace(rate=10.0, seed=0, count=2000):
+        return poisson_trace(rate, count, prompts, outputs, 1000, seed)
+
+    first, again, faster, other = trace(), trace(), trace(rate=40.0), trace(seed=1)
+    for a, b, c in zip(first, again, faster, strict=True):
+        assert a.arrival_s == b.arrival_s == pytest.approx(4 * c.arrival_s)
+        assert a.output_tokens == b.output_tokens == c.output_tokens
+        assert np.array_equal(a.prompt, b.prompt)
+        assert np.array_equal(a.prompt, c.prompt)
+    assert [r.output_tokens for r in first] != [r.output_tokens for r in other]
+    assert first[5].arrival_s == trace(count=6)[5].arrival_s
+    # Poisson: gaps of mean and standard deviation 1 / rate. Four standard errors.
+    gaps = np.diff([0.0, *(r.arrival_s for r in first)])
+    assert gaps.mean() == pytest.approx(0.1, rel=4 / math.sqrt(2000))
+    assert gaps.std() == pytest.approx(0.1, rel=0.15)
+    lengths = np.array([len(r.prompt) for r in first])
+    assert lengths.mean() == pytest.approx(64, rel=0.1)
+    assert 1 <= lengths.min() < lengths.max() <= 256
+    assert all(r.arrival_s == 0 for r in trace(rate=math.inf, count=3))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda d: LengthDistribution(300, 256), "mean length of 300 tokens .* longest, 256"),
+        (lambda d: LengthDistribution(3, 5, sigma=-1), "sigma=-1"),
+        (lambda d: poisson_trace(0.0, 4, d, d, 10, 0), "rate=0.0"),
+        (lambda d: poisson_trace(1.0, 0, d, d, 10, 0), "num_requests=0"),
+    ],
+)
+def test_bad_traces(make, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make(LengthDistribution(8, 8))
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_a_trace_is_served_by_the_wall_clock(lookahead):
+    """Two bursts with an idle second half: nobody is served before arriving, lengths are kept, and
+    the burst that is too large for the slots queues."""
+    trace = poisson_trace(math.inf, 6, LengthDistribution(8, 16), LengthDistribution(6, 12), 500, 3)
+    moved = [
+        type(r)(arrival_s=0.25 * (i // 3), prompt=r.prompt, output_tokens=r.output_tokens)
+        for i, r in enumerate(trace)
+    ]
+    finishes = []
+    with tiny(lookahead, max_requests=2) as llm:
+        served = serve_trace(llm.engine, moved, lambda n, tokens: finishes.append((n, tokens)))
+    assert served.duration_s > 0.25
+    assert [len(r.tokens) for r in served.requests] == [r.output_tokens for r in moved]
+    assert [r.prompt_tokens for r in served.requests] == [len(r.prompt) for r in moved]
+    for request in served.requests:
+        assert 0 <= request.queue_s < request.ttft_s <= request.latency_s
+        assert request.latency_s < served.duration_s
+        assert (request.tpot_s is None) == (len(request.tokens) == 1)
+    assert served.most_waiting >= 1
+    assert max(r.queue_s for r in served.requests) > min(r.queue_s for r in served.requests)
+    assert sum(n for n, _ in finishes) == 6
+    assert finishes[-1][1] == sum(r.output_tokens for r in moved)
+    # The engine went idle between the bursts: those steps had none before them.
+    assert served.overlap_ratio == (1 if lookahead else 0)
+
+
+def test_times_count_from_the_arrival_by_the_trace():
+    """A consumer that blocks the loop for half a second delays the request that arrives meanwhile,
+    and the delay is that request's."""
+    tokens = np.arange(4, dtype=np.int32)
+    trace = [TraceRequest(arrival_s, tokens, output_tokens=1) for arrival_s in (0.0, 0.2)]
+    with tiny() as llm:
+        llm.generate([[1, 2, 3, 4]], greedy(2))  # warm
+        served = serve_trace(llm.engine, trace, lambda *_: time.sleep(0.5))
+    late = served.requests[1]
+    assert served.late_s > 0.25
+    assert served.late_s <= late.queue_s <= late.ttft_s <= late.latency_s
+    assert served.requests[0].latency_s < 0.2
+
+
+def test_distribution():
+    spread = benchmark_record.distribution(range(1, 101))
+    assert spread == pytest.approx({"mean": 50.5, "p50": 50.5, "p90": 90.1, "p99": 99.01})
+    assert benchmark_record.distribution([])["p99"] is None
+
+
+def test_commit_of_a_copy_is_what_the_environment_says(monkeypatch, tmp_path):
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=SCRIPTS, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    if head:
+        assert head.startswith(benchmark_record.commit().removesuffix("-dirty"))
+    monkeypatch.setattr(benchmark_record, "ROOT", tmp_path)
+    monkeypatch.setenv("MEGATRON_ASYNC_COMMIT", "abc1234")
+    assert benchmark_record.commit() == "abc1234"
