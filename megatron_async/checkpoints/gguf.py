@@ -1,4 +1,4 @@
-"""GGUF files (llama.cpp): dequantised to float32, tensor by tensor."""
+"""GGUF files (llama.cpp): dequantised to float32 on the model's device, piece by piece."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.gguf_quants import dequantise
 from megatron_async.checkpoints.huggingface_config import family_of
 from megatron_async.checkpoints.mapping import Shape
 from megatron_async.checkpoints.source import NamedTensorSource
@@ -46,6 +47,10 @@ ROPE_FACTORS = "rope_freqs.weight"
 """Llama-3 rope scaling, as one divisor a frequency; the numbers behind it are not stored."""
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 """What all Llama 3.x models use; checked against `ROPE_FACTORS`."""
+
+
+PIECE_VALUES = 1 << 24
+"""Weights that are dequantised at once: 64 MiB of float32."""
 
 
 class GGUFSource(NamedTensorSource):
@@ -122,29 +127,47 @@ class GGUFSource(NamedTensorSource):
         """See `NamedTensorSource.tensor_shapes`."""
         return {name: _shape(tensor) for name, tensor in self._by_huggingface_name.items()}
 
-    def read_tensor(self, name: str) -> Tensor:
+    def read_tensor(self, name: str, device: torch.device) -> Tensor:
         """See `NamedTensorSource.read_tensor`."""
         stored = self._by_huggingface_name[name]
+        tensor = self._values(stored, slice(None), device)
+        heads = self._permuted_heads(name)
+        return tensor if heads is None else _unpermute(tensor, heads)
+
+    def fill(self, place: Tensor, name: str) -> None:
+        """See `NamedTensorSource.fill`: in pieces, where rows lie in the parameter as in the file,
+        so that a large embedding never exists in float32."""
+        stored = self._by_huggingface_name[name]
+        if place.dim() < 3 or place.size(0) > 1 or self._permuted_heads(name) is not None:
+            super().fill(place, name)
+            return
+        target = place[0]
+        step = max(PIECE_VALUES // target.size(1), 1)
+        for start in range(0, len(target), step):
+            rows = slice(start, start + step)
+            target[rows].copy_(self._values(stored, rows, place.device))
+
+    def _values(self, stored: Any, rows: slice, device: torch.device) -> Tensor:
         try:
-            data = gguf.quants.dequantize(stored.data, stored.tensor_type)
+            return dequantise(stored.data[rows], stored.tensor_type, device)
         except NotImplementedError as error:
             raise CheckpointError(
                 f"{self.file}: tensor {stored.name!r} has quantisation type "
                 f"{stored.tensor_type.name}, which the gguf package cannot dequantise; convert the "
                 "file to Q8_0 or F16"
             ) from error
-        # What is stored as float32 comes as a view of the file, which torch would let be written.
-        owned = np.require(data, np.float32, ["C", "W"])
-        tensor = torch.from_numpy(owned).reshape(_shape(stored))
+
+    def _permuted_heads(self, name: str) -> int | None:
+        """Heads whose rows llama.cpp has reordered in this tensor; None if it has not.
+
+        It rotates neighbours (2j, 2j + 1), we rotate (j, j + dim / 2): for these architectures
+        alone it reorders the rows of each head when it writes the file.
+        """
         a = self.architecture
-        if a.model_type in ("llama", "mistral"):
-            # llama.cpp rotates neighbours (2j, 2j + 1), we rotate (j, j + dim / 2): for these
-            # architectures alone it reorders the rows of each head when it writes the file.
-            if name.endswith("q_proj.weight"):
-                return _unpermute(tensor, a.num_attention_heads)
-            if name.endswith("k_proj.weight"):
-                return _unpermute(tensor, a.num_query_groups)
-        return tensor
+        if a.model_type not in ("llama", "mistral"):
+            return None
+        heads = {"q_proj": a.num_attention_heads, "k_proj": a.num_query_groups}
+        return heads.get(name.split(".")[-2]) if name.endswith(".weight") else None
 
     @cached_property
     def _reader(self) -> Any:
@@ -153,7 +176,8 @@ class GGUFSource(NamedTensorSource):
         if self.file.open("rb").read(4) != b"GGUF":
             raise CheckpointError(f"{self.file}: not a GGUF file (it does not begin with 'GGUF')")
         try:
-            return gguf.GGUFReader(self.file)
+            # Copy on write, though nobody writes: torch warns of arrays that are read-only.
+            return gguf.GGUFReader(self.file, "c")
         except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
             # The reader finds the end of the file as whatever numpy makes of a short slice.
             raise CheckpointError(

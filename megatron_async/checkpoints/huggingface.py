@@ -89,14 +89,14 @@ class HuggingFaceSource(NamedTensorSource):
             if not name.endswith("rotary_emb.inv_freq")
         }
 
-    def read_tensor(self, name: str) -> Tensor:
+    def read_tensor(self, name: str, device: torch.device) -> Tensor:
         """See `NamedTensorSource.read_tensor`."""
         path = self._tensor_files[name]
         try:
             tensor: Tensor = self._file(path).get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from error
-        return tensor
+        return tensor.to(device)
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""

@@ -77,8 +77,12 @@ class NamedTensorSource(ModelSource):
         """Shape of every stored tensor by Hugging Face name, without reading any."""
 
     @abstractmethod
-    def read_tensor(self, name: str) -> Tensor:
-        """One tensor, in the host's memory."""
+    def read_tensor(self, name: str, device: torch.device) -> Tensor:
+        """One tensor on a device, in its stored dtype or dequantised."""
+
+    def fill(self, place: Tensor, name: str) -> None:
+        """Read a tensor into its place in a parameter (see `Weight.places`), converting it."""
+        place.copy_(self.read_tensor(name, place.device).view(place.shape))
 
     @cached_property
     def checked_weights(self) -> list[Weight]:
@@ -105,8 +109,7 @@ class NamedTensorSource(ModelSource):
                 # Each part goes to the device as it is stored; there it is converted and put in
                 # its place. On the host nothing is joined, converted or copied.
                 for name, place in weight.places(parameters[weight.name]).items():
-                    part = self.read_tensor(name).to(place.device)
-                    place.copy_(part.view(place.shape))
+                    self.fill(place, name)
                     bar.update(place.nbytes)
 
 
