@@ -31,6 +31,7 @@ EXTRAS = {
         "transformers>=5.17,<6",
         "accelerate",
         "hypothesis",
+        "matplotlib",  # scripts/plot_performance.py
         "mypy",
         "pre-commit",
         "pytest",

@@ -1,0 +1,128 @@
+"""Plots show the newest figures, never of two machines at once, and repeat bit for bit."""
+
+import itertools
+import json
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts/plot_performance.py"
+H200 = "NVIDIA H200"
+
+
+@pytest.fixture(scope="module")
+def plots():
+    spec = spec_from_file_location("plot_performance", SCRIPT)
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def write(folder, name, benchmark, figures, gpu=H200, date="2026-01-01"):
+    record = {"benchmark": benchmark, "date": date, "gpu": gpu, "figures": figures}
+    (folder / name).write_text(json.dumps(record))
+
+
+def decode_rows(step_ms, replay=True):
+    return [
+        {"model": "dummy:smollm2-135m", "batch": batch, "lookahead": lookahead, "step_ms": step_ms}
+        | ({"replay_ms": 1.0} if replay else {})
+        for batch, lookahead in itertools.product((1, 64), (0, 1))
+    ]
+
+
+def all_records(folder):
+    write(folder, "decode.json", "decode", decode_rows(1.5))
+    load = {"step_ms": 2.0, "step_p99_ms": 3.0, "finishes_per_step": 1.0}
+    row = {"model": "dummy:tiny", "batch": 8, "churn_over_steady": 1.0}
+    write(
+        folder, "churn.json", "churn",
+        [row | {"lookahead": k, "churn": load, "steady": load} for k in range(3)],
+    )  # fmt: skip
+    spread = {"p50": 1.0, "p90": 2.0, "p99": 30.0}
+    write(
+        folder, "throughput.json", "throughput",
+        [
+            {"model": "m", "rate": rate, "lookahead": k, "ttft_ms": spread, "tpot_ms": spread}
+            for rate in (1.0, 4.0) for k in range(3)
+        ],
+    )  # fmt: skip
+    write(
+        folder, "attention.json", "decode_attention",
+        [
+            {"shape": "llama-3.1-8b", "rows": rows, "length": length, "us": 9.0, "floor_us": 4.0}
+            for rows in (1, 16) for length in (256, 2048)
+        ],
+    )  # fmt: skip
+    (folder / "notes.json").write_text("[1, 2]")  # not a record
+
+
+def labels(figure):
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+
+
+def test_every_plot_is_drawn_and_equal_records_give_equal_files(plots, tmp_path, capsys):
+    all_records(tmp_path)
+    for output in ("first", "second"):
+        plots.main(["--records", str(tmp_path), "--output", str(tmp_path / output)])
+    names = {f"{name}.svg" for name in plots.PLOTS}
+    assert {path.name for path in (tmp_path / "first").iterdir()} == names
+    for name in names:
+        first = (tmp_path / "first" / name).read_bytes()
+        assert len(first) > 5000
+        assert first == (tmp_path / "second" / name).read_bytes()
+    assert str(tmp_path / "first" / "churn.svg") in capsys.readouterr().out
+
+
+def test_the_newest_figures_count(plots, tmp_path):
+    write(tmp_path, "a_new.json", "decode", decode_rows(1.0)[:1], date="2026-03-01")
+    write(tmp_path, "b_old.json", "decode", decode_rows(5.0), date="2026-02-01")
+    figures = plots.collect(
+        plots.read_records(tmp_path), "decode", ("model", "batch", "lookahead")
+    )
+    assert [row["step_ms"] for row in figures.rows] == [1.0, 5.0, 5.0, 5.0]
+    assert figures.values("model") == ["smollm2-135m"]
+
+
+def test_two_machines_are_not_mixed(plots, tmp_path):
+    write(tmp_path, "gpu.json", "decode", decode_rows(1.0))
+    write(tmp_path, "cpu.json", "decode", decode_rows(50.0), gpu=None)
+    with pytest.raises(ValueError, match=r"must not mix machines: cpu.json \(None\), gpu.json"):
+        plots.main(["--records", str(tmp_path)])
+
+
+def test_other_engines_are_shown_beside_the_same_gpu_only(plots):
+    beside = plots.plot_step_time(plots.Figures(decode_rows_short(1.0), H200))
+    alone = plots.plot_step_time(plots.Figures(decode_rows_short(1.0), None))
+    assert plots.VLLM in labels(beside)
+    assert plots.FLOOR in labels(beside)
+    assert plots.VLLM not in labels(alone)
+    assert "this engine, lookahead 1" in labels(alone)
+
+
+def test_lookahead_is_shown_over_replay_or_over_serial(plots):
+    def heights(replay):
+        rows = decode_rows_short(1.5, replay)
+        for row in rows:
+            row["step_ms"] -= 0.3 * row["lookahead"]
+        axis = plots.plot_lookahead(plots.Figures(rows, H200)).axes[0]
+        series = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
+        return series["lookahead 0"], series["lookahead 1"], axis.get_ylabel()
+
+    assert heights(True) == ([1.5, 1.5], [1.2, 1.2], "decode step over its replay")
+    assert heights(False) == (
+        [1.0, 1.0], pytest.approx([0.8, 0.8]), "decode step over lookahead 0"
+    )  # fmt: skip
+
+
+def decode_rows_short(step_ms, replay=True):
+    return [row | {"model": "smollm2-135m"} for row in decode_rows(step_ms, replay)]
+
+
+def test_an_empty_folder_says_what_to_run(plots, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        plots.main(["--records", str(tmp_path)])
+    assert "run a benchmark with --json" in capsys.readouterr().err
