@@ -89,6 +89,10 @@ class Device(ABC):
     def free_memory(self) -> int:
         """Bytes that a new allocation could get."""
 
+    def memory_in_use(self) -> int:
+        """Bytes that are taken on the device and not given back on demand; 0 where nobody asks."""
+        return 0
+
     @abstractmethod
     def fence(self) -> None:
         """Order both streams after tensors that the host has made or filled so far."""

@@ -93,6 +93,11 @@ class CudaDevice(Device):
         )
         return free + unused
 
+    def memory_in_use(self) -> int:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return total - free
+
     def capture(self, work: Callable[[], None]) -> Graph:
         # One pool for all graphs: they replay one after another, so they may share their memory.
         if self._graph_pool is None:

@@ -98,15 +98,16 @@ class StepGraphs:
     def measure_mixed_shapes(
         self, shapes: GraphShapes, prepare: Prepare, step: Step
     ) -> tuple[EagerStep, ...]:
-        """Run mixed shapes eagerly, smallest first, until one is as long on the device as in the
-        CPU's launches; shapes with more prefill tokens gain nothing from a graph and are dropped.
+        """Run mixed shapes with the fewest decode rows eagerly, smallest first, until one takes the
+        device longer than the CPU's launches; shapes with more prefill tokens gain nothing from a
+        graph and are dropped.
 
         Returns:
             the measurements.
         """
         measured: list[EagerStep] = []
         for tokens, rows in shapes.mixed_sizes.items():
-            dims = shapes.shape(rows[-1], tokens)
+            dims = shapes.shape(rows[0], tokens)
             measured.append(self._measure(dims, prepare, step))
             if measured[-1].device_ms > DEVICE_BOUND * measured[-1].host_ms:
                 shapes.keep_mixed_up_to(tokens - 1)
@@ -141,7 +142,7 @@ class StepGraphs:
             step: see `Step`.
             progress: show a bar.
         """
-        free = self._device.free_memory()
+        before = self._device.memory_in_use()
         jobs = [(dims, mode) for dims in shapes for mode in CAPTURED_MODES]
         for dims, mode in tqdm(jobs, desc="capture graphs", unit="graph", disable=not progress):
             prepare(dims)
@@ -149,7 +150,7 @@ class StepGraphs:
             work = partial(step, dims, mode)
             self._device.compute.launch(work)
             self._graphs[dims.graph_key, mode] = self._device.capture(work)
-        self.bytes += max(free - self._device.free_memory(), 0)
+        self.bytes += self._device.memory_in_use() - before
 
     def find(self, dims: BatchDimensions, mode: SamplingMode) -> Graph | None:
         """The graph for a step of this shape and mode; None where none was captured."""
