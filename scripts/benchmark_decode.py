@@ -1,4 +1,5 @@
-"""Time steady decode: shapes x batch sizes x lookahead, greedy, every request decoding.
+"""Time steady decode: shapes x batch sizes x lookahead, every request decoding; greedy unless a
+temperature is given.
 
 Reports the median step time of windows of steps, the share of steps launched ahead, and the CPU
 time of the engine's own thread a step (a forward that runs eagerly launches its kernels from that
@@ -13,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from megatron_async import LLM
+from megatron_async import LLM, SamplingParams
 from megatron_async.ops.sampling import SamplingMode
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.step_times import time_steps
@@ -50,7 +51,7 @@ def open_engine(model: str, batch: int, lookahead: int, args: argparse.Namespace
     )
 
 
-def replay_ms(llm: LLM, batch: int, replays: int = 100) -> float | None:
+def replay_ms(llm: LLM, batch: int, mode: SamplingMode, replays: int = 100) -> float | None:
     """Milliseconds a step when the captured step is replayed back to back, without bookkeeping: the
     limit for the engine. None where nothing is captured."""
     engine = llm.engine
@@ -60,7 +61,7 @@ def replay_ms(llm: LLM, batch: int, replays: int = 100) -> float | None:
         step.ready.wait()
     dims = engine.context.graph_shapes.find(batch, 0, 0)
     assert dims is not None
-    graph = engine.controller.graphs.find(dims, SamplingMode.GREEDY)
+    graph = engine.controller.graphs.find(dims, mode)
     assert graph is not None
     times = []
     device = engine.context.device
@@ -87,17 +88,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--steps", type=int, default=20, help=f"steps in each of {WINDOWS} windows (default 20)"
     )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=0.0)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
+    sampling = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    mode = SamplingMode.GREEDY if args.temperature == 0 else SamplingMode.FILTERED
     print(f"{'model':<22}{'batch':>6}{'lookahead':>10}" + "".join(f"{c:>19}" for c in COLUMNS))
     figures = []
     for model, batch, lookahead in itertools.product(
         args.models, args.batch_sizes, args.lookahead
     ):
         with open_engine(model, batch, lookahead, args) as llm:
-            start_steady_decode(llm.engine, batch, args.prompt_tokens, WINDOWS * args.steps)
+            steps = WINDOWS * args.steps
+            start_steady_decode(llm.engine, batch, args.prompt_tokens, steps, sampling=sampling)
             result = asdict(time_steps(llm.engine, WINDOWS, args.steps))
-            limit = replay_ms(llm, batch)
+            limit = replay_ms(llm, batch, mode)
         if limit is not None:
             result |= {"replay_ms": limit, "over_replay": result["step_ms"] / limit}
         figures.append({"model": model, "batch": batch, "lookahead": lookahead, **result})

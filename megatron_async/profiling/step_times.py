@@ -7,6 +7,7 @@ agree, so windows are what step times are quoted from, and single steps what jit
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +21,9 @@ from megatron_async.profiling.benchmark_record import distribution
 
 if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+
+NSYS_SESSION = "NSYS_PROFILING_SESSION_ID"
+"""Environment variable that nsys sets for the program it profiles."""
 
 Report = dict[str, Any]
 """What `step_modern` returns."""
@@ -57,7 +61,7 @@ def time_steps(
 ) -> StepTimes:
     """Run and time `windows * steps` steps.
 
-    On a GPU they are marked for profilers as the range to capture (`cudaProfilerStart`).
+    Under Nsight Systems they are marked as the range to capture (`cudaProfilerStart`).
 
     Args:
         engine: with requests enough; warmed up.
@@ -66,8 +70,8 @@ def time_steps(
         before_step: called before each step (arrivals); its time counts.
         after_step: called with each step's report; its time counts.
     """
-    on_gpu = engine.context.device.torch_device.type == "cuda"
-    if on_gpu:
+    under_nsys = NSYS_SESSION in os.environ and torch.cuda.is_available()
+    if under_nsys:
         torch.cuda.profiler.start()
     before = replace(engine.statistics)
     ends = [time.perf_counter()]
@@ -79,7 +83,7 @@ def time_steps(
             after_step(report)
         ends.append(time.perf_counter())
     after = replace(engine.statistics)
-    if on_gpu:
+    if under_nsys:
         torch.cuda.profiler.stop()
     singles = distribution(1e3 * (end - start) for start, end in pairwise(ends))
     means = [

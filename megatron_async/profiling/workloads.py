@@ -33,7 +33,12 @@ def steady_decode_tokens(batch: int, prompt_tokens: int, max_tokens: int, steps:
 
 
 def start_steady_decode(
-    engine: DynamicInferenceEngine, batch: int, prompt_tokens: int, steps: int, seed: int = 0
+    engine: DynamicInferenceEngine,
+    batch: int,
+    prompt_tokens: int,
+    steps: int,
+    seed: int = 0,
+    sampling: SamplingParams | None = None,
 ) -> None:
     """Fill an idle engine with random prompts and step until all of them decode.
 
@@ -43,15 +48,18 @@ def start_steady_decode(
         prompt_tokens: length of each prompt.
         steps: that will be run in steady decode.
         seed: of the prompts.
+        sampling: how tokens are chosen, for so many steps as it takes; None: greedily.
 
     Raises:
         RuntimeError: a request ended early; its error says why.
     """
     prompts = np.random.default_rng(seed)
     vocabulary = engine.controller.vocab_size
-    params = greedy(
-        steady_decode_tokens(batch, prompt_tokens, engine.context.max_tokens, steps)
-    )
+    length = steady_decode_tokens(batch, prompt_tokens, engine.context.max_tokens, steps)
+    params = greedy(length)
+    if sampling is not None:
+        params = sampling.copy()
+        params.num_tokens_to_generate, params.termination_id = length, -1
     wanted = engine.statistics.generated_tokens + 2 * batch
     for request in range(batch):
         engine.add_request(request, prompts.integers(vocabulary, size=prompt_tokens), params)
