@@ -48,6 +48,9 @@ def open_engine(model: str, batch: int, lookahead: int, args: argparse.Namespace
         max_sequence_length=length,
         num_kv_blocks=batch * (length // 64 + 1),
         block_size_tokens=64,
+        # The one shape that is measured.
+        num_cuda_graphs=1,
+        use_cuda_graphs_for_non_decode_steps=False,
     )
 
 
