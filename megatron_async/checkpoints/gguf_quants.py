@@ -12,9 +12,8 @@ from collections.abc import Callable
 import gguf
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
-
-Kind = gguf.GGMLQuantizationType
 
 
 def dequantise(rows: np.ndarray, kind: Kind, device: torch.device) -> Tensor:

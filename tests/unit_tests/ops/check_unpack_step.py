@@ -1,4 +1,7 @@
-"""Run by test_unpack_step.py in a process of its own: kernels against their references."""
+"""Run by test_unpack_step.py in a process of its own: kernels against their references.
+
+    python check_unpack_step.py cpu|cuda [number of random batches besides the chosen ones]
+"""
 
 import sys
 
@@ -103,46 +106,63 @@ cases = [
     (17, [200, 1, 60], 13, 123, 20, 40, 16),
     (3, [1] * 33, 0, 0, 40, 9, 8),
 ]
-for decode, query_lengths, dummies, padding, count, blocks, block_size in cases:
-    for share in (0.0, 0.1, 1.0):
-        updates = round(share * min(700, (decode + len(query_lengths)) * blocks))
-        tokens = sum(query_lengths) + padding
-        dims = BatchDimensions(
-            decode_rows=decode,
-            is_captured=True,
-            padded_prefill_rows=len(query_lengths) + dummies,
-            padded_prefill_tokens=tokens,
-        )
-        words = np.full((RING, BookkeepingLayout.for_batch(dims, updates).size + 7), -1, np.int32)
-        entry = int(rng.integers(RING))
-        query = np.array(query_lengths, dtype=np.int64)
-        fill(words[entry], dims, count, blocks, block_size, query, updates)
-        device_words = torch.from_numpy(words).to(where)
-        next_entry = torch.tensor([entry], dtype=torch.int32, device=where)
-        slots = random_slots(count, blocks)
-        truth_slots = copy_of(slots, count, blocks)
-        whole, found = poisoned(decode, dims.prefill_rows, dims.tokens, blocks)
-        truth_whole, truth = poisoned(decode, dims.prefill_rows, dims.tokens, blocks)
-        arguments = (device_words, next_entry, dims)
-        ops.unpack_step_reference(*arguments, truth_slots, block_size, truth)
-        ops.unpack_step_kernels(*arguments, slots, block_size, found)
-        for name in vars(truth_whole):
-            assert torch.equal(getattr(whole, name), getattr(truth_whole, name)), (name, dims)
-        for name in vars(slots):
-            assert torch.equal(getattr(slots, name), getattr(truth_slots, name)), (name, dims)
 
-        rows = min(dims.rows, count)
-        distinct = torch.from_numpy(rng.permutation(count)[:rows]).to(where)
-        sampled = torch.from_numpy(rng.integers(0, 50000, rows)).to(where)
-        ring = torch.zeros(RING, rows + 2, dtype=torch.int32, device=where)
-        step_entry = torch.tensor([2], dtype=torch.int32, device=where)
-        after = torch.full_like(step_entry, -5)
-        expected_last, expected_ring = slots.last_token.clone(), ring.clone()
-        expected_last[distinct] = sampled
-        expected_ring[2, :rows] = sampled.int()
-        feed_back_ops.feed_back_kernel(
-            sampled, distinct, slots.last_token, ring, step_entry, after
-        )
-        assert torch.equal(slots.last_token, expected_last)
-        assert torch.equal(ring, expected_ring)
-        assert after.tolist() == [0]
+
+def random_case():
+    """A batch of any size, captured or not; what it needs of slots is there."""
+    decode = int(rng.integers(0, 200))
+    chunks = int(rng.integers(0 if decode else 1, 20))
+    query_lengths = rng.integers(1, 1 + int(rng.choice([1, 8, 300])), chunks).tolist()
+    padded = chunks and rng.random() < 0.5
+    dummies = int(rng.integers(0, 17)) if padded else 0
+    padding = dummies + int(rng.integers(0, 100)) if dummies else 0
+    count = decode + chunks + int(rng.integers(0, 20))
+    block_size = int(rng.choice([1, 4, 16, 64]))
+    blocks = -(-max(query_lengths, default=1) // block_size) + int(rng.integers(0, 150))
+    return decode, query_lengths, dummies, padding, count, blocks, block_size
+
+
+shares = (0.0, 0.1, 1.0)
+runs = [(case, share) for case in cases for share in shares]
+for _ in range(int(sys.argv[2]) if len(sys.argv) > 2 else 0):
+    runs.append((random_case(), float(rng.choice(shares))))
+for (decode, query_lengths, dummies, padding, count, blocks, block_size), share in runs:
+    updates = round(share * min(700, (decode + len(query_lengths)) * blocks))
+    tokens = sum(query_lengths) + padding
+    dims = BatchDimensions(
+        decode_rows=decode,
+        is_captured=True,
+        padded_prefill_rows=len(query_lengths) + dummies,
+        padded_prefill_tokens=tokens,
+    )
+    words = np.full((RING, BookkeepingLayout.for_batch(dims, updates).size + 7), -1, np.int32)
+    entry = int(rng.integers(RING))
+    query = np.array(query_lengths, dtype=np.int64)
+    fill(words[entry], dims, count, blocks, block_size, query, updates)
+    device_words = torch.from_numpy(words).to(where)
+    next_entry = torch.tensor([entry], dtype=torch.int32, device=where)
+    slots = random_slots(count, blocks)
+    truth_slots = copy_of(slots, count, blocks)
+    whole, found = poisoned(decode, dims.prefill_rows, dims.tokens, blocks)
+    truth_whole, truth = poisoned(decode, dims.prefill_rows, dims.tokens, blocks)
+    arguments = (device_words, next_entry, dims)
+    ops.unpack_step_reference(*arguments, truth_slots, block_size, truth)
+    ops.unpack_step_kernels(*arguments, slots, block_size, found)
+    for name in vars(truth_whole):
+        assert torch.equal(getattr(whole, name), getattr(truth_whole, name)), (name, dims)
+    for name in vars(slots):
+        assert torch.equal(getattr(slots, name), getattr(truth_slots, name)), (name, dims)
+
+    rows = min(dims.rows, count)
+    distinct = torch.from_numpy(rng.permutation(count)[:rows]).to(where)
+    sampled = torch.from_numpy(rng.integers(0, 50000, rows)).to(where)
+    ring = torch.zeros(RING, rows + 2, dtype=torch.int32, device=where)
+    step_entry = torch.tensor([2], dtype=torch.int32, device=where)
+    after = torch.full_like(step_entry, -5)
+    expected_last, expected_ring = slots.last_token.clone(), ring.clone()
+    expected_last[distinct] = sampled
+    expected_ring[2, :rows] = sampled.int()
+    feed_back_ops.feed_back_kernel(sampled, distinct, slots.last_token, ring, step_entry, after)
+    assert torch.equal(slots.last_token, expected_last)
+    assert torch.equal(ring, expected_ring)
+    assert after.tolist() == [0]
