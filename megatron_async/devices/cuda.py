@@ -48,8 +48,13 @@ class CudaStream(Stream):
         self.stream = torch.cuda.Stream(device)
 
     def launch(self, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(self.stream):
+        # What `with torch.cuda.stream(...)` does, in 1 microsecond instead of 7.
+        before = torch.cuda.current_stream(self.stream.device)
+        torch.cuda.set_stream(self.stream)
+        try:
             work()
+        finally:
+            torch.cuda.set_stream(before)
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
