@@ -21,6 +21,7 @@ from megatron_async import (
 from megatron_async.checkpoints import load_model, open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.mapping import weights
+from megatron_async.checkpoints.source import model_parameters
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
@@ -97,6 +98,15 @@ def run(shape: str, impl: str, graphs: int) -> tuple[torch.Tensor, list[int]]:
     """Logits after a prompt, and 16 greedy tokens."""
     device = torch.device("cuda")
     model = load_model(f"dummy:{shape}", torch.bfloat16, device, transformer_impl=impl).model
+    table = list(weights(DUMMY_SHAPES[shape]))
+    parameters = model_parameters(model, table)
+    generator = torch.Generator(device).manual_seed(0)
+    for weight in table:  # dummy norms are ones and biases zeros: equal wherever they end up
+        if len(weight.shape) == 1:
+            mean = 0.0 if weight.name.endswith("bias") else 1.0
+            parameters[weight.name].normal_(mean, 0.3, generator=generator)
+        else:
+            parameters[weight.name].normal_(0.0, 0.02, generator=generator)
     config = InferenceConfig(
         device="cuda", num_kv_blocks=8, max_requests=2, max_tokens=64, max_sequence_length=128,
         num_cuda_graphs=graphs,
