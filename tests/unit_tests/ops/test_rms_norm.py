@@ -1,43 +1,17 @@
 """Fused residual add and RMSNorm against torch and against Megatron's order of roundings."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from triton_interpreter import EXACT_16_BIT, INTERPRETED, run_in_interpreter
 
 from megatron_async.ops.rms_norm import MAX_HIDDEN, add_rms_norm, add_rms_norm_reference
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Triton's interpreter truncates float32 to bfloat16 where a GPU rounds: no exact checks of that.
-EXACT_16_BIT = (torch.float16,) if INTERPRETED else (torch.float16, torch.bfloat16)
-
-
-@pytest.fixture
-def device() -> str:
-    if INTERPRETED:
-        return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    pytest.skip("no GPU: test_in_interpreter runs it")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """torch.empty is full of NaN, so an element that a kernel leaves out is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts this very run")
 def test_in_interpreter():
-    """Triton reads the variable when it is imported, so the interpreter needs its own process."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_in_interpreter(__file__)
 
 
 def check(tokens, hidden, dtype, device, with_residual=True, stride=0):

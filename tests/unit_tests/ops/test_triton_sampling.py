@@ -1,11 +1,8 @@
 """The sampler's kernels against the plain-torch sampler: same tokens, same sets of kept tokens."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from triton_interpreter import INTERPRETED, run_in_interpreter
 
 from megatron_async.ops import triton_sampling
 from megatron_async.ops.philox import gumbel_noise
@@ -16,25 +13,12 @@ from megatron_async.ops.sampling import (
     sample_reference,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@pytest.fixture
-def device() -> str:
-    if INTERPRETED:
-        return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    pytest.skip("no GPU: test_in_interpreter runs it")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory():
-    """torch.empty is full of NaN (or the largest integer), so what a kernel leaves out is seen."""
+def seed():
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -47,11 +31,7 @@ def small_tiles(monkeypatch):
 
 @pytest.mark.skipif(INTERPRETED, reason="starts this very run")
 def test_in_interpreter():
-    """Triton reads the variable when it is imported, so the interpreter needs its own process."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_in_interpreter(__file__)
 
 
 def parameters(rows, device, temperature=1.0, top_k=0, top_p=0.0, min_p=0.0):

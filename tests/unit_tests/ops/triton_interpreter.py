@@ -1,0 +1,60 @@
+"""Run tests of Triton kernels where there is no GPU: in Triton's interpreter.
+
+Triton reads TRITON_INTERPRET when it is imported, so a file of such tests starts itself again in a
+process of its own (`run_in_interpreter`). Fixtures are in conftest.py.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+from triton.runtime import interpreter
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EXACT_16_BIT = (torch.float16,) if INTERPRETED else (torch.float16, torch.bfloat16)
+"""Triton's interpreter truncates float32 to bfloat16 where a GPU rounds: no exact checks of it."""
+
+
+def run_in_interpreter(test_file: str) -> None:
+    """Run the tests of a file that are not for a GPU alone; fail with their output if they fail."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", test_file]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout, run.stdout
+
+
+def patch_language_once_a_launch(patch_lang: Callable) -> Callable:
+    """Triton 3.6's interpreter replaces the functions of `triton.language` at every call of a
+    device function, which is half of its time; within one launch, once for each module is enough.
+
+    Args:
+        patch_lang: `interpreter._patch_lang`.
+
+    Returns:
+        what to put in its place.
+    """
+    languages: dict[Callable, frozenset[int]] = {}
+    launch = interpreter._LangPatchScope()
+    patched: set[int] = set()
+
+    def patch(function: Callable) -> interpreter._LangPatchScope:
+        nonlocal launch
+        if function not in languages:
+            known = (interpreter.tl, interpreter.tl.core)
+            values = function.__globals__.values()
+            languages[function] = frozenset(id(m) for m in known if any(v is m for v in values))
+        is_launch = not launch._changes  # the launch before has put everything back
+        if is_launch:
+            patched.clear()
+        elif languages[function] <= patched:
+            return interpreter._LangPatchScope()
+        patched.update(languages[function])
+        scope = patch_lang(function)
+        if is_launch:
+            launch = scope
+        return scope
+
+    return patch
