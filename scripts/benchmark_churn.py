@@ -46,7 +46,7 @@ def open_engine(model: str, lookahead: int, args: argparse.Namespace) -> LLM:
     """A model with room for the churn and for steady decode."""
     batch, prompt, finishes = args.batch_size, args.prompt_tokens, args.finishes_per_step
     slots = Churn.slots(batch, finishes, lookahead)
-    max_tokens = max(2048, Churn.step_tokens(batch, prompt, finishes))
+    max_tokens = max(args.max_tokens, Churn.step_tokens(batch, prompt, finishes))
     steps = WINDOWS * args.steps + (args.profile_steps if args.profile else 0)
     longest = prompt + max(
         *Churn.lifetimes(batch, finishes), steady_decode_tokens(batch, prompt, max_tokens, steps)
@@ -123,6 +123,13 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         help="requests that end, and that arrive, in each step (default 1)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=512,
+        help="token budget of a step, raised to what the load needs (default 512: mixed steps are "
+        "captured for sizes up to it)",
     )
     parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(

@@ -98,12 +98,17 @@ def read_records(folder: Path) -> list[Row]:
 
 
 def collect(records: Iterable[Row], benchmark: str, keys: Sequence[str]) -> Figures | None:
-    """The figures of one benchmark; of those that agree in `keys`, the newest.
+    """The figures of one benchmark; of those that agree in `keys`, the newest. Records of sampled
+    batches are left out: the plots are of greedy ones.
 
     Raises:
         ValueError: the records come from different GPUs, which one plot must not mix.
     """
-    chosen = [record for record in records if record["benchmark"] == benchmark]
+    chosen = [
+        record
+        for record in records
+        if record["benchmark"] == benchmark and not record["settings"].get("temperature")
+    ]
     gpus = {record["gpu"] for record in chosen}
     if len(gpus) > 1:
         names = ", ".join(f"{record['path']} ({record['gpu']})" for record in chosen)
