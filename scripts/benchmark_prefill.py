@@ -1,22 +1,23 @@
-"""Time to first token of one prompt on an idle engine, beside the floor that its FLOPs set.
+"""Time to first token of one prompt on an idle engine, beside the floor that its work sets.
 
-The floor counts the products of all layers for every prompt token, causal attention, and the
-vocabulary projection of the last token, at --tflops (790: bfloat16 on an H100 or H200, dense, as
-cuBLAS reaches it). Time to first token is what a user sees: from `add_request` to the step's
-resolve, chunk by chunk where the prompt is longer than --max-tokens.
+The floor is the larger of two. FLOPs: the products of all layers for every prompt token, causal
+attention, and the vocabulary projection of the last token, at --tflops (790: bfloat16 on an H200,
+dense, as cuBLAS reaches it). Bytes: the weights, read once, at --tbps. Time to first token is what
+a user sees: from `add_request` to the step's resolve, chunk by chunk where the prompt is longer
+than --max-tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from megatron_async import LLM, SamplingParams
+from megatron_async.profiling.benchmark_record import write_record
 
 PARAMS = SamplingParams(temperature=0.0, num_tokens_to_generate=2, termination_id=-1)
 
@@ -58,7 +59,7 @@ def measure(llm: LLM, tokens: int, repeats: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table and, with --json, write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["dummy:smollm2-135m"])
@@ -68,8 +69,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, nargs="+", default=[8192], help="chunk sizes")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tflops", type=float, default=790.0, help="of the device, for the floor")
-    parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
+    parser.add_argument("--tbps", type=float, default=4.3, help="of its memory, for the floor")
+    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
+    args = parser.parse_args(arguments)
     print(
         f"{'model':<22}{'prompt':>8}{'max_tokens':>12}{'steps':>7}{'ttft ms':>10}{'floor ms':>10}"
         f"{'ratio':>7}"
@@ -92,7 +94,9 @@ def main() -> None:
                 for tokens in args.prompt_tokens:
                     result = measure(llm, tokens, args.repeats)
                     work = flops(llm.engine.context.model_config, vocabulary, tokens)
-                    floor = work / args.tflops / 1e9
+                    weights = llm.engine.controller.inference_wrapped_model.model.parameters()
+                    size = sum(weight.numel() * weight.itemsize for weight in weights)
+                    floor = max(work / args.tflops, size / args.tbps) / 1e9
                     result |= {"floor_ms": floor, "over_floor": result["ttft_ms"] / floor}
                     figures.append(
                         {"model": model, "prompt": tokens, "max_tokens": max_tokens, **result}
@@ -103,10 +107,7 @@ def main() -> None:
                         flush=True,
                     )
     if args.json:
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        note = {"date": time.strftime("%F"), "gpu": gpu, "settings": vars(args)}
-        with open(args.json, "w") as file:
-            json.dump({**note, "figures": figures}, file, indent=1)
+        write_record(args.json, "prefill", vars(args), figures)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,32 @@ def test_decode(tmp_path):
         assert row["rows"] == 2
 
 
+def test_prefill(tmp_path):
+    record = run_script(
+        "benchmark_prefill",
+        tmp_path,
+        *("--models", "dummy:tiny", "--device", "cpu", "--prompt-tokens", 8, 40),
+        *("--max-tokens", 16, "--repeats", 2),
+    )
+    assert [(row["prompt"], row["steps"]) for row in record["figures"]] == [(8, 2), (40, 4)]
+    for row in record["figures"]:
+        assert 0 < row["fastest_ms"] <= row["ttft_ms"] == row["over_floor"] * row["floor_ms"]
+
+
+def test_prefill_floor_counts_every_product(tmp_path):
+    """As many multiplications as a loop over the modules' shapes counts, two operations each."""
+    with tiny() as llm:
+        model = llm.engine.controller.inference_wrapped_model.model
+        products = sum(w.numel() for name, w in model.named_parameters() if "linear" in name)
+        config, vocabulary = llm.engine.context.model_config, llm.engine.controller.vocab_size
+        layers = config.hybrid_layer_pattern.count("*")
+        width = config.num_attention_heads * config.kv_channels
+    flops = load_script("benchmark_prefill").flops
+    attention = layers * 4 * width * (1 + 2 + 3)
+    last = 2 * config.hidden_size * vocabulary
+    assert flops(config, vocabulary, 3) == 2 * 3 * products + attention + last
+
+
 def test_bookkeeping(tmp_path):
     record = run_script(
         "benchmark_bookkeeping", tmp_path, "--rows", 2, "--steps", 20, "--lookahead", 1
