@@ -12,6 +12,7 @@ from megatron_async.contexts.kv_cache import GIB, PagedKVCache, blocks_that_fit,
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.rotary import RotaryTable
+from megatron_async.ops.decode_attention import HEAD_TILE, MAX_DIM
 from megatron_async.ops.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.paged_attention import TorchPagedAttention
 from megatron_async.ops.step_tensors import StepTensors
@@ -100,10 +101,10 @@ def _make_attention(
     if device.torch_device.type == "cpu":
         return TorchPagedAttention(config.block_size_tokens, max_blocks, device.torch_device)
     dim = model.kv_channels
-    if dim < 16 or dim & (dim - 1):
+    if not HEAD_TILE <= dim <= MAX_DIM or dim % 2:
         raise ConfigurationError(
-            f"attention heads of dimension {dim} are not served on a GPU yet: the decode kernel "
-            "wants a power of two of at least 16. Use device='cpu'."
+            f"attention heads of dimension {dim} are not served on a GPU: the kernels take even "
+            f"ones from {HEAD_TILE} to {MAX_DIM}. Use device='cpu'."
         )
     return GpuPagedAttention(
         config.block_size_tokens,

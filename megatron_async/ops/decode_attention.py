@@ -2,9 +2,7 @@
 
 Flash-decoding (Dao et al. 2023): programs take a row's KV head and a part of its sequence, with all
 query heads of that KV head as one tile, so that each key and value is loaded once; a second kernel
-joins the parts. Lengths and block tables stay on the device; only the largest number of parts is
-the host's choice, and constant for a captured step. A short row uses fewer, and one that needs no
-more than one part is done in the first kernel.
+joins the parts. Which parts there are is decided on the device, once a step (`DecodeSchedule`).
 
 Constants measured on an H200 (docs/performance.md). Joining inside the first kernel, by the program
 that finishes last, was slower than a second kernel with dependent launch: 5.7 against 4.9
@@ -18,44 +16,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.ops.decode_schedule import DecodeSchedule
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 
 HEAD_TILE = 16
 """Query heads are padded to this many, the smallest tile of the matrix units."""
-TOKENS_A_PART = 64
-"""Least tokens of a part."""
-MAX_PARTS = 64
-TILE = 64
-"""Tokens that a program takes together."""
 WARPS = 4
-STAGES = 3
+MAX_DIM = 256
+LOG2_E = 1.4426950408889634
+
+
+def decode_tile(dim: int) -> int:
+    """Tokens that a program takes together."""
+    return 64 if dim <= 128 else 32
 
 
 class DecodeWorkspace:
-    """Partial results of the parts; made once, used by every layer in turn.
+    """The schedule and the partial results of its parts; made once, used by every layer in turn.
 
     Args:
         max_rows: decode rows.
-        heads: query heads.
+        heads, kv_heads: query heads and KV heads.
         dim: size of a head.
         device: a GPU.
     """
 
-    def __init__(self, max_rows: int, heads: int, dim: int, device: torch.device) -> None:
-        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        shape = (max_rows, heads, MAX_PARTS)
-        self.output = torch.empty(*shape, dim, dtype=torch.float32, device=device)
+    def __init__(
+        self, max_rows: int, heads: int, kv_heads: int, dim: int, device: torch.device
+    ) -> None:
+        self.schedule = DecodeSchedule(max_rows, kv_heads, decode_tile(dim), device)
+        shape = (self.schedule.slots, heads)
+        self.output = torch.empty((*shape, dim), dtype=torch.float32, device=device)
         self.maximum = torch.empty(shape, dtype=torch.float32, device=device)
         self.total = torch.empty(shape, dtype=torch.float32, device=device)
-
-
-def number_of_parts(rows: int, kv_heads: int, max_kv_length: int, processors: int) -> int:
-    """Parts of each row's sequence: enough programs to fill the device twice, each with enough
-    tokens; a power of two."""
-    wanted = -(-2 * processors // (rows * kv_heads))
-    useful = max(max_kv_length // TOKENS_A_PART, 1)
-    parts = max(min(wanted, useful, MAX_PARTS), 1)
-    return 1 << (parts.bit_length() - 1)
 
 
 def paged_decode_attention(
@@ -63,36 +56,41 @@ def paged_decode_attention(
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
-    kv_lengths: Tensor,
     scale: float,
-    parts: int,
     workspace: DecodeWorkspace,
     out: Tensor,
+    is_settled: bool = False,
 ) -> None:
-    """Attention of decode rows over the paged cache.
+    """Attention of decode rows over the paged cache; their lengths are those of the schedule.
 
     Args:
-        query: `[rows, heads, dim]`, contiguous; dim a power of two.
-        key_cache, value_cache: `[blocks, block size, kv heads, dim]`, contiguous.
-        block_tables: int32 `[rows, blocks]`.
-        kv_lengths: int32 `[rows]`.
+        query: `[rows, heads, dim]`, contiguous; bfloat16, float16 or float32; dim 16 to 256.
+        key_cache, value_cache: `[blocks, block size, kv heads, dim]`, contiguous, dtype of `query`.
+        block_tables: int32 `[rows, blocks]`; rows may be strided.
         scale: softmax scale.
-        parts: from `number_of_parts`.
-        workspace: partial results.
-        out: `[rows, heads, dim]`, contiguous, written.
+        workspace: its schedule updated for these rows; partial results are overwritten.
+        out: like `query`, written.
+        is_settled: schedule and block tables were written at least one kernel before the kernel
+            launched last; they are then read without waiting for that one.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that the kernel cannot serve.
     """
+    schedule = workspace.schedule
+    _check(query, key_cache, value_cache, block_tables, workspace, out)
     rows, heads, dim = query.shape
     _blocks, block_size, kv_heads, _dim = key_cache.shape
     group = heads // kv_heads
-    tile = TILE if dim <= 128 else TILE // 2
-    _parts_kernel[(rows, kv_heads, parts)](
+    dim_tile = triton.next_power_of_2(dim)
+    # Heads of an item are neighbours in memory, and the longest items begin first.
+    _parts_kernel[(kv_heads, rows + schedule.extra)](
         query,
         key_cache,
         value_cache,
         block_tables,
         block_tables.stride(0),
-        kv_lengths,
-        scale * 1.4426950408889634,
+        schedule.items,
+        scale * LOG2_E,
         out,
         workspace.output,
         workspace.maximum,
@@ -102,48 +100,99 @@ def paged_decode_attention(
         group=group,
         head_tile=max(HEAD_TILE, triton.next_power_of_2(group)),
         dim=dim,
-        tile=tile,
-        parts=parts,
-        max_parts=MAX_PARTS,
-        min_share=TOKENS_A_PART,
+        dim_tile=dim_tile,
+        tile=schedule.tile,
+        is_settled=is_settled,
         num_warps=WARPS,
-        num_stages=STAGES,
+        num_stages=_stages(query.element_size(), rows * kv_heads, dim, schedule.processors),
         **launch_options(query),
     )
-    if parts > 1:
-        _join_kernel[(rows, heads)](
-            workspace.output,
-            workspace.maximum,
-            workspace.total,
-            kv_lengths,
-            out,
-            heads=heads,
-            dim=dim,
-            parts=parts,
-            min_share=TOKENS_A_PART,
-            tile=tile,
-            max_parts=MAX_PARTS,
-            num_warps=2,
-            **launch_options(query),
+    # Few units of (row, head) can have many parts each; many units have few.
+    units = min(rows, schedule.extra) * heads
+    chunk, warps = (32, 4) if units <= schedule.processors else (16, 2)
+    _join_kernel[(min(units, 4 * schedule.processors),)](
+        workspace.output,
+        workspace.maximum,
+        workspace.total,
+        schedule.joins,
+        out,
+        heads=heads,
+        dim=dim,
+        dim_tile=dim_tile,
+        max_parts=triton.next_power_of_2(schedule.extra),
+        chunk=chunk,
+        num_warps=warps,
+        **launch_options(query),
+    )
+
+
+def _stages(element_size: int, programs: int, dim: int, processors: int) -> int:
+    """Tiles of keys and values in flight, plus one.
+
+    With three stages of 128 x 64 elements three programs fit a processor at a time, and a little
+    more than three programs for each would leave a second wave mostly empty: four stages, two
+    programs a processor.
+    """
+    if element_size == 4:
+        return 2
+    return 4 if dim > 64 and 3 * processors < programs <= 4 * processors else 3
+
+
+def _check(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    workspace: DecodeWorkspace,
+    out: Tensor,
+) -> None:
+    """What would read or write the wrong memory."""
+    rows, heads, dim = query.shape
+    kv_heads, cache_dim = key_cache.shape[2:]
+    if cache_dim != dim or heads % kv_heads or value_cache.shape != key_cache.shape:
+        raise ValueError(
+            f"paged_decode_attention: query {tuple(query.shape)} does not fit caches "
+            f"{tuple(key_cache.shape)} and {tuple(value_cache.shape)}: pass this model's KV cache."
+        )
+    if not HEAD_TILE <= dim <= MAX_DIM:
+        raise ValueError(
+            f"paged_decode_attention: heads of {dim} elements are not served, {HEAD_TILE} to "
+            f"{MAX_DIM} are: use the torch backend."
+        )
+    if out.shape != query.shape or block_tables.size(0) != rows or workspace.schedule.rows != rows:
+        raise ValueError(
+            f"paged_decode_attention: query {tuple(query.shape)} wants an output of this shape, "
+            f"{rows} block tables and a schedule of {rows} rows; found {tuple(out.shape)}, "
+            f"{block_tables.size(0)} and {workspace.schedule.rows}: call schedule.update first."
+        )
+    if workspace.output.shape[1:] != query.shape[1:] or workspace.schedule.kv_heads != kv_heads:
+        raise ValueError(
+            f"paged_decode_attention: the workspace was made for heads of "
+            f"{tuple(workspace.output.shape[1:])} over {workspace.schedule.kv_heads} KV heads, the "
+            f"query has {tuple(query.shape[1:])} over {kv_heads}."
+        )
+    dtypes = {tensor.dtype for tensor in (query, key_cache, value_cache, out)}
+    if len(dtypes) > 1 or block_tables.dtype != torch.int32:
+        raise ValueError(
+            f"paged_decode_attention: query, caches and output must have one dtype and block "
+            f"tables int32; found {sorted(map(str, dtypes))} and {block_tables.dtype}."
+        )
+    whole = (query, key_cache, value_cache, out)
+    if block_tables.stride(1) != 1 or not all(tensor.is_contiguous() for tensor in whole):
+        raise ValueError(
+            "paged_decode_attention: query, caches and output must be contiguous and the entries "
+            "of a block table adjacent: pass whole layers of the cache."
         )
 
 
-@triton.jit
-def _share(
-    length: tl.tensor, parts: tl.constexpr, min_share: tl.constexpr, tile: tl.constexpr
-) -> tl.tensor:
-    """Tokens of one part: whole tiles, not too few."""
-    return tl.maximum(tl.cdiv(tl.cdiv(length, parts), tile) * tile, min_share)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _parts_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
     value_cache: tl.tensor,
     tables: tl.tensor,
     table_stride: tl.tensor,
-    kv_lengths: tl.tensor,
+    items: tl.tensor,
     scale: tl.tensor,
     out: tl.tensor,
     part_output: tl.tensor,
@@ -154,57 +203,73 @@ def _parts_kernel(
     group: tl.constexpr,
     head_tile: tl.constexpr,
     dim: tl.constexpr,
+    dim_tile: tl.constexpr,
     tile: tl.constexpr,
-    parts: tl.constexpr,
-    max_parts: tl.constexpr,
-    min_share: tl.constexpr,
+    is_settled: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    wait_for_previous(overlap)
-    row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(kv_lengths + row)
-    share = _share(length, parts, min_share, tile)
-    used = tl.maximum(tl.cdiv(length, share), 1)
-    if part < used:
-        start, end = part * share, tl.minimum((part + 1) * share, length)
+    if not is_settled:
+        wait_for_previous(overlap)
+    kv_head = tl.program_id(0)
+    item = items + tl.program_id(1) * 4
+    row, start = tl.load(item), tl.load(item + 1)
+    end, slot = tl.load(item + 2), tl.load(item + 3)
+    table = tables + row.to(tl.int64) * table_stride
+    offset = tl.arange(0, tile)
+    # A lookup inside the loop would take a stage of its pipeline: block numbers are read one tile
+    # ahead, one number where a tile lies in one block.
+    if block_size % tile == 0:
+        block = tl.load(table + start // block_size, mask=start < end, other=0)
+    else:
+        position = start + offset
+        block = tl.load(table + position // block_size, mask=position < end, other=0)
+    if is_settled:
+        wait_for_previous(overlap)
+    if row >= 0:
         member = tl.arange(0, head_tile)
-        column = tl.arange(0, dim)
-        inside = member < group
+        column = tl.arange(0, dim_tile)
+        inside = (member < group)[:, None] & (column < dim)[None, :]
         heads: tl.constexpr = kv_heads * group
         head = kv_head * group + member
-        place = (row * heads + head)[:, None] * dim + column[None, :]
-        q = tl.load(query + place, mask=inside[:, None], other=0.0)
+        place = head[:, None] * dim + column[None, :]
+        q = tl.load(query + row * heads * dim + place, mask=inside, other=0.0)
         maximum = tl.full((head_tile,), -float("inf"), tl.float32)
         total = tl.zeros((head_tile,), tl.float32)
-        gathered = tl.zeros((head_tile, dim), tl.float32)
+        gathered = tl.zeros((head_tile, dim_tile), tl.float32)
         for first in range(start, end, tile):
-            position = first + tl.arange(0, tile)
+            position = first + offset
             exists = position < end
-            block = tl.load(
-                tables + row * table_stride + position // block_size, mask=exists, other=0
-            ).to(tl.int64)
-            token = (block * block_size + position % block_size) * kv_heads + kv_head
-            cell = token[:, None] * dim + column[None, :]
-            k = tl.load(key_cache + cell, mask=exists[:, None], other=0.0)
+            following = position + tile
+            if block_size % tile == 0:
+                token = block.to(tl.int64) * block_size + first % block_size + offset
+                block = tl.load(
+                    table + (first + tile) // block_size, mask=first + tile < end, other=0
+                )
+            else:
+                token = block.to(tl.int64) * block_size + position % block_size
+                block = tl.load(table + following // block_size, mask=following < end, other=0)
+            cell = (token * kv_heads + kv_head)[:, None] * dim + column[None, :]
+            loaded = exists[:, None]
+            if dim != dim_tile:
+                loaded &= (column < dim)[None, :]
+            k = tl.load(key_cache + cell, mask=loaded, other=0.0)
+            v = tl.load(value_cache + cell, mask=loaded, other=0.0)
             score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             score = tl.where(exists[None, :], score, -float("inf"))
             new_maximum = tl.maximum(maximum, tl.max(score, 1))
             weight = tl.exp2(score - new_maximum[:, None])
             shrink = tl.exp2(maximum - new_maximum)
-            v = tl.load(value_cache + cell, mask=exists[:, None], other=0.0)
             gathered = gathered * shrink[:, None]
-            gathered += tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+            gathered = tl.dot(weight.to(v.dtype), v, gathered, input_precision="ieee")
             total = total * shrink + tl.sum(weight, 1)
             maximum = new_maximum
-        if used == 1:
+        if slot < 0:
             result = gathered / tl.maximum(total, 1e-30)[:, None]
-            tl.store(out + place, result.to(out.dtype.element_ty), mask=inside[:, None])
+            tl.store(out + row * heads * dim + place, result.to(out.dtype.element_ty), mask=inside)
         else:
-            slot = ((row * heads + head) * max_parts + part).to(tl.int64)
-            tl.store(part_maximum + slot, maximum, mask=inside)
-            tl.store(part_total + slot, total, mask=inside)
-            cells = slot[:, None] * dim + column[None, :]
-            tl.store(part_output + cells, gathered, mask=inside[:, None])
+            tl.store(part_maximum + slot * heads + head, maximum, mask=member < group)
+            tl.store(part_total + slot * heads + head, total, mask=member < group)
+            tl.store(part_output + slot * heads * dim + place, gathered, mask=inside)
 
 
 @triton.jit
@@ -212,30 +277,39 @@ def _join_kernel(
     part_output: tl.tensor,
     part_maximum: tl.tensor,
     part_total: tl.tensor,
-    kv_lengths: tl.tensor,
+    joins: tl.tensor,
     out: tl.tensor,
     heads: tl.constexpr,
     dim: tl.constexpr,
-    parts: tl.constexpr,
-    min_share: tl.constexpr,
-    tile: tl.constexpr,
+    dim_tile: tl.constexpr,
     max_parts: tl.constexpr,
+    chunk: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     wait_for_previous(overlap)
-    row = tl.program_id(0)
-    length = tl.load(kv_lengths + row)
-    used = tl.maximum(tl.cdiv(length, _share(length, parts, min_share, tile)), 1)
-    if used > 1:
-        row_head = row * heads + tl.program_id(1)
-        part = tl.arange(0, parts)
-        exists = part < used
-        column = tl.arange(0, dim)
-        slot = row_head.to(tl.int64) * max_parts + part
-        maximum = tl.load(part_maximum + slot, mask=exists, other=-float("inf"))
-        weight = tl.exp2(maximum - tl.max(maximum, 0))
-        total = tl.sum(tl.load(part_total + slot, mask=exists, other=0.0) * weight, 0)
-        cells = slot[:, None] * dim + column[None, :]
-        gathered = tl.load(part_output + cells, mask=exists[:, None], other=0.0)
-        result = tl.sum(gathered * weight[:, None], 0) / tl.maximum(total, 1e-30)
-        tl.store(out + row_head * dim + column, result.to(out.dtype.element_ty))
+    units = tl.load(joins) * heads
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        join, head = joins + (1 + unit // heads) * 4, unit % heads
+        row, slot, parts = tl.load(join), tl.load(join + 1), tl.load(join + 2)
+        part = tl.arange(0, max_parts)
+        column = tl.arange(0, dim_tile)
+        maxima = tl.load(
+            part_maximum + (slot + part) * heads + head, mask=part < parts, other=-float("inf")
+        )
+        maximum = tl.max(maxima, 0)
+        total = tl.zeros((chunk,), tl.float32)
+        gathered = tl.zeros((dim_tile,), tl.float32)
+        for first in range(0, parts, chunk):
+            member = first + tl.arange(0, chunk)
+            exists = member < parts
+            place = (slot + member) * heads + head
+            its_maximum = tl.load(part_maximum + place, mask=exists, other=-float("inf"))
+            weight = tl.exp2(its_maximum - maximum)
+            total += tl.load(part_total + place, mask=exists, other=0.0) * weight
+            cell = place[:, None] * dim + column[None, :]
+            loaded = exists[:, None] & (column < dim)[None, :]
+            output = tl.load(part_output + cell, mask=loaded, other=0.0)
+            gathered += tl.sum(output * weight[:, None], 0)
+        result = gathered / tl.maximum(tl.sum(total, 0), 1e-30)
+        target = out + (row * heads + head) * dim + column
+        tl.store(target, result.to(out.dtype.element_ty), mask=column < dim)

@@ -6,11 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
-from megatron_async.ops.decode_attention import (
-    DecodeWorkspace,
-    number_of_parts,
-    paged_decode_attention,
-)
+from megatron_async.ops.decode_attention import DecodeWorkspace, paged_decode_attention
 from megatron_async.ops.paged_attention import TorchPagedAttention
 from megatron_async.ops.prefill_attention import paged_prefill_attention
 
@@ -39,9 +35,7 @@ class GpuPagedAttention(TorchPagedAttention):
         device: torch.device,
     ) -> None:
         super().__init__(block_size, max_blocks, device)
-        self._kv_heads = kv_heads
-        self._longest = block_size * max_blocks
-        self._workspace = DecodeWorkspace(max_rows, heads, dim, device)
+        self._workspace = DecodeWorkspace(max_rows, heads, kv_heads, dim, device)
 
     def begin_step(
         self,
@@ -81,12 +75,8 @@ class GpuPagedAttention(TorchPagedAttention):
     def _begin_decode(
         self, dims: BatchDimensions, block_tables: Tensor, kv_lengths: Tensor
     ) -> None:
-        # A captured step serves every length, so its number of parts is for the longest.
-        longest = self._longest if dims.is_captured else dims.max_decode_kv_length
-        self._parts = number_of_parts(
-            dims.decode_rows, self._kv_heads, longest, self._workspace.processors
-        )
-        self._decode_tables, self._decode_lengths = block_tables, kv_lengths
+        self._workspace.schedule.update(kv_lengths)
+        self._decode_tables = block_tables
 
     def _decode(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, out: Tensor
@@ -96,9 +86,9 @@ class GpuPagedAttention(TorchPagedAttention):
             key_cache,
             value_cache,
             self._decode_tables,
-            self._decode_lengths,
             scale,
-            self._parts,
             self._workspace,
             out,
+            # The kernel that put this step's keys and values in place came after `begin_step`.
+            is_settled=True,
         )

@@ -85,9 +85,12 @@ class TorchPagedAttention:
         # Rounded up, because torch's fused kernels want masks aligned; the mask hides the rest.
         length = -(-dims.max_decode_kv_length // MASK_ALIGNMENT) * MASK_ALIGNMENT
         length = min(length, len(self._positions))
-        index = block_tables.index_select(1, self._block_of[:length]).to(torch.int64)
-        self._decode_index = (index * self._block_size + self._offset_of[:length]).view(-1)
+        blocks = block_tables.index_select(1, self._block_of[:length]).to(torch.int64)
+        index = blocks * self._block_size + self._offset_of[:length]
         valid = self._positions[:length] < kv_lengths[:, None]
+        # Masked positions read the row's first token instead of what a block's earlier owner left:
+        # a weight of zero does not hide a NaN.
+        self._decode_index = torch.where(valid, index, index[:, :1]).view(-1)
         self._decode_mask = valid[:, None, None, :]
 
     def _begin_prefill(self, dims: BatchDimensions, block_tables: Tensor) -> None:

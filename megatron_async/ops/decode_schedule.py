@@ -1,0 +1,171 @@
+"""Which programs of the decode kernel read what: a schedule made on the device, once a step.
+
+A captured step serves any lengths, so what depends on them is the device's to decide. Rows are cut
+into parts of at most a common size, chosen so that a batch has about as many parts as the device
+takes at once: a single long row is read by the whole device, a long row among short ones is not
+left to one program a KV head, and rows that fill the device without it stay whole. Only bounds are
+the host's: `rows + extra` items, of which less than `2 * extra` belong to rows with several parts.
+
+Every layer reads the same schedule. A row's parts, and with them the rounding of its output, depend
+on the lengths of the whole batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+
+PROGRAMS_A_PROCESSOR = 2
+"""Programs that the parts of a batch should make; 3, 4 and 6 were no better in sum
+(docs/performance.md)."""
+TILE_ELEMENTS = 8192
+"""Items times rows that a program of the schedule compares."""
+
+
+class DecodeSchedule:
+    """Items of work for the decode rows of a step.
+
+    Attributes:
+        items: int32 `[max_rows + extra, 4]`: row (-1: nothing to do), first token, end, and the
+            slot of the partial result (-1: the row has one part). Rows of several parts come first,
+            because they take longest.
+        joins: int32 `[1 + joined rows, 4]`: first the number of rows of several parts; then of each
+            the row, its first slot and its number of slots, which follow each other.
+        rows: decode rows that it was last made for.
+    """
+
+    def __init__(self, max_rows: int, kv_heads: int, tile: int, device: torch.device) -> None:
+        """Args:
+        max_rows: decode rows.
+        kv_heads: of the model; each makes a program of an item.
+        tile: tokens that a program takes together; parts are whole tiles.
+        device: a GPU.
+        """
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.extra = -(-PROGRAMS_A_PROCESSOR * self.processors // kv_heads)
+        self.kv_heads = kv_heads
+        self.tile = tile
+        self.rows = 0
+        self.max_rows = max_rows
+        self.items = torch.empty((max_rows + self.extra, 4), dtype=torch.int32, device=device)
+        self.joins = torch.empty((1 + self.max_joins, 4), dtype=torch.int32, device=device)
+
+    @property
+    def max_joins(self) -> int:
+        """No batch has more rows of several parts: each has more tokens than its share."""
+        return min(self.max_rows, self.extra)
+
+    @property
+    def slots(self) -> int:
+        """Partial results that a batch can have: a row of n > 1 parts has over n / 2 shares."""
+        return 2 * self.extra
+
+    def update(self, kv_lengths: Tensor) -> None:
+        """Launch the kernel that makes the schedule.
+
+        Args:
+            kv_lengths: int32 `[rows]`, contiguous; a row of no tokens is fine.
+
+        Raises:
+            ValueError: more rows than `max_rows`, or lengths that the kernel cannot read.
+        """
+        rows = kv_lengths.numel()
+        if not 0 < rows <= self.max_rows:
+            raise ValueError(
+                f"DecodeSchedule: {rows} rows for a schedule of 1 to {self.max_rows}: make it with "
+                "a larger max_rows, or leave a step without decode rows out."
+            )
+        if kv_lengths.dtype != torch.int32 or not kv_lengths.is_contiguous():
+            raise ValueError(
+                f"DecodeSchedule: kv_lengths must be contiguous int32, found {kv_lengths.dtype} "
+                f"with strides {kv_lengths.stride()}."
+            )
+        self.rows = rows
+        row_tile = triton.next_power_of_2(rows)
+        item_tile = min(max(TILE_ELEMENTS // row_tile, 1), 32)
+        _schedule_kernel[(triton.cdiv(rows + self.extra, item_tile),)](
+            kv_lengths,
+            self.items,
+            self.joins,
+            rows,
+            self.extra,
+            row_tile=row_tile,
+            item_tile=item_tile,
+            tile=self.tile,
+            **launch_options(kv_lengths),
+        )
+
+
+def schedule_reference(
+    kv_lengths: list[int], extra: int, tile: int
+) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int]]]:
+    """The same in plain Python: items (row, first token, end, slot) and joins (row, first slot,
+    slots)."""
+    tokens = -(-sum(kv_lengths) // extra)
+    largest = max(-(-tokens // tile), 1) * tile
+    split: list[tuple[int, int, int, int]] = []
+    whole: list[tuple[int, int, int, int]] = []
+    joins: list[tuple[int, int, int]] = []
+    for row, length in enumerate(kv_lengths):
+        wanted = max(-(-length // largest), 1)
+        share = max(-(-length // (wanted * tile)), 1) * tile
+        starts = range(0, max(length, 1), share)
+        if len(starts) == 1:
+            whole.append((row, 0, length, -1))
+            continue
+        joins.append((row, len(split), len(starts)))
+        for start in starts:
+            split.append((row, start, min(start + share, length), len(split)))
+    return split + whole, joins
+
+
+@triton.jit(do_not_specialize=["rows", "extra"])
+def _schedule_kernel(
+    kv_lengths: tl.tensor,
+    items: tl.tensor,
+    joins: tl.tensor,
+    rows: tl.tensor,
+    extra: tl.tensor,
+    row_tile: tl.constexpr,
+    item_tile: tl.constexpr,
+    tile: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    wait_for_previous(overlap)
+    # Every program works out all rows, and then its own items.
+    row = tl.arange(0, row_tile)
+    length = tl.load(kv_lengths + row, mask=row < rows, other=0)
+    largest = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(length, 0), extra), tile), 1) * tile
+    wanted = tl.maximum(tl.cdiv(length, largest), 1)
+    # As equal as whole tiles allow; the rounding can make the last part of `wanted` needless.
+    share = tl.maximum(tl.cdiv(length, wanted * tile), 1) * tile
+    parts = tl.where(row < rows, tl.maximum(tl.cdiv(length, share), 1), 0)
+    in_split = tl.where(parts > 1, parts, 0)
+    in_whole = tl.where(parts == 1, 1, 0)
+    num_split = tl.sum(in_split, 0)
+    after_split = tl.cumsum(in_split, 0) - in_split
+    after_whole = num_split + tl.cumsum(in_whole, 0) - in_whole
+    first = tl.where(parts > 1, after_split, after_whole)
+
+    item = tl.program_id(0) * item_tile + tl.arange(0, item_tile)
+    part = item[:, None] - first[None, :]
+    here = (part >= 0) & (part < parts[None, :])  # true for one row at most
+    start = part * share[None, :]
+    end = tl.minimum(start + share[None, :], length[None, :])
+    exists = item < rows + extra
+    found = tl.sum(tl.where(here, row[None, :] + 1, 0), 1) - 1
+    tl.store(items + item * 4, found, mask=exists)
+    tl.store(items + item * 4 + 1, tl.sum(tl.where(here, start, 0), 1), mask=exists)
+    tl.store(items + item * 4 + 2, tl.sum(tl.where(here, end, 0), 1), mask=exists)
+    tl.store(items + item * 4 + 3, tl.where(item < num_split, item, -1), mask=exists)
+    if tl.program_id(0) == 0:
+        is_split = tl.where(parts > 1, 1, 0)
+        tl.store(joins, tl.sum(is_split, 0))
+        join = joins + (tl.cumsum(is_split, 0) - is_split + 1) * 4
+        tl.store(join, row, mask=parts > 1)
+        tl.store(join + 1, first, mask=parts > 1)
+        tl.store(join + 2, parts, mask=parts > 1)
