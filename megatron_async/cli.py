@@ -61,6 +61,10 @@ ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
     ("max_requests", int, "N", "requests served at once (default: 256)"),
     ("max_tokens", int, "N", "token budget of one STEP, not of an answer (default: 2048)"),
     ("max_sequence_length", int, "N", "longest prompt and answer together (default: 2560)"),
+    (
+        "attention_backend", str, "NAME",
+        "prefill on a GPU: triton, flash_attn_4, flash_attn_3 or torch (default: the fastest)",
+    ),
 )
 """Options of `generate` that are fields of `InferenceConfig`; those not given keep its defaults."""
 

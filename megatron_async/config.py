@@ -16,6 +16,8 @@ from megatron_async.errors import ConfigurationError
 LOOKAHEAD_OF_MODE = {"legacy": 0, "async": 1}
 """Megatron-Core's `async_sched_mode` values, as lookahead."""
 
+ATTENTION_BACKENDS = ("triton", "flash_attn_4", "flash_attn_3", "torch")
+
 
 @dataclass
 class InferenceConfig:
@@ -96,6 +98,12 @@ class InferenceConfig:
     device: str | None = None
     """"cpu", "cuda" or "cuda:N". None: "cuda" where there is a GPU, else "cpu"."""
 
+    attention_backend: str | None = None
+    """Attention of prefill chunks on a GPU: "triton" (our kernel), "flash_attn_4" or "flash_attn_3"
+    (packages, 16-bit dtypes) or "torch" (the reference; steps with prefill are not captured). None:
+    the fastest of the installed ones, timed when the engine starts. Decode rows always use our
+    kernel."""
+
     check_integrity: bool = False
     """Check after every step that each KV block and slot has exactly one owner (slow: for
     tests)."""
@@ -114,6 +122,11 @@ class InferenceConfig:
             if value is not None and not _is_positive(value):
                 raise ConfigurationError(f"{name}={value!r} must be a number of GiB above 0.")
         self._require_int("inference_sampling_seed", 0)
+        if self.attention_backend not in (None, *ATTENTION_BACKENDS):
+            raise ConfigurationError(
+                f"attention_backend={self.attention_backend!r} is unknown: use one of "
+                f"{', '.join(ATTENTION_BACKENDS)}, or None to have the fastest chosen."
+            )
         if self.max_tokens < self.max_requests:
             raise ConfigurationError(
                 f"max_tokens={self.max_tokens} is smaller than max_requests={self.max_requests}: "

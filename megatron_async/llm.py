@@ -79,9 +79,10 @@ class LLM:
         controller = TextGenerationController(
             GPTInferenceWrapper(weights, context), self.tokenizer
         )
-        report = controller.create_cuda_graphs(progress)
-        if progress and report is not None:
-            tqdm.write(str(report), file=sys.stderr)
+        reports = [context.gpu_view.attention_report, controller.create_cuda_graphs(progress)]
+        for report in reports:
+            if progress and report is not None:
+                tqdm.write(str(report), file=sys.stderr)
         self.engine = DynamicInferenceEngine(controller, context)
 
     def generate(

@@ -12,6 +12,8 @@ from megatron_async.contexts.kv_cache import GIB, PagedKVCache, blocks_that_fit,
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.rotary import RotaryTable
+from megatron_async.ops.attention_backends.base import AttentionShape
+from megatron_async.ops.attention_backends.selection import choose_prefill
 from megatron_async.ops.decode_attention import HEAD_TILE, MAX_DIM
 from megatron_async.ops.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.paged_attention import TorchPagedAttention
@@ -99,6 +101,11 @@ def _make_attention(
     model: Any, config: InferenceConfig, device: Device, max_blocks: int
 ) -> TorchPagedAttention:
     if device.torch_device.type == "cpu":
+        if config.attention_backend not in (None, "torch"):
+            raise ConfigurationError(
+                f"attention_backend={config.attention_backend!r} needs a GPU: on a CPU leave it "
+                "out."
+            )
         return TorchPagedAttention(config.block_size_tokens, max_blocks, device.torch_device)
     dim = model.kv_channels
     if not HEAD_TILE <= dim <= MAX_DIM or dim % 2:
@@ -106,6 +113,15 @@ def _make_attention(
             f"attention heads of dimension {dim} are not served on a GPU: the kernels take even "
             f"ones from {HEAD_TILE} to {MAX_DIM}. Use device='cpu'."
         )
+    shape = AttentionShape(
+        model.num_attention_heads,
+        model.num_query_groups,
+        dim,
+        config.block_size_tokens,
+        max_blocks,
+        model.params_dtype,
+        device.torch_device,
+    )
     return GpuPagedAttention(
         config.block_size_tokens,
         max_blocks,
@@ -114,4 +130,5 @@ def _make_attention(
         model.num_query_groups,
         dim,
         device.torch_device,
+        choose_prefill(config.attention_backend, shape, device),
     )

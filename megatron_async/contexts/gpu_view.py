@@ -78,6 +78,11 @@ class ContextGPUView:
         """Whether steps with prefill chunks can be captured."""
         return self._attention.captures_prefill
 
+    @property
+    def attention_report(self) -> str | None:
+        """Which attention backends were chosen, and why; None where there was no choice."""
+        return self._attention.report
+
     # ---- One step ----------------------------------------------------------------------------
 
     def receive(self, staged: Tensor, step: int) -> None:

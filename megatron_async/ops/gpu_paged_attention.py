@@ -1,18 +1,23 @@
-"""Paged attention on a GPU: our decode kernel, and our prefill kernel for chunks."""
+"""Paged attention on a GPU: our decode kernel, and a prefill backend for chunks."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.ops.attention_backends.base import PrefillBackend, PrefillRows
+from megatron_async.ops.attention_backends.selection import PrefillChoice
 from megatron_async.ops.decode_attention import DecodeWorkspace, paged_decode_attention
 from megatron_async.ops.paged_attention import TorchPagedAttention
-from megatron_async.ops.prefill_attention import paged_prefill_attention
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.batch_dimensions import BatchDimensions
 
 
 class GpuPagedAttention(TorchPagedAttention):
-    """Attention backend of a GPU without any package beyond torch; every step can be captured.
+    """Attention of a GPU's steps.
 
     Args:
         block_size: tokens a block.
@@ -20,9 +25,8 @@ class GpuPagedAttention(TorchPagedAttention):
         max_rows: most rows of a step.
         heads, kv_heads, dim: of the model's attention.
         device: a GPU.
+        prefill: backends of the prefill rows.
     """
-
-    captures_prefill = True
 
     def __init__(
         self,
@@ -33,8 +37,13 @@ class GpuPagedAttention(TorchPagedAttention):
         kv_heads: int,
         dim: int,
         device: torch.device,
+        prefill: PrefillChoice,
     ) -> None:
         super().__init__(block_size, max_blocks, device)
+        self.captures_prefill = prefill.captures
+        self.report = str(prefill)
+        self._choice = prefill
+        self._backend: PrefillBackend | None = None
         self._workspace = DecodeWorkspace(max_rows, heads, kv_heads, dim, device)
 
     def begin_step(
@@ -46,30 +55,33 @@ class GpuPagedAttention(TorchPagedAttention):
     ) -> None:
         """As `TorchPagedAttention.begin_step`; `prefill_starts` is needed where rows prefill."""
         decode = self._num_decode = dims.decode_rows
-        self._max_query_length = dims.max_query_length
-        self._starts = prefill_starts
-        self._prefill_tables, self._prefill_lengths = block_tables[decode:], kv_lengths[decode:]
+        self._backend = None
+        if dims.prefill_rows:
+            assert prefill_starts is not None
+            self._backend = self._choice.pick(dims.max_query_length)
+            self._backend.begin_step(
+                PrefillRows(
+                    block_tables[decode:],
+                    kv_lengths[decode:],
+                    prefill_starts,
+                    dims.max_query_length,
+                    dims.max_prefill_kv_length,
+                    dims.prefill_lengths,
+                )
+            )
         if decode:
             self._begin_decode(dims, block_tables[:decode], kv_lengths[:decode])
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """As `TorchPagedAttention.attend`; the output of padding tokens is undefined."""
+        decode, prefill = self._num_decode, self._backend
+        if prefill is not None and not decode:
+            return prefill.attend(query, key_cache, value_cache, scale)
         output = torch.empty_like(query)
-        decode = self._num_decode
         if decode:
             self._decode(query[:decode], key_cache, value_cache, scale, output[:decode])
-        if self._starts is not None:
-            paged_prefill_attention(
-                query[decode:],
-                key_cache,
-                value_cache,
-                self._prefill_tables,
-                self._prefill_lengths,
-                self._starts,
-                self._max_query_length,
-                scale,
-                output[decode:],
-            )
+        if prefill is not None:
+            prefill.attend(query[decode:], key_cache, value_cache, scale, output[decode:])
         return output
 
     def _begin_decode(

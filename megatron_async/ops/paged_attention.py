@@ -45,6 +45,8 @@ class TorchPagedAttention:
 
     captures_prefill = False
     """Whether a captured step may have prefill rows. Not here: their lengths are the host's."""
+    report: str | None = None
+    """What was chosen at the start, and why, for the user; None where there was no choice."""
 
     def __init__(self, block_size: int, max_blocks: int, device: torch.device) -> None:
         self._block_size = block_size

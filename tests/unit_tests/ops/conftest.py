@@ -3,16 +3,18 @@
 import pytest
 import torch
 from triton.runtime import interpreter
-from triton_interpreter import INTERPRETED, patch_language_once_a_launch
+from triton_interpreter import INTERPRETED, patch_index, patch_language_once_a_launch
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fast_interpreter():
-    """See `patch_language_once_a_launch`."""
+def better_interpreter():
+    """See `patch_language_once_a_launch` and `patch_index`."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if INTERPRETED:
             patch = patch_language_once_a_launch(interpreter._patch_lang)
             monkeypatch.setattr(interpreter, "_patch_lang", patch)
+            patch = patch_index(interpreter._patch_lang_tensor)
+            monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
         yield
 
 

@@ -26,6 +26,24 @@ def run_in_interpreter(test_file: str) -> None:
     assert " passed" in run.stdout, run.stdout
 
 
+def patch_index(patch_lang_tensor: Callable) -> Callable:
+    """Triton 3.6's interpreter takes `int()` of an array of one element where a loop's bound is on
+    the device; NumPy 2.5 refuses that.
+
+    Args:
+        patch_lang_tensor: `interpreter._patch_lang_tensor`.
+
+    Returns:
+        what to put in its place.
+    """
+
+    def patch(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        patch_lang_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    return patch
+
+
 def patch_language_once_a_launch(patch_lang: Callable) -> Callable:
     """Triton 3.6's interpreter replaces the functions of `triton.language` at every call of a
     device function, which is half of its time; within one launch, once for each module is enough.

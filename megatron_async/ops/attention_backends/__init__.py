@@ -1,0 +1,3 @@
+"""Prefill attention behind one protocol: a file for each backend, and the choice among them."""
+
+from __future__ import annotations

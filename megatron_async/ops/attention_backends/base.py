@@ -1,0 +1,97 @@
+"""What a prefill backend is given and what it must be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_async.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What an engine's attention is like, the same for all its steps."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    """Size of a head."""
+    block_size: int
+    """Tokens a KV block."""
+    max_blocks: int
+    """Blocks of the longest row."""
+    dtype: torch.dtype
+    """Of queries and cache."""
+    device: torch.device
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest row."""
+        return self.block_size * self.max_blocks
+
+
+@dataclass(frozen=True)
+class PrefillRows:
+    """The prefill rows of one step, the same for all layers.
+
+    A captured step has dummy rows, which have no tokens, and padding tokens behind the last row's.
+    """
+
+    block_tables: Tensor
+    """int32 `[rows, blocks]`. Entries beyond a row's length are any blocks."""
+    kv_lengths: Tensor
+    """int32 `[rows]`, this step's tokens included: a chunk's last token is at length - 1."""
+    starts: Tensor
+    """int32 `[rows + 1]`: tokens of row i are starts[i] .. starts[i + 1] - 1."""
+    max_query_length: int
+    """No row has more tokens in this step."""
+    max_kv_length: int
+    """No row has a longer KV length."""
+    lengths: tuple[tuple[int, int], ...] = ()
+    """(query, KV) length of each row where the host knows them: not in a captured step."""
+
+
+class PrefillBackend(Protocol):
+    """Causal attention of prefill rows over the paged cache."""
+
+    name: str
+    """As in `InferenceConfig.attention_backend`."""
+    captures: bool
+    """Whether it works without `PrefillRows.lengths`, in a graph."""
+
+    def begin_step(self, rows: PrefillRows) -> None:
+        """Prepare for the layers of one step."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one layer.
+
+        Args:
+            query: `[tokens, heads, dim]`, contiguous: the rows' tokens end to end, then padding.
+            key_cache, value_cache: `[blocks, block size, kv heads, dim]`, contiguous, this step's
+                keys and values in place.
+            scale: softmax scale.
+            out: `[tokens, heads, dim]`, contiguous, to be written; None: a new tensor.
+
+        Returns:
+            `out`, undefined for padding.
+        """
+
+
+class BackendUnavailable(ConfigurationError):
+    """A backend that this machine, model or setting cannot have; the message says the remedy."""
+
+
+def require(condition: bool, name: str, problem: str, remedy: str) -> None:
+    """Raise `BackendUnavailable` unless `condition` holds."""
+    if not condition:
+        raise BackendUnavailable(f"attention_backend={name!r}: {problem}; {remedy}.")

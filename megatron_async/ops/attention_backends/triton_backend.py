@@ -1,0 +1,52 @@
+"""Prefill attention with our own kernel: every dtype, head and block size, no package."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_async.ops.attention_backends.base import AttentionShape, PrefillRows
+from megatron_async.ops.prefill_attention import paged_prefill_attention
+
+
+class TritonPrefill:
+    """See `ops/prefill_attention.py`; a `PrefillBackend`.
+
+    Args:
+        shape: of the engine's attention.
+    """
+
+    name = "triton"
+    captures = True
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._rows: PrefillRows | None = None
+
+    def begin_step(self, rows: PrefillRows) -> None:
+        """See `PrefillBackend`."""
+        self._rows = rows
+
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `PrefillBackend`."""
+        rows = self._rows
+        assert rows is not None  # begin_step
+        out = torch.empty_like(query) if out is None else out
+        paged_prefill_attention(
+            query,
+            key_cache,
+            value_cache,
+            rows.block_tables,
+            rows.kv_lengths,
+            rows.starts,
+            rows.max_query_length,
+            scale,
+            out,
+        )
+        return out
