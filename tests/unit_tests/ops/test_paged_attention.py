@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.ops.attention_backends.base import AttentionShape
+from megatron_async.ops.attention_backends.selection import BACKENDS, STEP_CLASSES, PrefillChoice
 from megatron_async.ops.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.paged_attention import TorchPagedAttention
 
@@ -101,14 +103,17 @@ def test_torch_backend(block_size, decode, prefill, kv_heads, group, dim):
     ],
 )
 class TestOnGpu:
-    """The same, with the decode kernel."""
+    """The same, with the decode kernel and either prefill backend that is always there."""
 
     pytestmark = needs_gpu
 
-    def test_gpu_backend(self, block_size, decode, prefill, kv_heads, group, dim):
+    @pytest.mark.parametrize("name", ["triton", "torch"])
+    def test_gpu_backend(self, name, block_size, decode, prefill, kv_heads, group, dim):
         def backend(size, blocks):
             rows, heads = len(decode) + len(prefill), kv_heads * group
             cuda = torch.device("cuda")
-            return GpuPagedAttention(size, blocks, rows, heads, kv_heads, dim, cuda)
+            shape = AttentionShape(heads, kv_heads, dim, size, blocks, torch.float32, cuda)
+            choice = PrefillChoice((BACKENDS[name](shape),) * len(STEP_CLASSES))
+            return GpuPagedAttention(size, blocks, rows, heads, kv_heads, dim, cuda, choice)
 
         check(backend, "cuda", block_size, decode, prefill, kv_heads, group, dim, 1e-4)
