@@ -38,6 +38,7 @@ from megatron_async.models.linear import (
 from megatron_async.models.mlp import GatedMLP
 from megatron_async.models.parallel_state import ensure_process_groups
 from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.skinny_linear import Unnormed
 
 TRANSFORMER_IMPLS = ("local", "transformer_engine")
 """Values of Megatron's `transformer_impl` that are served."""
@@ -110,6 +111,9 @@ class PagedHybridStack(HybridStack):
         self.final_norm = WrappedTorchNorm(
             config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
         )
+        for module in self.modules():
+            if isinstance(module, InferenceRowParallelLinear):
+                module.may_split = True  # what follows is a norm, which adds up partial sums
 
     def forward(
         self,
@@ -121,7 +125,7 @@ class PagedHybridStack(HybridStack):
         """As `HybridStack.forward`: hidden states `[tokens, 1, hidden]`, normalised at the end.
 
         The residual stream is carried beside the blocks' outputs, so that each addition is done
-        together with the norm that follows it.
+        together with the norm that follows it, and both, where that pays, by the product behind.
         """
         if isinstance(hidden_states, WrappedTensor):
             hidden_states = hidden_states.unwrap()
@@ -129,19 +133,27 @@ class PagedHybridStack(HybridStack):
         for layer, kind in zip(self.layers, self.layer_type_list, strict=True):
             attends = kind == LayerSymbols.ATTENTION
             norm = layer.input_layernorm if attends else layer.pre_mlp_layernorm
-            output, residual = _add_norm(output, residual, norm)
             block = layer.self_attention if attends else layer.mlp
-            output, bias = block(output, inference_context=inference_context)
+            product = block.linear_qkv if attends else block.linear_fc1
+            if product.takes_unnormed(output):
+                before = None if residual is None else residual.flatten(0, 1)
+                unnormed = Unnormed(output.flatten(0, 1), before, norm.weight, norm.eps)
+                output, bias = block(unnormed, inference_context=inference_context)
+                assert unnormed.total is not None
+                residual = unnormed.total[:, None]
+            else:
+                output, residual = _add_norm(output, residual, norm)
+                output, bias = block(output, inference_context=inference_context)
             if bias is not None:
                 output = output + bias
         return _add_norm(output, residual, self.final_norm)[0]
 
 
 def _add_norm(x: Tensor, residual: Tensor | None, norm: torch.nn.RMSNorm) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` on Megatron's `[tokens, 1, hidden]`."""
+    """`add_rms_norm` on Megatron's `[tokens, 1, hidden]`, or on partial sums of that."""
     flat = None if residual is None else residual.flatten(0, 1)
-    normed, total = kernels_for(x).add_rms_norm(x.flatten(0, 1), flat, norm.weight, norm.eps)
-    return normed.view_as(x), total.view_as(x)
+    normed, total = kernels_for(x).add_rms_norm(x.flatten(-3, -2), flat, norm.weight, norm.eps)
+    return normed[:, None], total[:, None]
 
 
 def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:

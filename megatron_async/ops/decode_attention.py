@@ -70,8 +70,9 @@ def paged_decode_attention(
         scale: softmax scale.
         workspace: its schedule updated for these rows; partial results are overwritten.
         out: like `query`, written.
-        is_settled: schedule and block tables were written at least one kernel before the kernel
-            launched last; they are then read without waiting for that one.
+        is_settled: schedule and block tables were written before the kernel launched last, and that
+            one waits before it lets others start (`rope_append` does); they are then read without
+            waiting for it.
 
     Raises:
         ValueError: shapes, dtypes or strides that the kernel cannot serve.

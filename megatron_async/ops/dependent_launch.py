@@ -2,9 +2,10 @@
 
 A small kernel of a captured step costs about a microsecond before its first instruction. On Hopper
 and later a kernel may be launched early and wait itself for the one before it (CUDA Programming
-Guide, "Programmatic Dependent Launch and Synchronization"). Each kernel here first waits, then lets
-its successor start; what lies before the wait may only read what no kernel of the step writes
-(weights).
+Guide, "Programmatic Dependent Launch and Synchronization"). What lies before a kernel's wait may
+only read what no kernel of the step writes (weights). Every program of every kernel waits, so a
+kernel that is done implies that all before it are; that is why a kernel may let its successor start
+before it has waited itself.
 """
 
 from __future__ import annotations
@@ -40,3 +41,57 @@ def wait_for_previous(overlap: tl.constexpr) -> None:
     if overlap:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def let_next_start(overlap: tl.constexpr) -> None:
+    """Allow the next kernel to start once all programs of this one have; `await_previous` must
+    follow."""
+    if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def await_previous(overlap: tl.constexpr) -> None:
+    """Wait until the kernel before this one is done and its writes are visible."""
+    if overlap:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch_rows(
+    start: tl.tensor,
+    rows: tl.tensor,
+    row_bytes: tl.constexpr,
+    ahead: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    """Ask for the first `ahead` bytes of each of `rows` adjacent rows to be brought to the L2
+    cache; one thread a row, so there must be at least as many threads.
+
+    Args:
+        start: pointer to the first row, 16-byte aligned.
+        rows: how many.
+        row_bytes: from one row to the next, a multiple of 16.
+        ahead: a multiple of 16; 0 for none.
+        overlap: nothing happens without dependent launch.
+    """
+    if overlap and ahead > 0:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            .reg .u32 t;
+            .reg .u64 a;
+            mov.u32 t, %tid.x;
+            setp.lt.u32 p, t, $2;
+            mul.wide.u32 a, t, $3;
+            add.u64 a, a, $1;
+            @p cp.async.bulk.prefetch.L2.global [a], $4;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r,r,r",
+            [start.to(tl.int64), rows, row_bytes, ahead],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

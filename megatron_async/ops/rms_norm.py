@@ -26,8 +26,10 @@ def add_rms_norm(
 
     Args:
         x: `[tokens, hidden]`, output of the previous block (of the embedding, for the first);
-            bfloat16, float16 or float32 on a GPU; rows may be strided, elements not.
-        residual: like `x`, or None: `x` is the whole residual stream.
+            bfloat16, float16 or float32 on a GPU; rows may be strided, elements not. Or that
+            output's partial sums, float32 `[parts, tokens, hidden]`, contiguous: they are added in
+            order and rounded to the residual's dtype, as a product would have been.
+        residual: `[tokens, hidden]`, or None: `x` is the whole residual stream.
         weight: `[hidden]`, the norm's weight.
         eps: added to the mean square.
 
@@ -37,7 +39,16 @@ def add_rms_norm(
     Raises:
         ValueError: shapes do not match, elements are strided or the row is too long.
     """
+    parts = x.size(0) if x.dim() == 3 else 1
+    if parts > 1 and (residual is None or x.dtype != torch.float32 or not x.is_contiguous()):
+        raise ValueError(
+            "add_rms_norm: partial sums must be float32, contiguous and have a residual; found "
+            f"{x.dtype}, strides {x.stride()}, residual {residual is not None}."
+        )
+    part_stride = x.stride(0) if x.dim() == 3 else 0
+    x = x[0] if x.dim() == 3 else x
     tokens, hidden = x.shape
+    dtype = x.dtype if residual is None else residual.dtype
     if hidden > MAX_HIDDEN:
         raise ValueError(
             f"add_rms_norm: hidden size {hidden} is over {MAX_HIDDEN}, what one program holds: "
@@ -51,7 +62,7 @@ def add_rms_norm(
         )
     if x.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
         raise ValueError("add_rms_norm: elements of a row must be adjacent: call .contiguous().")
-    normed = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    normed = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
     total = x if residual is None else torch.empty_like(normed)
     if tokens:
         block = triton.next_power_of_2(hidden)
@@ -62,11 +73,13 @@ def add_rms_norm(
             normed,
             total,
             x.stride(0),
+            part_stride,
             residual.stride(0) if residual is not None else 0,
             eps,
             hidden=hidden,
             block=block,
             has_residual=residual is not None,
+            parts=parts,
             num_warps=min(max(block // 512, 1), 16),
             **launch_options(x),
         )
@@ -77,6 +90,8 @@ def add_rms_norm_reference(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The same in plain torch."""
+    if x.dim() == 3:
+        x = x.sum(0) if residual is None else x.sum(0).to(residual.dtype)
     total = x if residual is None else residual + x
     return F.rms_norm(total, weight.shape, weight, eps), total
 
@@ -89,11 +104,13 @@ def _add_rms_norm_kernel(
     normed: tl.tensor,
     total: tl.tensor,
     x_stride: tl.tensor,
+    part_stride: tl.tensor,
     residual_stride: tl.tensor,
     eps: tl.tensor,
     hidden: tl.constexpr,
     block: tl.constexpr,
     has_residual: tl.constexpr,
+    parts: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -102,6 +119,11 @@ def _add_rms_norm_kernel(
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(overlap)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if parts > 1:
+        for part in tl.static_range(1, parts):
+            place = part * part_stride + row * x_stride + column
+            value += tl.load(x + place, mask=inside, other=0.0)
+        value = value.to(total.dtype.element_ty).to(tl.float32)
     if has_residual:
         before = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
         rounded = (before.to(tl.float32) + value).to(total.dtype.element_ty)

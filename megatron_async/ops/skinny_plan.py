@@ -1,0 +1,154 @@
+"""Which kernel multiplies a few rows by a weight, and how it is laid out.
+
+The rule depends on the number of rows, the shape of the weight, the dtype and the device only, so a
+captured step and an eager one of as many rows agree. Its constants are measurements on an H200
+(docs/performance.md, "Matrix products of decode steps"): sweeps of SmolLM2's and Llama-3.1-8B's
+shapes at 1, 16 and 64 rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+MAX_ROWS = 64
+"""More rows go to cuBLAS."""
+MEASURED_MAJOR = 9
+"""Compute capability of the devices that the rule was measured on (Hopper); others keep cuBLAS."""
+ONE_WAVE = 132
+"""Processors of an H200: programs beyond this many, each with a deep pipeline, queue up."""
+WHOLE_ROW = 2048
+"""One-row kernel: a weight row of up to this many elements is loaded before the wait."""
+NORM_WIDTH = 2048
+"""Longest input that every program of the one-row kernel normalises again. At 4096 that costs
+2 us a product, and a kernel of its own 1 us."""
+A_WAVE_AND_SOME = 144
+"""Most programs of a split product."""
+LEAST_SHARE = 192
+"""Least inputs of a split product's share."""
+PREFETCH = 2048
+"""Bytes of each weight row that are asked for before the wait, where the row is not loaded then."""
+SHARED_MEMORY = 200_000
+"""Bytes of pipeline stages that one program may take."""
+WIDE = 16384
+"""A product this wide and shallower than `WHOLE_ROW` is cuBLAS's beyond one row."""
+
+
+@dataclass(frozen=True)
+class OneRowPlan:
+    """Layout of `one_row_kernel`: each program takes `block_n` outputs, `block_k` elements of their
+    weight rows at a time."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    ahead: int
+    """Bytes of each weight row to prefetch."""
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """Layout of `tile_kernel`: each program takes `block_n` outputs of all rows and one of `splits`
+    shares of the inputs."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    warps: int
+    stages: int
+    swap: bool
+    """Multiply weights by inputs instead of inputs by weights: 64 outputs fill the matrix units
+    where few rows do not."""
+    ahead: int
+    """Bytes of each weight row's share to prefetch."""
+
+
+def plan_product(
+    x: Tensor, weight: Tensor, gated: bool = False, may_split: bool = False
+) -> OneRowPlan | TilePlan | None:
+    """The layout for `x @ weight.T`; None where cuBLAS is the better choice.
+
+    Args:
+        x: `[rows, k]`.
+        weight: `[outputs, k]`, or `[2 * outputs, k]` if `gated`.
+        gated: SwiGLU follows.
+        may_split: the caller can take partial sums.
+    """
+    if not x.is_cuda or x.size(0) > MAX_ROWS or not weight.is_contiguous():
+        return None
+    if not _is_measured(x.device.index):
+        return None
+    outputs = weight.size(0) // 2 if gated else weight.size(0)
+    return choose_plan(x.size(0), outputs, weight.size(1), weight.itemsize, gated, may_split)
+
+
+@lru_cache
+def _is_measured(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index)[0] == MEASURED_MAJOR
+
+
+@lru_cache(maxsize=4096)
+def choose_plan(
+    rows: int, outputs: int, k: int, itemsize: int, gated: bool, may_split: bool
+) -> OneRowPlan | TilePlan | None:
+    """`plan_product` for a device that the rule was measured on."""
+    if not 0 < rows <= MAX_ROWS or k * itemsize % 16:
+        return None
+    if rows == 1:
+        return _one_row(outputs, k, itemsize, gated)
+    if outputs >= WIDE and k < WHOLE_ROW:
+        return None
+    return _tile(rows, outputs, k, itemsize, gated, may_split)
+
+
+def _one_row(outputs: int, k: int, itemsize: int, gated: bool) -> OneRowPlan:
+    if k > WHOLE_ROW:
+        block_k = 2048 if k <= 4096 else 1024
+        # A thread holds a product's partial sums: 16 of them, however wide an element is.
+        return OneRowPlan(2, block_k, 8, min(PREFETCH, k * itemsize))
+    block_k = triton.next_power_of_2(max(k, 64))
+    if outputs >= WIDE:
+        return OneRowPlan(8, block_k, 4, 0)
+    return OneRowPlan(2 if gated else 4, block_k, 2, 0)
+
+
+def _tile(
+    rows: int, outputs: int, k: int, itemsize: int, gated: bool, may_split: bool
+) -> TilePlan:
+    block_m = max(16, triton.next_power_of_2(rows))
+    few = block_m == 16
+    # Partial sums of many rows are many bytes.
+    most = min(8 if few else 4, k // LEAST_SHARE) if may_split else 1
+    if most > 1:
+        enough = ONE_WAVE * 3 // 4 if few else ONE_WAVE * 3 // 8
+        block_n = next((n for n in (64, 32) if triton.cdiv(outputs, n) * most >= enough), 16)
+    else:
+        block_n = next((n for n in (16, 32, 64) if triton.cdiv(outputs, n) <= ONE_WAVE), 64)
+        if not few and outputs > 64 * 1024:
+            block_n = 128
+    programs = triton.cdiv(outputs, block_n)
+    splits = max(1, min(most, A_WAVE_AND_SOME // programs))
+    block_k = (128 if k // splits >= 256 else 64) * 2 // max(itemsize, 2)
+    share = triton.cdiv(k, splits * block_k) * block_k
+    splits = triton.cdiv(k, share)
+    stage = (block_m + (2 if gated else 1) * block_n) * block_k * itemsize
+    deep = programs * splits <= A_WAVE_AND_SOME
+    budget = SHARED_MEMORY if deep else SHARED_MEMORY // 2
+    stages = max(budget // stage, min(4, SHARED_MEMORY // stage), 2)
+    # Deep unsplit products lose 2 % by a prefetch: their pipelines start after the wait anyway.
+    wanted = PREFETCH if splits > 1 or k <= WHOLE_ROW else 0
+    return TilePlan(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        splits=splits,
+        warps=4 if not few or block_n > 32 else block_n // 16,
+        stages=min(stages, share // block_k + 1, 12),
+        swap=few and block_n >= 64 and itemsize == 2,
+        ahead=min(wanted, share * itemsize, k * itemsize) // 16 * 16,
+    )
