@@ -22,7 +22,7 @@ RUNTIME = [
 
 EXTRAS = {
     # Exact: a pre-release whose interface still moves. It compiles its kernels at run time.
-    "gpu": ["flash-attn-4==4.0.0b36"],
+    "gpu": ["flash-attn-4[cu13]==4.0.0b36"],
     "te": ["transformer-engine[core_cu13,pytorch]"],
     "ssm": ["mamba-ssm", "causal-conv1d>=1.5,<2"],
     "server": ["fastapi", "uvicorn", "prometheus-client", "msgspec"],

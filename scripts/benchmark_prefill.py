@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 2048])
     parser.add_argument("--max-tokens", type=int, nargs="+", default=[8192], help="chunk sizes")
+    parser.add_argument("--attention-backend", help="as in InferenceConfig")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tflops", type=float, default=790.0, help="of the device, for the floor")
     parser.add_argument("--tbps", type=float, default=4.3, help="of its memory, for the floor")
@@ -89,7 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 max_sequence_length=longest,
                 num_kv_blocks=2 * (-(-longest // 64)),
                 block_size_tokens=64,
+                attention_backend=args.attention_backend,
             ) as llm:
+                if report := llm.engine.context.gpu_view.attention_report:
+                    print(report)
                 vocabulary = llm.engine.controller.vocab_size
                 for tokens in args.prompt_tokens:
                     result = measure(llm, tokens, args.repeats)

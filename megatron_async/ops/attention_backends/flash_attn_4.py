@@ -101,7 +101,8 @@ class FlashAttention4Prefill:
 
 def _find_function() -> Callable[..., Any]:
     """The package's function, after a look at what it takes."""
-    name, install = FlashAttention4Prefill.name, f"pip install {DISTRIBUTION}=={TESTED_VERSION}"
+    name = FlashAttention4Prefill.name
+    install = f"pip install '{DISTRIBUTION}[cu13]=={TESTED_VERSION}'"
     try:
         version = importlib.metadata.version(DISTRIBUTION)
         from flash_attn.cute import flash_attn_varlen_func

@@ -1,8 +1,8 @@
 """Which prefill backend serves a step: the one asked for, or the fastest of those at hand.
 
-Backends are timed once, when an engine starts, in a graph and on shapes that stand for two classes
-of steps: whole chunks, which are bound by the matrix units, and short chunks over a long sequence,
-where it counts how many programs share the sequence.
+Backends are timed once, when an engine starts, in a graph and on shapes that stand for classes of
+steps: whole chunks, which are bound by the matrix units; short chunks over a longer sequence, where
+it counts how many programs share the sequence; and short prompts, where the launch counts.
 """
 
 from __future__ import annotations
@@ -57,9 +57,11 @@ class StepClass:
 
 STEP_CLASSES = (
     StepClass("chunks", 512, 2048, 2048),
-    StepClass("short chunks", 0, 128, 8192),
+    StepClass("short chunks", 192, 256, 2048),
+    StepClass("short prompts", 0, 128, 128),
 )
-"""By falling `least_query`: the first that fits counts."""
+"""By falling `least_query`: the first that fits counts. A captured step may also have few tokens
+over a long sequence, but the host does not know; short prompts are the usual case."""
 
 
 @dataclass(frozen=True)

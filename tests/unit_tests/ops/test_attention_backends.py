@@ -77,7 +77,7 @@ def test_flash_attention_3_is_checked_before_use(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("flash_attn_4", "pip install flash-attn-4"), ("flash_attn_3", "build FlashAttention-3")],
+    [("flash_attn_4", "pip install 'flash-attn-4"), ("flash_attn_3", "build FlashAttention-3")],
 )
 def test_package_that_is_not_installed(name, remedy, monkeypatch):
     for module in ("flash_attn", "flash_attn.cute", "flash_attn_3", "flashattn_hopper"):
@@ -90,14 +90,19 @@ def test_package_that_is_not_installed(name, remedy, monkeypatch):
 def test_choice_by_longest_chunk():
     shape = AttentionShape(4, 2, 64, 64, 4, torch.bfloat16, torch.device("cpu"))
     ours, reference = BACKENDS["triton"](shape), BACKENDS["torch"](shape)
-    times = ({"triton": 9.0, "torch": 70.0}, {"triton": 20.0, "torch": 10.0})
-    choice = PrefillChoice((ours, reference), times, ("flash_attn_4 failed (OSError: no)",))
-    assert choice.pick(STEP_CLASSES[0].least_query) is ours
+    times = ({"triton": 9.0, "torch": 70.0}, {"triton": 20.0, "torch": 10.0}) * 2
+    count = len(STEP_CLASSES)
+    backends = (ours, reference, ours)[:count]
+    choice = PrefillChoice(backends, times[:count], ("flash_attn_4 failed (OSError: no)",))
+    for step_class, backend in zip(STEP_CLASSES, backends, strict=True):
+        assert choice.pick(step_class.least_query) is backend
     assert choice.pick(STEP_CLASSES[0].least_query - 1) is reference
+    assert choice.pick(10**6) is ours
     assert not choice.captures
     assert str(choice) == (
         "attention: prefill chunks triton (9 us a layer; torch 70), short chunks torch "
-        "(10 us a layer; triton 20); flash_attn_4 failed (OSError: no)"
+        "(10 us a layer; triton 20), short prompts triton (9 us a layer; torch 70); "
+        "flash_attn_4 failed (OSError: no)"
     )
 
 
