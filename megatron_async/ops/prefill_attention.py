@@ -1,24 +1,25 @@
 """Paged attention of prefill chunks: many query tokens a row, causal, over the paged cache.
 
 Flash attention (Dao et al. 2022) with a block-table lookup: one program takes a tile of a chunk's
-query tokens and one query head, and walks its keys and values once. Lengths and places stay on the
-device; only the longest chunk's bound is the host's choice, so that a captured step serves any
-chunks that fit its shape. A program without tokens ends at once.
+queries, the query heads of one KV head packed together (as FlashAttention-3 does for few queries),
+and walks their keys and values once. Lengths and places stay on the device: programs find their row
+by the chunks' starts, so that a captured step serves any chunks that fit its shape. A program
+without tokens ends at once.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.dependent_launch import HOPPER, launch_options, wait_for_previous
 
-QUERY_TILE = 128
-"""Query tokens of a program (16-bit dtypes)."""
-KEY_TILE = 64
-"""Keys that a program takes together."""
 LOG2_E = 1.4426950408889634
 
 
@@ -42,14 +43,14 @@ def paged_prefill_attention(
         kv_lengths: int32 `[rows]`: a chunk's last token is at position KV length - 1.
         starts: int32 `[rows + 1]`: tokens of row i are starts[i] .. starts[i + 1] - 1.
         max_query_length: no chunk has more tokens.
-        scale: softmax scale.
+        scale: softmax scale, above 0.
         out: `[tokens, heads, dim]`, contiguous; written for the rows' tokens, left alone for
             padding.
 
     Raises:
         ValueError: shapes do not match.
     """
-    _tokens, heads, dim = query.shape
+    tokens, heads, dim = query.shape
     _blocks, block_size, kv_heads, cache_dim = key_cache.shape
     rows = kv_lengths.numel()
     if cache_dim != dim or heads % kv_heads or value_cache.shape != key_cache.shape:
@@ -64,11 +65,14 @@ def paged_prefill_attention(
         )
     if not rows or not max_query_length:
         return
-    wide = query.dtype == torch.float32 or dim > 128
-    query_tile = 32 if wide else min(QUERY_TILE, max(triton.next_power_of_2(max_query_length), 16))
-    key_tile = 32 if wide else KEY_TILE
-    grid = (triton.cdiv(max_query_length, query_tile), heads, rows)
-    _prefill_kernel[grid](
+    group = heads // kv_heads
+    tile = tile_of(query, block_size)
+    # Every row may end with a tile that is not full.
+    tiles = min(
+        rows * triton.cdiv(max_query_length * group, tile.queries),
+        (tokens * group + rows * (tile.queries - 1)) // tile.queries,
+    )
+    _prefill_kernel[kv_heads, tiles](
         query,
         key_cache,
         value_cache,
@@ -76,19 +80,85 @@ def paged_prefill_attention(
         block_tables.stride(0),
         kv_lengths,
         starts,
+        rows,
         scale * LOG2_E,
         out,
+        *_descriptors(key_cache, value_cache, tile),
         block_size=block_size,
-        heads=heads,
+        group=group,
         kv_heads=kv_heads,
         dim=dim,
         dim_tile=triton.next_power_of_2(dim),
-        query_tile=query_tile,
-        key_tile=key_tile,
-        num_warps=8 if query_tile == 128 and dim > 64 else 4,
-        num_stages=3 if not wide else 2,
+        rows_tile=max(triton.next_power_of_2(rows), 16),
+        query_tile=tile.queries,
+        key_tile=tile.keys,
+        num_warps=4,
+        num_stages=tile.stages,
         **launch_options(query),
     )
+
+
+class Tile(NamedTuple):
+    """What a program takes together, and how it is compiled."""
+
+    queries: int
+    """Query tokens times query heads of one KV head."""
+    keys: int
+    stages: int
+    descriptors: bool = False
+    """Whether keys and values are loaded by tensor descriptors (TMA)."""
+
+
+FEW_PROGRAMS = 128
+"""A GPU runs as many at once: with fewer, a program's own time counts."""
+
+
+def tile_of(query: Tensor, block_size: int) -> Tile:
+    """The tile for a step: 64 queries and 4 warps, so that two or more programs share a processor
+    and one computes softmax while the other multiplies.
+
+    Measured on an H200; docs/performance.md has the figures.
+
+    Args:
+        query: `[tokens, heads, dim]`.
+        block_size: tokens a KV block.
+    """
+    tokens, heads, dim = query.shape
+    if query.dtype == torch.float32 or dim > 128:
+        return Tile(32, 32, 2)
+    # Larger key tiles are fewer round trips for a program, and leave room for fewer programs.
+    few = tokens * heads <= FEW_PROGRAMS * 64
+    if block_size % 128 == 0 and (dim <= 64 or few):
+        return Tile(64, 128, 3, _descriptors_fit(query))
+    fits = block_size % 64 == 0 and _descriptors_fit(query)
+    return Tile(64, 64, 2 if dim > 64 else 3, fits)
+
+
+def _descriptors_fit(query: Tensor) -> bool:
+    dim = query.size(2)
+    if dim != triton.next_power_of_2(dim):
+        return False
+    # Off a GPU there is only Triton's interpreter, which has them.
+    return not query.is_cuda or _is_hopper(query.device.index)
+
+
+@lru_cache
+def _is_hopper(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index)[0] >= HOPPER
+
+
+def _descriptors(
+    key_cache: Tensor, value_cache: Tensor, tile: Tile
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """The caches as matrices of tokens by KV heads and dimensions, in tiles of one KV head."""
+    if not tile.descriptors:
+        return None, None
+    dim = key_cache.size(3)
+    keys, values = (
+        TensorDescriptor.from_tensor(cache.view(-1, cache.size(2) * dim), [tile.keys, dim])
+        for cache in (key_cache, value_cache)
+    )
+    return keys, values
 
 
 @triton.jit
@@ -96,6 +166,8 @@ def _attend_tiles(
     q: tl.tensor,
     key_cache: tl.tensor,
     value_cache: tl.tensor,
+    key_descriptor: tl.tensor,
+    value_descriptor: tl.tensor,
     table: tl.tensor,
     position: tl.tensor,
     gathered: tl.tensor,
@@ -116,30 +188,37 @@ def _attend_tiles(
     column = tl.arange(0, dim_tile)
     inside = column < dim
     for first in tl.range(begin, end, key_tile):
-        if block_size % key_tile == 0:
-            # The tile lies in one block.
-            block = tl.load(table + first // block_size).to(tl.int64)
-            cell = block * block_size + first % block_size + tl.arange(0, key_tile)
-            key_position = first + tl.arange(0, key_tile)
+        key_position = first + tl.arange(0, key_tile)
+        # What a row's last block holds beyond its length may be anything, so masked tiles are
+        # loaded by pointers, which can leave cells out.
+        if key_descriptor is not None and not masked:
+            first_cell = tl.load(table + first // block_size) * block_size + first % block_size
+            k = key_descriptor.load([first_cell, kv_head * dim])
+            v = value_descriptor.load([first_cell, kv_head * dim])
         else:
-            key_position = first + tl.arange(0, key_tile)
-            exists = key_position < length
-            block = tl.load(table + key_position // block_size, mask=exists, other=0).to(tl.int64)
-            cell = block * block_size + key_position % block_size
-        place = (cell * kv_heads + kv_head) * dim
-        if masked or dim != dim_tile:
-            loaded = (key_position < length)[:, None] & inside[None, :]
-            k = tl.load(key_cache + place[:, None] + column[None, :], mask=loaded, other=0.0)
-            v = tl.load(value_cache + place[:, None] + column[None, :], mask=loaded, other=0.0)
-        else:
-            k = tl.load(key_cache + place[:, None] + column[None, :])
-            v = tl.load(value_cache + place[:, None] + column[None, :])
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if block_size % key_tile == 0:
+                # The tile lies in one block.
+                block = tl.load(table + first // block_size).to(tl.int64)
+                cell = block * block_size + first % block_size + tl.arange(0, key_tile)
+            else:
+                exists = key_position < length
+                block = tl.load(table + key_position // block_size, mask=exists, other=0)
+                cell = block.to(tl.int64) * block_size + key_position % block_size
+            place = (cell * kv_heads + kv_head) * dim
+            if masked or dim != dim_tile:
+                loaded = (key_position < length)[:, None] & inside[None, :]
+                k = tl.load(key_cache + place[:, None] + column[None, :], mask=loaded, other=0.0)
+                v = tl.load(value_cache + place[:, None] + column[None, :], mask=loaded, other=0.0)
+            else:
+                k = tl.load(key_cache + place[:, None] + column[None, :])
+                v = tl.load(value_cache + place[:, None] + column[None, :])
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if masked:
             score = tl.where(position[:, None] >= key_position[None, :], score, -float("inf"))
+        # Maxima are of scores before scaling, so that scaling and subtracting are one instruction.
         new_maximum = tl.maximum(maximum, tl.max(score, 1))
-        weight = tl.exp2(score - new_maximum[:, None])
-        shrink = tl.exp2(maximum - new_maximum)
+        weight = tl.exp2(score * scale - (new_maximum * scale)[:, None])
+        shrink = tl.exp2((maximum - new_maximum) * scale)
         total = total * shrink + tl.sum(weight, 1)
         gathered = gathered * shrink[:, None]
         gathered = tl.dot(weight.to(v.dtype), v, gathered, input_precision="ieee")
@@ -147,7 +226,11 @@ def _attend_tiles(
     return gathered, maximum, total
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+# Where prefill rows begin among a step's rows varies, and with it what is aligned.
+@triton.jit(
+    do_not_specialize=["table_stride", "rows"],
+    do_not_specialize_on_alignment=["tables", "kv_lengths", "starts"],
+)
 def _prefill_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -156,49 +239,65 @@ def _prefill_kernel(
     table_stride: tl.tensor,
     kv_lengths: tl.tensor,
     starts: tl.tensor,
+    rows: tl.tensor,
     scale: tl.tensor,
     out: tl.tensor,
+    key_descriptor: tl.tensor,
+    value_descriptor: tl.tensor,
     block_size: tl.constexpr,
-    heads: tl.constexpr,
+    group: tl.constexpr,
     kv_heads: tl.constexpr,
     dim: tl.constexpr,
     dim_tile: tl.constexpr,
+    rows_tile: tl.constexpr,
     query_tile: tl.constexpr,
     key_tile: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     wait_for_previous(overlap)
-    # The last tiles of a chunk have the most keys: they begin first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    head, row = tl.program_id(1), tl.program_id(2)
-    start = tl.load(starts + row)
-    tokens = tl.load(starts + row + 1) - start
-    if tile * query_tile < tokens:
+    # Which row's tile this is. The last tiles of a chunk have the most keys: they begin first, for
+    # all heads.
+    kv_head = tl.program_id(0)
+    each = tl.arange(0, rows_tile)
+    begins = tl.load(starts + each, mask=each < rows, other=0)
+    ends = tl.load(starts + each + 1, mask=each < rows, other=0)
+    tiles_of = ((ends - begins) * group + query_tile - 1) // query_tile
+    tiles_to = tl.cumsum(tiles_of, 0)
+    number = tl.sum(tiles_of, 0) - 1 - tl.program_id(1)
+    if number >= 0:
+        row = tl.sum((tiles_to <= number).to(tl.int32), 0)
+        tile = number - tl.sum(tl.where(each < row, tiles_of, 0), 0)
+        start = tl.load(starts + row)
+        tokens = tl.load(starts + row + 1) - start
         length = tl.load(kv_lengths + row)
         before = length - tokens
-        kv_head = head // (heads // kv_heads)
+        # The query heads of a KV head share its keys: they are rows of one tile, token by token.
         local = tile * query_tile + tl.arange(0, query_tile)
+        token = local // group
+        head = kv_head * group + local % group
         column = tl.arange(0, dim_tile)
-        inside = (local < tokens)[:, None] & (column < dim)[None, :]
-        place = ((start + local).to(tl.int64)[:, None] * heads + head) * dim + column[None, :]
+        inside = (token < tokens)[:, None] & (column < dim)[None, :]
+        query_row = (start + token).to(tl.int64) * (kv_heads * group) + head
+        place = query_row[:, None] * dim + column[None, :]
         q = tl.load(query + place, mask=inside, other=0.0)
         # Tokens behind the chunk's end attend like its last one, and are not stored.
-        position = before + tl.minimum(local, tokens - 1)
+        position = before + tl.minimum(token, tokens - 1)
         gathered = tl.zeros((query_tile, dim_tile), tl.float32)
         maximum = tl.full((query_tile,), -float("inf"), tl.float32)
         total = tl.zeros((query_tile,), tl.float32)
         table = tables + row.to(tl.int64) * table_stride
         # Keys that every query of the tile sees need no mask.
-        seen = (before + tile * query_tile + 1) // key_tile * key_tile
-        end = tl.minimum(before + (tile + 1) * query_tile, length)
+        first = before + tile * query_tile // group
+        seen = (first + 1) // key_tile * key_tile
+        end = tl.minimum(before + (tile * query_tile + query_tile - 1) // group + 1, length)
         gathered, maximum, total = _attend_tiles(
-            q, key_cache, value_cache, table, position, gathered, maximum, total,
-            0, seen, length, kv_head, scale, False,
+            q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
+            gathered, maximum, total, 0, seen, length, kv_head, scale, False,
             block_size, kv_heads, dim, dim_tile, key_tile,
         )  # fmt: skip
         gathered, maximum, total = _attend_tiles(
-            q, key_cache, value_cache, table, position, gathered, maximum, total,
-            seen, end, length, kv_head, scale, True,
+            q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
+            gathered, maximum, total, seen, end, length, kv_head, scale, True,
             block_size, kv_heads, dim, dim_tile, key_tile,
         )  # fmt: skip
         result = gathered / total[:, None]

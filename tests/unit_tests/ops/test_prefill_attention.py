@@ -39,6 +39,11 @@ def attend(batch, rows):
         ([(9, 40)], 64, 1, 4, 256, torch.float32),
         ([(30, 70), (1, 33), (2, 2)], 16, 3, 3, 64, torch.float16),
         ([(64, 64), (64, 129)], 64, 1, 2, 64, torch.float16),
+        # Several tiles a chunk, one of which ends one key behind a key tile.
+        ([(130, 140), (70, 71)], 64, 1, 2, 64, torch.float16),
+        ([(40, 300), (3, 256)], 256, 2, 4, 128, torch.float16),  # key tiles of 128
+        ([(70, 70), (20, 85)], 48, 1, 2, 32, torch.float16),  # a key tile spans blocks
+        ([(66, 130), (1, 9)], 16, 1, 2, 80, torch.float16),
     ],
 )
 @pytest.mark.parametrize("captured", [False, True])
