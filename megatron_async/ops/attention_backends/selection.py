@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -151,7 +152,7 @@ def _measure(
     dropped: list[str] = []
     for name, backend in backends.items():
         try:
-            found = [time_backend(backend, shape, device, c.query, c.kv) for c in STEP_CLASSES]
+            found = [time_backend(backend, shape, device, [(c.query, c.kv)]) for c in STEP_CLASSES]
         except Exception as error:
             # An optional package that does not run here is no reason to fail: ours always runs.
             if name == CANDIDATES[0]:
@@ -169,35 +170,35 @@ def time_backend(
     backend: PrefillBackend,
     shape: AttentionShape,
     device: Device,
-    query_length: int,
-    kv_length: int,
-    rows: int = 1,
+    chunks: Sequence[tuple[int, int]],
 ) -> float:
     """Median device time of a layer, microseconds.
 
     Args:
         backend: what is timed.
         shape: of the attention.
-        device: a GPU.
-        query_length: tokens of each row's chunk, cut to the longest sequence.
-        kv_length: of each row, cut likewise.
-        rows: how many rows.
+        device: a GPU; or a CPU, with a backend that is not captured.
+        chunks: (query length, KV length) of each row, cut to the longest sequence.
     """
     where, dtype = shape.device, shape.dtype
-    kv_length = min(kv_length, shape.longest_sequence)
-    query_length = min(query_length, kv_length)
-    blocks = -(-kv_length // shape.block_size)
+    lengths = []
+    for query_length, kv_length in chunks:
+        kv_length = min(kv_length, shape.longest_sequence)
+        lengths.append((min(query_length, kv_length), kv_length))
+    queries, kv_lengths = zip(*lengths, strict=True)
+    rows, blocks = len(lengths), -(-max(kv_lengths) // shape.block_size)
     cells = (rows * blocks, shape.block_size, shape.kv_heads, shape.dim)
     key_cache = torch.randn(cells, dtype=dtype, device=where)
     value_cache = torch.randn(cells, dtype=dtype, device=where)
-    query = torch.randn(rows * query_length, shape.heads, shape.dim, dtype=dtype, device=where)
+    query = torch.randn(sum(queries), shape.heads, shape.dim, dtype=dtype, device=where)
+    starts = [0, *accumulate(queries)]
     prefill_rows = PrefillRows(
         torch.randperm(rows * blocks, device=where).int().view(rows, blocks),
-        torch.full((rows,), kv_length, dtype=torch.int32, device=where),
-        torch.arange(rows + 1, dtype=torch.int32, device=where) * query_length,
-        query_length,
-        kv_length,
-        ((query_length, kv_length),) * rows,
+        torch.tensor(kv_lengths, dtype=torch.int32, device=where),
+        torch.tensor(starts, dtype=torch.int32, device=where),
+        max(queries),
+        max(kv_lengths),
+        tuple(lengths),
     )
     device.fence()
 
