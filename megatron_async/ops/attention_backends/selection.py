@@ -194,8 +194,8 @@ def time_backend(
     starts = [0, *accumulate(queries)]
     prefill_rows = PrefillRows(
         torch.randperm(rows * blocks, device=where).int().view(rows, blocks),
-        torch.tensor(kv_lengths, dtype=torch.int32, device=where),
-        torch.tensor(starts, dtype=torch.int32, device=where),
+        torch.tensor(kv_lengths, dtype=torch.int32, device=where),  # sync-ok: at the start
+        torch.tensor(starts, dtype=torch.int32, device=where),  # sync-ok: at the start
         max(queries),
         max(kv_lengths),
         tuple(lengths),
