@@ -102,7 +102,8 @@ def _product(
     x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, gated: bool, may_split: bool
 ) -> Tensor:
     inputs = x.x if isinstance(x, Unnormed) else x
-    plan = plan_product(inputs, weight, gated, may_split and bias is None)
+    norm = isinstance(x, Unnormed)
+    plan = plan_product(inputs, weight, gated, may_split and bias is None, norm)
     if isinstance(plan, OneRowPlan):
         return one_row_product(x, weight, bias, gated, plan)
     if isinstance(x, Unnormed):

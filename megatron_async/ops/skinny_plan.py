@@ -17,6 +17,8 @@ from torch import Tensor
 
 MAX_ROWS = 64
 """More rows go to cuBLAS."""
+MAX_ROWS_FLOAT32 = 16
+"""The same in float32, which has no matrix units here; not measured."""
 MEASURED_MAJOR = 9
 """Compute capability of the devices that the rule was measured on (Hopper); others keep cuBLAS."""
 ONE_WAVE = 132
@@ -30,6 +32,8 @@ A_WAVE_AND_SOME = 144
 """Most programs of a split product."""
 LEAST_SHARE = 192
 """Least inputs of a split product's share."""
+LEAST_SHARE_OF_MANY = 512
+"""The same for more than 16 rows and 1024 inputs or more."""
 PREFETCH = 2048
 """Bytes of each weight row that are asked for before the wait, where the row is not loaded then."""
 SHARED_MEMORY = 200_000
@@ -69,7 +73,11 @@ class TilePlan:
 
 
 def plan_product(
-    x: Tensor, weight: Tensor, gated: bool = False, may_split: bool = False
+    x: Tensor,
+    weight: Tensor,
+    gated: bool = False,
+    may_split: bool = False,
+    normed: bool = False,
 ) -> OneRowPlan | TilePlan | None:
     """The layout for `x @ weight.T`; None where cuBLAS is the better choice.
 
@@ -78,13 +86,15 @@ def plan_product(
         weight: `[outputs, k]`, or `[2 * outputs, k]` if `gated`.
         gated: SwiGLU follows.
         may_split: the caller can take partial sums.
+        normed: a product of one row takes its norm along.
     """
     if not x.is_cuda or x.size(0) > MAX_ROWS or not weight.is_contiguous():
         return None
     if not _is_measured(x.device.index):
         return None
     outputs = weight.size(0) // 2 if gated else weight.size(0)
-    return choose_plan(x.size(0), outputs, weight.size(1), weight.itemsize, gated, may_split)
+    k, itemsize = weight.size(1), weight.itemsize
+    return choose_plan(x.size(0), outputs, k, itemsize, gated, may_split, normed)
 
 
 @lru_cache
@@ -94,27 +104,39 @@ def _is_measured(device_index: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def choose_plan(
-    rows: int, outputs: int, k: int, itemsize: int, gated: bool, may_split: bool
+    rows: int,
+    outputs: int,
+    k: int,
+    itemsize: int,
+    gated: bool,
+    may_split: bool,
+    normed: bool = False,
 ) -> OneRowPlan | TilePlan | None:
     """`plan_product` for a device that the rule was measured on."""
     if not 0 < rows <= MAX_ROWS or k * itemsize % 16:
         return None
     if rows == 1:
-        return _one_row(outputs, k, itemsize, gated)
+        return _one_row(outputs, k, itemsize, gated, normed)
     if outputs >= WIDE and k < WHOLE_ROW:
+        return None
+    if itemsize > 2 and rows > MAX_ROWS_FLOAT32:
         return None
     return _tile(rows, outputs, k, itemsize, gated, may_split)
 
 
-def _one_row(outputs: int, k: int, itemsize: int, gated: bool) -> OneRowPlan:
+def _one_row(outputs: int, k: int, itemsize: int, gated: bool, normed: bool) -> OneRowPlan:
     if k > WHOLE_ROW:
         block_k = 2048 if k <= 4096 else 1024
         # A thread holds a product's partial sums: 16 of them, however wide an element is.
         return OneRowPlan(2, block_k, 8, min(PREFETCH, k * itemsize))
     block_k = triton.next_power_of_2(max(k, 64))
     if outputs >= WIDE:
-        return OneRowPlan(8, block_k, 4, 0)
-    return OneRowPlan(2 if gated else 4, block_k, 2, 0)
+        return OneRowPlan(4 if gated else 8, block_k, 4, 0)
+    warps = 2
+    if normed:
+        # One warp adds its squares up without the others; SwiGLU's two weights fill four.
+        warps = 4 if gated else max(block_k // 1024, 1)
+    return OneRowPlan(2 if gated else 4, block_k, warps, 0)
 
 
 def _tile(
@@ -122,18 +144,24 @@ def _tile(
 ) -> TilePlan:
     block_m = max(16, triton.next_power_of_2(rows))
     few = block_m == 16
-    # Partial sums of many rows are many bytes.
-    most = min(8 if few else 4, k // LEAST_SHARE) if may_split else 1
+    # Partial sums of many rows are many bytes: fewer parts, and longer ones where there is room.
+    least = LEAST_SHARE if few or k < 1024 else LEAST_SHARE_OF_MANY
+    most = min(8 if few else 4, k // least) if may_split else 1
     if most > 1:
         enough = ONE_WAVE * 3 // 4 if few else ONE_WAVE * 3 // 8
         block_n = next((n for n in (64, 32) if triton.cdiv(outputs, n) * most >= enough), 16)
     else:
-        block_n = next((n for n in (16, 32, 64) if triton.cdiv(outputs, n) <= ONE_WAVE), 64)
+        sizes = (32, 64) if gated and few else (16, 32, 64)
+        block_n = next((n for n in sizes if triton.cdiv(outputs, n) <= ONE_WAVE), 64)
         if not few and outputs > 64 * 1024:
             block_n = 128
     programs = triton.cdiv(outputs, block_n)
     splits = max(1, min(most, A_WAVE_AND_SOME // programs))
-    block_k = (128 if k // splits >= 256 else 64) * 2 // max(itemsize, 2)
+    if few and gated and block_n == 32:
+        block_k = 256
+    else:
+        block_k = 128 if k // splits >= 256 else 64
+    block_k = block_k * 2 // max(itemsize, 2)
     share = triton.cdiv(k, splits * block_k) * block_k
     splits = triton.cdiv(k, share)
     stage = (block_m + (2 if gated else 1) * block_n) * block_k * itemsize
@@ -147,7 +175,7 @@ def _tile(
         block_n=block_n,
         block_k=block_k,
         splits=splits,
-        warps=4 if not few or block_n > 32 else block_n // 16,
+        warps=4 if not few or gated or block_n > 32 else block_n // 16,
         stages=min(stages, share // block_k + 1, 12),
         swap=few and block_n >= 64 and itemsize == 2,
         ahead=min(wanted, share * itemsize, k * itemsize) // 16 * 16,

@@ -115,14 +115,14 @@ def test_one_row_with_norm(k, block_k, with_residual, gated, dtype, device):
     norm = random(k, dtype=dtype, device=device)
     unnormed = Unnormed(x, residual if with_residual else None, norm, 1e-5)
     found = one_row_product(unnormed, weight, None, gated, plan)
-    normed, total = add_rms_norm_reference(*(t.double() for t in (x, 0 * x, norm)), 1e-5)
-    if with_residual:
-        total = residual + x
-        normed = F.rms_norm(total.double(), (k,), norm.double(), 1e-5)
-        assert torch.equal(unnormed.total, total)
-    else:
-        assert unnormed.total is x
+    total = residual + x if with_residual else x
+    normed = F.rms_norm(total.double(), (k,), norm.double(), 1e-5)
+    assert torch.equal(unnormed.total, total)
+    assert with_residual or unnormed.total is x
     assert_close(found, expected_product(normed, weight, gated=gated), dtype)
+    one_program = Unnormed(x, residual, norm, 1e-5)
+    one_row_product(one_program, weight[:3], None, False, plan)
+    assert torch.equal(one_program.total, residual + x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -249,6 +249,10 @@ def test_plans_are_possible(rows, outputs, k, itemsize):
             assert plan.ahead % 16 == 0
             assert plan.ahead <= k * itemsize
             assert plan.ahead == 0 or plan.block_n <= 32 * plan.warps
+            normed = choose_plan(1, outputs, k, itemsize, gated, may_split, normed=True)
+            assert (normed.block_n, normed.block_k) == (plan.block_n, plan.block_k)
+            # Sums that a thread holds; 256 registers are all there are.
+            assert normed.block_n * normed.block_k * (1 + gated) <= 128 * 32 * normed.warps
 
 
 def test_what_is_cublass():
@@ -257,6 +261,8 @@ def test_what_is_cublass():
     assert choose_plan(1, 576, 33, 2, False, False) is None
     assert choose_plan(16, 49152, 576, 2, False, False) is None
     assert choose_plan(1, 49152, 576, 2, False, False) is not None
+    assert choose_plan(17, 576, 576, 4, False, False) is None
+    assert choose_plan(16, 576, 576, 4, False, False) is not None
 
 
 @pytest.mark.gpu
