@@ -37,9 +37,8 @@ COLUMNS = {
     "prepare_us": "prepare us",
     "launch_us": "launch us",
     "resolve_us": "resolve us",
-    "gap_us": "gap us",
-    "gap_p99_us": "gap p99",
 }
+GAP_COLUMNS = {"gap_us": "gap us", "gap_p99_us": "gap p99", "busy_share": "busy"}
 
 
 def open_engine(model: str, lookahead: int, args: argparse.Namespace) -> LLM:
@@ -47,7 +46,7 @@ def open_engine(model: str, lookahead: int, args: argparse.Namespace) -> LLM:
     batch, prompt, finishes = args.batch_size, args.prompt_tokens, args.finishes_per_step
     slots = Churn.slots(batch, finishes, lookahead)
     max_tokens = max(args.max_tokens, Churn.step_tokens(batch, prompt, finishes))
-    steps = WINDOWS * args.steps + (args.profile_steps if args.profile else 0)
+    steps = max(WINDOWS * args.steps, args.profile_steps)
     longest = prompt + max(
         *Churn.lifetimes(batch, finishes), steady_decode_tokens(batch, prompt, max_tokens, steps)
     )
@@ -64,6 +63,12 @@ def open_engine(model: str, lookahead: int, args: argparse.Namespace) -> LLM:
     )
 
 
+def measure(model: str, lookahead: int, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Figures of both loads on one engine, whose memory is free again afterwards."""
+    with open_engine(model, lookahead, args) as llm:
+        return {"churn": measure_churn(llm, args), "steady": measure_steady(llm, args)}
+
+
 def measure_churn(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
     """Figures of churn; raises if another number of requests ends in a measured step."""
     churn = Churn(llm.engine, args.batch_size, args.prompt_tokens, args.finishes_per_step)
@@ -76,31 +81,45 @@ def measure_churn(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
         "finishes_per_step": (churn.ended - ended) / steps,
         "arrivals_per_step": (churn.arrived - arrived) / steps,
     }
-
-    def step() -> None:
-        churn.before_step()
-        churn.after_step(llm.engine.step_modern())
-
-    figures |= measure_gaps(step, args)
     churn.drain()
     return figures
 
 
 def measure_steady(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
     """Figures of steady decode at the same batch size, on an idle engine."""
-    steps = WINDOWS * args.steps + (args.profile_steps if args.profile else 0)
+    steps = WINDOWS * args.steps
     start_steady_decode(llm.engine, args.batch_size, args.prompt_tokens, steps)
-    times = time_steps(llm.engine, WINDOWS, args.steps)
-    return asdict(times) | measure_gaps(llm.engine.step_modern, args)
+    return asdict(time_steps(llm.engine, WINDOWS, args.steps))
 
 
-def measure_gaps(step: Callable[[], object], args: argparse.Namespace) -> dict[str, Any]:
-    """The gap report of further steps, with --profile; else nothing."""
-    if not args.profile:
-        return {}
+def profile_gaps(
+    model: str, lookahead: int, args: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """Gap reports of both loads, on an engine of their own.
+
+    A process that has profiled once launches more slowly from then on, so this comes last.
+    """
+    with open_engine(model, lookahead, args) as llm:
+        engine = llm.engine
+        churn = Churn(engine, args.batch_size, args.prompt_tokens, args.finishes_per_step)
+        churn.ramp_up()
+
+        def churn_step() -> None:
+            churn.before_step()
+            churn.after_step(engine.step_modern())
+
+        gaps = {"churn": gap_of(churn_step, args.profile_steps)}
+        churn.drain()
+        start_steady_decode(engine, args.batch_size, args.prompt_tokens, args.profile_steps)
+        gaps["steady"] = gap_of(engine.step_modern, args.profile_steps)
+    return gaps
+
+
+def gap_of(step: Callable[[], object], steps: int) -> dict[str, Any]:
+    """The gap report of a run of steps."""
 
     def run() -> None:
-        for _ in range(args.profile_steps):
+        for _ in range(steps):
             step()
 
     return asdict(gap_report(device_activities(profile_device(run)), FIRST_KERNEL))
@@ -138,7 +157,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="after the timing, profile the GPU's idle time between steps (gap: median, p99)",
+        help="after all timings, profile the GPU's idle time between steps (gap: median, p99)",
     )
     parser.add_argument("--profile-steps", type=int, default=50, help="default 50")
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
@@ -155,12 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"batch {args.batch_size}, prompts of {args.prompt_tokens} tokens, "
         f"{args.finishes_per_step} end and arrive a step"
     )
-    header = f"{'model':<22}{'lookahead':>10}{'load':>8}"
-    print(header + "".join(f"{title:>12}" for title in COLUMNS.values()))
-    figures = []
+    figures: list[dict[str, Any]] = []
     for model, lookahead in itertools.product(args.models, args.lookahead):
-        with open_engine(model, lookahead, args) as llm:
-            found = {"churn": measure_churn(llm, args), "steady": measure_steady(llm, args)}
+        found = measure(model, lookahead, args)
         ratio = found["churn"]["step_ms"] / found["steady"]["step_ms"]
         figures.append({
             "model": model,
@@ -169,12 +185,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "churn_over_steady": ratio,
             **found,
         })
-        for load, row in found.items():
-            cells = "".join(f"{row.get(name, float('nan')):>12.3f}" for name in COLUMNS)
-            print(f"{model:<22}{lookahead:>10}{load:>8}{cells}")
-        print(f"{model:<22}{lookahead:>10}   churn over steady: {ratio:.3f}", flush=True)
+        print_figures(figures[-1:], COLUMNS)
+    for row in figures if args.profile else ():
+        for load, gaps in profile_gaps(row["model"], row["lookahead"], args).items():
+            row[load] |= gaps
+        print_figures([row], GAP_COLUMNS)
     if args.json:
         write_record(args.json, "churn", vars(args), figures)
+
+
+def print_figures(figures: Sequence[dict[str, Any]], columns: dict[str, str]) -> None:
+    """A table of both loads for each of `figures`."""
+    header = f"{'model':<22}{'lookahead':>10}{'load':>8}"
+    print(header + "".join(f"{title:>12}" for title in columns.values()))
+    for row in figures:
+        name = f"{row['model']:<22}{row['lookahead']:>10}"
+        for load in ("churn", "steady"):
+            cells = "".join(f"{row[load][column]:>12.3f}" for column in columns)
+            print(f"{name}{load:>8}{cells}")
+        print(f"{name}   churn over steady: {row['churn_over_steady']:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,21 @@ def open_engine(model: str, batch: int, lookahead: int, args: argparse.Namespace
     )
 
 
+def measure(
+    model: str, batch: int, lookahead: int, sampling: SamplingParams, args: argparse.Namespace
+) -> dict[str, float]:
+    """Figures of one engine, whose memory is free again afterwards."""
+    mode = SamplingMode.GREEDY if sampling.temperature == 0 else SamplingMode.FILTERED
+    with open_engine(model, batch, lookahead, args) as llm:
+        steps = WINDOWS * args.steps
+        start_steady_decode(llm.engine, batch, args.prompt_tokens, steps, sampling=sampling)
+        result = asdict(time_steps(llm.engine, WINDOWS, args.steps))
+        limit = replay_ms(llm, batch, mode)
+    if limit is not None:
+        result |= {"replay_ms": limit, "over_replay": result["step_ms"] / limit}
+    return result
+
+
 def replay_ms(llm: LLM, batch: int, mode: SamplingMode, replays: int = 100) -> float | None:
     """Milliseconds a step when the captured step is replayed back to back, without bookkeeping: the
     limit for the engine. None where nothing is captured."""
@@ -97,24 +112,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
     sampling = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    mode = SamplingMode.GREEDY if args.temperature == 0 else SamplingMode.FILTERED
     print(f"{'model':<22}{'batch':>6}{'lookahead':>10}" + "".join(f"{c:>19}" for c in COLUMNS))
     figures = []
     for model, batch, lookahead in itertools.product(
         args.models, args.batch_sizes, args.lookahead
     ):
-        with open_engine(model, batch, lookahead, args) as llm:
-            steps = WINDOWS * args.steps
-            start_steady_decode(llm.engine, batch, args.prompt_tokens, steps, sampling=sampling)
-            result = asdict(time_steps(llm.engine, WINDOWS, args.steps))
-            limit = replay_ms(llm, batch, mode)
-        if limit is not None:
-            result |= {"replay_ms": limit, "over_replay": result["step_ms"] / limit}
+        result = measure(model, batch, lookahead, sampling, args)
         figures.append({"model": model, "batch": batch, "lookahead": lookahead, **result})
         cells = "".join(f"{result.get(c, float('nan')):>19.3f}" for c in COLUMNS)
         print(f"{model:<22}{batch:>6}{lookahead:>10}{cells}", flush=True)
-    if args.json:
-        write_record(args.json, "decode", vars(args), figures)
+        if args.json:  # after each engine: what is measured is kept if the next one fails
+            write_record(args.json, "decode", vars(args), figures)
 
 
 if __name__ == "__main__":

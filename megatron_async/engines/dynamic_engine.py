@@ -104,11 +104,14 @@ class DynamicInferenceEngine:
         params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             params = sampling_params.copy()
+        # The tokenizer's method, not the controller's: a request that led back to the engine would
+        # keep the engine's memory until Python looks for cycles.
+        tokenizer = self.controller.tokenizer
         request = DynamicInferenceRequest(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             sampling_params=params,
-            detokenizer=self.controller.detokenize,
+            detokenizer=None if tokenizer is None else tokenizer.detokenize,
         )
         request.add_event(DynamicInferenceEventType.ADD_ENGINE)
         future: asyncio.Future[DynamicInferenceRequest] = self._event_loop().create_future()

@@ -208,7 +208,3 @@ class TextGenerationController:
             if tokens[:1] != [bos]:
                 tokens.insert(0, bos)
         return tokens
-
-    def detokenize(self, tokens: list[int]) -> str | None:
-        """Text of token ids; None without a tokenizer."""
-        return None if self.tokenizer is None else self.tokenizer.detokenize(tokens)

@@ -4,15 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines_under_test import GREEDY, PROMPTS
+from engines_under_test import GREEDY, PROMPTS, engine_around
 
-from megatron_async import (
-    DynamicInferenceContext,
-    DynamicInferenceEngine,
-    GPTInferenceWrapper,
-    InferenceConfig,
-    TextGenerationController,
-)
 from megatron_async.models.architecture import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model, init_dummy_weights
 
@@ -24,14 +17,6 @@ def model():
     model = build_model(architecture, torch.float32, torch.device("cpu"))
     init_dummy_weights(model)
     return model
-
-
-def engine_around(model, device=None, **settings):
-    defaults = {"max_sequence_length": 128, "num_kv_blocks": 8, "block_size_tokens": 16}
-    config = InferenceConfig(device="cpu", check_integrity=True, **(defaults | settings))
-    context = DynamicInferenceContext(model.config, config, device)
-    controller = TextGenerationController(GPTInferenceWrapper(model, context))
-    return DynamicInferenceEngine(controller, context)
 
 
 @pytest.fixture

@@ -1,11 +1,13 @@
 """The engine over a real tiny model: bad requests, aborts, failures, futures, statistics."""
 
 import asyncio
+import gc
+import weakref
 
 import numpy as np
 import pytest
 import torch
-from engines_under_test import GREEDY, PROMPTS
+from engines_under_test import GREEDY, PROMPTS, engine_around
 
 from megatron_async import SamplingParams, Status
 from megatron_async.errors import RequestAborted, RequestError, StepFailed
@@ -315,3 +317,28 @@ def test_default_seeds_differ_by_request_and_repeat(make_engine):
         runs.append([r.generated_tokens for r in engine.generate([[1, 2]] * 3, params)])
     assert runs[0] == runs[1]
     assert len({tuple(tokens) for tokens in runs[0]}) == 3
+
+
+def test_memory_of_a_closed_engine_is_free_without_a_search_for_cycles(model):
+    """Requests that never ended must not lead from the context back to the engine."""
+
+    class Tokenizer:
+        def tokenize(self, text):
+            return [1, 2, 3]
+
+        def detokenize(self, tokens):
+            return "text"
+
+    engine = engine_around(model, tokenizer=Tokenizer())
+    for number in range(3):
+        engine.add_request(number, "text", SamplingParams(num_tokens_to_generate=9))
+    engine.step_modern()
+    cache = weakref.ref(engine.context.gpu_view.kv_cache)
+    gc.collect()
+    gc.disable()
+    try:
+        engine.close()
+        del engine
+        assert cache() is None
+    finally:
+        gc.enable()
