@@ -144,6 +144,10 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
         help="token that ends an answer, besides the model's own; may be repeated",
     )  # fmt: skip
     sampling.add_argument(
+        "--stop-word", action="append", metavar="TEXT", dest="stop_words",
+        help="text that ends an answer, and is left out of it; may be repeated",
+    )  # fmt: skip
+    sampling.add_argument(
         "--ignore-eos", action="store_true", help="go on after the model's end-of-text token"
     )
 
@@ -291,6 +295,7 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     sampling = SamplingParams(
         **{name: getattr(arguments, name) for name, *_ in SAMPLING_OPTIONS},
         stop_token_ids=arguments.stop_token_ids,
+        stop_words=arguments.stop_words,
         num_tokens_to_generate=arguments.num_tokens_to_generate,
         termination_id=-1 if arguments.ignore_eos else None,
     )

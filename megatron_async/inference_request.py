@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.stop_words import cut_at_stop_word
 
 
 class Status(Enum):
@@ -57,9 +58,9 @@ class DynamicInferenceRequest:
         status: see `Status`.
         generated_tokens: token ids, the terminating one included; filled in at the end (and when
             the request is evicted).
-        generated_text: detokenized at first use, without the terminating token unless asked for;
-            None when the engine has no tokenizer.
-        finish_reason: "termination_id", "stop_token", "length", "aborted" or "error".
+        generated_text: detokenized at first use, without the terminating token, and up to the stop
+            word, unless asked for; None when the engine has no tokenizer.
+        finish_reason: "termination_id", "stop_token", "stop_word", "length", "aborted" or "error".
         error: why the request failed, or None.
         ttft: seconds from arrival to the first token, None before it.
         latency: seconds from arrival to the end.
@@ -86,8 +87,10 @@ class DynamicInferenceRequest:
         not the engine loop's."""
         if self._text is None and self.detokenizer is not None:
             stopped = self.finish_reason in ("termination_id", "stop_token")
-            drop_last = stopped and not self.sampling_params.detokenize_stop_sequence
-            text = self.detokenizer(self.generated_tokens[: -1 if drop_last else None])
+            keep = self.sampling_params.detokenize_stop_sequence
+            text = self.detokenizer(self.generated_tokens[: -1 if stopped and not keep else None])
+            if self.finish_reason == "stop_word" and text is not None:
+                text = cut_at_stop_word(text, self.sampling_params.stop_words or (), keep)
             if self.finish_reason is None:
                 return text  # there is more to come
             self._text = text

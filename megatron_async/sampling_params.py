@@ -41,13 +41,14 @@ class SamplingParams:
     add_BOS: bool = False
     """Put the tokenizer's beginning-of-sequence token before a text prompt that lacks it."""
     detokenize_stop_sequence: bool = False
-    """Keep the token that ended the request in `generated_text`."""
+    """Keep the token or stop word that ended the request in `generated_text`."""
     return_log_probs: bool = False
     """Megatron's field; not served yet, a request that sets it fails with a clear error."""
     top_n_logprobs: int = 0
     """Megatron's field; not served yet, a request that sets it fails with a clear error."""
     stop_words: list[str] | None = None
-    """Megatron's field; not served yet, a request that sets it fails with a clear error."""
+    """Strings that end the request as soon as its generated text contains one; they are matched on
+    text, across the borders of tokens. Needs a tokenizer."""
 
     @property
     def is_greedy(self) -> bool:
@@ -59,6 +60,8 @@ class SamplingParams:
         copied = replace(self)
         if isinstance(self.stop_token_ids, Iterable):
             copied.stop_token_ids = list(self.stop_token_ids)
+        if isinstance(self.stop_words, list):
+            copied.stop_words = list(self.stop_words)
         return copied
 
     def validate(self, vocab_size: int) -> None:
@@ -90,11 +93,17 @@ class SamplingParams:
             )
         for token in self.stop_token_ids or ():
             _token("stop_token_ids", token, vocab_size, allow_off=False)
-        for name in ("return_log_probs", "top_n_logprobs", "stop_words"):
+        words = self.stop_words
+        if not isinstance(words, list | None) or not all(
+            isinstance(word, str) and word for word in words or ()
+        ):
+            raise RequestError(
+                f"stop_words={words!r} is not allowed: it must be a list of strings, none empty."
+            )
+        for name in ("return_log_probs", "top_n_logprobs"):
             if getattr(self, name):
                 raise RequestError(
-                    f"{name}={getattr(self, name)!r} is not served yet: leave it unset "
-                    "(stop_token_ids ends a request at given tokens)."
+                    f"{name}={getattr(self, name)!r} is not served yet: leave it unset."
                 )
 
 

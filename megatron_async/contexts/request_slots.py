@@ -65,6 +65,7 @@ class RequestSlots:
         self.tokens = np.empty((capacity, max_sequence_length), dtype=np.int32)
 
         self.stop_ids = np.full((capacity, 1), NO_TOKEN, dtype=np.int32)
+        self.has_stop_words = np.zeros(capacity, dtype=np.bool_)
         self.temperature = np.zeros(capacity, dtype=np.float32)
         self.top_k = np.zeros(capacity, dtype=np.int32)
         self.top_p = np.zeros(capacity, dtype=np.float32)
@@ -134,6 +135,7 @@ class RequestSlots:
         missing = len(stop_ids) - self.stop_ids.shape[1]
         if missing > 0:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        self.has_stop_words[slot] = bool(params.stop_words)
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
 

@@ -23,6 +23,7 @@ from megatron_async.engines.validation import (
     check_request,
     check_request_id,
     prompt_to_array,
+    require_detokenizer,
 )
 from megatron_async.errors import RequestAborted, RequestError, StepFailed
 from megatron_async.inference_request import (
@@ -31,6 +32,7 @@ from megatron_async.inference_request import (
     Status,
 )
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.stop_words import StopWordMatcher
 from megatron_async.text_generation_controllers.text_generation_controller import (
     LaunchedStep,
     TextGenerationController,
@@ -45,6 +47,7 @@ NO_IDS = np.empty(0, dtype=np.int64)
 class _RequestEntry:
     request: DynamicInferenceRequest
     future: asyncio.Future[DynamicInferenceRequest]
+    stop_words: StopWordMatcher | None = None
 
 
 class DynamicInferenceEngine:
@@ -124,6 +127,9 @@ class DynamicInferenceEngine:
             if params.termination_id is None:
                 params.termination_id = getattr(self.controller.tokenizer, "eod", None)
             limits = check_request(request, self.context, self.controller.vocab_size)
+            if params.stop_words:
+                matcher = StopWordMatcher(params.stop_words, require_detokenizer(tokenizer))
+                self._entries[request_id].stop_words = matcher
         except Exception as error:
             # Whatever it is, also from a user's own tokenizer, it is this request's alone.
             self._end(request, Status.FAILED, "error", error)
@@ -247,15 +253,30 @@ class DynamicInferenceEngine:
         for row in np.flatnonzero(output.is_first):
             request = slots.request_at(output.slots[row])
             request.ttft = time.perf_counter() - request.arrival_time
-        for row in np.flatnonzero(output.ended):
-            slot = output.slots[row]
+        watched = slots.has_stop_words[output.slots]
+        for row in np.flatnonzero(output.ended | watched):
+            slot, error = output.slots[row], None
             request = slots.request_at(slot)
-            self.context.release_request(slot)
-            reason = "length"
-            if output.stopped[row]:
-                is_termination = output.tokens[row] == request.sampling_params.termination_id
-                reason = "termination_id" if is_termination else "stop_token"
-            self._end(request, Status.COMPLETED, reason)
+            try:
+                reason = self._finish_reason(request, output, int(row))
+            except Exception as failure:  # of a user's own tokenizer: this request's alone
+                reason, error = "error", failure
+            if reason is not None:
+                self.context.release_request(slot)
+                status = Status.COMPLETED if error is None else Status.FAILED
+                self._end(request, status, reason, error)
+
+    def _finish_reason(
+        self, request: DynamicInferenceRequest, output: StepOutput, row: int
+    ) -> str | None:
+        """Why a request ends with this token; None if it goes on."""
+        if output.stopped[row]:
+            is_termination = output.tokens[row] == request.sampling_params.termination_id
+            return "termination_id" if is_termination else "stop_token"
+        matcher = self._entries[request.request_id].stop_words
+        if matcher is not None and matcher.push(int(output.tokens[row])):
+            return "stop_word"
+        return "length" if output.ended[row] else None
 
     def _fail_step(self, step: LaunchedStep) -> None:
         """The step's own work raised: fail the requests that it served, and no others."""

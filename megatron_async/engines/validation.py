@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,20 @@ def check_params_type(params: Any) -> None:
             f"sampling_params is a {kind.__module__}.{kind.__qualname__}: give a "
             "megatron_async.SamplingParams, or None for the defaults."
         )
+
+
+def require_detokenizer(tokenizer: Any) -> Callable[[list[int]], str]:
+    """The tokenizer's `detokenize`, for a request with stop words.
+
+    Raises:
+        RequestError: there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise RequestError(
+            "stop_words are matched on text, but this engine has no tokenizer: give it one, or use "
+            "stop_token_ids."
+        )
+    return tokenizer.detokenize
 
 
 def prompt_to_array(prompt: Any, vocab_size: int) -> np.ndarray:

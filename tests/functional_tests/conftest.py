@@ -79,8 +79,8 @@ def _factory(
     engines: list[DynamicInferenceEngine], model: torch.nn.Module, tokenizer: Any
 ) -> EngineFactory:
     def make(**config: Any) -> DynamicInferenceEngine:
-        settings = {"num_kv_blocks": 256, "max_requests": 8, **config}
-        engine = make_engine(model, tokenizer=tokenizer, **settings)
+        defaults = {"num_kv_blocks": 256, "max_requests": 8, "tokenizer": tokenizer}
+        engine = make_engine(model, **{**defaults, **config})
         engines.append(engine)
         return engine
 

@@ -42,7 +42,8 @@ VOCABULARY = 100
         ({"stop_token_ids": 5}, ("stop_token_ids=5", "a list of token ids")),
         ({"return_log_probs": True}, ("return_log_probs=True", "not served yet")),
         ({"top_n_logprobs": 2}, ("top_n_logprobs=2", "not served yet")),
-        ({"stop_words": ["a"]}, ("stop_words=['a']", "stop_token_ids")),
+        ({"stop_words": ["a", ""]}, ("stop_words=['a', '']", "none empty")),
+        ({"stop_words": "a"}, ("stop_words='a'", "list of strings")),
     ],
 )
 def test_what_is_not_allowed(changes, words):

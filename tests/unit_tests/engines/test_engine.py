@@ -42,7 +42,10 @@ BAD_REQUESTS = [
     ([1], {"stop_token_ids": [600]}, ("stop_token_ids=600", "0 to 511")),
     ([1], {"termination_id": -2}, ("termination_id=-2", "-1 for none")),
     ([1], {"stop_token_ids": 5}, ("stop_token_ids=5", "a list")),
-    ([1], {"stop_words": ["x"]}, ("stop_words", "not served yet")),
+    ([1], {"stop_words": ["x"]}, ("stop_words", "no tokenizer", "stop_token_ids")),
+    ([1], {"stop_words": [""]}, ("stop_words=['']", "none empty")),
+    ([1], {"stop_words": "x"}, ("stop_words='x'", "list of strings")),
+    ([1], {"stop_words": [7]}, ("stop_words=[7]", "list of strings")),
     ([1], {"return_log_probs": True}, ("return_log_probs", "not served yet")),
 ]
 
