@@ -40,10 +40,10 @@ class InferenceConfig:
     """Blocks in the KV pool, exactly. Overrides `buffer_size_gb`."""
 
     paused_buffer_size_gb: float | None = None
-    """At most this much of the pool (GiB) may be held by paused requests; beyond it the youngest
-    paused request is evicted: it gives its blocks back, keeps its tokens and is prefilled again
-    later. (Never the oldest request, which runs on to its end.) None: no such limit; requests are
-    evicted only when nothing else could run."""
+    """At most this much of the pool (GiB) may be held by paused requests; beyond it the paused
+    request of lowest priority, the youngest of these, is evicted: it gives its blocks back, keeps
+    its tokens and is prefilled again later. (Never the request first in rank, which runs on to its
+    end.) None: no such limit; requests are evicted only when nothing else could run."""
 
     # ---- Limits of a step --------------------------------------------------------------------
     max_requests: int = 256

@@ -55,6 +55,7 @@ class DynamicInferenceRequest:
         prompt: the text, or None when tokens were given.
         prompt_tokens: int32 `[prompt length]`, CPU.
         sampling_params: its own copy.
+        priority: higher is admitted first and evicted last.
         status: see `Status`.
         generated_tokens: token ids, the terminating one included; filled in at the end (and when
             the request is evicted).
@@ -70,6 +71,7 @@ class DynamicInferenceRequest:
     prompt: str | None = None
     prompt_tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     sampling_params: SamplingParams
+    priority: int = 0
     status: Status = Status.WAITING_IN_QUEUE
     generated_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None

@@ -1,4 +1,4 @@
-"""Requests that wait for a slot, in order of arrival."""
+"""Requests that wait for a slot, and the order in which requests are served."""
 
 from __future__ import annotations
 
@@ -7,14 +7,30 @@ from dataclasses import dataclass
 
 from megatron_async.inference_request import DynamicInferenceRequest
 
+MAX_PRIORITY = 2**20
+"""Priorities lie between this and its negative."""
+ARRIVALS = 2**40
+"""More requests than an engine will see."""
+
+
+def rank_of(arrival: int, priority: int) -> int:
+    """Place in the order of service: a lower rank is admitted earlier, gets blocks earlier and is
+    evicted later. Higher priority first, then who came first.
+
+    Args:
+        arrival: count of the requests that came before.
+        priority: at most `MAX_PRIORITY` in size.
+    """
+    return arrival - priority * ARRIVALS
+
 
 @dataclass
 class WaitingRequest:
     """A request outside of any slot, with what its admission needs."""
 
     request: DynamicInferenceRequest
-    arrival: int
-    """Rank in order of arrival; an evicted request keeps it."""
+    rank: int
+    """From `rank_of`; an evicted request keeps it."""
     seed: int
     max_length: int
     """Sequence length at which the request ends."""
@@ -26,7 +42,7 @@ class WaitingRequest:
 
 
 class AdmissionQueue:
-    """First come, first served; an evicted request goes back to its place by arrival."""
+    """The order of service; an evicted request goes back to its place in it."""
 
     def __init__(self) -> None:
         self._queue: deque[WaitingRequest] = deque()
@@ -35,13 +51,12 @@ class AdmissionQueue:
         return len(self._queue)
 
     def add(self, waiting: WaitingRequest) -> None:
-        """Append a new request."""
-        self._queue.append(waiting)
-
-    def put_back(self, waiting: WaitingRequest) -> None:
-        """Return an evicted request. Those before it arrived earlier; normally there are none."""
+        """Queue a new request, or an evicted one again."""
+        if not self._queue or self._queue[-1].rank < waiting.rank:  # who comes last, mostly
+            self._queue.append(waiting)
+            return
         position = 0
-        while position < len(self._queue) and self._queue[position].arrival < waiting.arrival:
+        while self._queue[position].rank < waiting.rank:
             position += 1
         self._queue.insert(position, waiting)
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async.config import InferenceConfig
-from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest
+from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest, rank_of
 from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.bookkeeping_buffer import HostStaging
 from megatron_async.contexts.device_memory import make_gpu_view, max_paused_blocks
@@ -142,7 +142,8 @@ class DynamicInferenceContext:
             seed: of its random numbers, 0 .. 2**63 - 1.
             max_length: sequence length, tokens, at which it ends.
         """
-        self.waiting.add(WaitingRequest(request, self._arrivals, seed, max_length))
+        rank = rank_of(self._arrivals, request.priority)
+        self.waiting.add(WaitingRequest(request, rank, seed, max_length))
         self._arrivals += 1
 
     def release_request(self, slot: int) -> None:
@@ -185,7 +186,7 @@ class DynamicInferenceContext:
     def _schedule_decode(self) -> IntArray:
         """Slots that decode one token this step, each with a block for it.
 
-        When blocks run out, they go to the requests that arrived first; the others pause.
+        When blocks run out, they go to the requests first in rank; the others pause.
         """
         slots = self.slots
         wants = (slots.state >= SlotState.DECODING) & (slots.num_launched < slots.max_length)
@@ -196,8 +197,8 @@ class DynamicInferenceContext:
         if len(needy) == 0:
             return rows
         if len(needy) > self.blocks.free:
-            by_arrival = needy[np.argsort(slots.arrival[needy])]
-            needy, starved = np.split(by_arrival, [self.blocks.free])
+            by_rank = needy[np.argsort(slots.rank[needy])]
+            needy, starved = np.split(by_rank, [self.blocks.free])
             rows = np.setdiff1d(rows, starved, assume_unique=True)
             self._pause(starved)
         self._resume(needy)
@@ -245,7 +246,7 @@ class DynamicInferenceContext:
     def _admit(self, waiting: WaitingRequest) -> int:
         """Give a request its slot and the blocks of all its known tokens."""
         request, slots = waiting.request, self.slots
-        slot = slots.acquire(request, waiting.arrival, waiting.seed, waiting.max_length)
+        slot = slots.acquire(request, waiting.rank, waiting.seed, waiting.max_length)
         count = -(-waiting.num_known // self.block_size_tokens)
         blocks = self.blocks.allocate(count)
         indices = np.arange(count, dtype=np.int32)
@@ -261,7 +262,7 @@ class DynamicInferenceContext:
 
     def _pause(self, starved: IntArray) -> None:
         """Let requests without a block sit out this step; they keep slot and blocks, up to the
-        limit for paused requests. `starved` is in order of arrival."""
+        limit for paused requests. `starved` is in order of rank."""
         slots = self.slots
         newly = starved[slots.state[starved] != SlotState.PAUSED]
         slots.state[newly] = SlotState.PAUSED
@@ -271,11 +272,11 @@ class DynamicInferenceContext:
             request.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
             request.add_event(DynamicInferenceEventType.PAUSE)
         held = int(slots.num_blocks[starved].sum())
-        oldest = slots.arrival[slots.state != SlotState.FREE].min()
+        first = slots.rank[slots.state != SlotState.FREE].min()
         for slot in starved[::-1]:
-            # The oldest request is never evicted, so that it runs on to its end. Otherwise requests
+            # The first in rank is never evicted, so that it runs on to its end. Otherwise requests
             # could evict each other in turn, each time before a sample of theirs is booked.
-            if held <= self._max_paused_blocks or slots.arrival[slot] == oldest:
+            if held <= self._max_paused_blocks or slots.rank[slot] == first:
                 break
             held -= int(slots.num_blocks[slot])
             self._evict(slot)
@@ -289,7 +290,7 @@ class DynamicInferenceContext:
             slots.request_at(slot).status = Status.ACTIVE_AND_GENERATING_TOKENS
 
     def _make_room(self) -> bool:
-        """Nothing can run: evict the youngest paused request if that is what it takes.
+        """Nothing can run: evict the paused request last in rank if that is what it takes.
 
         Returns:
             whether planning is worth another try.
@@ -303,7 +304,7 @@ class DynamicInferenceContext:
             return False
         if self.blocks.free == 0:
             paused = np.flatnonzero(state == SlotState.PAUSED)
-            self._evict(paused[np.argmax(self.slots.arrival[paused])])
+            self._evict(paused[np.argmax(self.slots.rank[paused])])
         return True
 
     def _evict(self, slot: int) -> None:
@@ -314,10 +315,10 @@ class DynamicInferenceContext:
         slots = self.slots
         request = slots.request_at(slot)
         waiting = WaitingRequest(
-            request, int(slots.arrival[slot]), int(slots.seed[slot]), int(slots.max_length[slot])
+            request, int(slots.rank[slot]), int(slots.seed[slot]), int(slots.max_length[slot])
         )
         self.release_request(slot)
-        self.waiting.put_back(waiting)
+        self.waiting.add(waiting)
         request.status = Status.WAITING_IN_QUEUE
         request.add_event(DynamicInferenceEventType.EVICT)
         self.evictions += 1

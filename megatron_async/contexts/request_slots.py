@@ -50,7 +50,7 @@ class RequestSlots:
         self.state = np.full(capacity, SlotState.FREE, dtype=np.int8)
         self.generation = np.zeros(capacity, dtype=np.int64)
         self.request_id = np.full(capacity, -1, dtype=np.int64)
-        self.arrival = np.zeros(capacity, dtype=np.int64)
+        self.rank = np.zeros(capacity, dtype=np.int64)
 
         self.prompt_length = np.zeros(capacity, dtype=np.int32)
         self.num_known = np.zeros(capacity, dtype=np.int32)
@@ -82,13 +82,13 @@ class RequestSlots:
         return len(self._free)
 
     def acquire(
-        self, request: DynamicInferenceRequest, arrival: int, seed: int, max_length: int
+        self, request: DynamicInferenceRequest, rank: int, seed: int, max_length: int
     ) -> int:
         """Give a free slot to a request that starts, or starts again after an eviction.
 
         Args:
             request: its prompt and generated tokens are copied in.
-            arrival: rank in order of arrival; kept over evictions.
+            rank: place in the order of service; kept over evictions.
             seed: resolved seed of its random numbers.
             max_length: sequence length at which it ends.
 
@@ -99,7 +99,7 @@ class RequestSlots:
         self.state[slot] = SlotState.PREFILLING
         self.requests[slot] = request
         self.request_id[slot] = request.request_id
-        self.arrival[slot] = arrival
+        self.rank[slot] = rank
         prompt, generated = request.prompt_tokens, request.generated_tokens
         known = len(prompt) + len(generated)
         self.tokens[slot, : len(prompt)] = prompt

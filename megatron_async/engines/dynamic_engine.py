@@ -20,6 +20,7 @@ from megatron_async.contexts.dynamic_context import DynamicInferenceContext, Ste
 from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.engines.validation import (
     check_params_type,
+    check_priority,
     check_request,
     check_request_id,
     prompt_to_array,
@@ -80,7 +81,11 @@ class DynamicInferenceEngine:
     # ---- Requests ----------------------------------------------------------------------------
 
     def add_request(
-        self, request_id: int, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        request_id: int,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        priority: int = 0,
     ) -> asyncio.Future[DynamicInferenceRequest]:
         """Queue a request; it joins the next step that has room.
 
@@ -91,6 +96,9 @@ class DynamicInferenceEngine:
             request_id: the caller's number, unique among unfinished requests.
             prompt: text or token ids.
             sampling_params: copied; defaults when None.
+            priority: requests of higher priority are admitted first, get blocks first when they are
+                short, and are evicted last; among equals, who came first. Running requests are not
+                put off for it.
 
         Returns:
             a future of the finished (or failed) request, for `await`.
@@ -121,6 +129,7 @@ class DynamicInferenceEngine:
         self._entries[request_id] = _RequestEntry(request, future)
         try:
             check_params_type(sampling_params)
+            request.priority = check_priority(priority)
             if isinstance(prompt, str):
                 prompt = self.controller.tokenize_prompt(prompt, params.add_BOS)
             request.prompt_tokens = prompt_to_array(prompt, self.controller.vocab_size)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_async.contexts.admission import MAX_PRIORITY
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.errors import RequestError
 from megatron_async.inference_request import DynamicInferenceRequest
@@ -37,6 +38,21 @@ def check_request_id(request_id: Any) -> int:
             f"request id {request_id!r} is not allowed: it must be an integer, -2**63 to 2**63 - 1."
         )
     return int(request_id)
+
+
+def check_priority(priority: Any) -> int:
+    """The priority as a Python integer.
+
+    Raises:
+        RequestError: not an integer, or too large.
+    """
+    is_integer = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
+    if not is_integer or abs(priority) > MAX_PRIORITY:
+        raise RequestError(
+            f"priority={priority!r} is not allowed: it must be an integer from {-MAX_PRIORITY} to "
+            f"{MAX_PRIORITY}; 0 is the default and higher is served earlier."
+        )
+    return int(priority)
 
 
 def check_params_type(params: Any) -> None:

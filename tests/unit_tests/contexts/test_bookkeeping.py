@@ -28,7 +28,7 @@ def slots():
             prompt_tokens=np.arange(10 * i, 10 * i + 6, dtype=np.int32),
             sampling_params=SamplingParams(temperature=0.5, top_k=i + 2, top_p=0.9, min_p=0.1),
         )
-        slots.acquire(request, arrival=i, seed=(i + 1) << 40 | 0x8000_0001, max_length=20)
+        slots.acquire(request, rank=i, seed=(i + 1) << 40 | 0x8000_0001, max_length=20)
     return slots
 
 

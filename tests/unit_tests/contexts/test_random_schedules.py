@@ -66,6 +66,7 @@ class Life:
             device,
         )
         self.lookahead = int(rng.integers(0, 4))
+        self.has_priorities = bool(rng.random() < 0.5)
         self.in_flight = deque()
         self.requests, self.expected, self.aborted = {}, {}, set()
         self.table, self.zombies = {}, 0
@@ -80,6 +81,7 @@ class Life:
             request_id=i,
             prompt_tokens=np.full(prompt_length, 100 + i, np.int32),
             sampling_params=SamplingParams(termination_id=STOP),
+            priority=int(self.rng.integers(-2, 3)) if self.has_priorities else 0,
         )
         self.expected[i] = expected_tokens(i, prompt_length, max_length)
         context.add_request(self.requests[i], seed=i, max_length=max_length)
@@ -99,7 +101,7 @@ class Life:
         """Prepare a step; check the plan by itself and against the device's knowledge."""
         oldest = self.oldest_held()
         plan = self.context.prepare_step()
-        waiting = [entry.arrival for entry in self.context.waiting._queue]
+        waiting = [entry.rank for entry in self.context.waiting._queue]
         assert waiting == sorted(waiting)
         assert oldest not in waiting, "the oldest request was evicted"
         if plan is None:
@@ -136,7 +138,7 @@ class Life:
 
     def oldest_held(self):
         slots = self.context.slots
-        return slots.arrival[slots.state != SlotState.FREE].min(initial=10**9)
+        return slots.rank[slots.state != SlotState.FREE].min(initial=10**9)
 
     def run(self, count):
         context = self.context

@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest
+from megatron_async.contexts.admission import (
+    ARRIVALS,
+    MAX_PRIORITY,
+    AdmissionQueue,
+    WaitingRequest,
+    rank_of,
+)
 from megatron_async.contexts.request_slots import NO_TOKEN, RequestSlots, SlotState
 from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.ops.sampling import SamplingMode
@@ -96,15 +102,24 @@ def test_sampling_parameters_of_a_slot(slots, params, mode, temperature):
     assert slots.seed[slot] == 5
 
 
-def test_the_queue_keeps_the_order_of_arrival():
+def test_the_queue_keeps_the_order_of_service():
     queue = AdmissionQueue()
-    for arrival in (3, 4, 7):
-        queue.add(WaitingRequest(request(10 + arrival), arrival, 0, 10))
-    for arrival in (5, 1, 9):
-        waiting = WaitingRequest(request(10 + arrival, generated=(1, 1)), arrival, 0, 10)
-        queue.put_back(waiting)
+    for rank in (3, 4, 7):
+        queue.add(WaitingRequest(request(10 + rank), rank, 0, 10))
+    for rank in (5, 1, 9):
+        waiting = WaitingRequest(request(10 + rank, generated=(1, 1)), rank, 0, 10)
+        queue.add(waiting)
         assert waiting.num_known == 5
     assert queue.remove(99) is None
-    assert queue.remove(14).arrival == 4
-    assert queue.first().arrival == 1
-    assert [queue.pop().arrival for _ in range(len(queue))] == [1, 3, 5, 7, 9]
+    assert queue.remove(14).rank == 4
+    assert queue.first().rank == 1
+    assert [queue.pop().rank for _ in range(len(queue))] == [1, 3, 5, 7, 9]
+
+
+def test_priority_comes_before_arrival():
+    order = [(0, 5), (7, 5), (2, 0), (3, 0), (1, -1)]
+    ranks = [rank_of(arrival, priority) for arrival, priority in order]
+    assert ranks == sorted(ranks)
+    lowest = rank_of(ARRIVALS - 1, -MAX_PRIORITY)
+    highest = rank_of(0, MAX_PRIORITY)
+    assert -(2**63) <= highest < lowest < 2**63

@@ -39,9 +39,10 @@ def make_context():
         device.close()
 
 
-def add(context, request_id, prompt_length, generate=8, **params):
+def add(context, request_id, prompt_length, generate=8, priority=0, **params):
     request = DynamicInferenceRequest(
         request_id=request_id,
+        priority=priority,
         prompt_tokens=np.arange(1, prompt_length + 1, dtype=np.int32),
         sampling_params=SamplingParams(temperature=0.0, termination_id=-1, **params),
     )
@@ -143,6 +144,24 @@ def test_pause_by_arrival_resume_oldest_first(make_context):
         book(context, plan)
         plan = context.prepare_step()
     assert ids(context, plan)[0] == 1, "the oldest paused request resumes first"
+
+
+def test_higher_priority_is_admitted_first(make_context):
+    context = make_context(max_requests=2)
+    for i, priority in enumerate((0, -1, 0, 5)):
+        add(context, i, 4, priority=priority)
+    assert ids(context, context.prepare_step()) == [3, 0]
+    assert [waiting.request.request_id for waiting in context.waiting._queue] == [2, 1]
+
+
+def test_higher_priority_is_evicted_last(make_context):
+    context = make_context(num_kv_blocks=3)
+    requests = [add(context, i, 4, generate=4, priority=i) for i in range(3)]
+    book(context, context.prepare_step())
+    plan = context.prepare_step()  # all want a second block, and there is none
+    assert ids(context, plan) == [2]
+    assert requests[0].status == Status.WAITING_IN_QUEUE
+    assert requests[1].status == Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
 
 
 def test_an_evicted_request_keeps_its_place_and_its_tokens(make_context):

@@ -322,6 +322,17 @@ def test_default_seeds_differ_by_request_and_repeat(make_engine):
     assert len({tuple(tokens) for tokens in runs[0]}) == 3
 
 
+@pytest.mark.parametrize("priority", [1.5, True, "high", 2**20 + 1, None])
+def test_a_bad_priority_fails_its_request_alone(make_engine, priority):
+    engine = make_engine()
+    engine.add_request(0, [1, 2], GREEDY, priority=priority)
+    engine.add_request(1, [1, 2], GREEDY, priority=7)
+    ended = run(engine)
+    assert isinstance(ended[0].error, RequestError)
+    assert f"priority={priority!r}" in str(ended[0].error)
+    assert ended[1].status == Status.COMPLETED
+
+
 def test_memory_of_a_closed_engine_is_free_without_a_search_for_cycles(model):
     """Requests that never ended must not lead from the context back to the engine."""
 
