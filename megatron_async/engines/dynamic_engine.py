@@ -10,14 +10,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import numpy as np
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext, StepOutput
+from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.engines.streaming import RequestStream
 from megatron_async.engines.validation import (
     check_params_type,
     check_priority,
@@ -44,13 +44,6 @@ Prompt = str | Sequence[int] | Any
 NO_IDS = np.empty(0, dtype=np.int64)
 
 
-@dataclass
-class _RequestEntry:
-    request: DynamicInferenceRequest
-    future: asyncio.Future[DynamicInferenceRequest]
-    stop_words: StopWordMatcher | None = None
-
-
 class DynamicInferenceEngine:
     """Continuous batching with up to `lookahead` steps in flight behind the one being prepared.
 
@@ -61,6 +54,7 @@ class DynamicInferenceEngine:
     Attributes:
         lookahead: steps that may be unresolved when the next is prepared.
         in_flight: launched steps, oldest first.
+        requests: the unfinished ones and who waits for them.
     """
 
     def __init__(
@@ -70,13 +64,10 @@ class DynamicInferenceEngine:
         self.context = context
         self.lookahead = context.config.steps_in_flight - 1
         self.in_flight: deque[LaunchedStep] = deque()
-        self.request_counter = count()
         self.statistics = EngineStatistics()
+        self.requests = RequestRegistry(self.statistics)
         self.tracer = controller.tracer
         controller.create_cuda_graphs()
-        self._entries: dict[int, _RequestEntry] = {}
-        self._ended: list[DynamicInferenceRequest] = []
-        self._own_loop: asyncio.AbstractEventLoop | None = None
 
     # ---- Requests ----------------------------------------------------------------------------
 
@@ -108,10 +99,6 @@ class DynamicInferenceEngine:
                 left alone.
         """
         request_id = check_request_id(request_id)
-        if request_id in self._entries:
-            raise RequestError(
-                f"request id {request_id} is in use by an unfinished request: choose another."
-            )
         params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             params = sampling_params.copy()
@@ -125,8 +112,7 @@ class DynamicInferenceEngine:
             detokenizer=None if tokenizer is None else tokenizer.detokenize,
         )
         request.add_event(DynamicInferenceEventType.ADD_ENGINE)
-        future: asyncio.Future[DynamicInferenceRequest] = self._event_loop().create_future()
-        self._entries[request_id] = _RequestEntry(request, future)
+        entry = self.requests.add(request)
         try:
             check_params_type(sampling_params)
             request.priority = check_priority(priority)
@@ -138,13 +124,13 @@ class DynamicInferenceEngine:
             limits = check_request(request, self.context, self.controller.vocab_size)
             if params.stop_words:
                 matcher = StopWordMatcher(params.stop_words, require_detokenizer(tokenizer))
-                self._entries[request_id].stop_words = matcher
+                entry.stop_words = matcher
         except Exception as error:
             # Whatever it is, also from a user's own tokenizer, it is this request's alone.
-            self._end(request, Status.FAILED, "error", error)
-            return future
+            self.requests.end(request, Status.FAILED, "error", error)
+            return entry.future
         self.context.add_request(request, limits.seed, limits.max_length)
-        return future
+        return entry.future
 
     def abort_request(self, request_id: int) -> None:
         """End an unfinished request now; its rows in flight are dropped when they arrive.
@@ -156,15 +142,30 @@ class DynamicInferenceEngine:
         if self.context.waiting.remove(request_id) is None:
             self.context.release_request(self._slot_of(request))
         error = RequestAborted(f"request {request_id} was aborted")
-        self._end(request, Status.FAILED, "aborted", error)
+        self.requests.end(request, Status.FAILED, "aborted", error)
 
     def get_request(self, request_id: int) -> DynamicInferenceRequest:
         """The unfinished request with this id (KeyError if there is none)."""
-        return self._entries[request_id].request
+        return self.requests.get(request_id).request
+
+    def stream(self, request_id: int) -> RequestStream:
+        """The tokens and text of an unfinished request as they are booked, for `async for`.
+
+        Raises:
+            KeyError: no unfinished request has this id.
+        """
+        return self.requests.stream(request_id, self._booked_tokens)
+
+    def _booked_tokens(self, request: DynamicInferenceRequest) -> list[int]:
+        slots = self.context.slots
+        if request.finish_reason is None and request in slots.requests:
+            return slots.generated_tokens(self._slot_of(request))
+        return request.generated_tokens
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do, or ended requests to report."""
-        return bool(self._ended or self.in_flight) or self.context.has_unfinished_requests()
+        to_report = self.requests.has_ended or bool(self.in_flight)
+        return to_report or self.context.has_unfinished_requests()
 
     def _slot_of(self, request: DynamicInferenceRequest) -> int:
         return self.context.slots.requests.index(request)
@@ -201,6 +202,17 @@ class DynamicInferenceEngine:
                     break  # while this coroutine waited, another one stepped the engine
                 outputs.append(self._resolve_oldest())
         return self._report(outputs, start)
+
+    async def run_engine(self) -> None:
+        """Step whenever there is work, until the task is cancelled.
+
+        Answers come by the futures of `add_request` and by `stream`.
+        """
+        while True:
+            await self.requests.wait_for_one()
+            while self.has_unfinished_requests():
+                await self.async_step()
+                await asyncio.sleep(0)  # a step whose samples are there already never waits
 
     def _launch_next(self) -> int:
         """Prepare and launch one step.
@@ -273,7 +285,7 @@ class DynamicInferenceEngine:
             if reason is not None:
                 self.context.release_request(slot)
                 status = Status.COMPLETED if error is None else Status.FAILED
-                self._end(request, status, reason, error)
+                self.requests.end(request, status, reason, error)
 
     def _finish_reason(
         self, request: DynamicInferenceRequest, output: StepOutput, row: int
@@ -282,7 +294,7 @@ class DynamicInferenceEngine:
         if output.stopped[row]:
             is_termination = output.tokens[row] == request.sampling_params.termination_id
             return "termination_id" if is_termination else "stop_token"
-        matcher = self._entries[request.request_id].stop_words
+        matcher = self.requests.get(request.request_id).stop_words
         if matcher is not None and matcher.push(int(output.tokens[row])):
             return "stop_word"
         return "length" if output.ended[row] else None
@@ -297,30 +309,11 @@ class DynamicInferenceEngine:
         for slot in step.plan.slots[held]:
             request = slots.request_at(slot)
             self.context.release_request(slot)
-            self._end(request, Status.FAILED, "error", error)
-
-    def _end(
-        self,
-        request: DynamicInferenceRequest,
-        status: Status,
-        reason: str,
-        error: Exception | None = None,
-    ) -> None:
-        """A request leaves the engine; the next report and its future carry it."""
-        request.status, request.finish_reason, request.error = status, reason, error
-        request.latency = time.perf_counter() - request.arrival_time
-        failed = status == Status.FAILED
-        kind = DynamicInferenceEventType.FAIL if failed else DynamicInferenceEventType.FINISH
-        request.add_event(kind)
-        self.statistics.failed_requests += failed
-        self.statistics.finished_requests += not failed
-        self._ended.append(request)
-        entry = self._entries.pop(request.request_id)
-        if not entry.future.cancelled():
-            entry.future.set_result(request)
+            self.requests.end(request, Status.FAILED, "error", error)
 
     def _report(self, outputs: list[StepOutput], start: float) -> dict[str, Any]:
-        ended, self._ended = self._ended, []
+        ended = self.requests.take_ended()
+        self.requests.notify_streams()
         step_time = time.perf_counter() - start
         self.tracer.collect()
         self.statistics.count_step_time(step_time, idle=not self.has_unfinished_requests())
@@ -362,7 +355,7 @@ class DynamicInferenceEngine:
         else:
             each = [sampling_params] * len(prompts)
         futures = [
-            self.add_request(self._next_request_id(), prompt, params)
+            self.add_request(self.requests.free_id(), prompt, params)
             for prompt, params in zip(prompts, each, strict=True)
         ]
         while not all(future.done() for future in futures):
@@ -370,10 +363,6 @@ class DynamicInferenceEngine:
             if on_step is not None:
                 on_step(report)
         return [future.result() for future in futures]
-
-    def _next_request_id(self) -> int:
-        """The next number that no unfinished request has."""
-        return next(number for number in self.request_counter if number not in self._entries)
 
     def stats(self) -> Mapping[str, float | int]:
         """Counters and ratios since the engine was made; see `EngineStatistics`."""
@@ -383,14 +372,4 @@ class DynamicInferenceEngine:
     def close(self) -> None:
         """Finish what is launched and free the device's threads."""
         self.context.device.close()
-        if self._own_loop is not None:
-            self._own_loop.close()
-
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """The running loop, or one of our own: futures need a loop, steps do not."""
-        try:
-            return asyncio.get_running_loop()
-        except RuntimeError:
-            if self._own_loop is None:
-                self._own_loop = asyncio.new_event_loop()
-            return self._own_loop
+        self.requests.close()

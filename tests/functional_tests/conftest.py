@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from filelock import FileLock, Timeout
-from harness import assert_all_is_back, make_engine, make_model
+from harness import NUM_TOKENS, EngineFactory, assert_all_is_back, make_engine, make_model
 
 from megatron_async import LLM, DynamicInferenceEngine
 from megatron_async.checkpoints.registry import demo_file
-
-EngineFactory = Callable[..., DynamicInferenceEngine]
 
 CHATS = (
     [{"role": "user", "content": "Name three colours."}],
@@ -39,7 +37,6 @@ TEXTS = (
     "a long time. Denis Papin built a pot with a tight lid and a valve in 1679, cooked bones in it "
     "until they were soft, and showed it to the Royal Society in London, which is why",
 )
-NUM_TOKENS = 64
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,10 @@ from megatron_async.models.hybrid import build_model
 from megatron_async.profiling.timeline import Timeline
 
 CPU = torch.device("cpu")
+EngineFactory = Callable[..., DynamicInferenceEngine]
+"""Fixtures of conftest.py that make engines."""
+NUM_TOKENS = 64
+"""Tokens that the demo model generates for a prompt where it is compared with transformers."""
 TINY = ModelArchitecture("llama", 2, 32, 4, 2, 8, 64, 128, max_position_embeddings=1024)
 """Small enough for thousands of steps a second."""
 

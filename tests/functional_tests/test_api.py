@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EngineFactory
-from harness import TINY, Job, assert_all_is_back, greedy, make_model, random_prompts, run_together
+from harness import (
+    TINY,
+    EngineFactory,
+    Job,
+    assert_all_is_back,
+    greedy,
+    make_model,
+    random_prompts,
+    run_together,
+)
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention import SelfAttentionSubmodules

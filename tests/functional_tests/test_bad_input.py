@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import EngineFactory
-from harness import Job, assert_all_is_back, drain, greedy, run_together
+from harness import EngineFactory, Job, assert_all_is_back, drain, greedy, run_together
 
 from megatron_async import LLM, SamplingParams, Status
 from megatron_async.checkpoints import CheckpointError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EngineFactory
+from harness import EngineFactory
 from schedules import wrong_results
 
 from megatron_async.contexts.bookkeeping_buffer import HostStaging

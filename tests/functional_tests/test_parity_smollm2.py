@@ -6,8 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from conftest import NUM_TOKENS, EngineFactory
-from harness import Job, greedy, run_alone, run_at, run_together
+from harness import NUM_TOKENS, EngineFactory, Job, greedy, run_alone, run_at, run_together
 
 from megatron_async import SamplingParams
 

@@ -6,8 +6,7 @@ import random
 from itertools import product
 
 import pytest
-from conftest import EngineFactory
-from harness import TINY, Job, greedy, random_prompts, run_alone, run_at
+from harness import TINY, EngineFactory, Job, greedy, random_prompts, run_alone, run_at
 
 from megatron_async import SamplingParams
 

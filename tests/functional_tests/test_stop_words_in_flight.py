@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import EngineFactory
-from harness import TINY, Job, drain, greedy, random_prompts, run_at
+from harness import TINY, EngineFactory, Job, drain, greedy, random_prompts, run_at
 
 from megatron_async import LLM, DynamicInferenceEngine, Status
 

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_weights, huggingface_state
+from checkpoint_models import assert_same_weights, huggingface_state
 from safetensors.torch import load_file
 
 from megatron_async.checkpoints import CheckpointError, LoadedModel, load_model, open_model

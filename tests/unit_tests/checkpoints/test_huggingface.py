@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FAMILIES, assert_same_weights, huggingface_state
+from checkpoint_models import FAMILIES, assert_same_weights, huggingface_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, assert_same_weights, huggingface_state
+from checkpoint_models import FAMILIES, assert_same_weights, huggingface_state
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
 

@@ -1,0 +1,146 @@
+"""`RequestRegistry`: who in the outside world waits for which request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.engines.streaming import RequestStream
+from megatron_async.errors import RequestError
+from megatron_async.inference_request import (
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+    Status,
+)
+from megatron_async.stop_words import StopWordMatcher
+
+
+@dataclass
+class RequestEntry:
+    """An unfinished request with its future, its readers, and what watches its text."""
+
+    request: DynamicInferenceRequest
+    future: asyncio.Future[DynamicInferenceRequest]
+    stop_words: StopWordMatcher | None = None
+    streams: list[RequestStream] = field(default_factory=list)
+
+
+class RequestRegistry:
+    """Unfinished requests by id, and those that ended since they were last asked for.
+
+    Args:
+        statistics: counts the ends.
+    """
+
+    def __init__(self, statistics: EngineStatistics) -> None:
+        self._statistics = statistics
+        self._entries: dict[int, RequestEntry] = {}
+        self._streamed: set[int] = set()
+        self._ended: list[DynamicInferenceRequest] = []
+        self._numbers = count()
+        self._own_loop: asyncio.AbstractEventLoop | None = None
+        self._added = asyncio.Event()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a request has ended that `take_ended` has not returned."""
+        return bool(self._ended)
+
+    def add(self, request: DynamicInferenceRequest) -> RequestEntry:
+        """Enter a request.
+
+        Raises:
+            RequestError: an unfinished request has its id.
+        """
+        if request.request_id in self._entries:
+            raise RequestError(
+                f"request id {request.request_id} is in use by an unfinished request: choose "
+                "another."
+            )
+        entry = RequestEntry(request, self._event_loop().create_future())
+        self._entries[request.request_id] = entry
+        self._added.set()
+        return entry
+
+    async def wait_for_one(self) -> None:
+        """Wait until a request has been added since the last wait, or is unfinished."""
+        if not self._entries:
+            await self._added.wait()
+        self._added.clear()
+
+    def get(self, request_id: int) -> RequestEntry:
+        """The entry of an unfinished request (KeyError if there is none)."""
+        return self._entries[request_id]
+
+    def end(
+        self,
+        request: DynamicInferenceRequest,
+        status: Status,
+        reason: str,
+        error: Exception | None = None,
+    ) -> None:
+        """A request leaves the engine: its future, its streams and the next report carry it."""
+        request.status, request.finish_reason, request.error = status, reason, error
+        request.latency = time.perf_counter() - request.arrival_time
+        failed = status == Status.FAILED
+        kind = DynamicInferenceEventType.FAIL if failed else DynamicInferenceEventType.FINISH
+        request.add_event(kind)
+        self._statistics.failed_requests += failed
+        self._statistics.finished_requests += not failed
+        self._ended.append(request)
+        entry = self._entries.pop(request.request_id)
+        if not entry.future.cancelled():
+            entry.future.set_result(request)
+        self._streamed.discard(request.request_id)
+        for stream in entry.streams:
+            stream.notify()
+
+    def take_ended(self) -> list[DynamicInferenceRequest]:
+        """Requests that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def stream(
+        self, request_id: int, booked_tokens: Callable[[DynamicInferenceRequest], list[int]]
+    ) -> RequestStream:
+        """A new reader of an unfinished request (KeyError if there is none).
+
+        Args:
+            request_id: of the request.
+            booked_tokens: its generated tokens so far.
+        """
+        entry = self._entries[request_id]
+        stream = RequestStream(entry.request, booked_tokens)
+        entry.streams.append(stream)
+        self._streamed.add(request_id)
+        return stream
+
+    def notify_streams(self) -> None:
+        """Wake all readers: a step was booked."""
+        for request_id in self._streamed:
+            for stream in self._entries[request_id].streams:
+                stream.notify()
+
+    def free_id(self) -> int:
+        """The next number that no unfinished request has."""
+        return next(number for number in self._numbers if number not in self._entries)
+
+    def close(self) -> None:
+        """Forget the unfinished requests, and close the event loop if it is our own."""
+        self._entries.clear()
+        self._streamed.clear()
+        if self._own_loop is not None:
+            self._own_loop.close()
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        """The running loop, or one of our own: futures need a loop, steps do not."""
+        try:
+            return asyncio.get_running_loop()
+        except RuntimeError:
+            if self._own_loop is None:
+                self._own_loop = asyncio.new_event_loop()
+            return self._own_loop

@@ -1,0 +1,152 @@
+"""Streams give what the finished request has, whatever the reader's speed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from harness import TINY, EngineFactory, drain, greedy, random_prompts
+
+from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
+from megatron_async.engines.streaming import RequestStream, StreamChunk
+from megatron_async.errors import RequestAborted
+
+TOKENS = 30
+PROMPTS = random_prompts(11, (4, 19, 33, 7), TINY.vocab_size)
+
+
+class Bytes:
+    """A tokenizer of bytes: most tokens of the tiny model are a part of a character."""
+
+    eod = -1
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def detokenize(self, tokens: list[int]) -> str:
+        # Lead bytes and continuations at random: half of them are no characters.
+        raw = bytes(0xC3 if token % 2 else 0x80 + token % 64 for token in tokens)
+        return raw.decode("utf-8", errors="replace")
+
+
+async def read(stream: RequestStream, pause: float = 0.0) -> list[StreamChunk]:
+    chunks = []
+    async for chunk in stream:
+        chunks.append(chunk)
+        await asyncio.sleep(pause)
+    return chunks
+
+
+async def serve(
+    engine: DynamicInferenceEngine, params: list[SamplingParams], pause: float = 0.0
+) -> list[list[StreamChunk]]:
+    """Chunks of requests that are streamed while `run_engine` steps."""
+    runner = asyncio.create_task(engine.run_engine())
+    try:
+        readers = []
+        for number, (prompt, mine) in enumerate(zip(PROMPTS, params, strict=True)):
+            future = engine.add_request(number, prompt, mine)
+            readers.append((future, asyncio.create_task(read(engine.stream(number), pause))))
+        chunks = []
+        for future, reader in readers:
+            request = await asyncio.wait_for(future, 60)
+            mine = await asyncio.wait_for(reader, 60)
+            assert [t for chunk in mine for t in chunk.tokens] == request.generated_tokens
+            assert "".join(chunk.text or "" for chunk in mine) == request.generated_text
+            chunks.append(mine)
+        return chunks
+    finally:
+        runner.cancel()
+        while engine.has_unfinished_requests():  # steps in flight, of zombie rows alone
+            await engine.async_step()
+
+
+@pytest.mark.parametrize("pressed", [False, True], ids=["roomy", "evictions"])
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_chunks_add_up(make_tiny_engine: EngineFactory, lookahead: int, pressed: bool) -> None:
+    memory = {"num_kv_blocks": 9, "block_size_tokens": 8, "paused_buffer_size_gb": 1e-9}
+    engine = make_tiny_engine(
+        lookahead=lookahead, tokenizer=Bytes(), **(memory if pressed else {})
+    )
+    chunks = asyncio.run(serve(engine, [greedy(TOKENS)] * len(PROMPTS)))
+    assert (engine.stats()["evictions"] > 0) == pressed
+    assert max(map(len, chunks)) > TOKENS // 2, "chunks come while tokens are made"
+
+
+def test_a_stop_word_is_never_sent(make_tiny_engine: EngineFactory) -> None:
+    plain = make_tiny_engine(tokenizer=Bytes())
+    texts = [request.generated_text or "" for request in plain.generate(PROMPTS, greedy(TOKENS))]
+    drain(plain)
+    params = [greedy(TOKENS, stop_words=["never", text[9:13]]) for text in texts]
+    chunks = asyncio.run(serve(make_tiny_engine(tokenizer=Bytes()), params))
+    for text, mine in zip(texts, chunks, strict=True):
+        assert "".join(chunk.text or "" for chunk in mine) == text[: text.find(text[9:13])]
+
+
+def test_a_slow_reader_gets_larger_chunks_and_stalls_nobody(
+    make_tiny_engine: EngineFactory,
+) -> None:
+    engine = make_tiny_engine(tokenizer=Bytes())
+    fast = asyncio.run(serve(engine, [greedy(TOKENS)] * len(PROMPTS)))
+    steps = engine.stats()["steps"]
+    slow = asyncio.run(serve(engine, [greedy(TOKENS)] * len(PROMPTS), pause=0.2))
+    assert engine.stats()["steps"] == 2 * steps
+    assert max(map(len, slow)) < min(map(len, fast))
+
+
+def test_an_aborted_request_ends_its_stream_with_the_error(
+    make_tiny_engine: EngineFactory,
+) -> None:
+    async def run() -> list[StreamChunk]:
+        engine = make_tiny_engine()
+        engine.add_request(7, PROMPTS[0], greedy(TOKENS))
+        stream, chunks = engine.stream(7), []
+        for _ in range(5):
+            await engine.async_step()
+            if engine.stats()["generated_tokens"] > len(chunks):
+                chunks.append(await anext(stream))
+        engine.abort_request(7)
+        with pytest.raises(RequestAborted):
+            await anext(stream)
+        while engine.has_unfinished_requests():
+            await engine.async_step()
+        return chunks
+
+    chunks = asyncio.run(run())
+    assert chunks
+    assert all(chunk.text is None for chunk in chunks)
+
+
+def test_nobody_to_stream(make_tiny_engine: EngineFactory) -> None:
+    with pytest.raises(KeyError):
+        make_tiny_engine().stream(3)
+
+
+def test_the_engine_wakes_up_for_a_late_request(make_tiny_engine: EngineFactory) -> None:
+    async def run() -> None:
+        engine = make_tiny_engine()
+        runner = asyncio.create_task(engine.run_engine())
+        for number in range(3):
+            future = engine.add_request(number, PROMPTS[0], greedy(3))
+            request = await asyncio.wait_for(future, 60)
+            assert len(request.generated_tokens) == 3
+            while engine.has_unfinished_requests():
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.01)  # idle
+        runner.cancel()
+
+    asyncio.run(run())
+
+
+def test_real_text(smollm2_llm: LLM) -> None:
+    async def run() -> None:
+        engine = smollm2_llm.engine
+        params = SamplingParams(temperature=0.0, num_tokens_to_generate=12)
+        future = engine.add_request(990, "Say something in Chinese: 你好", params)
+        reader = asyncio.create_task(read(engine.stream(990)))
+        while engine.has_unfinished_requests():
+            await engine.async_step()
+        chunks = await reader
+        assert "".join(c.text or "" for c in chunks) == (await future).generated_text
+
+    asyncio.run(run())
