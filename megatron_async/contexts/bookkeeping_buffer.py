@@ -40,21 +40,23 @@ class HostStaging:
         updates = plan.block_updates
         layout = BookkeepingLayout.for_batch(plan.dims, len(updates.slots))
         fields = layout.host_views(self._arrays[entry])
-        dims, decode = plan.dims, plan.num_decode
-        # Dummy rows: one token of the dummy slot, in the dummy block.
-        for first, end, rows in (
-            (0, dims.decode_rows, slice(0, decode)),
-            (dims.decode_rows, dims.rows, slice(decode, None)),
-        ):
-            _fill(fields["row_slots"][first:end], plan.slots[rows], self._dummy_slot)
-            _fill(fields["row_kv_lengths"][first:end], plan.kv_lengths[rows], 1)
+        self._pack_rows(fields, plan, slice(plan.dims.decode_rows), slice(plan.num_decode))
         fields["num_block_updates"][0] = len(updates.slots)
         fields["block_update_slots"][:] = updates.slots
         fields["block_update_indices"][:] = updates.indices
         fields["block_update_blocks"][:] = updates.blocks
-        if not dims.is_decode_only:
+        if not plan.dims.is_decode_only:
+            chunks = slice(plan.num_decode, None)
+            self._pack_rows(fields, plan, slice(plan.dims.decode_rows, None), chunks)
             _pack_prefill(fields, plan, slots)
         return self._tensors[entry][: layout.size]
+
+    def _pack_rows(
+        self, fields: dict[str, np.ndarray], plan: StepPlan, device_rows: slice, rows: slice
+    ) -> None:
+        # Dummy rows: one token of the dummy slot, in the dummy block.
+        _fill(fields["row_slots"][device_rows], plan.slots[rows], self._dummy_slot)
+        _fill(fields["row_kv_lengths"][device_rows], plan.kv_lengths[rows], 1)
 
 
 def _pack_prefill(fields: dict[str, np.ndarray], plan: StepPlan, slots: RequestSlots) -> None:

@@ -370,6 +370,7 @@ class DynamicInferenceEngine:
         return self.statistics.as_dict(self.lookahead, context.pauses, context.evictions)
 
     def close(self) -> None:
-        """Finish what is launched and free the device's threads."""
+        """Finish what is launched, free the device's threads, and fail the requests that are
+        unfinished, so that nobody waits for them for ever."""
         self.context.device.close()
         self.requests.close()

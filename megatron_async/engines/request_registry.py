@@ -10,7 +10,7 @@ from itertools import count
 
 from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.engines.streaming import RequestStream
-from megatron_async.errors import RequestError
+from megatron_async.errors import RequestAborted, RequestError
 from megatron_async.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -93,7 +93,7 @@ class RequestRegistry:
         self._statistics.finished_requests += not failed
         self._ended.append(request)
         entry = self._entries.pop(request.request_id)
-        if not entry.future.cancelled():
+        if not entry.future.cancelled() and not entry.future.get_loop().is_closed():
             entry.future.set_result(request)
         self._streamed.discard(request.request_id)
         for stream in entry.streams:
@@ -130,9 +130,11 @@ class RequestRegistry:
         return next(number for number in self._numbers if number not in self._entries)
 
     def close(self) -> None:
-        """Forget the unfinished requests, and close the event loop if it is our own."""
-        self._entries.clear()
-        self._streamed.clear()
+        """Tell all who still wait that nothing more will come, and close the event loop if it is
+        our own."""
+        for request_id, entry in list(self._entries.items()):
+            error = RequestAborted(f"request {request_id}: its engine was closed before it ended")
+            self.end(entry.request, Status.FAILED, "aborted", error)
         if self._own_loop is not None:
             self._own_loop.close()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from harness import TINY, EngineFactory, drain, greedy, random_prompts
+import torch
+from harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
 
 from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
 from megatron_async.engines.streaming import RequestStream, StreamChunk
@@ -115,6 +116,23 @@ def test_an_aborted_request_ends_its_stream_with_the_error(
     chunks = asyncio.run(run())
     assert chunks
     assert all(chunk.text is None for chunk in chunks)
+
+
+def test_closing_the_engine_answers_everybody(tiny_model: torch.nn.Module) -> None:
+    async def run() -> None:
+        engine = make_engine(tiny_model, num_kv_blocks=64, max_requests=1)
+        futures = [engine.add_request(i, PROMPTS[i], greedy(TOKENS)) for i in range(2)]
+        readers = [asyncio.create_task(read(engine.stream(i))) for i in range(2)]
+        for _ in range(5):
+            await engine.async_step()
+        engine.close()
+        for future, reader in zip(futures, readers, strict=True):
+            request = await asyncio.wait_for(future, 60)
+            assert request.finish_reason == "aborted"
+            with pytest.raises(RequestAborted, match="closed"):
+                await asyncio.wait_for(reader, 60)
+
+    asyncio.run(run())
 
 
 def test_nobody_to_stream(make_tiny_engine: EngineFactory) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -54,17 +54,21 @@ class PrefillRows:
     """(query, KV) length of each row where the host knows them: not in a captured step."""
 
 
-class PrefillBackend(Protocol):
+class PrefillBackend(ABC):
     """Causal attention of prefill rows over the paged cache."""
 
     name: str
     """As in `InferenceConfig.attention_backend`."""
     captures: bool
     """Whether it works without `PrefillRows.lengths`, in a graph."""
+    rows: PrefillRows
+    """Of the present step, from `begin_step` on."""
 
     def begin_step(self, rows: PrefillRows) -> None:
         """Prepare for the layers of one step."""
+        self.rows = rows
 
+    @abstractmethod
     def attend(
         self,
         query: Tensor,
@@ -95,3 +99,19 @@ def require(condition: bool, name: str, problem: str, remedy: str) -> None:
     """Raise `BackendUnavailable` unless `condition` holds."""
     if not condition:
         raise BackendUnavailable(f"attention_backend={name!r}: {problem}; {remedy}.")
+
+
+def require_tensor_core_shape(name: str, shape: AttentionShape, largest_dim: int) -> None:
+    """What FlashAttention's kernels want of dtype and heads; raises `BackendUnavailable`."""
+    require(
+        shape.dtype in (torch.bfloat16, torch.float16),
+        name,
+        f"it computes in bfloat16 or float16, not {shape.dtype}",
+        "change dtype or use attention_backend='triton'",
+    )
+    require(
+        shape.dim % 8 == 0 and 8 <= shape.dim <= largest_dim,
+        name,
+        f"heads of dimension {shape.dim} are not a multiple of 8 up to {largest_dim}",
+        "use attention_backend='triton'",
+    )

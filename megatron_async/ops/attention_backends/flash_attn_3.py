@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.ops.attention_backends.base import AttentionShape, PrefillRows, require
+from megatron_async.ops.attention_backends.base import (
+    AttentionShape,
+    PrefillBackend,
+    require,
+    require_tensor_core_shape,
+)
 
 MODULES = ("flash_attn_3.flash_attn_interface", "flashattn_hopper.flash_attn_interface")
 FUNCTION = "flash_attn_with_kvcache"
@@ -23,10 +28,11 @@ ARGUMENTS = (
     "q", "k_cache", "v_cache", "cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q",
     "softmax_scale", "causal", "num_splits",
 )  # fmt: skip
+LARGEST_DIM = 256
 
 
-class FlashAttention3Prefill:
-    """A `PrefillBackend`.
+class FlashAttention3Prefill(PrefillBackend):
+    """See the top of this file.
 
     Args:
         shape: of the engine's attention.
@@ -47,23 +53,7 @@ class FlashAttention3Prefill:
             f"it needs a Hopper GPU, not compute capability {capability[0]}.{capability[1]}",
             "use attention_backend='triton'",
         )
-        require(
-            shape.dtype in (torch.bfloat16, torch.float16),
-            self.name,
-            f"it computes in bfloat16 or float16, not {shape.dtype}",
-            "change dtype or use attention_backend='triton'",
-        )
-        require(
-            shape.dim % 8 == 0 and shape.dim <= 256,
-            self.name,
-            f"heads of dimension {shape.dim} are not a multiple of 8 up to 256",
-            "use attention_backend='triton'",
-        )
-        self._rows: PrefillRows | None = None
-
-    def begin_step(self, rows: PrefillRows) -> None:
-        """See `PrefillBackend`."""
-        self._rows = rows
+        require_tensor_core_shape(self.name, shape, LARGEST_DIM)
 
     def attend(
         self,
@@ -74,8 +64,7 @@ class FlashAttention3Prefill:
         out: Tensor | None = None,
     ) -> Tensor:
         """See `PrefillBackend`."""
-        rows = self._rows
-        assert rows is not None  # begin_step
+        rows = self.rows
         result = self._function(
             q=query,
             k_cache=key_cache,

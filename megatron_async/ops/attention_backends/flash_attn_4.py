@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.ops.attention_backends.base import AttentionShape, PrefillRows, require
+from megatron_async.ops.attention_backends.base import (
+    AttentionShape,
+    PrefillBackend,
+    require,
+    require_tensor_core_shape,
+)
 
 DISTRIBUTION = "flash-attn-4"
 TESTED_VERSION = "4.0.0b36"
@@ -28,8 +33,8 @@ LARGEST_DIM = {9: 256, 10: 128, 11: 128}
 """Largest head dimension by major compute capability."""
 
 
-class FlashAttention4Prefill:
-    """A `PrefillBackend`.
+class FlashAttention4Prefill(PrefillBackend):
+    """See the top of this file.
 
     Args:
         shape: of the engine's attention.
@@ -50,26 +55,9 @@ class FlashAttention4Prefill:
             f"it needs a Hopper or Blackwell GPU, not compute capability {major}.x",
             "use attention_backend='triton'",
         )
-        largest = LARGEST_DIM[major]
-        require(
-            shape.dtype in (torch.bfloat16, torch.float16),
-            self.name,
-            f"it computes in bfloat16 or float16, not {shape.dtype}",
-            "change dtype or use attention_backend='triton'",
-        )
-        require(
-            shape.dim % 8 == 0 and 8 <= shape.dim <= largest,
-            self.name,
-            f"heads of dimension {shape.dim} are not a multiple of 8 up to {largest}",
-            "use attention_backend='triton'",
-        )
+        require_tensor_core_shape(self.name, shape, LARGEST_DIM[major])
         # Its compiler says so of an argument that only masks of a user's need; nothing is wrong.
         warnings.filterwarnings("ignore", "Argument aux_data .* cannot be converted", UserWarning)
-        self._rows: PrefillRows | None = None
-
-    def begin_step(self, rows: PrefillRows) -> None:
-        """See `PrefillBackend`."""
-        self._rows = rows
 
     def attend(
         self,
@@ -80,8 +68,7 @@ class FlashAttention4Prefill:
         out: Tensor | None = None,
     ) -> Tensor:
         """See `PrefillBackend`."""
-        rows = self._rows
-        assert rows is not None  # begin_step
+        rows = self.rows
         result = self._function(
             query,
             key_cache,

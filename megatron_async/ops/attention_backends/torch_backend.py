@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_async.ops.attention_backends.base import AttentionShape, PrefillRows
+from megatron_async.ops.attention_backends.base import (
+    AttentionShape,
+    PrefillBackend,
+    PrefillRows,
+)
 from megatron_async.ops.paged_attention import TorchPagedAttention
 
 
-class TorchPrefill:
-    """The prefill half of `TorchPagedAttention`; a `PrefillBackend`.
+class TorchPrefill(PrefillBackend):
+    """The prefill half of `TorchPagedAttention`.
 
     It needs the host's lengths, so it cannot be captured.
 

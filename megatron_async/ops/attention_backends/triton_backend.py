@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_async.ops.attention_backends.base import AttentionShape, PrefillRows
+from megatron_async.ops.attention_backends.base import AttentionShape, PrefillBackend
 from megatron_async.ops.prefill_attention import paged_prefill_attention
 
 
-class TritonPrefill:
-    """See `ops/prefill_attention.py`; a `PrefillBackend`.
+class TritonPrefill(PrefillBackend):
+    """See `ops/prefill_attention.py`.
 
     Args:
         shape: of the engine's attention.
@@ -20,11 +20,7 @@ class TritonPrefill:
     captures = True
 
     def __init__(self, shape: AttentionShape) -> None:
-        self._rows: PrefillRows | None = None
-
-    def begin_step(self, rows: PrefillRows) -> None:
-        """See `PrefillBackend`."""
-        self._rows = rows
+        """Nothing of the shape is needed beforehand."""
 
     def attend(
         self,
@@ -35,8 +31,7 @@ class TritonPrefill:
         out: Tensor | None = None,
     ) -> Tensor:
         """See `PrefillBackend`."""
-        rows = self._rows
-        assert rows is not None  # begin_step
+        rows = self.rows
         out = torch.empty_like(query) if out is None else out
         paged_prefill_attention(
             query,

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from triton.runtime import interpreter
 from triton_interpreter import INTERPRETED, run_in_interpreter
 
 from megatron_async.ops.decode_attention import DecodeWorkspace, paged_decode_attention
@@ -23,22 +22,6 @@ GPU_CASES = [
     for j, shape in enumerate(SHAPES)
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-
-_TRITONS_PATCH = interpreter._patch_lang_tensor
-
-
-def patch_lang_tensor(tensor, scope):
-    """Triton 3.6's interpreter takes `int()` of an array of one element where a loop's bound is on
-    the device; NumPy 2.5 refuses that."""
-    _TRITONS_PATCH(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-@pytest.fixture(autouse=True)
-def bounds_on_the_device(monkeypatch):
-    if INTERPRETED:
-        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts this very run")

@@ -1,21 +1,15 @@
 """Products of few rows against torch: kernels by given plans, and the rule that chooses."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
-from test_decode_attention import patch_lang_tensor
-from triton.runtime import interpreter
+from triton_interpreter import INTERPRETED, run_in_interpreter
 
 from megatron_async.ops import skinny_linear as ops
 from megatron_async.ops.rms_norm import add_rms_norm, add_rms_norm_reference
 from megatron_async.ops.skinny_linear import Unnormed, one_row_product, tile_product
 from megatron_async.ops.skinny_plan import MAX_ROWS, OneRowPlan, TilePlan, choose_plan
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SHAPES = {
     "smollm2-135m": (576, 1536, 49152),
@@ -25,32 +19,14 @@ SHAPES = {
 """Hidden size, MLP width, vocabulary."""
 
 
-@pytest.fixture
-def device(monkeypatch) -> torch.device:
-    if INTERPRETED:
-        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
-        return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    pytest.skip("no GPU: test_in_interpreter runs it")
-
-
 @pytest.fixture(autouse=True)
-def poisoned_memory():
-    """torch.empty is full of NaN, so an element that a kernel leaves out is seen."""
+def same_numbers(poisoned_memory):
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts this very run")
 def test_in_interpreter():
-    """Triton reads the variable when it is imported, so the interpreter needs its own process."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_in_interpreter(__file__)
 
 
 def random(*shape, dtype=torch.float32, device="cpu", scale=1.0):
