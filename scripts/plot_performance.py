@@ -51,6 +51,7 @@ OTHERS_STEP_MS: dict[str, dict[str, dict[int, float]]] = {
 """Milliseconds a step by batch: steady decode, bfloat16, greedy, prompt 128, mean context 256. This
 project's own measurements of those engines (November 2026, one NVIDIA H200), of each the faster of
 two; the floor is weights and KV cache read once, at the bandwidth of a large copy."""
+OTHERS_PROMPT_TOKENS = 128
 OTHERS_ATTENTION_US: dict[str, dict[int, float]] = {
     "smollm2-135m": {1: 6.4, 16: 8.6, 64: 11.6, 256: 24.2},
     "llama-3.1-8b": {1: 8.4, 16: 10.7, 64: 30.1, 256: 87.3},
@@ -99,7 +100,7 @@ def read_records(folder: Path) -> list[Row]:
 
 def collect(records: Iterable[Row], benchmark: str, keys: Sequence[str]) -> Figures | None:
     """The figures of one benchmark; of those that agree in `keys`, the newest. Records of sampled
-    batches are left out: the plots are of greedy ones.
+    batches, and of decode at other prompts than the others' figures, are left out.
 
     Raises:
         ValueError: the records come from different GPUs, which one plot must not mix.
@@ -107,7 +108,9 @@ def collect(records: Iterable[Row], benchmark: str, keys: Sequence[str]) -> Figu
     chosen = [
         record
         for record in records
-        if record["benchmark"] == benchmark and not record["settings"].get("temperature")
+        if record["benchmark"] == benchmark
+        and not record["settings"].get("temperature")
+        and (benchmark != "decode" or record["settings"]["prompt_tokens"] == OTHERS_PROMPT_TOKENS)
     ]
     gpus = {record["gpu"] for record in chosen}
     if len(gpus) > 1:

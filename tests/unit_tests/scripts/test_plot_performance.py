@@ -23,7 +23,7 @@ def plots():
 
 def write(folder, name, benchmark, figures, gpu=H200, date="2026-01-01", **settings):
     record = {"benchmark": benchmark, "date": date, "gpu": gpu, "figures": figures}
-    record["settings"] = settings
+    record["settings"] = {"prompt_tokens": 128} | settings
     (folder / name).write_text(json.dumps(record))
 
 
@@ -80,6 +80,7 @@ def test_every_plot_is_drawn_and_equal_records_give_equal_files(plots, tmp_path,
 
 def test_the_newest_greedy_figures_count(plots, tmp_path):
     write(tmp_path, "c_hot.json", "decode", decode_rows(9.0), date="2026-04-01", temperature=0.8)
+    write(tmp_path, "d_long.json", "decode", decode_rows(7.0), date="2026-05-01", prompt_tokens=32640)
     write(tmp_path, "a_new.json", "decode", decode_rows(1.0)[:1], date="2026-03-01")
     write(tmp_path, "b_old.json", "decode", decode_rows(5.0), date="2026-02-01")
     figures = plots.collect(
