@@ -80,12 +80,12 @@ def test_every_plot_is_drawn_and_equal_records_give_equal_files(plots, tmp_path,
 
 def test_the_newest_greedy_figures_count(plots, tmp_path):
     write(tmp_path, "c_hot.json", "decode", decode_rows(9.0), date="2026-04-01", temperature=0.8)
-    write(tmp_path, "d_long.json", "decode", decode_rows(7.0), date="2026-05-01", prompt_tokens=32640)
+    write(
+        tmp_path, "d_long.json", "decode", decode_rows(7.0), date="2026-05-01", prompt_tokens=32640
+    )
     write(tmp_path, "a_new.json", "decode", decode_rows(1.0)[:1], date="2026-03-01")
     write(tmp_path, "b_old.json", "decode", decode_rows(5.0), date="2026-02-01")
-    figures = plots.collect(
-        plots.read_records(tmp_path), "decode", ("model", "batch", "lookahead")
-    )
+    figures = plots.collect(plots.read_records(tmp_path), "decode", ("model", "batch", "lookahead"))
     assert [row["step_ms"] for row in figures.rows] == [1.0, 5.0, 5.0, 5.0]
     assert figures.values("model") == ["smollm2-135m"]
 
