@@ -60,6 +60,9 @@ class StepOutput:
     """bool `[live]`: stopped, or at its length limit."""
     zombie_rows: int
     """Rows whose request was gone when the step was resolved."""
+    log_probs: IntArray | None = None
+    """int32 `[live, OUT_WORDS]`, meaningful in rows that asked; None where no row of the step
+    did."""
 
 
 class DynamicInferenceContext:
@@ -350,12 +353,15 @@ class DynamicInferenceContext:
         step = self._plan_builder.next_step if step is None else step
         self.device.compute.launch(partial(self.gpu_view.expect_step, step))
 
-    def update_requests(self, plan: StepPlan, sampled: IntArray) -> StepOutput:
+    def update_requests(
+        self, plan: StepPlan, sampled: IntArray, log_probs: IntArray | None = None
+    ) -> StepOutput:
         """Book the samples of a resolved step.
 
         Args:
             plan: of that step.
             sampled: `[rows]` token ids, host memory; copied.
+            log_probs: int32 `[rows, OUT_WORDS]`, host memory; copied.
 
         Returns:
             the live rows' tokens, and which requests ended. The caller releases those.
@@ -377,6 +383,7 @@ class DynamicInferenceContext:
             stopped=stopped,
             ended=stopped | (length + 1 >= slots.max_length[rows]),
             zombie_rows=len(held) - int(np.count_nonzero(held)),
+            log_probs=None if log_probs is None else log_probs[live],
         )
 
     def check_integrity(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext, StepOutput
+from megatron_async.engines.log_prob_booking import book_log_probs, book_prompt_log_probs
 from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.engines.streaming import RequestStream
@@ -32,6 +33,8 @@ from megatron_async.inference_request import (
     DynamicInferenceRequest,
     Status,
 )
+from megatron_async.log_probs import RequestLogProbs
+from megatron_async.sampling_features import features_and_record
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.stop_words import StopWordMatcher
 from megatron_async.text_generation_controllers.text_generation_controller import (
@@ -122,6 +125,13 @@ class DynamicInferenceEngine:
             if params.termination_id is None:
                 params.termination_id = getattr(self.controller.tokenizer, "eod", None)
             limits = check_request(request, self.context, self.controller.vocab_size)
+            features, request.record = features_and_record(
+                params, len(request.prompt_tokens), self.controller.vocab_size, tokenizer
+            )
+            request.row_features = int(features)
+            if params.return_log_probs:
+                wanted = 0 if params.skip_prompt_log_probs else len(request.prompt_tokens)
+                request.log_probs = RequestLogProbs(params.top_n_logprobs, wanted)
             if params.stop_words:
                 matcher = StopWordMatcher(params.stop_words, require_detokenizer(tokenizer))
                 entry.stop_words = matcher
@@ -257,7 +267,9 @@ class DynamicInferenceEngine:
         if step.error is not None:
             self._fail_step(step)
         with self.tracer.range("update_requests", step.plan.step):
-            output = self.context.update_requests(step.plan, step.samples)
+            if step.plan.num_prompt_log_probs:
+                book_prompt_log_probs(step, self.context.slots)
+            output = self.context.update_requests(step.plan, step.samples, step.log_probs)
         with self.tracer.range("emit", step.plan.step):
             self._emit(output)
         if self.context.config.check_integrity:
@@ -274,6 +286,8 @@ class DynamicInferenceEngine:
         for row in np.flatnonzero(output.is_first):
             request = slots.request_at(output.slots[row])
             request.ttft = time.perf_counter() - request.arrival_time
+        if output.log_probs is not None:
+            book_log_probs(output, slots)
         watched = slots.has_stop_words[output.slots]
         for row in np.flatnonzero(output.ended | watched):
             slot, error = output.slots[row], None
@@ -295,8 +309,13 @@ class DynamicInferenceEngine:
             is_termination = output.tokens[row] == request.sampling_params.termination_id
             return "termination_id" if is_termination else "stop_token"
         matcher = self.requests.get(request.request_id).stop_words
-        if matcher is not None and matcher.push(int(output.tokens[row])):
-            return "stop_word"
+        if matcher is not None:
+            slots, slot = self.context.slots, output.slots[row]
+            generated = slots.num_known[slot] - slots.prompt_length[slot]
+            counts = generated >= request.sampling_params.min_tokens
+            if matcher.push(int(output.tokens[row]), bool(counts)):
+                request.stop_words_from = matcher.counts_from
+                return "stop_word"
         return "length" if output.ended[row] else None
 
     def _fail_step(self, step: LaunchedStep) -> None:
