@@ -323,6 +323,11 @@ class DynamicInferenceContext:
         request.add_event(DynamicInferenceEventType.EVICT)
         self.evictions += 1
 
+    def evict_all(self) -> None:
+        """Evict every request that holds a slot."""
+        for slot in np.flatnonzero(self.slots.state != SlotState.FREE):
+            self._evict(slot)
+
     # ---- To the device and back --------------------------------------------------------------
 
     def transfer_bookkeeping_to_gpu(self, plan: StepPlan) -> None:

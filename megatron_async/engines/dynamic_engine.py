@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext, StepOutput
+from megatron_async.engines.control import ControllableEngine
 from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.engines.streaming import RequestStream
@@ -44,7 +45,7 @@ Prompt = str | Sequence[int] | Any
 NO_IDS = np.empty(0, dtype=np.int64)
 
 
-class DynamicInferenceEngine:
+class DynamicInferenceEngine(ControllableEngine):
     """Continuous batching with up to `lookahead` steps in flight behind the one being prepared.
 
     Args:
@@ -60,6 +61,7 @@ class DynamicInferenceEngine:
     def __init__(
         self, controller: TextGenerationController, context: DynamicInferenceContext
     ) -> None:
+        super().__init__()
         self.controller = controller
         self.context = context
         self.lookahead = context.config.steps_in_flight - 1
@@ -164,8 +166,8 @@ class DynamicInferenceEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do, or ended requests to report."""
-        to_report = self.requests.has_ended or bool(self.in_flight)
-        return to_report or self.context.has_unfinished_requests()
+        to_report = self.requests.has_ended or self._undelivered or self.in_flight
+        return bool(to_report) or self.context.has_unfinished_requests()
 
     def _slot_of(self, request: DynamicInferenceRequest) -> int:
         return self.context.slots.requests.index(request)
@@ -180,17 +182,24 @@ class DynamicInferenceEngine:
             "active_request_ids": int64 array, requests with a token in the last of them;
             "finished_request_records": requests that ended since the last step, FAILED ones too;
             "step_time": seconds.
+
+        Raises:
+            EngineStopped: the engine is paused or suspended, and nothing is left to report.
         """
+        if self._must_wait():
+            self._check_is_running()
         start = time.perf_counter()
         outputs = []
         with self.tracer.range("step", self.statistics.steps):
             for _ in range(self._launch_next()):
                 self._wait(self.in_flight[0])
-                outputs.append(self._resolve_oldest())
+                outputs += self._resolve_oldest()
         return self._report(outputs, start)
 
     async def async_step(self) -> dict[str, Any]:
-        """`step_modern` for an event loop: other coroutines run while samples are on their way."""
+        """`step_modern` for an event loop: other coroutines run while samples are on their way, or
+        while the engine is stopped."""
+        await self._wait_while_stopped()
         start = time.perf_counter()
         outputs = []
         with self.tracer.range("step", self.statistics.steps):
@@ -200,7 +209,7 @@ class DynamicInferenceEngine:
                     await asyncio.to_thread(self._wait, oldest)
                 if not self.in_flight or self.in_flight[0] is not oldest:
                     break  # while this coroutine waited, another one stepped the engine
-                outputs.append(self._resolve_oldest())
+                outputs += self._resolve_oldest()
         return self._report(outputs, start)
 
     async def run_engine(self) -> None:
@@ -222,6 +231,8 @@ class DynamicInferenceEngine:
             are any from before, nothing is launched); or one, when nothing could be launched,
             because then only a resolve can change that.
         """
+        if self.is_stopped:
+            return len(self.in_flight)
         overdue = len(self.in_flight) - self.lookahead
         if overdue > 0:
             # A wait was interrupted (a cancelled `async_step`, Ctrl-C), or another coroutine is in
@@ -250,7 +261,7 @@ class DynamicInferenceEngine:
         with self.tracer.range("resolve", step.plan.step):
             step.ready.wait()
 
-    def _resolve_oldest(self) -> StepOutput:
+    def _resolve_oldest(self) -> list[StepOutput]:
         """Book the oldest step, whose samples have arrived."""
         start = time.thread_time_ns()
         step = self.in_flight.popleft()
@@ -263,7 +274,7 @@ class DynamicInferenceEngine:
         if self.context.config.check_integrity:
             self.context.check_integrity()
         self.statistics.resolve_ns += time.thread_time_ns() - start
-        return output
+        return [output]
 
     def _emit(self, output: StepOutput) -> None:
         """Stamp first tokens and end what has ended: Python per event, not per token."""
@@ -312,6 +323,7 @@ class DynamicInferenceEngine:
             self.requests.end(request, Status.FAILED, "error", error)
 
     def _report(self, outputs: list[StepOutput], start: float) -> dict[str, Any]:
+        outputs = self._take_undelivered() + outputs
         ended = self.requests.take_ended()
         self.requests.notify_streams()
         step_time = time.perf_counter() - start
@@ -344,7 +356,9 @@ class DynamicInferenceEngine:
 
         Raises:
             RequestError: as many sampling_params as prompts were not given.
+            EngineStopped: the engine is paused or suspended.
         """
+        self._check_is_running()
         if isinstance(sampling_params, Sequence):
             if len(sampling_params) != len(prompts):
                 raise RequestError(
@@ -374,3 +388,4 @@ class DynamicInferenceEngine:
         unfinished, so that nobody waits for them for ever."""
         self.context.device.close()
         self.requests.close()
+        self._go_on_for_good()
