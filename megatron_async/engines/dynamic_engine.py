@@ -16,7 +16,10 @@ import numpy as np
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext, StepOutput
 from megatron_async.engines.control import ControllableEngine
+from megatron_async.engines.generation import run_to_end
+from megatron_async.engines.invalidation import Invalidation, Reconcile
 from megatron_async.engines.request_registry import RequestRegistry
+from megatron_async.engines.rollback import Rollback
 from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.engines.streaming import RequestStream
 from megatron_async.engines.validation import (
@@ -27,7 +30,7 @@ from megatron_async.engines.validation import (
     prompt_to_array,
     require_detokenizer,
 )
-from megatron_async.errors import RequestAborted, RequestError, StepFailed
+from megatron_async.errors import RequestAborted, StepFailed
 from megatron_async.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -56,6 +59,7 @@ class DynamicInferenceEngine(ControllableEngine):
         lookahead: steps that may be unresolved when the next is prepared.
         in_flight: launched steps, oldest first.
         requests: the unfinished ones and who waits for them.
+        invalidation: what becomes of steps in flight when a request of theirs ends.
     """
 
     def __init__(
@@ -68,6 +72,9 @@ class DynamicInferenceEngine(ControllableEngine):
         self.in_flight: deque[LaunchedStep] = deque()
         self.statistics = EngineStatistics()
         self.requests = RequestRegistry(self.statistics)
+        self.invalidation: Invalidation = Reconcile()
+        if context.config.invalidation == "rollback":
+            self.invalidation = Rollback(context, self.in_flight, self.statistics)
         self.tracer = controller.tracer
         controller.create_cuda_graphs()
 
@@ -142,7 +149,7 @@ class DynamicInferenceEngine(ControllableEngine):
         """
         request = self.get_request(request_id)
         if self.context.waiting.remove(request_id) is None:
-            self.context.release_request(self._slot_of(request))
+            self._release(self._slot_of(request))
         error = RequestAborted(f"request {request_id} was aborted")
         self.requests.end(request, Status.FAILED, "aborted", error)
 
@@ -231,7 +238,7 @@ class DynamicInferenceEngine(ControllableEngine):
             are any from before, nothing is launched); or one, when nothing could be launched,
             because then only a resolve can change that.
         """
-        if self.is_stopped:
+        if self.is_stopped or self.invalidation.is_draining:
             return len(self.in_flight)
         overdue = len(self.in_flight) - self.lookahead
         if overdue > 0:
@@ -249,6 +256,7 @@ class DynamicInferenceEngine(ControllableEngine):
             return min(len(self.in_flight), 1)
         with self.tracer.range("transfer_bookkeeping_to_gpu", plan.step):
             self.context.transfer_bookkeeping_to_gpu(plan)
+        self.invalidation.before_launch(plan)
         with self.tracer.range("launch_step", plan.step):
             launched = self.controller.launch_step(plan)
         statistics.count_launch(plan, overlapped=bool(self.in_flight))
@@ -262,9 +270,15 @@ class DynamicInferenceEngine(ControllableEngine):
             step.ready.wait()
 
     def _resolve_oldest(self) -> list[StepOutput]:
-        """Book the oldest step, whose samples have arrived."""
+        """Book the oldest step, whose samples have arrived.
+
+        Returns:
+            its output; nothing if it is discarded.
+        """
         start = time.thread_time_ns()
         step = self.in_flight.popleft()
+        if self.invalidation.discards(step):
+            return []
         if step.error is not None:
             self._fail_step(step)
         with self.tracer.range("update_requests", step.plan.step):
@@ -275,6 +289,10 @@ class DynamicInferenceEngine(ControllableEngine):
             self.context.check_integrity()
         self.statistics.resolve_ns += time.thread_time_ns() - start
         return [output]
+
+    def _release(self, slot: int) -> None:
+        self.invalidation.before_release(slot)
+        self.context.release_request(slot)
 
     def _emit(self, output: StepOutput) -> None:
         """Stamp first tokens and end what has ended: Python per event, not per token."""
@@ -294,7 +312,7 @@ class DynamicInferenceEngine(ControllableEngine):
             except Exception as failure:  # of a user's own tokenizer: this request's alone
                 reason, error = "error", failure
             if reason is not None:
-                self.context.release_request(slot)
+                self._release(slot)
                 status = Status.COMPLETED if error is None else Status.FAILED
                 self.requests.end(request, status, reason, error)
 
@@ -319,7 +337,7 @@ class DynamicInferenceEngine(ControllableEngine):
         held = slots.generation[step.plan.slots] == step.plan.generations
         for slot in step.plan.slots[held]:
             request = slots.request_at(slot)
-            self.context.release_request(slot)
+            self._release(slot)
             self.requests.end(request, Status.FAILED, "error", error)
 
     def _report(self, outputs: list[StepOutput], start: float) -> dict[str, Any]:
@@ -359,24 +377,7 @@ class DynamicInferenceEngine(ControllableEngine):
             EngineStopped: the engine is paused or suspended.
         """
         self._check_is_running()
-        if isinstance(sampling_params, Sequence):
-            if len(sampling_params) != len(prompts):
-                raise RequestError(
-                    f"{len(sampling_params)} sampling_params were given for {len(prompts)} "
-                    "prompts: give one for all, or one for each."
-                )
-            each: Sequence[SamplingParams | None] = sampling_params
-        else:
-            each = [sampling_params] * len(prompts)
-        futures = [
-            self.add_request(self.requests.free_id(), prompt, params)
-            for prompt, params in zip(prompts, each, strict=True)
-        ]
-        while not all(future.done() for future in futures):
-            report = self.step_modern()
-            if on_step is not None:
-                on_step(report)
-        return [future.result() for future in futures]
+        return run_to_end(self, prompts, sampling_params, on_step)
 
     def stats(self) -> Mapping[str, float | int]:
         """Counters and ratios since the engine was made; see `EngineStatistics`."""

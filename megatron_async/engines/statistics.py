@@ -26,6 +26,10 @@ class EngineStatistics:
     generated_tokens: int = 0
     prefill_tokens: int = 0
     zombie_rows: int = 0
+    discarded_steps: int = 0
+    """Steps launched, taken back and launched again: under the policy "rollback" alone."""
+    discarded_rows: int = 0
+    """Their rows; zombie rows are counted apart."""
     failed_steps: int = 0
     finished_requests: int = 0
     failed_requests: int = 0
@@ -73,6 +77,8 @@ class EngineStatistics:
             "captured_steps": self.captured_steps,
             "rows": self.rows,
             "zombie_rows": self.zombie_rows,
+            "discarded_steps": self.discarded_steps,
+            "discarded_rows": self.discarded_rows,
             "generated_tokens": self.generated_tokens,
             "prefill_tokens": self.prefill_tokens,
             "tokens_per_second": self.generated_tokens / self.busy_s if self.busy_s else 0.0,
