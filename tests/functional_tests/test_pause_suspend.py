@@ -6,14 +6,12 @@ import asyncio
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from capturing_cpu import CapturingCpu
 from harness import (
     TINY,
     EngineFactory,
@@ -24,13 +22,7 @@ from harness import (
     random_prompts,
 )
 
-from megatron_async import (
-    DynamicInferenceContext,
-    DynamicInferenceEngine,
-    GPTInferenceWrapper,
-    InferenceConfig,
-    TextGenerationController,
-)
+from megatron_async import DynamicInferenceEngine
 from megatron_async.contexts.request_slots import SlotState
 from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.engines.control import EngineState
@@ -288,6 +280,26 @@ def test_one_coroutine_waits_while_another_stops(make_tiny_engine: EngineFactory
     drain(engine)
 
 
+def test_a_stream_sees_what_a_pause_books(make_tiny_engine: EngineFactory) -> None:
+    engine = make_tiny_engine(lookahead=2)
+
+    async def main() -> None:
+        engine.add_request(0, PROMPTS[0], greedy(8))
+        stream = engine.stream(0)
+        first = asyncio.create_task(anext(stream))
+        for _ in range(2):
+            await engine.async_step()
+        assert len(engine.in_flight) == 2
+        await asyncio.sleep(0.01)
+        assert not first.done()
+        engine.pause()
+        assert len((await asyncio.wait_for(first, 10)).tokens) == 2
+        engine.unpause()
+
+    asyncio.run(main())
+    drain(engine)
+
+
 def test_an_engine_serves_event_loops_one_after_another(make_tiny_engine: EngineFactory) -> None:
     engine = make_tiny_engine()
 
@@ -336,54 +348,10 @@ def test_no_memory_to_resume_with(
     assert future.result().generated_tokens == expected[0]
 
 
-# ---- Captured steps ------------------------------------------------------------------------------
-
-
-class GraphOnCpu:
-    """Replays work; a real graph would use the addresses of its capture without a word."""
-
-    def __init__(self, work: Callable[[], None], cache: Callable[[], torch.Tensor | None]) -> None:
-        self._work, self._cache = work, cache
-        self._captured_on = cache()
-
-    def replay(self) -> None:
-        assert self._cache() is self._captured_on, "the graph's addresses are gone"
-        self._work()
-
-
-class CapturingCpu(CpuDevice):
-    """A CPU whose steps go through the bookkeeping of graphs: padding, replay, capturing again."""
-
-    captures_graphs = True
-    cache: Callable[[], torch.Tensor | None]
-
-    def capture(self, work: Callable[[], None]) -> GraphOnCpu:
-        # The CPU's attention wants a bound of the lengths, which captured shapes leave open.
-        assert isinstance(work, partial)
-        dims, mode = work.args
-        dims = replace(dims, max_decode_kv_length=dims.longest_sequence)
-        return GraphOnCpu(partial(work.func, dims, mode), lambda: self.cache())
-
-
-@pytest.fixture
-def capturing_engine(tiny_model: torch.nn.Module) -> Iterator[DynamicInferenceEngine]:
-    device = CapturingCpu()
-    contexts: list[Any] = []
-    device.cache = lambda: contexts[0].gpu_view.kv_cache._data
-    settings = InferenceConfig(
-        check_integrity=True, max_sequence_length=512, num_kv_blocks=256, max_requests=8
-    )
-    contexts.append(DynamicInferenceContext(tiny_model.config, settings, device))
-    controller = TextGenerationController(GPTInferenceWrapper(tiny_model, contexts[0]))
-    engine = DynamicInferenceEngine(controller, contexts[0])
-    yield engine
-    engine.close()
-
-
 def test_graphs_are_captured_again(
-    capturing_engine: DynamicInferenceEngine, expected: list[list[int]]
+    make_tiny_engine: EngineFactory, expected: list[list[int]]
 ) -> None:
-    engine = capturing_engine
+    engine = make_tiny_engine(device=CapturingCpu())
     graphs = engine.controller.graphs
     count = graphs.count
     assert count > 0
@@ -399,4 +367,3 @@ def test_graphs_are_captured_again(
     drain(engine)
     assert engine.stats()["captured_steps"] > before
     assert [future.result().generated_tokens for future in futures] == expected
-    assert_all_is_back(engine)
