@@ -18,10 +18,11 @@ from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest, ra
 from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.bookkeeping_buffer import HostStaging
 from megatron_async.contexts.device_memory import make_gpu_view, max_paused_blocks
-from megatron_async.contexts.graph_shapes import GraphShapes, graph_sizes, mixed_graph_sizes
+from megatron_async.contexts.graph_shapes import make_graph_shapes
 from megatron_async.contexts.integrity import check_integrity
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk, dummy_plan
+from megatron_async.contexts.plan_rollback import take_back
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.devices import Device, make_device
@@ -117,23 +118,14 @@ class DynamicInferenceContext:
             self.max_requests,
         )
         self._arrived = [self.device.event() for _ in range(inference_config.steps_in_flight)]
-        self.graph_shapes = self._make_graph_shapes()
+        self.graph_shapes = make_graph_shapes(
+            inference_config, self.device.captures_graphs, self.gpu_view.captures_prefill
+        )
         self._plan_builder = PlanBuilder(self.slots, self.graph_shapes)
         self._prefilling: list[int] = []
         self._arrivals = 0
         self.pauses = 0
         self.evictions = 0
-
-    def _make_graph_shapes(self) -> GraphShapes:
-        config = self.config
-        count = config.num_cuda_graphs if self.device.captures_graphs else 0
-        shapes = GraphShapes(longest_sequence=self.max_sequence_length)
-        shapes.decode_sizes = graph_sizes(self.max_requests, count)
-        captures = self.gpu_view.captures_prefill and config.use_cuda_graphs_for_non_decode_steps
-        if shapes.decode_sizes and captures:
-            shapes.mixed_sizes = mixed_graph_sizes(self.max_requests, self.max_tokens)
-            shapes.prefill_rows = config.mixed_prefill_rows
-        return shapes
 
     # ---- Requests in and out -----------------------------------------------------------------
 
@@ -311,10 +303,15 @@ class DynamicInferenceContext:
         return True
 
     def _evict(self, slot: int) -> None:
-        """Take everything from a paused request, and queue it again.
+        """Take everything from a request, and queue it again.
 
         Samples of it in flight become zombies; they will be sampled again, to the same tokens.
         """
+        self.slots.request_at(slot).add_event(DynamicInferenceEventType.EVICT)
+        self.evictions += 1
+        self._requeue(slot)
+
+    def _requeue(self, slot: int) -> None:
         slots = self.slots
         request = slots.request_at(slot)
         waiting = WaitingRequest(
@@ -323,8 +320,18 @@ class DynamicInferenceContext:
         self.release_request(slot)
         self.waiting.add(waiting)
         request.status = Status.WAITING_IN_QUEUE
-        request.add_event(DynamicInferenceEventType.EVICT)
-        self.evictions += 1
+
+    def evict_all(self) -> None:
+        """Evict every request that holds a slot."""
+        for slot in np.flatnonzero(self.slots.state != SlotState.FREE):
+            self._evict(slot)
+
+    def take_back(self, plans: list[StepPlan]) -> None:
+        """Undo `plans`, the last ones built, whose steps are over and will not be resolved."""
+        for plan in reversed(plans):
+            take_back(plan, self.slots, self.blocks, self._prefilling, self._requeue)
+        self._plan_builder.next_step = plans[0].step
+        self.expect_step()
 
     # ---- To the device and back --------------------------------------------------------------
 

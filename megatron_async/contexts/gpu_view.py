@@ -14,6 +14,7 @@ from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.device_slots import DeviceSlots
 from megatron_async.contexts.kv_cache import PagedKVCache
+from megatron_async.contexts.shadow import ShadowedState, ShadowRing
 from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.feed_back import feed_back_tokens
 from megatron_async.ops.kernels import kernels_for
@@ -35,6 +36,10 @@ class ContextGPUView:
         rotary: table of the model's rotary embedding.
         norm_eps: epsilon of the model's q/k norms.
         attention: the attention backend.
+
+    Attributes:
+        shadowed: what is put back when a step is taken back, under the policy "rollback". Whoever
+            adds per-slot state that steps change adds its shadow here.
 
     Attributes (valid from `begin_step` until the next):
         dims: host-known shape of the batch.
@@ -69,6 +74,9 @@ class ContextGPUView:
         self.samples = torch.zeros(ring, len(tensors.slots), dtype=torch.int32, device=device)
         # Counted on the device, because a graph's arguments are fixed: each step moves it on.
         self._next_entry = torch.zeros(1, dtype=torch.int32, device=device)
+        self.shadowed: list[ShadowedState] = []
+        if config.invalidation == "rollback":
+            self.shadowed.append(ShadowRing([slots.last_token], ring))
         self._tensors = tensors
         self._rotary = rotary
         self._norm_eps = norm_eps
@@ -96,6 +104,16 @@ class ContextGPUView:
         """Make `step` the next to be unpacked; needed only where the steps before it did not run to
         their ends."""
         self._next_entry.fill_(step % len(self.bookkeeping))
+
+    def save_shadows(self, step: int) -> None:
+        """Keep per-slot state as it is before `step`."""
+        for state in self.shadowed:
+            state.save(step % len(self.bookkeeping))
+
+    def restore_shadows(self, step: int) -> None:
+        """Make per-slot state what it was before `step`, one of the last of a ring's length."""
+        for state in self.shadowed:
+            state.restore(step % len(self.bookkeeping))
 
     def begin_step(self, dims: BatchDimensions) -> None:
         """Unpack the next bookkeeping: update per-slot state and lay out tokens and positions."""

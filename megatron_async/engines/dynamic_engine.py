@@ -15,8 +15,12 @@ from typing import Any
 import numpy as np
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext, StepOutput
+from megatron_async.engines.control import ControllableEngine
+from megatron_async.engines.generation import run_to_end
+from megatron_async.engines.invalidation import Invalidation, Reconcile
 from megatron_async.engines.log_prob_booking import book_log_probs, book_prompt_log_probs
 from megatron_async.engines.request_registry import RequestRegistry
+from megatron_async.engines.rollback import Rollback
 from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.engines.streaming import RequestStream
 from megatron_async.engines.validation import (
@@ -27,7 +31,7 @@ from megatron_async.engines.validation import (
     prompt_to_array,
     require_detokenizer,
 )
-from megatron_async.errors import RequestAborted, RequestError, StepFailed
+from megatron_async.errors import RequestAborted, StepFailed
 from megatron_async.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -47,7 +51,7 @@ Prompt = str | Sequence[int] | Any
 NO_IDS = np.empty(0, dtype=np.int64)
 
 
-class DynamicInferenceEngine:
+class DynamicInferenceEngine(ControllableEngine):
     """Continuous batching with up to `lookahead` steps in flight behind the one being prepared.
 
     Args:
@@ -58,17 +62,22 @@ class DynamicInferenceEngine:
         lookahead: steps that may be unresolved when the next is prepared.
         in_flight: launched steps, oldest first.
         requests: the unfinished ones and who waits for them.
+        invalidation: what becomes of steps in flight when a request of theirs ends.
     """
 
     def __init__(
         self, controller: TextGenerationController, context: DynamicInferenceContext
     ) -> None:
+        super().__init__()
         self.controller = controller
         self.context = context
         self.lookahead = context.config.steps_in_flight - 1
         self.in_flight: deque[LaunchedStep] = deque()
         self.statistics = EngineStatistics()
         self.requests = RequestRegistry(self.statistics)
+        self.invalidation: Invalidation = Reconcile()
+        if context.config.invalidation == "rollback":
+            self.invalidation = Rollback(context, self.in_flight, self.statistics)
         self.tracer = controller.tracer
         controller.create_cuda_graphs()
 
@@ -150,7 +159,7 @@ class DynamicInferenceEngine:
         """
         request = self.get_request(request_id)
         if self.context.waiting.remove(request_id) is None:
-            self.context.release_request(self._slot_of(request))
+            self._release(self._slot_of(request))
         error = RequestAborted(f"request {request_id} was aborted")
         self.requests.end(request, Status.FAILED, "aborted", error)
 
@@ -174,8 +183,8 @@ class DynamicInferenceEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do, or ended requests to report."""
-        to_report = self.requests.has_ended or bool(self.in_flight)
-        return to_report or self.context.has_unfinished_requests()
+        to_report = self.requests.has_ended or self._undelivered or self.in_flight
+        return bool(to_report) or self.context.has_unfinished_requests()
 
     def _slot_of(self, request: DynamicInferenceRequest) -> int:
         return self.context.slots.requests.index(request)
@@ -190,17 +199,24 @@ class DynamicInferenceEngine:
             "active_request_ids": int64 array, requests with a token in the last of them;
             "finished_request_records": requests that ended since the last step, FAILED ones too;
             "step_time": seconds.
+
+        Raises:
+            EngineStopped: the engine is paused or suspended, and nothing is left to report.
         """
+        if self._must_wait():
+            self._check_is_running()
         start = time.perf_counter()
         outputs = []
         with self.tracer.range("step", self.statistics.steps):
             for _ in range(self._launch_next()):
                 self._wait(self.in_flight[0])
-                outputs.append(self._resolve_oldest())
+                outputs += self._resolve_oldest()
         return self._report(outputs, start)
 
     async def async_step(self) -> dict[str, Any]:
-        """`step_modern` for an event loop: other coroutines run while samples are on their way."""
+        """`step_modern` for an event loop: other coroutines run while samples are on their way, or
+        while the engine is stopped."""
+        await self._wait_while_stopped()
         start = time.perf_counter()
         outputs = []
         with self.tracer.range("step", self.statistics.steps):
@@ -210,7 +226,7 @@ class DynamicInferenceEngine:
                     await asyncio.to_thread(self._wait, oldest)
                 if not self.in_flight or self.in_flight[0] is not oldest:
                     break  # while this coroutine waited, another one stepped the engine
-                outputs.append(self._resolve_oldest())
+                outputs += self._resolve_oldest()
         return self._report(outputs, start)
 
     async def run_engine(self) -> None:
@@ -232,6 +248,8 @@ class DynamicInferenceEngine:
             are any from before, nothing is launched); or one, when nothing could be launched,
             because then only a resolve can change that.
         """
+        if self.is_stopped or self.invalidation.is_draining:
+            return len(self.in_flight)
         overdue = len(self.in_flight) - self.lookahead
         if overdue > 0:
             # A wait was interrupted (a cancelled `async_step`, Ctrl-C), or another coroutine is in
@@ -248,6 +266,7 @@ class DynamicInferenceEngine:
             return min(len(self.in_flight), 1)
         with self.tracer.range("transfer_bookkeeping_to_gpu", plan.step):
             self.context.transfer_bookkeeping_to_gpu(plan)
+        self.invalidation.before_launch(plan)
         with self.tracer.range("launch_step", plan.step):
             launched = self.controller.launch_step(plan)
         statistics.count_launch(plan, overlapped=bool(self.in_flight))
@@ -260,10 +279,16 @@ class DynamicInferenceEngine:
         with self.tracer.range("resolve", step.plan.step):
             step.ready.wait()
 
-    def _resolve_oldest(self) -> StepOutput:
-        """Book the oldest step, whose samples have arrived."""
+    def _resolve_oldest(self) -> list[StepOutput]:
+        """Book the oldest step, whose samples have arrived.
+
+        Returns:
+            its output; nothing if it is discarded.
+        """
         start = time.thread_time_ns()
         step = self.in_flight.popleft()
+        if self.invalidation.discards(step):
+            return []
         if step.error is not None:
             self._fail_step(step)
         with self.tracer.range("update_requests", step.plan.step):
@@ -275,7 +300,11 @@ class DynamicInferenceEngine:
         if self.context.config.check_integrity:
             self.context.check_integrity()
         self.statistics.resolve_ns += time.thread_time_ns() - start
-        return output
+        return [output]
+
+    def _release(self, slot: int) -> None:
+        self.invalidation.before_release(slot)
+        self.context.release_request(slot)
 
     def _emit(self, output: StepOutput) -> None:
         """Stamp first tokens and end what has ended: Python per event, not per token."""
@@ -297,7 +326,7 @@ class DynamicInferenceEngine:
             except Exception as failure:  # of a user's own tokenizer: this request's alone
                 reason, error = "error", failure
             if reason is not None:
-                self.context.release_request(slot)
+                self._release(slot)
                 status = Status.COMPLETED if error is None else Status.FAILED
                 self.requests.end(request, status, reason, error)
 
@@ -327,10 +356,11 @@ class DynamicInferenceEngine:
         held = slots.generation[step.plan.slots] == step.plan.generations
         for slot in step.plan.slots[held]:
             request = slots.request_at(slot)
-            self.context.release_request(slot)
+            self._release(slot)
             self.requests.end(request, Status.FAILED, "error", error)
 
     def _report(self, outputs: list[StepOutput], start: float) -> dict[str, Any]:
+        outputs = self._take_undelivered() + outputs
         ended = self.requests.take_ended()
         self.requests.notify_streams()
         step_time = time.perf_counter() - start
@@ -363,25 +393,10 @@ class DynamicInferenceEngine:
 
         Raises:
             RequestError: as many sampling_params as prompts were not given.
+            EngineStopped: the engine is paused or suspended.
         """
-        if isinstance(sampling_params, Sequence):
-            if len(sampling_params) != len(prompts):
-                raise RequestError(
-                    f"{len(sampling_params)} sampling_params were given for {len(prompts)} "
-                    "prompts: give one for all, or one for each."
-                )
-            each: Sequence[SamplingParams | None] = sampling_params
-        else:
-            each = [sampling_params] * len(prompts)
-        futures = [
-            self.add_request(self.requests.free_id(), prompt, params)
-            for prompt, params in zip(prompts, each, strict=True)
-        ]
-        while not all(future.done() for future in futures):
-            report = self.step_modern()
-            if on_step is not None:
-                on_step(report)
-        return [future.result() for future in futures]
+        self._check_is_running()
+        return run_to_end(self, prompts, sampling_params, on_step)
 
     def stats(self) -> Mapping[str, float | int]:
         """Counters and ratios since the engine was made; see `EngineStatistics`."""
@@ -393,3 +408,4 @@ class DynamicInferenceEngine:
         unfinished, so that nobody waits for them for ever."""
         self.context.device.close()
         self.requests.close()
+        self._go_on_for_good()

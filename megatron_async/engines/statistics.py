@@ -18,16 +18,23 @@ class EngineStatistics:
     overlapped_steps: int = 0
     """Steps launched before the step before them was resolved."""
     first_steps: int = 0
-    """Steps launched on an idle engine: there was no work for a step before them."""
+    """Steps launched on an idle engine: there was no work for a step before them. Also the first
+    steps after a pause or a suspend, which waited for the steps before them as they were told."""
     captured_steps: int = 0
     """Steps that replayed a graph; the others launched their kernels one by one."""
     rows: int = 0
     generated_tokens: int = 0
     prefill_tokens: int = 0
     zombie_rows: int = 0
+    discarded_steps: int = 0
+    """Steps launched, taken back and launched again: under the policy "rollback" alone."""
+    discarded_rows: int = 0
+    """Their rows; zombie rows are counted apart."""
     failed_steps: int = 0
     finished_requests: int = 0
     failed_requests: int = 0
+    engine_pauses: int = 0
+    engine_suspends: int = 0
     prepare_ns: int = 0
     launch_ns: int = 0
     resolve_ns: int = 0
@@ -35,6 +42,8 @@ class EngineStatistics:
     """Seconds spent in steps while there was work."""
     idle: bool = True
     """Whether the last step left nothing to do."""
+    drained: bool = False
+    """Whether the engine was stopped since the last launch."""
 
     def count_launch(self, plan: StepPlan, overlapped: bool) -> None:
         """Count a launched step; `overlapped` if another was in flight."""
@@ -43,8 +52,8 @@ class EngineStatistics:
         self.rows += plan.num_rows
         self.prefill_tokens += len(plan.prefill_token_ids)
         self.overlapped_steps += overlapped
-        self.first_steps += self.idle
-        self.idle = False
+        self.first_steps += self.idle or self.drained
+        self.idle = self.drained = False
 
     def count_step_time(self, seconds: float, idle: bool) -> None:
         """Add a step's wall time; `idle` says whether work is left."""
@@ -68,6 +77,8 @@ class EngineStatistics:
             "captured_steps": self.captured_steps,
             "rows": self.rows,
             "zombie_rows": self.zombie_rows,
+            "discarded_steps": self.discarded_steps,
+            "discarded_rows": self.discarded_rows,
             "generated_tokens": self.generated_tokens,
             "prefill_tokens": self.prefill_tokens,
             "tokens_per_second": self.generated_tokens / self.busy_s if self.busy_s else 0.0,
@@ -77,6 +88,8 @@ class EngineStatistics:
             "finished_requests": self.finished_requests,
             "failed_requests": self.failed_requests,
             "failed_steps": self.failed_steps,
+            "engine_pauses": self.engine_pauses,
+            "engine_suspends": self.engine_suspends,
             "cpu_us_per_step": cpu_ns / 1e3 / steps,
             "prepare_us_per_step": self.prepare_ns / 1e3 / steps,
             "launch_us_per_step": self.launch_ns / 1e3 / steps,

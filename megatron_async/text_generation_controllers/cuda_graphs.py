@@ -152,6 +152,11 @@ class StepGraphs:
             self._graphs[dims.graph_key, mode] = self._device.capture(work)
         self.bytes += self._device.memory_in_use() - before
 
+    def clear(self) -> None:
+        """Drop all graphs and, with them, their memory."""
+        self._graphs.clear()
+        self.bytes = 0
+
     def find(self, dims: BatchDimensions, mode: SamplingMode) -> Graph | None:
         """The graph for a step of this shape and mode; None where none was captured."""
         if mode == SamplingMode.SOFTMAX:

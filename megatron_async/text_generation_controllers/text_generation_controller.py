@@ -204,6 +204,16 @@ class TextGenerationController:
         )
         return self.capture_report
 
+    def recapture_cuda_graphs(self) -> None:
+        """Capture the shapes of `create_cuda_graphs` again, on the addresses of a new KV cache.
+        Nothing is measured anew."""
+        context = self.context
+        if self.capture_report is None:
+            return
+        prepare, step = context.transfer_dummy_rows_to_gpu, self._compute_step
+        self.graphs.capture(context.graph_shapes.all_shapes(), prepare, step, progress=False)
+        context.expect_step()
+
     def _transfer_samples_to_cpu(self, plan: StepPlan, buffers: _SampleBuffers) -> None:
         rows = plan.dims.rows
         with self.tracer.range("transfer_samples_to_cpu", plan.step):
