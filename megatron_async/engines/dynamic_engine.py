@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext, StepOutput
 from megatron_async.engines.request_registry import RequestRegistry
-from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.engines.streaming import RequestStream
 from megatron_async.engines.validation import (
     check_params_type,
@@ -231,18 +231,19 @@ class DynamicInferenceEngine:
         with self.tracer.range("prepare_step", statistics.steps):
             plan = self.context.prepare_step()
         prepared = clock()
-        statistics.prepare_ns += prepared - start
+        statistics.count_prepare(prepared - start, self.context)
         if plan is None:
             stuck = not self.in_flight and self.context.has_unfinished_requests()
             assert not stuck, "requests are unfinished, but none can run: a bug in scheduling"
+            statistics.note_no_overlap(NoOverlapReason.NOTHING_TO_PLAN)
             return min(len(self.in_flight), 1)
         with self.tracer.range("transfer_bookkeeping_to_gpu", plan.step):
             self.context.transfer_bookkeeping_to_gpu(plan)
         with self.tracer.range("launch_step", plan.step):
             launched = self.controller.launch_step(plan)
-        statistics.count_launch(plan, overlapped=bool(self.in_flight))
+        statistics.count_launch(plan, bool(self.in_flight), self.lookahead)
         self.in_flight.append(launched)
-        statistics.launch_ns += clock() - prepared
+        statistics.count_launch_time(clock() - prepared)
         return max(len(self.in_flight) - self.lookahead, 0)
 
     def _wait(self, step: LaunchedStep) -> None:
@@ -262,7 +263,8 @@ class DynamicInferenceEngine:
             self._emit(output)
         if self.context.config.check_integrity:
             self.context.check_integrity()
-        self.statistics.resolve_ns += time.thread_time_ns() - start
+        is_discarded = step.error is None and output.zombie_rows == step.plan.num_rows
+        self.statistics.count_resolve(time.thread_time_ns() - start, is_discarded)
         return output
 
     def _emit(self, output: StepOutput) -> None:
@@ -365,9 +367,8 @@ class DynamicInferenceEngine:
         return [future.result() for future in futures]
 
     def stats(self) -> Mapping[str, float | int]:
-        """Counters and ratios since the engine was made; see `EngineStatistics`."""
-        context = self.context
-        return self.statistics.as_dict(self.lookahead, context.pauses, context.evictions)
+        """Counters and ratios since the engine was made; docs/statistics.md lists them."""
+        return self.statistics.as_dict(self.lookahead, self.context)
 
     def close(self) -> None:
         """Finish what is launched, free the device's threads, and fail the requests that are
