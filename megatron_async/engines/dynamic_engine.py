@@ -32,6 +32,7 @@ from megatron_async.inference_request import (
     DynamicInferenceRequest,
     Status,
 )
+from megatron_async.profiling.step_log import StepLog
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.stop_words import StopWordMatcher
 from megatron_async.text_generation_controllers.text_generation_controller import (
@@ -67,6 +68,7 @@ class DynamicInferenceEngine:
         self.statistics = EngineStatistics()
         self.requests = RequestRegistry(self.statistics)
         self.tracer = controller.tracer
+        self._log = StepLog(context, self.statistics)
         controller.create_cuda_graphs()
 
     # ---- Requests ----------------------------------------------------------------------------
@@ -239,9 +241,11 @@ class DynamicInferenceEngine:
             return min(len(self.in_flight), 1)
         with self.tracer.range("transfer_bookkeeping_to_gpu", plan.step):
             self.context.transfer_bookkeeping_to_gpu(plan)
+        logged = self._log.begin(plan.step)
         with self.tracer.range("launch_step", plan.step):
             launched = self.controller.launch_step(plan)
         statistics.count_launch(plan, bool(self.in_flight), self.lookahead)
+        self._log.end(plan, logged)
         self.in_flight.append(launched)
         statistics.count_launch_time(clock() - prepared)
         return max(len(self.in_flight) - self.lookahead, 0)
@@ -374,4 +378,5 @@ class DynamicInferenceEngine:
         """Finish what is launched, free the device's threads, and fail the requests that are
         unfinished, so that nobody waits for them for ever."""
         self.context.device.close()
+        self.tracer.collect()
         self.requests.close()
