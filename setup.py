@@ -54,7 +54,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_async", "megatron_async.*"]),
-    package_data={"megatron_async": ["py.typed"]},
+    package_data={"megatron_async": ["py.typed", "profiling/*.html"]},
     install_requires=RUNTIME,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-async = megatron_async.cli:main"]},

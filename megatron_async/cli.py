@@ -1,4 +1,4 @@
-"""The command line: `megatron-async generate`, `convert` and `info`.
+"""The command line: `megatron-async generate`, `convert`, `info` and `profile`.
 
 Everything heavy (torch, Megatron-Core) is imported inside the commands, so that `--help` and a
 mistyped option answer at once. A user's error ends in one line on stderr and exit status 2; with
@@ -36,6 +36,7 @@ from megatron_async.cli_output import (
     print_json,
     print_statistics,
 )
+from megatron_async.cli_profile import add_profile
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM
@@ -76,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_generate(commands, common)
     add_convert(commands, common)
     add_info(commands, common)
+    add_profile(commands, common)
     return parser
 
 
