@@ -84,6 +84,7 @@ class DynamicInferenceContext:
         waiting: requests without a slot.
         graph_shapes: padded shapes that have, or will have, a captured graph.
         pauses, evictions: counts of events so far.
+        recomputed_tokens: known tokens of evicted requests, to be prefilled again, so far.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class DynamicInferenceContext:
         self._arrivals = 0
         self.pauses = 0
         self.evictions = 0
+        self.recomputed_tokens = 0
 
     # ---- Requests in and out -----------------------------------------------------------------
 
@@ -249,6 +251,8 @@ class DynamicInferenceContext:
         slots.num_blocks[slot] = count
         self._plan_builder.add_block_updates(np.full(count, slot, np.int32), indices, blocks)
         self._prefilling.append(slot)
+        if waiting.is_evicted:
+            self.recomputed_tokens += waiting.num_known
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
         request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
         return slot
@@ -314,9 +318,8 @@ class DynamicInferenceContext:
     def _requeue(self, slot: int) -> None:
         slots = self.slots
         request = slots.request_at(slot)
-        waiting = WaitingRequest(
-            request, int(slots.rank[slot]), int(slots.seed[slot]), int(slots.max_length[slot])
-        )
+        rank, seed, longest = slots.rank[slot], slots.seed[slot], slots.max_length[slot]
+        waiting = WaitingRequest(request, int(rank), int(seed), int(longest), is_evicted=True)
         self.release_request(slot)
         self.waiting.add(waiting)
         request.status = Status.WAITING_IN_QUEUE

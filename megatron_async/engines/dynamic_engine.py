@@ -21,7 +21,7 @@ from megatron_async.engines.invalidation import Invalidation, Reconcile
 from megatron_async.engines.log_prob_booking import book_log_probs, book_prompt_log_probs
 from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.rollback import Rollback
-from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.engines.streaming import RequestStream
 from megatron_async.engines.validation import (
     check_params_type,
@@ -38,6 +38,7 @@ from megatron_async.inference_request import (
     Status,
 )
 from megatron_async.log_probs import RequestLogProbs
+from megatron_async.profiling.step_log import StepLog
 from megatron_async.sampling_features import features_and_record
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.stop_words import StopWordMatcher
@@ -79,6 +80,7 @@ class DynamicInferenceEngine(ControllableEngine):
         if context.config.invalidation == "rollback":
             self.invalidation = Rollback(context, self.in_flight, self.statistics)
         self.tracer = controller.tracer
+        self._log = StepLog(context, self.statistics)
         controller.create_cuda_graphs()
 
     # ---- Requests ----------------------------------------------------------------------------
@@ -259,19 +261,22 @@ class DynamicInferenceEngine(ControllableEngine):
         with self.tracer.range("prepare_step", statistics.steps):
             plan = self.context.prepare_step()
         prepared = clock()
-        statistics.prepare_ns += prepared - start
+        statistics.count_prepare(prepared - start, self.context)
         if plan is None:
             stuck = not self.in_flight and self.context.has_unfinished_requests()
             assert not stuck, "requests are unfinished, but none can run: a bug in scheduling"
+            statistics.note_no_overlap(NoOverlapReason.NOTHING_TO_PLAN)
             return min(len(self.in_flight), 1)
         with self.tracer.range("transfer_bookkeeping_to_gpu", plan.step):
             self.context.transfer_bookkeeping_to_gpu(plan)
         self.invalidation.before_launch(plan)
+        logged = self._log.begin(plan.step)
         with self.tracer.range("launch_step", plan.step):
             launched = self.controller.launch_step(plan)
-        statistics.count_launch(plan, overlapped=bool(self.in_flight))
+        statistics.count_launch(plan, bool(self.in_flight), self.lookahead)
+        self._log.end(plan, logged)
         self.in_flight.append(launched)
-        statistics.launch_ns += clock() - prepared
+        statistics.count_launch_time(clock() - prepared)
         return max(len(self.in_flight) - self.lookahead, 0)
 
     def _wait(self, step: LaunchedStep) -> None:
@@ -299,7 +304,8 @@ class DynamicInferenceEngine(ControllableEngine):
             self._emit(output)
         if self.context.config.check_integrity:
             self.context.check_integrity()
-        self.statistics.resolve_ns += time.thread_time_ns() - start
+        is_zombie = step.error is None and output.zombie_rows == step.plan.num_rows
+        self.statistics.count_resolve(time.thread_time_ns() - start, is_zombie)
         return [output]
 
     def _release(self, slot: int) -> None:
@@ -399,13 +405,13 @@ class DynamicInferenceEngine(ControllableEngine):
         return run_to_end(self, prompts, sampling_params, on_step)
 
     def stats(self) -> Mapping[str, float | int]:
-        """Counters and ratios since the engine was made; see `EngineStatistics`."""
-        context = self.context
-        return self.statistics.as_dict(self.lookahead, context.pauses, context.evictions)
+        """Counters and ratios since the engine was made; docs/statistics.md lists them."""
+        return self.statistics.as_dict(self.lookahead, self.context)
 
     def close(self) -> None:
         """Finish what is launched, free the device's threads, and fail the requests that are
         unfinished, so that nobody waits for them for ever."""
         self.context.device.close()
+        self.tracer.collect()
         self.requests.close()
         self._go_on_for_good()

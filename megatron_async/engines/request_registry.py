@@ -96,6 +96,7 @@ class RequestRegistry:
         kind = DynamicInferenceEventType.FAIL if failed else DynamicInferenceEventType.FINISH
         request.add_event(kind)
         self._statistics.failed_requests += failed
+        self._statistics.aborted_requests += reason == "aborted"
         self._statistics.finished_requests += not failed
         self._ended.append(request)
         entry = self._entries.pop(request.request_id)
