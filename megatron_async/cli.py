@@ -1,4 +1,4 @@
-"""The command line: `megatron-async generate`, `convert` and `info`.
+"""The command line: `megatron-async generate`, `convert`, `info`, `replay` and `simulate`.
 
 Everything heavy (torch, Megatron-Core) is imported inside the commands, so that `--help` and a
 mistyped option answer at once. A user's error ends in one line on stderr and exit status 2; with
@@ -26,6 +26,7 @@ from megatron_async.cli_output import (
     print_json,
     print_statistics,
 )
+from megatron_async.cli_simulate import add_record_option, add_replay_and_simulate
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM
@@ -101,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_generate(commands, common)
     add_convert(commands, common)
     add_info(commands, common)
+    add_replay_and_simulate(commands, common, HelpFormatter)
     return parser
 
 
@@ -164,13 +166,12 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     )
 
     output = generate.add_argument_group("output")
-    output.add_argument(
-        "--json", action="store_true", help="one JSON document on stdout: results and stats"
-    )
+    output.add_argument("--json", action="store_true", help="one JSON document: results and stats")
     output.add_argument(
         "--timeline", metavar="FILE",
         help="write what the CPU and the device did when, for https://ui.perfetto.dev",
     )  # fmt: skip
+    add_record_option(output)
     output.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
@@ -255,6 +256,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         transformer_impl=arguments.transformer_impl,
         progress=progress,
         timeline=arguments.timeline is not None,
+        record=arguments.record,
         **options,
     ) as llm:
         inputs = chat_prompts(llm, prompts, arguments.system) if arguments.chat else prompts

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext, StepOutput
+from megatron_async.engines.observer import EngineObserver
 from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.engines.streaming import RequestStream
@@ -55,6 +56,7 @@ class DynamicInferenceEngine:
         lookahead: steps that may be unresolved when the next is prepared.
         in_flight: launched steps, oldest first.
         requests: the unfinished ones and who waits for them.
+        observer: is told what happens; nobody at first.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class DynamicInferenceEngine:
         self.statistics = EngineStatistics()
         self.requests = RequestRegistry(self.statistics)
         self.tracer = controller.tracer
+        self.observer = EngineObserver()
         controller.create_cuda_graphs()
 
     # ---- Requests ----------------------------------------------------------------------------
@@ -130,6 +133,7 @@ class DynamicInferenceEngine:
             self.requests.end(request, Status.FAILED, "error", error)
             return entry.future
         self.context.add_request(request, limits.seed, limits.max_length)
+        self.observer.added(request)
         return entry.future
 
     def abort_request(self, request_id: int) -> None:
@@ -139,6 +143,7 @@ class DynamicInferenceEngine:
             KeyError: no unfinished request has this id.
         """
         request = self.get_request(request_id)
+        self.observer.aborted(request_id)
         if self.context.waiting.remove(request_id) is None:
             self.context.release_request(self._slot_of(request))
         error = RequestAborted(f"request {request_id} was aborted")
@@ -235,6 +240,7 @@ class DynamicInferenceEngine:
         if plan is None:
             stuck = not self.in_flight and self.context.has_unfinished_requests()
             assert not stuck, "requests are unfinished, but none can run: a bug in scheduling"
+            self.observer.launched(None)
             return min(len(self.in_flight), 1)
         with self.tracer.range("transfer_bookkeeping_to_gpu", plan.step):
             self.context.transfer_bookkeeping_to_gpu(plan)
@@ -243,6 +249,7 @@ class DynamicInferenceEngine:
         statistics.count_launch(plan, overlapped=bool(self.in_flight))
         self.in_flight.append(launched)
         statistics.launch_ns += clock() - prepared
+        self.observer.launched(plan)
         return max(len(self.in_flight) - self.lookahead, 0)
 
     def _wait(self, step: LaunchedStep) -> None:
@@ -263,6 +270,7 @@ class DynamicInferenceEngine:
         if self.context.config.check_integrity:
             self.context.check_integrity()
         self.statistics.resolve_ns += time.thread_time_ns() - start
+        self.observer.resolved(step)
         return output
 
     def _emit(self, output: StepOutput) -> None:
@@ -284,6 +292,7 @@ class DynamicInferenceEngine:
                 reason, error = "error", failure
             if reason is not None:
                 self.context.release_request(slot)
+                self.observer.ended(request, reason)
                 status = Status.COMPLETED if error is None else Status.FAILED
                 self.requests.end(request, status, reason, error)
 

@@ -82,8 +82,8 @@ class ModelLessController(TextGenerationController):
         return None
 
     def _run_step(self, plan: StepPlan) -> None:
-        self._spend(plan)
         self._samples = self._tokens.sample(plan, self.context)
+        self._spend(plan)
 
     def _spend(self, plan: StepPlan) -> None:
         if self._machine is None:
