@@ -257,6 +257,7 @@ def run_soak(args: argparse.Namespace) -> dict[str, Any]:
         "max_tokens": args.max_tokens,
         "num_kv_blocks": args.num_kv_blocks,
         "block_size_tokens": args.block_size_tokens,
+        "paused_buffer_size_gb": args.paused_buffer_size_gb,
         "max_sequence_length": args.max_prompt_tokens + args.max_output_tokens,
     }
     if args.simulated:
@@ -290,8 +291,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--lookahead", type=int, default=1, help="default 1")
     parser.add_argument("--max-requests", type=int, default=64, help="default 64")
     parser.add_argument("--max-tokens", type=int, default=256, help="of a step (default 256)")
-    parser.add_argument("--num-kv-blocks", type=int, default=220, help="default 220: tight")
-    parser.add_argument("--block-size-tokens", type=int, default=8, help="default 8")
+    parser.add_argument("--num-kv-blocks", type=int, default=600, help="default 600: tight")
+    parser.add_argument(
+        "--paused-buffer-size-gb",
+        type=float,
+        default=2e-5,
+        help="most KV memory of paused requests; more is evicted (default 2e-5, 20 KiB)",
+    )
+    parser.add_argument("--block-size-tokens", type=int, default=2, help="default 2")
     parser.add_argument(
         "--warmup-share", type=float, default=0.1, help="of the requests (default 0.1)"
     )

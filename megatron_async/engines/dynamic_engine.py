@@ -145,7 +145,7 @@ class DynamicInferenceEngine:
         request = self.get_request(request_id)
         self.observer.aborted(request_id)
         if self.context.waiting.remove(request_id) is None:
-            self.context.release_request(self._slot_of(request))
+            self.context.release_request(self.context.slots.slot_of[request_id])
         error = RequestAborted(f"request {request_id} was aborted")
         self.requests.end(request, Status.FAILED, "aborted", error)
 
@@ -163,17 +163,15 @@ class DynamicInferenceEngine:
 
     def _booked_tokens(self, request: DynamicInferenceRequest) -> list[int]:
         slots = self.context.slots
-        if request.finish_reason is None and request in slots.requests:
-            return slots.generated_tokens(self._slot_of(request))
+        slot = slots.slot_of.get(request.request_id)
+        if request.finish_reason is None and slot is not None:
+            return slots.generated_tokens(slot)
         return request.generated_tokens
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do, or ended requests to report."""
         to_report = self.requests.has_ended or bool(self.in_flight)
         return to_report or self.context.has_unfinished_requests()
-
-    def _slot_of(self, request: DynamicInferenceRequest) -> int:
-        return self.context.slots.requests.index(request)
 
     # ---- The loop ----------------------------------------------------------------------------
 
