@@ -165,13 +165,11 @@ def load_recording(path: str | Path, allow_truncated: bool = False) -> Recording
     recording = _parse_header(path, next(lines, None))
     number = 1
     for number, line in enumerate(lines, 2):
-        if line is None:
+        if line is None or not line.endswith("\n"):
             break
         try:
             _parse(recording, json.loads(line))
         except (ValueError, TypeError, KeyError, IndexError) as error:
-            if allow_truncated and not line.endswith("\n"):
-                break
             raise RecordingError(f"{path}: line {number} is damaged ({error}).") from error
     if not recording.is_complete and not allow_truncated:
         raise RecordingError(
