@@ -77,6 +77,8 @@ class RequestSlots:
         self.sampling_mode = np.zeros(capacity, dtype=np.int8)
 
         self.requests: list[DynamicInferenceRequest | None] = [None] * capacity
+        self.slot_of: dict[int, int] = {}
+        """Request id -> slot; `requests` by slot, the other way round."""
         self._free = list(range(capacity - 1, -1, -1))
 
     @property
@@ -101,6 +103,7 @@ class RequestSlots:
         slot = self._free.pop()
         self.state[slot] = SlotState.PREFILLING
         self.requests[slot] = request
+        self.slot_of[request.request_id] = slot
         self.request_id[slot] = request.request_id
         self.rank[slot] = rank
         prompt, generated = request.prompt_tokens, request.generated_tokens
@@ -157,6 +160,7 @@ class RequestSlots:
         blocks = self.block_table[slot, : self.num_blocks[slot]].copy()
         self.state[slot] = SlotState.FREE
         self.generation[slot] += 1
+        del self.slot_of[int(self.request_id[slot])]
         self.request_id[slot] = -1
         self.num_blocks[slot] = 0
         self.requests[slot] = None

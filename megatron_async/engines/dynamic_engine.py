@@ -19,6 +19,7 @@ from megatron_async.engines.control import ControllableEngine
 from megatron_async.engines.generation import run_to_end
 from megatron_async.engines.invalidation import Invalidation, Reconcile
 from megatron_async.engines.log_prob_booking import book_log_probs, book_prompt_log_probs
+from megatron_async.engines.observer import EngineObserver
 from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.rollback import Rollback
 from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
@@ -64,6 +65,7 @@ class DynamicInferenceEngine(ControllableEngine):
         in_flight: launched steps, oldest first.
         requests: the unfinished ones and who waits for them.
         invalidation: what becomes of steps in flight when a request of theirs ends.
+        observer: is told what happens; nobody at first.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class DynamicInferenceEngine(ControllableEngine):
             self.invalidation = Rollback(context, self.in_flight, self.statistics)
         self.tracer = controller.tracer
         self._log = StepLog(context, self.statistics)
+        self.observer = EngineObserver()
         controller.create_cuda_graphs()
 
     # ---- Requests ----------------------------------------------------------------------------
@@ -151,6 +154,7 @@ class DynamicInferenceEngine(ControllableEngine):
             self.requests.end(request, Status.FAILED, "error", error)
             return entry.future
         self.context.add_request(request, limits.seed, limits.max_length)
+        self.observer.added(request)
         return entry.future
 
     def abort_request(self, request_id: int) -> None:
@@ -160,8 +164,9 @@ class DynamicInferenceEngine(ControllableEngine):
             KeyError: no unfinished request has this id.
         """
         request = self.get_request(request_id)
+        self.observer.aborted(request_id)
         if self.context.waiting.remove(request_id) is None:
-            self._release(self._slot_of(request))
+            self._release(self.context.slots.slot_of[request_id])
         error = RequestAborted(f"request {request_id} was aborted")
         self.requests.end(request, Status.FAILED, "aborted", error)
 
@@ -179,17 +184,15 @@ class DynamicInferenceEngine(ControllableEngine):
 
     def _booked_tokens(self, request: DynamicInferenceRequest) -> list[int]:
         slots = self.context.slots
-        if request.finish_reason is None and request in slots.requests:
-            return slots.generated_tokens(self._slot_of(request))
+        slot = slots.slot_of.get(request.request_id)
+        if request.finish_reason is None and slot is not None:
+            return slots.generated_tokens(slot)
         return request.generated_tokens
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do, or ended requests to report."""
         to_report = self.requests.has_ended or self._undelivered or self.in_flight
         return bool(to_report) or self.context.has_unfinished_requests()
-
-    def _slot_of(self, request: DynamicInferenceRequest) -> int:
-        return self.context.slots.requests.index(request)
 
     # ---- The loop ----------------------------------------------------------------------------
 
@@ -266,6 +269,7 @@ class DynamicInferenceEngine(ControllableEngine):
             stuck = not self.in_flight and self.context.has_unfinished_requests()
             assert not stuck, "requests are unfinished, but none can run: a bug in scheduling"
             statistics.note_no_overlap(NoOverlapReason.NOTHING_TO_PLAN)
+            self.observer.launched(None)
             return min(len(self.in_flight), 1)
         with self.tracer.range("transfer_bookkeeping_to_gpu", plan.step):
             self.context.transfer_bookkeeping_to_gpu(plan)
@@ -277,6 +281,7 @@ class DynamicInferenceEngine(ControllableEngine):
         self._log.end(plan, logged)
         self.in_flight.append(launched)
         statistics.count_launch_time(clock() - prepared)
+        self.observer.launched(plan)
         return max(len(self.in_flight) - self.lookahead, 0)
 
     def _wait(self, step: LaunchedStep) -> None:
@@ -306,6 +311,7 @@ class DynamicInferenceEngine(ControllableEngine):
             self.context.check_integrity()
         is_zombie = step.error is None and output.zombie_rows == step.plan.num_rows
         self.statistics.count_resolve(time.thread_time_ns() - start, is_zombie)
+        self.observer.resolved(step)
         return [output]
 
     def _release(self, slot: int) -> None:
@@ -333,6 +339,7 @@ class DynamicInferenceEngine(ControllableEngine):
                 reason, error = "error", failure
             if reason is not None:
                 self._release(slot)
+                self.observer.ended(request, reason)
                 status = Status.COMPLETED if error is None else Status.FAILED
                 self.requests.end(request, status, reason, error)
 

@@ -55,6 +55,10 @@ class RequestRegistry:
         """Whether a request has ended that `take_ended` has not returned."""
         return bool(self._ended)
 
+    def __len__(self) -> int:
+        """Number of unfinished requests."""
+        return len(self._entries)
+
     def add(self, request: DynamicInferenceRequest) -> RequestEntry:
         """Enter a request.
 
