@@ -4,14 +4,15 @@ Launched work runs only when the host waits for something behind it, and then no
 that takes: a copy reads its host buffer at the last moment, samples arrive at the last moment, and
 a step runs after everything that the host did since its launch. So whatever the host changes too
 early, and whatever order no event enforces, goes wrong in every run and not once in a while, and a
-failure can be repeated and shrunk. `LateDevice.run` lets a stream get on, as a faster device would.
+failure can be repeated and shrunk. `LateDevice.run` lets a stream get on, as a faster device would,
+and streams may be given that do their work as soon as they can.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import psutil
 import torch
@@ -24,8 +25,9 @@ from megatron_async.devices.base import Event, Stream
 class LateStream(Stream):
     """Launched work, in order, of which the first `done` items have run."""
 
-    def __init__(self, lock: threading.RLock) -> None:
+    def __init__(self, lock: threading.RLock, is_eager: bool) -> None:
         self._lock = lock
+        self._is_eager = is_eager
         self._work: dict[int, Callable[[], None]] = {}
         self._launched = 0
         self._failure: BaseException | None = None
@@ -39,6 +41,8 @@ class LateStream(Stream):
     def launch(self, work: Callable[[], None]) -> None:
         self._work[self._launched] = work
         self._launched += 1
+        if self._is_eager:
+            self.run_to(self._launched)
 
     def record(self, event: Event) -> None:
         assert isinstance(event, LateEvent)
@@ -91,15 +95,19 @@ class LateEvent(Event):
 
 
 class LateDevice(Device):
-    """Three streams whose work runs when the host waits for it."""
+    """Three streams whose work runs when the host waits for it.
 
-    def __init__(self) -> None:
+    Args:
+        eager: names of streams whose work runs as it is launched, and with it what it waits for.
+    """
+
+    def __init__(self, eager: Collection[str] = ()) -> None:
         self.torch_device = torch.device("cpu")
         # One lock: `async_step` waits on a thread of its own.
         lock = threading.RLock()
-        self.compute: LateStream = LateStream(lock)
-        self.copy: LateStream = LateStream(lock)
-        self.upload: LateStream = LateStream(lock)
+        self.compute: LateStream = LateStream(lock, "compute" in eager)
+        self.copy: LateStream = LateStream(lock, "copy" in eager)
+        self.upload: LateStream = LateStream(lock, "upload" in eager)
 
     def run(self, stream: LateStream, items: int) -> None:
         """Let `stream` get on by at most so many items (and others, as far as it waits for
