@@ -1,8 +1,8 @@
 """What each feature of a request costs in steady decode, beside plain greedy requests.
 
-Every request of the batch has the feature. On one engine features are timed in turn, round after round, so that a
-machine's moods hit all alike; the figures are medians over the rounds. CPU time is that of the
-engine's own thread (prepare, launch and resolve).
+Every request of the batch has the feature. On one engine features are timed in turn, round after
+round, so that a machine's moods hit all alike; the figures are medians over the rounds. CPU time is
+that of the engine's own thread (prepare, launch and resolve).
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ Load = Callable[[int], SamplingParams]
 """How a row samples."""
 MAX_TOKENS = 8192
 LOG_PROBS: dict[str, Any] = {"return_log_probs": True, "skip_prompt_log_probs": True}
-PENALTIES: dict[str, Any] = {"frequency_penalty": 0.1, "presence_penalty": 0.1, "repetition_penalty": 1.05}
+PENALTIES: dict[str, Any] = {
+    "frequency_penalty": 0.1,
+    "presence_penalty": 0.1,
+    "repetition_penalty": 1.05,
+}
 EDITS: dict[str, Any] = {"logit_bias": {token: 0.5 for token in range(32)}, "min_tokens": 16}
 BAD_WORDS: dict[str, Any] = {"bad_words": [[token, token + 1] for token in range(8)]}
 TOGETHER: dict[str, Any] = {**LOG_PROBS, **PENALTIES, **EDITS, **BAD_WORDS, "top_n_logprobs": 5}
