@@ -3,7 +3,7 @@
 In each step every row ends with a given probability, by a stop token, and a new request takes its
 place. "reconcile" drops the rows in flight of who ended; "rollback" discards the steps in flight
 and launches them again. Both say the same tokens. Times are of steps that are kept: medians over 5
-windows; waste is counted over all of them.
+windows, those of the policies in turn; waste is counted over all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import copy
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from megatron_async import LLM
@@ -57,34 +58,70 @@ def most_tokens(args: argparse.Namespace) -> int:
     return WARM_UP_STEPS + WINDOWS * args.steps + 16
 
 
-def measure(llm: LLM, load: UnforeseenEnds, rate: float, steps: int) -> dict[str, float]:
-    """Figures of one rate on an idle engine."""
-    counters = llm.engine.statistics
-    load.start(rate)
-    run_steps(llm, load, WARM_UP_STEPS)
-    before, ended = copy.deepcopy(counters), load.ended
-    windows = [run_steps(llm, load, steps) for _ in range(WINDOWS)]
-    kept = counters.resolved_steps - before.resolved_steps
-    tokens = counters.generated_tokens - before.generated_tokens
-    launched = counters.steps - before.steps
-    discarded_steps = counters.discarded_steps - before.discarded_steps
-    discarded_rows = counters.discarded_rows - before.discarded_rows
-    zombie_rows = counters.zombie_rows - before.zombie_rows
-    figures = {
-        "rate": rate,
-        "step_ms": 1e3 * statistics.median(seconds / done for seconds, done in windows),
-        "tokens_per_second": tokens / sum(seconds for seconds, _ in windows),
-        "rows": tokens / kept,
-        "ends_per_row": (load.ended - ended) / tokens,
-        "zombie_rows": zombie_rows,
-        "discarded_rows": discarded_rows,
-        "discarded_steps": discarded_steps,
-        "wasted_row_share": (zombie_rows + discarded_rows) / (counters.rows - before.rows),
-        "discarded_step_share": discarded_steps / launched,
-        "overlap_ratio": (counters.overlapped_steps - before.overlapped_steps) / launched,
-    }
-    load.stop()
-    return figures
+class Runner:
+    """One policy's engine under the load, and what its windows showed."""
+
+    def __init__(self, llm: LLM, args: argparse.Namespace) -> None:
+        self.llm = llm
+        self.load = UnforeseenEnds(
+            llm.engine, args.batch_size, args.prompt_tokens, most_tokens(args)
+        )
+
+    def start(self, rate: float) -> None:
+        """Fill the idle engine and warm it up."""
+        self.load.start(rate)
+        run_steps(self.llm, self.load, WARM_UP_STEPS)
+        self._before = copy.deepcopy(self.llm.engine.statistics)
+        self._ended = self.load.ended
+        self._windows: list[tuple[float, int]] = []
+
+    def run_window(self, steps: int) -> None:
+        """Time so many steps that are kept."""
+        self._windows.append(run_steps(self.llm, self.load, steps))
+
+    def finish(self) -> dict[str, float]:
+        """Empty the engine and return the figures."""
+        counters, before = self.llm.engine.statistics, self._before
+        kept = counters.resolved_steps - before.resolved_steps
+        tokens = counters.generated_tokens - before.generated_tokens
+        launched = counters.steps - before.steps
+        discarded_steps = counters.discarded_steps - before.discarded_steps
+        discarded_rows = counters.discarded_rows - before.discarded_rows
+        zombie_rows = counters.zombie_rows - before.zombie_rows
+        figures = {
+            "step_ms": 1e3 * statistics.median(time / steps for time, steps in self._windows),
+            "tokens_per_second": tokens / sum(time for time, _ in self._windows),
+            "rows": tokens / kept,
+            "ends_per_row": (self.load.ended - self._ended) / tokens,
+            "zombie_rows": zombie_rows,
+            "discarded_rows": discarded_rows,
+            "discarded_steps": discarded_steps,
+            "wasted_row_share": (zombie_rows + discarded_rows) / (counters.rows - before.rows),
+            "discarded_step_share": discarded_steps / launched,
+            "overlap_ratio": (counters.overlapped_steps - before.overlapped_steps) / launched,
+        }
+        self.load.stop()
+        return figures
+
+
+def compare(
+    model: str, lookahead: int, args: argparse.Namespace
+) -> Iterator[tuple[str, float, dict[str, float]]]:
+    """Policy, rate and figures; the policies' windows alternate, so that what else the machine does
+    meets both."""
+    with ExitStack() as stack:
+        runners = {
+            policy: Runner(stack.enter_context(open_engine(model, policy, lookahead, args)), args)
+            for policy in args.policies
+        }
+        for rate in args.rates:
+            for runner in runners.values():
+                runner.start(rate)
+            for _ in range(WINDOWS):
+                for runner in runners.values():
+                    runner.run_window(args.steps)
+            for policy, runner in runners.items():
+                yield policy, rate, runner.finish()
 
 
 def run_steps(llm: LLM, load: UnforeseenEnds, steps: int) -> tuple[float, int]:
@@ -131,19 +168,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     header = f"{'model':<20}{'policy':>11}{'lookahead':>11}{'rate':>7}"
     print(header + "".join(f"{title:>{width}}" for title, width, _ in COLUMNS.values()))
     figures: list[dict[str, Any]] = []
-    for model, lookahead, policy in itertools.product(args.models, args.lookahead, args.policies):
-        with open_engine(model, policy, lookahead, args) as llm:
-            load = UnforeseenEnds(
-                llm.engine, args.batch_size, args.prompt_tokens, most_tokens(args)
+    for model, lookahead in itertools.product(args.models, args.lookahead):
+        for policy, rate, found in compare(model, lookahead, args):
+            key = {"model": model, "batch": args.batch_size, "lookahead": lookahead}
+            figures.append({**key, "policy": policy, "rate": rate, **found})
+            cells = "".join(
+                f"{found[name]:>{width}{form}}" for name, (_, width, form) in COLUMNS.items()
             )
-            for rate in args.rates:
-                found = measure(llm, load, rate, args.steps)
-                key = {"model": model, "batch": args.batch_size, "lookahead": lookahead}
-                figures.append({**key, "policy": policy, **found})
-                cells = "".join(
-                    f"{found[name]:>{width}{form}}" for name, (_, width, form) in COLUMNS.items()
-                )
-                print(f"{model:<20}{policy:>11}{lookahead:>11}{rate:>7.0%}{cells}", flush=True)
+            print(f"{model:<20}{policy:>11}{lookahead:>11}{rate:>7.0%}{cells}", flush=True)
     if args.json:
         write_record(args.json, "invalidation", vars(args), figures)
 
