@@ -321,7 +321,7 @@ class DynamicInferenceContext:
     def evict_all(self) -> None:
         """Evict every request that holds a slot."""
         for slot in np.flatnonzero(self.slots.state != SlotState.FREE):
-            self._evict(slot)
+            self._evict(int(slot))
 
     def take_back(self, plans: list[StepPlan]) -> None:
         """Undo `plans`, the last ones built, whose steps are over and will not be resolved."""
