@@ -45,8 +45,7 @@ class Rollback(Invalidation):
         self._discarded: list[LaunchedStep] = []
 
     @property
-    def is_draining(self) -> bool:  # type: ignore[override]
-        """Whether steps are to be discarded: they are waited for first."""
+    def is_draining(self) -> bool:
         return self._first is not None
 
     def before_launch(self, plan: StepPlan) -> None:

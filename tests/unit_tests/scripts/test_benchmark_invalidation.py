@@ -26,7 +26,7 @@ def test_waste_by_rate(tmp_path, capsys):
     path = tmp_path / "record.json"
     run_script(
         *("--models", "dummy:tiny", "--device", "cpu", "--batch-size", 8, "--prompt-tokens", 4),
-        *("--rates", 0, 0.3, "--lookahead", 1, 2, "--steps", 12, "--json", path),
+        *("--rates", 0, 0.3, "--lookahead", 1, 2, "--steps", 5, "--json", path),
     )
     record = json.loads(path.read_text())
     assert record["benchmark"] == "invalidation"
