@@ -88,9 +88,10 @@ class Runner:
         discarded_steps = counters.discarded_steps - before.discarded_steps
         discarded_rows = counters.discarded_rows - before.discarded_rows
         zombie_rows = counters.zombie_rows - before.zombie_rows
+        step = statistics.median(time / steps for time, steps in self._windows)
         figures = {
-            "step_ms": 1e3 * statistics.median(time / steps for time, steps in self._windows),
-            "tokens_per_second": tokens / sum(time for time, _ in self._windows),
+            "step_ms": 1e3 * step,
+            "tokens_per_second": tokens / kept / step,
             "rows": tokens / kept,
             "ends_per_row": (self.load.ended - self._ended) / tokens,
             "zombie_rows": zombie_rows,
