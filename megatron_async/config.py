@@ -101,6 +101,12 @@ class InferenceConfig:
     """Compute logits only where a token is sampled. The engine needs no others, so False is
     refused until log probs of prompts are served."""
 
+    # ---- Logging -----------------------------------------------------------------------------
+    logging_step_interval: int = 0
+    """Every so many steps, log a line (logger "megatron_async", level INFO) with the step's time on
+    the device and its rows, tokens a second, overlap and occupancy. The device is never waited for:
+    lines appear a step or two late. 0: none."""
+
     # ---- Device and safety -------------------------------------------------------------------
     device: str | None = None
     """"cpu", "cuda" or "cuda:N". None: "cuda" where there is a GPU, else "cpu"."""
@@ -129,6 +135,7 @@ class InferenceConfig:
             if value is not None and not _is_positive(value):
                 raise ConfigurationError(f"{name}={value!r} must be a number of GiB above 0.")
         self._require_int("inference_sampling_seed", 0)
+        self._require_int("logging_step_interval", 0)
         if self.attention_backend not in (None, *ATTENTION_BACKENDS):
             raise ConfigurationError(
                 f"attention_backend={self.attention_backend!r} is unknown: use one of "

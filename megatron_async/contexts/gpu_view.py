@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.device_slots import DeviceSlots
 from megatron_async.contexts.kv_cache import PagedKVCache
 from megatron_async.contexts.shadow import ShadowedState, ShadowRing
@@ -43,6 +44,7 @@ class ContextGPUView:
     Attributes (valid from `begin_step` until the next):
         dims: host-known shape of the batch.
         step: the unpacked `StepTensors`.
+        hidden_states: `[tokens, hidden]`, behind the last norm, from the model's forward on.
     """
 
     num_speculative_tokens = 0
@@ -134,6 +136,12 @@ class ContextGPUView:
             positions=self.step.kv_lengths,
         )
 
+    def prefill_following(self, words: Tensor) -> Tensor:
+        """The token behind each chunk, int64 `[chunks]`, -1 where there is none, from a step's
+        bookkeeping `words`."""
+        fields = BookkeepingLayout.for_batch(self.dims, 0).device_views(words)
+        return fields["prefill_following"].long()
+
     def feed_back(self, sampled: Tensor) -> None:
         """Hand the sampled tokens, int64 `[rows]`, to the next step and to the copy to the host.
 
@@ -179,7 +187,7 @@ class ContextGPUView:
 
     def last_token_logits(self, hidden_states: Tensor) -> Tensor:
         """Hidden states that logits are made of: `[1, tokens, hidden]` -> `[rows, hidden]`."""
-        hidden_states = hidden_states.squeeze(0)
+        self.hidden_states = hidden_states = hidden_states.squeeze(0)
         if self.dims.is_decode_only:
             return hidden_states
         return hidden_states.index_select(0, self.step.last_token)

@@ -14,30 +14,29 @@ from typing import Any
 
 import numpy as np
 
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext, StepOutput
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.contexts.step_output import StepOutput
 from megatron_async.engines.control import ControllableEngine
 from megatron_async.engines.generation import run_to_end
 from megatron_async.engines.invalidation import Invalidation, Reconcile
+from megatron_async.engines.new_request import prepare_request
+from megatron_async.engines.observer import EngineObserver
 from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.rollback import Rollback
-from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
+from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.streaming import RequestStream
 from megatron_async.engines.validation import (
-    check_params_type,
-    check_priority,
-    check_request,
     check_request_id,
-    prompt_to_array,
-    require_detokenizer,
 )
-from megatron_async.errors import RequestAborted, StepFailed
+from megatron_async.errors import RequestAborted
 from megatron_async.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
     Status,
 )
+from megatron_async.profiling.step_log import StepLog
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.stop_words import StopWordMatcher
 from megatron_async.text_generation_controllers.text_generation_controller import (
     LaunchedStep,
     TextGenerationController,
@@ -60,6 +59,7 @@ class DynamicInferenceEngine(ControllableEngine):
         in_flight: launched steps, oldest first.
         requests: the unfinished ones and who waits for them.
         invalidation: what becomes of steps in flight when a request of theirs ends.
+        booking: books resolved steps.
     """
 
     def __init__(
@@ -76,7 +76,18 @@ class DynamicInferenceEngine(ControllableEngine):
         if context.config.invalidation == "rollback":
             self.invalidation = Rollback(context, self.in_flight, self.statistics)
         self.tracer = controller.tracer
+        self._log = StepLog(context, self.statistics)
+        self.booking = StepBooking(context, self.requests, self.statistics, self.invalidation)
         controller.create_cuda_graphs()
+
+    @property
+    def observer(self) -> EngineObserver:
+        """Is told what happens; at first it looks on and does nothing."""
+        return self.booking.observer
+
+    @observer.setter
+    def observer(self, observer: EngineObserver) -> None:
+        self.booking.observer = observer
 
     # ---- Requests ----------------------------------------------------------------------------
 
@@ -123,22 +134,15 @@ class DynamicInferenceEngine(ControllableEngine):
         request.add_event(DynamicInferenceEventType.ADD_ENGINE)
         entry = self.requests.add(request)
         try:
-            check_params_type(sampling_params)
-            request.priority = check_priority(priority)
-            if isinstance(prompt, str):
-                prompt = self.controller.tokenize_prompt(prompt, params.add_BOS)
-            request.prompt_tokens = prompt_to_array(prompt, self.controller.vocab_size)
-            if params.termination_id is None:
-                params.termination_id = getattr(self.controller.tokenizer, "eod", None)
-            limits = check_request(request, self.context, self.controller.vocab_size)
-            if params.stop_words:
-                matcher = StopWordMatcher(params.stop_words, require_detokenizer(tokenizer))
-                entry.stop_words = matcher
+            limits = prepare_request(
+                entry, prompt, sampling_params, priority, self.controller, self.context
+            )
         except Exception as error:
             # Whatever it is, also from a user's own tokenizer, it is this request's alone.
             self.requests.end(request, Status.FAILED, "error", error)
             return entry.future
         self.context.add_request(request, limits.seed, limits.max_length)
+        self.observer.added(request)
         return entry.future
 
     def abort_request(self, request_id: int) -> None:
@@ -148,8 +152,9 @@ class DynamicInferenceEngine(ControllableEngine):
             KeyError: no unfinished request has this id.
         """
         request = self.get_request(request_id)
+        self.observer.aborted(request_id)
         if self.context.waiting.remove(request_id) is None:
-            self._release(self._slot_of(request))
+            self.booking.release(self.context.slots.slot_of[request_id])
         error = RequestAborted(f"request {request_id} was aborted")
         self.requests.end(request, Status.FAILED, "aborted", error)
 
@@ -167,17 +172,15 @@ class DynamicInferenceEngine(ControllableEngine):
 
     def _booked_tokens(self, request: DynamicInferenceRequest) -> list[int]:
         slots = self.context.slots
-        if request.finish_reason is None and request in slots.requests:
-            return slots.generated_tokens(self._slot_of(request))
+        slot = slots.slot_of.get(request.request_id)
+        if request.finish_reason is None and slot is not None:
+            return slots.generated_tokens(slot)
         return request.generated_tokens
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do, or ended requests to report."""
         to_report = self.requests.has_ended or self._undelivered or self.in_flight
         return bool(to_report) or self.context.has_unfinished_requests()
-
-    def _slot_of(self, request: DynamicInferenceRequest) -> int:
-        return self.context.slots.requests.index(request)
 
     # ---- The loop ----------------------------------------------------------------------------
 
@@ -249,19 +252,24 @@ class DynamicInferenceEngine(ControllableEngine):
         with self.tracer.range("prepare_step", self.context.next_step):
             plan = self.context.prepare_step()
         prepared = clock()
-        statistics.prepare_ns += prepared - start
+        statistics.count_prepare(prepared - start, self.context)
         if plan is None:
             stuck = not self.in_flight and self.context.has_unfinished_requests()
             assert not stuck, "requests are unfinished, but none can run: a bug in scheduling"
+            statistics.note_no_overlap(NoOverlapReason.NOTHING_TO_PLAN)
+            self.observer.launched(None)
             return min(len(self.in_flight), 1)
         with self.tracer.range("transfer_bookkeeping_to_gpu", plan.step):
             self.context.transfer_bookkeeping_to_gpu(plan)
         self.invalidation.before_launch(plan)
+        logged = self._log.begin(plan.step)
         with self.tracer.range("launch_step", plan.step):
             launched = self.controller.launch_step(plan)
-        statistics.count_launch(plan, overlapped=bool(self.in_flight))
+        statistics.count_launch(plan, bool(self.in_flight), self.lookahead)
+        self._log.end(plan, logged)
         self.in_flight.append(launched)
-        statistics.launch_ns += clock() - prepared
+        statistics.count_launch_time(clock() - prepared)
+        self.observer.launched(plan)
         return max(len(self.in_flight) - self.lookahead, 0)
 
     def _wait(self, step: LaunchedStep) -> None:
@@ -279,66 +287,11 @@ class DynamicInferenceEngine(ControllableEngine):
         step = self.in_flight.popleft()
         if self.invalidation.discards(step):
             return []
-        if step.error is not None:
-            self._fail_step(step)
-        with self.tracer.range("update_requests", step.plan.step):
-            output = self.context.update_requests(step.plan, step.samples)
-        with self.tracer.range("emit", step.plan.step):
-            self._emit(output)
-        if self.context.config.check_integrity:
-            self.context.check_integrity()
-        self.statistics.resolve_ns += time.thread_time_ns() - start
+        output = self.booking.book(step)
+        is_zombie = step.error is None and output.zombie_rows == step.plan.num_rows
+        self.statistics.count_resolve(time.thread_time_ns() - start, is_zombie)
+        self.observer.resolved(step)
         return [output]
-
-    def _release(self, slot: int) -> None:
-        self.invalidation.before_release(slot)
-        self.context.release_request(slot)
-
-    def _emit(self, output: StepOutput) -> None:
-        """Stamp first tokens and end what has ended: Python per event, not per token."""
-        slots, statistics = self.context.slots, self.statistics
-        statistics.resolved_steps += 1
-        statistics.generated_tokens += len(output.tokens)
-        statistics.zombie_rows += output.zombie_rows
-        for row in np.flatnonzero(output.is_first):
-            request = slots.request_at(output.slots[row])
-            request.ttft = time.perf_counter() - request.arrival_time
-        watched = slots.has_stop_words[output.slots]
-        for row in np.flatnonzero(output.ended | watched):
-            slot, error = output.slots[row], None
-            request = slots.request_at(slot)
-            try:
-                reason = self._finish_reason(request, output, int(row))
-            except Exception as failure:  # of a user's own tokenizer: this request's alone
-                reason, error = "error", failure
-            if reason is not None:
-                self._release(slot)
-                status = Status.COMPLETED if error is None else Status.FAILED
-                self.requests.end(request, status, reason, error)
-
-    def _finish_reason(
-        self, request: DynamicInferenceRequest, output: StepOutput, row: int
-    ) -> str | None:
-        """Why a request ends with this token; None if it goes on."""
-        if output.stopped[row]:
-            is_termination = output.tokens[row] == request.sampling_params.termination_id
-            return "termination_id" if is_termination else "stop_token"
-        matcher = self.requests.get(request.request_id).stop_words
-        if matcher is not None and matcher.push(int(output.tokens[row])):
-            return "stop_word"
-        return "length" if output.ended[row] else None
-
-    def _fail_step(self, step: LaunchedStep) -> None:
-        """The step's own work raised: fail the requests that it served, and no others."""
-        error = StepFailed(f"step {step.plan.step} failed: {step.error!r}")
-        error.__cause__ = step.error
-        self.statistics.failed_steps += 1
-        slots = self.context.slots
-        held = slots.generation[step.plan.slots] == step.plan.generations
-        for slot in step.plan.slots[held]:
-            request = slots.request_at(slot)
-            self._release(slot)
-            self.requests.end(request, Status.FAILED, "error", error)
 
     def _report(self, outputs: list[StepOutput], start: float) -> dict[str, Any]:
         outputs = self._take_undelivered() + outputs
@@ -380,13 +333,13 @@ class DynamicInferenceEngine(ControllableEngine):
         return run_to_end(self, prompts, sampling_params, on_step)
 
     def stats(self) -> Mapping[str, float | int]:
-        """Counters and ratios since the engine was made; see `EngineStatistics`."""
-        context = self.context
-        return self.statistics.as_dict(self.lookahead, context.pauses, context.evictions)
+        """Counters and ratios since the engine was made; docs/statistics.md lists them."""
+        return self.statistics.as_dict(self.lookahead, self.context)
 
     def close(self) -> None:
         """Finish what is launched, free the device's threads, and fail the requests that are
         unfinished, so that nobody waits for them for ever."""
         self.context.device.close()
+        self.tracer.collect()
         self.requests.close()
         self._go_on_for_good()

@@ -55,6 +55,10 @@ class RequestRegistry:
         """Whether a request has ended that `take_ended` has not returned."""
         return bool(self._ended)
 
+    def __len__(self) -> int:
+        """Number of unfinished requests."""
+        return len(self._entries)
+
     def add(self, request: DynamicInferenceRequest) -> RequestEntry:
         """Enter a request.
 
@@ -99,6 +103,7 @@ class RequestRegistry:
         kind = DynamicInferenceEventType.FAIL if failed else DynamicInferenceEventType.FINISH
         request.add_event(kind)
         self._statistics.failed_requests += failed
+        self._statistics.aborted_requests += reason == "aborted"
         self._statistics.finished_requests += not failed
         self._ended.append(request)
         entry = self._entries.pop(request.request_id)

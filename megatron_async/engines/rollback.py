@@ -18,7 +18,7 @@ from functools import partial
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.engines.invalidation import Invalidation
-from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 
@@ -86,3 +86,4 @@ class Rollback(Invalidation):
             # into blocks of others: prefill all again.
             self._context.evict_all()
         self._first, self._discarded = None, []
+        self._statistics.note_no_overlap(NoOverlapReason.ROLLED_BACK)

@@ -155,6 +155,8 @@ def wrong_results(
     finally:
         engine.close()
     stats = engine.stats()
+    reasons = sum(engine.statistics.no_overlap.values())
+    assert stats["overlapped_steps"] + reasons == stats["steps"]
     for key in ("pauses", "evictions", "zombie_rows", "discarded_steps", "discarded_rows"):
         counts[key] += int(stats[key])
     counts["aborted"] += sum(aborted for _, aborted in found)
