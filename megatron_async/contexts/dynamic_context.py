@@ -128,6 +128,11 @@ class DynamicInferenceContext:
         """Whether any request waits or holds a slot."""
         return len(self.waiting) > 0 or self.slots.num_free < self.max_requests
 
+    @property
+    def next_step(self) -> int:
+        """Number of the step that is planned next."""
+        return self._plan_builder.next_step
+
     # ---- Planning a step ---------------------------------------------------------------------
 
     def prepare_step(self) -> StepPlan | None:
