@@ -33,6 +33,7 @@ from megatron_async.inference_request import (
     Status,
 )
 from megatron_async.profiling.step_log import StepLog
+from megatron_async.profiling.timeline import NO_OVERLAP
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.stop_words import StopWordMatcher
 from megatron_async.text_generation_controllers.text_generation_controller import (
@@ -244,7 +245,9 @@ class DynamicInferenceEngine:
         logged = self._log.begin(plan.step)
         with self.tracer.range("launch_step", plan.step):
             launched = self.controller.launch_step(plan)
-        statistics.count_launch(plan, bool(self.in_flight), self.lookahead)
+        reason = statistics.count_launch(plan, bool(self.in_flight), self.lookahead)
+        if reason is not None:
+            self.tracer.note(f"{NO_OVERLAP}{reason}", plan.step)
         self._log.end(plan, logged)
         self.in_flight.append(launched)
         statistics.count_launch_time(clock() - prepared)

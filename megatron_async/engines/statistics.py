@@ -85,25 +85,33 @@ class EngineStatistics:
         if self._noted is None:
             self._noted = reason
 
-    def count_launch(self, plan: StepPlan, overlapped: bool, lookahead: int) -> None:
+    def count_launch(
+        self, plan: StepPlan, overlapped: bool, lookahead: int
+    ) -> NoOverlapReason | None:
         """Count a launched step.
 
         Args:
             plan: of the step.
             overlapped: whether another was in flight.
             lookahead: of the engine.
+
+        Returns:
+            why it did not overlap; None if it did.
         """
         self.steps += 1
         self.captured_steps += plan.dims.is_captured
         self.rows += plan.num_rows
         self.prefill_tokens += len(plan.prefill_token_ids)
+        reason = None
         if overlapped:
             self.overlapped_steps += 1
         else:
-            self.no_overlap[self._reason(lookahead)] += 1
+            reason = self._reason(lookahead)
+            self.no_overlap[reason] += 1
         self.first_steps += self.idle
         self.idle = False
         self._noted = None
+        return reason
 
     def _reason(self, lookahead: int) -> NoOverlapReason:
         if self.idle:

@@ -128,12 +128,12 @@ def record_workload(llm: LLM, workload: ProfileWorkload, progress: bool = False)
     """
     timeline = llm.timeline
     assert timeline is not None, "LLM(timeline=True) is needed"
-    begin = _prepare(llm.engine, workload)
-    first = timeline.now_us()
     total = workload.requests if workload.name == "trace" else workload.steps
     unit = "request" if workload.name == "trace" else "step"
     with _bar(total, unit, progress) as bar:
-        begin(bar.update)
+        run = _prepare(llm.engine, workload)
+        first = timeline.now_us()
+        run(bar.update)
     llm.close()
     return timeline.since(first)
 

@@ -64,10 +64,23 @@ def test_one_step_is_not_enough():
         step_gaps(timeline)
 
 
+def test_time_with_nothing_to_do_is_no_gap():
+    timeline = made_timeline()
+    timeline.add(Span("cpu", "no overlap: after_idle", LATE, 0, 0))
+    timeline.add(Span("cpu", "no overlap: nothing_to_plan", 2, 0, 0))
+    report = step_gaps(timeline)
+    assert [gap.step for gap in report.after_idle] == [LATE]
+    assert [gap.gap_us for gap in report.gaps] == [100, 100, 100, 100]
+    causes = ["launched ahead", "nothing to plan", "launched ahead", "launched ahead"]
+    assert [gap.cause for gap in report.gaps] == causes
+    text = gap_text(report, {"model": "m"})
+    assert "not counted: 1 times there was nothing to do, 400 us in all" in text
+
+
 def test_files():
     report, facts = step_gaps(made_timeline()), {"model": "m", "workload": "steady"}
     text = gap_text(report, facts)
-    assert f"step      {LATE}     400 us  CPU late: prepare 200 us, between steps 150 us" in text
+    assert f"step      {LATE}     400 us  CPU late         prepare 200 us, between steps" in text
     assert "device busy 84.91%; 80.0% of 5 steps" in text
     record = json.loads(json.dumps(gap_record(report, facts)))
     assert record["worst_steps"][0] == LATE
