@@ -39,7 +39,7 @@ LEAST_MAX_TOKENS = 512
 LONGEST_OVER_MEAN = 4
 """Lengths of a trace are cut at so many times their mean."""
 
-Bar = Callable[[int], object]
+Bar = Callable[[int], None]
 """Told of progress."""
 
 
@@ -174,7 +174,7 @@ def _prepare(engine: DynamicInferenceEngine, workload: ProfileWorkload) -> Calla
 
 
 def _bar(total: int, unit: str, progress: bool) -> AbstractContextManager[Any]:
-    return tqdm(total=total, unit=unit, desc="profile", disable=not progress)  # type: ignore[no-any-return]
+    return tqdm(total=total, unit=unit, desc="profile", disable=not progress)
 
 
 def write_profile(folder: Path, timeline: Timeline, facts: Mapping[str, Any]) -> GapReport:

@@ -137,7 +137,8 @@ def step_gaps(timeline: Timeline) -> GapReport:
         cpu_us[span.step][STAGES[span.name]] += span.end_us - span.start_us
         if span.name == "launch_step":
             launched[span.step] = span.end_us
-    gaps, after_idle = [], []
+    gaps: list[StepGap] = []
+    after_idle: list[StepGap] = []
     for before, span in pairwise(device):
         reason = reasons.get(span.step)
         gap = StepGap(
