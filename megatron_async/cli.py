@@ -1,4 +1,5 @@
-"""The command line: `megatron-async generate`, `convert`, `info` and `profile`.
+"""The command line: `megatron-async generate`, `convert`, `info`, `profile`, `replay` and
+`simulate`.
 
 Everything heavy (torch, Megatron-Core) is imported inside the commands, so that `--help` and a
 mistyped option answer at once. A user's error ends in one line on stderr and exit status 2; with
@@ -37,6 +38,7 @@ from megatron_async.cli_output import (
     print_statistics,
 )
 from megatron_async.cli_profile import add_profile
+from megatron_async.cli_simulate import add_record_option, add_replay_and_simulate
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM
@@ -78,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_convert(commands, common)
     add_info(commands, common)
     add_profile(commands, common)
+    add_replay_and_simulate(commands, common, HelpFormatter)
     return parser
 
 
@@ -141,9 +144,7 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     )
 
     output = generate.add_argument_group("output")
-    output.add_argument(
-        "--json", action="store_true", help="one JSON document on stdout: results and stats"
-    )
+    output.add_argument("--json", action="store_true", help="one JSON document: results and stats")
     output.add_argument(
         "--timeline", metavar="FILE",
         help="write what the CPU and the device did when, for https://ui.perfetto.dev",
@@ -152,6 +153,7 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
         "--metrics-port", type=int, metavar="PORT",
         help="meanwhile serve Prometheus metrics at http://127.0.0.1:PORT/metrics",
     )  # fmt: skip
+    add_record_option(output)
     output.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
@@ -224,6 +226,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         transformer_impl=arguments.transformer_impl,
         progress=progress,
         timeline=arguments.timeline is not None,
+        record=arguments.record,
         **options,
     ) as llm:
         inputs = chat_prompts(llm, prompts, arguments.system) if arguments.chat else prompts

@@ -16,6 +16,7 @@ from megatron_async.errors import ConfigurationError
 LOOKAHEAD_OF_MODE = {"legacy": 0, "async": 1}
 """Megatron-Core's `async_sched_mode` values, as lookahead."""
 
+INVALIDATION_POLICIES = ("reconcile", "rollback")
 ATTENTION_BACKENDS = ("triton", "flash_attn_4", "flash_attn_3", "torch")
 
 
@@ -70,6 +71,12 @@ class InferenceConfig:
 
     async_sched_mode: str | None = None
     """Megatron-Core's name for the same: "legacy" is lookahead 0, "async" is lookahead 1."""
+
+    invalidation: str = "reconcile"
+    """What becomes of steps in flight when a request of theirs ends unforeseen (a stop token or
+    word, an abort, a failed step). "reconcile": they are booked, and its rows dropped (zombie
+    rows). "rollback": they are discarded, device and books put back to where they were before, and
+    launched again without it; for comparison, as it costs a wait and the discarded steps."""
 
     # ---- Graphs ------------------------------------------------------------------------------
     num_cuda_graphs: int | None = None
@@ -133,6 +140,11 @@ class InferenceConfig:
             raise ConfigurationError(
                 f"attention_backend={self.attention_backend!r} is unknown: use one of "
                 f"{', '.join(ATTENTION_BACKENDS)}, or None to have the fastest chosen."
+            )
+        if self.invalidation not in INVALIDATION_POLICIES:
+            raise ConfigurationError(
+                f"invalidation={self.invalidation!r} is unknown: use one of "
+                f"{', '.join(INVALIDATION_POLICIES)}."
             )
         if self.max_tokens < self.max_requests:
             raise ConfigurationError(

@@ -6,6 +6,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
 from megatron_async.profiling.timeline import Timeline
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.simulation.recorder import Recorder
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
@@ -46,6 +48,8 @@ class LLM:
             and our kernels) or "transformer_engine" (a GPU and the package transformer-engine).
         progress: show bars while weights load and graphs are captured.
         timeline: record the step timeline; see `timeline`.
+        record: file to write every arrival, plan and sample to, for `megatron-async replay` and
+            `simulate`; it is complete when the LLM is closed.
         **inference_config: any field of `InferenceConfig`.
 
     Attributes:
@@ -66,6 +70,7 @@ class LLM:
         transformer_impl: str = "local",
         progress: bool = False,
         timeline: bool = False,
+        record: str | Path | None = None,
         **inference_config: Any,
     ) -> None:
         source = open_model(model)
@@ -88,6 +93,7 @@ class LLM:
             if progress and report is not None:
                 tqdm.write(str(report), file=sys.stderr)
         self.engine = DynamicInferenceEngine(controller, context)
+        self._recorder = None if record is None else Recorder(self.engine, record)
 
     def generate(
         self,
@@ -125,8 +131,12 @@ class LLM:
             return self.engine.generate(batch, sampling_params, show if progress else None)
 
     def close(self) -> None:
-        """Free the device's threads; the object is not used again."""
-        self.engine.close()
+        """Free the device's threads, and finish the recording; the object is not used again."""
+        try:
+            if self._recorder is not None:
+                self._recorder.close()
+        finally:
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self

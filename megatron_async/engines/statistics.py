@@ -18,11 +18,15 @@ class NoOverlapReason(StrEnum):
 
     AFTER_IDLE = "after_idle"
     """The engine was idle: there was no step before it to overlap with."""
+    DRAINED = "drained"
+    """The engine was paused or suspended since the step before."""
     SERIAL = "serial"
     """`lookahead` is 0."""
     NOTHING_TO_PLAN = "nothing_to_plan"
     """Until the steps in flight were resolved, no request could run: all were at their length
     limits, starved of blocks, or not yet there."""
+    ROLLED_BACK = "rolled_back"
+    """The steps in flight were discarded (policy "rollback")."""
     INTERRUPTED = "interrupted"
     """None of the others: a step was cut short (Ctrl-C, a cancelled `async_step`) and the steps in
     flight were resolved without a launch. An interrupted wait alone leaves `lookahead` of them in
@@ -45,8 +49,11 @@ class EngineStatistics:
     """Steps launched before the step before them was resolved."""
     no_overlap: dict[NoOverlapReason, int] = field(default_factory=_no_reasons)
     """The other steps, by reason: with `overlapped_steps` they make up `steps`."""
+    last_reason: NoOverlapReason | None = None
+    """Why the step launched last did not overlap; None if it did."""
     first_steps: int = 0
-    """Steps launched on an idle engine: there was no work for a step before them."""
+    """Steps launched on an idle engine: there was no work for a step before them. Also the first
+    steps after a pause or a suspend, which waited for the steps before them as they were told."""
     captured_steps: int = 0
     """Steps that replayed a graph; the others launched their kernels one by one."""
     rows: int = 0
@@ -55,9 +62,15 @@ class EngineStatistics:
     """Tokens prefilled, recomputed ones included."""
     zombie_rows: int = 0
     discarded_steps: int = 0
+    """Steps launched, taken back and launched again: under the policy "rollback" alone."""
+    discarded_rows: int = 0
+    """Their rows; zombie rows are counted apart."""
+    zombie_steps: int = 0
     """Resolved steps of which nothing could be used: all their rows were zombies."""
     failed_steps: int = 0
     finished_requests: int = 0
+    engine_pauses: int = 0
+    engine_suspends: int = 0
     failed_requests: int = 0
     """Requests that failed, aborted ones included."""
     aborted_requests: int = 0
@@ -72,6 +85,8 @@ class EngineStatistics:
     """Seconds spent in steps while there was work."""
     idle: bool = True
     """Whether the last step left nothing to do."""
+    drained: bool = False
+    """Whether the engine was stopped since the last launch."""
     prepare_times: TimeHistogram = field(default_factory=TimeHistogram)
     launch_times: TimeHistogram = field(default_factory=TimeHistogram)
     resolve_times: TimeHistogram = field(default_factory=TimeHistogram)
@@ -85,37 +100,33 @@ class EngineStatistics:
         if self._noted is None:
             self._noted = reason
 
-    def count_launch(
-        self, plan: StepPlan, overlapped: bool, lookahead: int
-    ) -> NoOverlapReason | None:
+    def count_launch(self, plan: StepPlan, overlapped: bool, lookahead: int) -> None:
         """Count a launched step.
 
         Args:
             plan: of the step.
             overlapped: whether another was in flight.
             lookahead: of the engine.
-
-        Returns:
-            why it did not overlap; None if it did.
         """
         self.steps += 1
         self.captured_steps += plan.dims.is_captured
         self.rows += plan.num_rows
         self.prefill_tokens += len(plan.prefill_token_ids)
-        reason = None
         if overlapped:
+            self.last_reason = None
             self.overlapped_steps += 1
         else:
-            reason = self._reason(lookahead)
-            self.no_overlap[reason] += 1
-        self.first_steps += self.idle
-        self.idle = False
+            self.last_reason = self._reason(lookahead)
+            self.no_overlap[self.last_reason] += 1
+        self.first_steps += self.idle or self.drained
+        self.idle = self.drained = False
         self._noted = None
-        return reason
 
     def _reason(self, lookahead: int) -> NoOverlapReason:
         if self.idle:
             return NoOverlapReason.AFTER_IDLE
+        if self.drained:
+            return NoOverlapReason.DRAINED
         if lookahead == 0:
             return NoOverlapReason.SERIAL
         return self._noted or NoOverlapReason.INTERRUPTED
@@ -136,11 +147,11 @@ class EngineStatistics:
         self.launch_ns += nanoseconds
         self.launch_times.add(nanoseconds)
 
-    def count_resolve(self, nanoseconds: int, is_discarded: bool) -> None:
+    def count_resolve(self, nanoseconds: int, is_zombie: bool) -> None:
         """Add the time of a resolve, and whether all of the step's rows were zombies."""
         self.resolve_ns += nanoseconds
         self.resolve_times.add(nanoseconds)
-        self.discarded_steps += is_discarded
+        self.zombie_steps += is_zombie
 
     def count_step_time(self, seconds: float, idle: bool) -> None:
         """Add a step's wall time; `idle` says whether work is left."""
@@ -173,7 +184,9 @@ class EngineStatistics:
             "captured_steps": self.captured_steps,
             "rows": self.rows,
             "zombie_rows": self.zombie_rows,
+            "zombie_steps": self.zombie_steps,
             "discarded_steps": self.discarded_steps,
+            "discarded_rows": self.discarded_rows,
             "generated_tokens": self.generated_tokens,
             "prefill_tokens": self.prefill_tokens,
             "recomputed_tokens": context.recomputed_tokens,
@@ -185,6 +198,8 @@ class EngineStatistics:
             "failed_requests": self.failed_requests,
             "aborted_requests": self.aborted_requests,
             "failed_steps": self.failed_steps,
+            "engine_pauses": self.engine_pauses,
+            "engine_suspends": self.engine_suspends,
             "waiting_requests": len(context.waiting),
             "slots": context.max_requests,
             "slots_in_use": context.max_requests - slots.num_free,

@@ -61,7 +61,7 @@ def gap_text(report: GapReport, facts: Mapping[str, Any]) -> str:
 
 
 def idle_text(report: GapReport) -> list[str]:
-    """A line about the steps before which there was nothing to do; none where there are none."""
+    """A line about the steps whose gaps are not counted; none where there are none."""
     if not report.after_idle:
         return []
     idle = time_text(sum(gap.gap_us for gap in report.after_idle))

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megatron_async.engines.statistics import NoOverlapReason
 from megatron_async.profiling.benchmark_record import distribution
 from megatron_async.profiling.timeline import NO_OVERLAP, Span, Timeline
 
@@ -32,8 +33,8 @@ REST_OF_STEP = "rest of step"
 BETWEEN_STEPS = "between steps"
 """The caller's time, or nothing to do."""
 
-AFTER_IDLE = "after_idle"
-"""`NoOverlapReason` of a step that began when there had been nothing to do."""
+NOT_COUNTED = (NoOverlapReason.AFTER_IDLE, NoOverlapReason.DRAINED)
+"""Before steps of these reasons there was nothing to do, or the engine was stopped."""
 
 WORST = 10
 """Steps that a report names."""
@@ -76,7 +77,8 @@ class GapReport:
     gaps: list[StepGap]
     """In order of the steps, at least one. The first step of a run has no gap and is left out."""
     after_idle: list[StepGap]
-    """Steps before which there was nothing to do: no figure counts their gaps."""
+    """Steps before which there was nothing to do, or the engine was stopped: no figure counts their
+    gaps."""
 
     @property
     def worst(self) -> list[StepGap]:
@@ -151,7 +153,7 @@ def step_gaps(timeline: Timeline) -> GapReport:
             cpu_us=dict(cpu_us[span.step]),
             in_gap_us=occupied.between(before.end_us, span.start_us),
         )
-        (after_idle if gap.no_overlap == AFTER_IDLE else gaps).append(gap)
+        (after_idle if gap.no_overlap in NOT_COUNTED else gaps).append(gap)
     if not gaps:
         raise ValueError(
             f"the timeline has {len(device)} steps on the device, and none that followed another "

@@ -136,7 +136,8 @@ def test_tokens_computed_again_after_an_eviction(make_engine):
             known = 7 + len(engine.get_request(1).generated_tokens)
             assert engine.stats()["recomputed_tokens"] == 0  # it waits
     stats = engine.stats()
-    assert (stats["evictions"], stats["recomputed_tokens"]) == (1, known)
+    # The last token had not been fed back, so it is computed for the first time.
+    assert (stats["evictions"], stats["recomputed_tokens"]) == (1, known - 1)
     assert stats["prefill_tokens"] == 7 + 7 + known
     assert len(late.result().generated_tokens) == 8
 
@@ -144,14 +145,14 @@ def test_tokens_computed_again_after_an_eviction(make_engine):
 def test_a_step_of_zombies_alone_is_discarded(make_engine):
     engine = make_engine(lookahead=1)
     engine.generate([[1, 2, 3]], GREEDY)
-    assert engine.stats()["discarded_steps"] == 0
+    assert engine.stats()["zombie_steps"] == 0
     engine.add_request(5, [1, 2, 3], GREEDY)
     for _ in range(3):
         engine.step_modern()
     engine.abort_request(5)  # one step is in flight
     engine.step_modern()
     stats = engine.stats()
-    assert (stats["discarded_steps"], stats["zombie_rows"]) == (1, 1)
+    assert (stats["zombie_steps"], stats["zombie_rows"]) == (1, 1)
 
 
 def test_histogram_of_times():
