@@ -1,6 +1,7 @@
 """Counters: which steps overlap and why others do not, stage times, and what `stats()` says."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -199,3 +200,9 @@ def test_the_mapping(make_engine):
     assert sum(found[part] for part in parts) == pytest.approx(6)
     assert found["step_us_p50"] == pytest.approx(1.5e6, rel=0.42)
     assert all(isinstance(value, int | float) for value in found.values())
+
+
+def test_every_name_is_documented(make_engine):
+    manual = (Path(__file__).parents[3] / "docs" / "statistics.md").read_text("utf-8")
+    missing = [name for name in make_engine().stats() if f"`{name}`" not in manual]
+    assert missing == []
