@@ -65,7 +65,9 @@ def test_another_schedule_is_noticed(make_tiny_engine, tmp_path, monkeypatch):
         Replay(recording).run()
 
 
-@pytest.mark.parametrize(("index", "field"), [(0, "slots"), (2, "kv_lengths"), (5, "block_updates")])
+@pytest.mark.parametrize(
+    ("index", "field"), [(0, "slots"), (2, "kv_lengths"), (5, "block_updates")]
+)
 def test_the_first_difference_is_named(make_tiny_engine, tmp_path, index, field):
     path = tmp_path / "run.rec"
     record_schedule(make_tiny_engine, 1, path)
@@ -73,7 +75,8 @@ def test_the_first_difference_is_named(make_tiny_engine, tmp_path, index, field)
     launches = [e for e in recording.events if isinstance(e, Launched) and e.step is not None]
     for launched in launches[4:6]:
         launched.checksums[index] ^= 1
-    with pytest.raises(RecordingError, match=f"step 4 differs from the recording, first in '{field}'"):
+    message = f"step 4 differs from the recording, first in '{field}'"
+    with pytest.raises(RecordingError, match=message):
         Replay(recording).run()
 
 
