@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.dtypes import parse_dtype
+from megatron_async.cli_output import progress_line
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.devices import make_device, resolve_device_name
@@ -29,6 +30,9 @@ from megatron_async.simulation.recorder import Recorder
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
+
+PROGRESS_EVERY_S = 0.1
+"""A progress line is written so often; in between, a step costs nothing for it."""
 
 
 class LLM:
@@ -102,7 +106,7 @@ class LLM:
         Args:
             prompts: a text, a list of token ids, or a list of those.
             sampling_params: for all prompts, or one for each.
-            progress: show a bar over the prompts, with tokens a second.
+            progress: show a bar over the prompts, with tokens a second, rows and overlap.
 
         Returns:
             one request for each prompt, in order; see `DynamicInferenceRequest`. One that could not
@@ -110,15 +114,18 @@ class LLM:
         """
         batch = [prompts] if _is_one_prompt(prompts) else list(prompts)
         with tqdm(total=len(batch), unit="prompt", disable=not progress, desc="generate") as bar:
-            before = self.engine.statistics.generated_tokens
-            tokens = 0
+            statistics = self.engine.statistics
+            before, shown = statistics.generated_tokens, -PROGRESS_EVERY_S
 
             def show(report: dict[str, Any]) -> None:
-                nonlocal tokens
-                tokens = self.engine.statistics.generated_tokens - before
+                nonlocal shown
                 ended = len(report["finished_request_records"])
-                elapsed = bar.format_dict["elapsed"] or 1e-9
-                bar.set_postfix_str(f"{tokens} tokens, {tokens / elapsed:.0f} tokens/s", False)
+                elapsed = bar.format_dict["elapsed"]
+                if elapsed - shown >= PROGRESS_EVERY_S or bar.n + ended == len(batch):
+                    shown = elapsed
+                    rows, tokens = len(report["active_request_ids"]), statistics.generated_tokens
+                    line = progress_line(self.engine.stats(), rows, tokens - before, elapsed)
+                    bar.set_postfix_str(line)
                 bar.update(ended)
 
             return self.engine.generate(batch, sampling_params, show if progress else None)

@@ -36,6 +36,8 @@ class WaitingRequest:
     seed: int
     max_length: int
     """Sequence length at which the request ends."""
+    is_evicted: bool = False
+    """Whether its tokens were in the cache before."""
 
     @property
     def num_known(self) -> int:

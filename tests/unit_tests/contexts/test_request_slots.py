@@ -74,7 +74,7 @@ def test_stop_ids_grow_and_leave_nothing_to_the_next_owner(slots):
     assert slots.stop_ids[second].tolist() == [9, NO_TOKEN, NO_TOKEN, NO_TOKEN]
 
 
-GREEDY, SOFTMAX, FILTERED = SamplingMode
+GREEDY, SOFTMAX, FILTERED, _ = SamplingMode
 
 
 @pytest.mark.parametrize(

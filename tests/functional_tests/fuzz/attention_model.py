@@ -1,0 +1,71 @@
+"""The smallest model that an engine serves: embedding, one layer of attention, output layer.
+
+It is a module of the fuzzer, for speed: all that it does not have (norms, MLPs, Megatron's modules
+around them) keeps no state between steps. What does, the paged cache with rotary embedding and
+attention, is the engine's own. It computes in float64, so that a sum taken in another order (as in
+a batch of another size) never changes a token, however many are compared.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_async.contexts.gpu_view import ContextGPUView
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.attention import PagedSelfAttention
+from megatron_async.models.hybrid import transformer_config
+
+HIDDEN, HEADS, GROUPS, DIM, VOCABULARY = 16, 2, 1, 8, 48
+ARCHITECTURE = ModelArchitecture("llama", 1, HIDDEN, HEADS, GROUPS, DIM, HIDDEN, VOCABULARY)
+
+
+class OnlyAttention(PagedSelfAttention):
+    """Projections around the engine's attention."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        nn.Module.__init__(self)
+        # Large weights, so that each token depends on the whole sequence before it.
+        self.query_key_value = _weights((HEADS + 2 * GROUPS) * DIM, HIDDEN, 4.0, generator)
+        self.output = _weights(HIDDEN, HEADS * DIM, 4.0, generator)
+
+    def forward(self, hidden: Tensor, view: ContextGPUView) -> Tensor:
+        """`[tokens, hidden]` -> the same."""
+        attended = view.attention(self.kv_layer_index, hidden @ self.query_key_value.T, None, None)
+        return attended.flatten(1) @ self.output.T
+
+
+class AttentionModel(nn.Module):
+    """What `GPTInferenceWrapper` wants of a model.
+
+    Args:
+        seed: of its random weights.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.config = transformer_config(ARCHITECTURE, torch.float64)
+        self.vocab_size = VOCABULARY
+        self.embedding = _weights(VOCABULARY, HIDDEN, 4.0, generator)
+        self.attention = OnlyAttention(generator)
+        self.head = _weights(VOCABULARY, HIDDEN, 2.0, generator)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        inference_context: ContextGPUView,
+        runtime_gather_output: bool,
+    ) -> Tensor:
+        """Logits `[1, rows, vocabulary]` of a step, from ids and positions `[1, tokens]`."""
+        hidden = self.embedding[token_ids[0]]
+        hidden = hidden + self.attention(hidden, inference_context)
+        rows = inference_context.last_token_logits(hidden[None])
+        return (rows @ self.head.T)[None]
+
+
+def _weights(rows: int, columns: int, scale: float, generator: torch.Generator) -> nn.Parameter:
+    values = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    return nn.Parameter(values * scale / columns**0.5, requires_grad=False)

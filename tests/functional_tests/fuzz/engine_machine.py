@@ -1,0 +1,229 @@
+"""`EngineMachine`: random calls of an engine's methods, and what must hold after each of them.
+
+A new event is one rule. A failure is shrunk, and printed as a script of the calls that lead to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any, ClassVar
+
+import pytest
+from attention_model import AttentionModel
+from fuzz_requests import Ask, Pieces, asks, engine_settings
+from harness import assert_all_is_back, make_engine
+from hypothesis import note
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from late_device import LateDevice
+from poisoned_blocks import poison_blocks
+from serial_answers import SerialAnswers
+from step_watch import StepWatch
+from tracked_request import TrackedRequest
+
+from megatron_async import SamplingParams
+from megatron_async.errors import RequestError
+
+MAX_STEPS = 1000
+"""More than any schedule takes to its end; beyond it an engine is stuck."""
+PREAMBLE = """\
+import asyncio
+from attention_model import AttentionModel
+from fuzz_requests import Pieces
+from harness import make_engine
+from late_device import LateDevice
+from poisoned_blocks import poison_blocks
+from megatron_async import SamplingParams
+device, loop = LateDevice(), asyncio.new_event_loop()"""
+some_request = st.integers(0, 5)
+"""Which of the unfinished requests, counted round and round in the order of their ids."""
+needs_a_request = precondition(lambda machine: machine.unfinished)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """One engine on a late device, the requests that it serves, and their readers.
+
+    Attributes:
+        counts: what happened in all schedules of this process.
+        unfinished: by request id.
+        script: the calls so far, in Python.
+    """
+
+    counts: ClassVar[Counter[str]] = Counter()
+    model: ClassVar[AttentionModel] = AttentionModel()
+    serial: ClassVar[SerialAnswers] = SerialAnswers(model)
+    loop: ClassVar[asyncio.AbstractEventLoop] = asyncio.new_event_loop()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts["schedules"] += 1
+        self.unfinished: dict[int, TrackedRequest] = {}
+        self.streamed: list[TrackedRequest] = []
+        self._unreported: list[TrackedRequest] = []
+        """Ended between two steps: the next report must have them."""
+        self.script = [PREAMBLE]
+
+    @initialize(settings=engine_settings(), requests=st.lists(asks, min_size=2, max_size=5))
+    def new_engine(self, settings: dict[str, Any], requests: list[Ask]) -> None:
+        arguments = "".join(f", {name}={value!r}" for name, value in settings.items())
+        self.script.append(
+            f"engine = make_engine(AttentionModel(), device=device, tokenizer=Pieces(){arguments})"
+        )
+        self.script.append("poison_blocks(engine)")
+        self.device = LateDevice()
+        self.engine = make_engine(self.model, device=self.device, tokenizer=Pieces(), **settings)
+        self.blocks = poison_blocks(self.engine)
+        self.watch = StepWatch(self.engine)
+        self.add_requests(requests)
+
+    # ---- Requests ----------------------------------------------------------------------------
+
+    @rule(requests=st.lists(asks, min_size=1, max_size=4))
+    def add_requests(self, requests: list[Ask]) -> None:
+        for ask in requests:
+            self.script.append(f"engine.add_request({ask})")
+            params = SamplingParams(**ask.sampling)
+            arguments = (ask.request_id, ask.prompt, params, ask.priority)
+            if ask.request_id in self.unfinished:
+                with pytest.raises(RequestError, match="in use"):
+                    self.engine.add_request(*arguments)
+                continue
+            tracked = TrackedRequest(self.engine, ask, self.engine.add_request(*arguments))
+            if tracked.future.done():
+                self._unreported.append(tracked)
+            else:
+                self.unfinished[ask.request_id] = tracked
+
+    @needs_a_request
+    @rule(which=some_request)
+    def abort_request(self, which: int) -> None:
+        self._abort(self._pick(which))
+
+    @needs_a_request
+    @rule(which=some_request)
+    def cancel_future(self, which: int) -> None:
+        self.unfinished[self._pick(which)].future.cancel()
+
+    @needs_a_request
+    @rule(which=some_request)
+    def stream(self, which: int) -> None:
+        request_id = self._pick(which)
+        self.script.append(f"engine.stream({request_id})")
+        tracked = self.unfinished[request_id]
+        tracked.read(self.engine.stream(request_id), self.loop)
+        self.streamed.append(tracked)
+
+    @precondition(lambda machine: machine.streamed)
+    @rule()
+    def readers_run(self) -> None:
+        self._run(asyncio.sleep(0))
+
+    # ---- Steps -------------------------------------------------------------------------------
+
+    @rule(times=st.integers(1, 8))
+    def step_modern(self, times: int) -> None:
+        self.script.append(f"for _ in range({times}): engine.step_modern()")
+        for _ in range(times):
+            self._step()
+
+    @rule()
+    def async_step(self) -> None:
+        self.script.append("loop.run_until_complete(engine.async_step())")
+        self.watch.before_step()
+        self._book(self._run(self.engine.async_step()))
+
+    @needs_a_request
+    @rule(which=some_request)
+    def abort_request_during_async_step(self, which: int) -> None:
+        request_id = self._pick(which)
+        self.script.append("step = loop.create_task(engine.async_step())")
+        self.script.append("loop.run_until_complete(asyncio.sleep(0))")
+
+        async def both() -> dict[str, Any]:
+            step = asyncio.create_task(self.engine.async_step())
+            await asyncio.sleep(0)  # it launches, and waits if it has to
+            if not step.done():
+                self._abort(request_id)
+            return await step
+
+        self.watch.before_step()
+        self._book(self._run(both()))
+        self.script.append("loop.run_until_complete(step)")
+
+    @rule(stream=st.sampled_from(["upload", "compute", "copy"]), items=st.integers(1, 9))
+    def device_runs(self, stream: str, items: int) -> None:
+        self.script.append(f"device.run(device.{stream}, {items})")
+        self.device.run(getattr(self.device, stream), items)
+
+    # ---- What must hold ----------------------------------------------------------------------
+
+    def _step(self) -> None:
+        self.watch.before_step()
+        self._book(self.engine.step_modern())
+
+    def _pick(self, which: int) -> int:
+        return sorted(self.unfinished)[which % len(self.unfinished)]
+
+    def _abort(self, request_id: int) -> None:
+        self.script.append(f"engine.abort_request({request_id})")
+        self.engine.abort_request(request_id)
+        tracked = self.unfinished.pop(request_id)
+        tracked.is_aborted = True
+        self._unreported.append(tracked)
+
+    def _book(self, report: dict[str, Any]) -> None:
+        """Check a step's report, and the requests that ended with it."""
+        for output in report["outputs"]:
+            for request_id, token in zip(output.request_ids, output.tokens, strict=True):
+                self.unfinished[int(request_id)].emitted.append(int(token))
+        ended, self._unreported = self._unreported, []
+        for number, tracked in list(self.unfinished.items()):
+            if tracked.request.finish_reason is not None:
+                ended.append(self.unfinished.pop(number))
+        reported = report["finished_request_records"]
+        assert sorted(map(id, reported)) == sorted(id(tracked.request) for tracked in ended)
+        for tracked in ended:
+            tracked.check_end(self.serial)
+            self.counts[str(tracked.request.finish_reason)] += 1
+        self.watch.after_step()
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(coroutine)
+
+    def teardown(self) -> None:
+        try:
+            if sys.exception() is None and hasattr(self, "watch"):
+                self._finish()
+        finally:
+            if sys.exception() is not None:
+                note("\n".join(["As a script:", *self.script]))
+            for tracked in self.streamed:  # after a failure they would wait for ever
+                for reader in tracked.readers:
+                    reader.cancel()
+            self._run(asyncio.sleep(0))
+
+    def _finish(self) -> None:
+        """Run all requests to their ends; nothing may be left behind."""
+        self.script.append("while engine.has_unfinished_requests(): engine.step_modern()")
+        steps = 0
+        while self.engine.has_unfinished_requests():
+            steps += 1
+            assert steps < MAX_STEPS, "the engine is stuck"
+            self._step()
+        assert not self.unfinished, "a request is forgotten"
+        readers = [reader for tracked in self.streamed for reader in tracked.readers]
+        if readers:
+            self._run(asyncio.wait(readers, timeout=10))
+        for tracked in self.streamed:
+            tracked.check_readers()
+        assert_all_is_back(self.engine)
+        self.blocks.check_free_blocks()
+        self.engine.close()
+        stats = self.engine.stats()
+        for event in ("steps", "pauses", "evictions", "zombie_rows"):
+            self.counts[event] += int(stats[event])
+        self.counts["overlapped_steps"] += self.engine.statistics.overlapped_steps
+        self.counts["readers"] += len(readers)

@@ -1,0 +1,120 @@
+"""What the fuzzer may ask for: requests and settings of engines, as strategies.
+
+A new sampling parameter is one line of `SAMPLING`; a new output is one line of `COMPARED`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any, NamedTuple
+
+from attention_model import VOCABULARY
+from hypothesis import strategies as st
+
+MAX_PROMPT, MAX_NEW_TOKENS = 20, 24
+MAX_SEQUENCE = MAX_PROMPT + MAX_NEW_TOKENS
+
+token = st.integers(0, VOCABULARY - 1)
+
+SAMPLING: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": st.sampled_from([0.0, 0.7, 1.5]),
+    "top_k": st.sampled_from([1, 5]),
+    "top_p": st.sampled_from([0.5, 0.9]),
+    "min_p": st.sampled_from([0.02, 0.3]),
+    "seed": st.sampled_from([0, 7, 2**63 - 1]),
+    "termination_id": token,
+    "stop_token_ids": st.lists(token, min_size=1, max_size=3),
+    "stop_words": st.lists(st.sampled_from(["zz", "bd", "cab"]), min_size=1, max_size=2),
+    "detokenize_stop_sequence": st.just(True),
+}
+"""Fields of `SamplingParams`; each is drawn or left at its default."""
+
+COMPARED = ("generated_tokens", "generated_text", "finish_reason")
+"""Fields of a finished request that must be what the serial engine gives (numbers with a point,
+nearly). Of an aborted one, those in `CUT_SHORT` must be the beginning of it."""
+CUT_SHORT = ("generated_tokens",)
+
+
+class Pieces:
+    """A tokenizer whose tokens are one or two of the letters a to d, so that stop words come often,
+    and across tokens."""
+
+    eod = -1
+
+    def tokenize(self, text: str) -> list[int]:
+        return ["abcd".index(letter) for letter in text]
+
+    def detokenize(self, tokens: list[int]) -> str:
+        return "".join(PIECES[token] for token in tokens)
+
+
+PIECES = [*"abcd", *(a + b for _ in range(3) for a in "abcd" for b in "abcd")][:VOCABULARY]
+
+
+def _prompts() -> st.SearchStrategy[list[int]]:
+    # The beginnings of a few texts: a prefix may be shared, or not.
+    chooser = random.Random(0)
+    texts = [[chooser.randrange(VOCABULARY) for _ in range(MAX_PROMPT)] for _ in range(3)]
+    return st.sampled_from([text[:length] for length in range(1, MAX_PROMPT + 1) for text in texts])
+
+
+class Ask(NamedTuple):
+    """Arguments of `add_request`."""
+
+    request_id: int
+    prompt: list[int]
+    sampling: dict[str, Any]
+    """Fields of `SamplingParams`."""
+    priority: int
+
+    def __str__(self) -> str:
+        """The arguments in Python."""
+        params = ", ".join(f"{name}={value!r}" for name, value in self.sampling.items())
+        return f"{self.request_id}, {self.prompt}, SamplingParams({params}), {self.priority}"
+
+
+asks = st.builds(
+    Ask,
+    request_id=st.integers(0, 5),  # few, so that they are used again
+    prompt=_prompts(),
+    sampling=st.fixed_dictionaries(
+        {"num_tokens_to_generate": st.sampled_from([1, 2, 5, 12, 20, MAX_NEW_TOKENS])},
+        optional=SAMPLING,
+    ),
+    priority=st.sampled_from([0, 0, 0, 1, -1]),
+)
+
+
+@st.composite
+def engine_settings(draw: st.DrawFn) -> dict[str, Any]:
+    """Fields of `InferenceConfig`."""
+    max_requests = draw(st.sampled_from([3, 4, 5, 2, 1]))
+    block_size = draw(st.sampled_from([1, 2, 3, 5]))
+    # Room for the longest request and little more, for all together, or not even for the longest.
+    room = st.sampled_from([MAX_SEQUENCE, MAX_SEQUENCE, MAX_SEQUENCE + 10, 400, MAX_SEQUENCE - 6])
+    pool_tokens = draw(room)
+    chunked = draw(st.sampled_from([True, True, True, False]))
+    spares = [0, 1, 5, MAX_PROMPT] if chunked else [MAX_PROMPT // 2, MAX_PROMPT]
+    return {
+        "lookahead": draw(st.sampled_from([1, 2, 0, 3])),
+        "max_requests": max_requests,
+        "max_tokens": max_requests + draw(st.sampled_from(spares)),
+        "block_size_tokens": block_size,
+        "num_kv_blocks": -(-pool_tokens // block_size),
+        "enable_chunked_prefill": chunked,
+        # No limit, or less than a block: only a standstill evicts, or every pause does.
+        "paused_buffer_size_gb": draw(st.sampled_from([None, 1e-9])),
+        "max_sequence_length": MAX_SEQUENCE,
+    }
+
+
+def equal(found: Any, expected: Any) -> bool:
+    """Whether two outputs are the same, numbers with a point up to rounding."""
+    if isinstance(found, float) and isinstance(expected, float):
+        return math.isclose(found, expected, rel_tol=1e-5, abs_tol=1e-6)
+    if isinstance(found, list) and isinstance(expected, list):
+        return len(found) == len(expected) and all(map(equal, found, expected))
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(equal(found[k], expected[k]) for k in found)
+    return type(found) is type(expected) and found == expected

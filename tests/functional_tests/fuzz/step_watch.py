@@ -1,0 +1,69 @@
+"""`StepWatch`: what must hold of every step, whatever it serves: overlap, and the counters."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_async import DynamicInferenceEngine
+from megatron_async.contexts.request_slots import SlotState
+
+
+class StepWatch:
+    """Looks at an engine before and after each of its steps.
+
+    Args:
+        engine: a new one.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self._engine = engine
+        self._lookahead = engine.lookahead
+        self._steps = 0
+        self._overlapped = 0
+        self._in_flight = 0
+        self._must_launch = False
+
+    def before_step(self) -> None:
+        """Note what the step will find."""
+        self._in_flight = len(self._engine.in_flight)
+        self._must_launch = self._can_launch()
+
+    def after_step(self) -> None:
+        """Check that the step launched what it could, waited for no more than it had to, and left
+        the counters right."""
+        engine = self._engine
+        statistics = engine.statistics
+        launched = statistics.steps - self._steps
+        assert launched in (0, 1)
+        assert launched or not self._must_launch, "a request could run, and none was launched"
+        if launched:
+            expected = min(self._in_flight + 1, self._lookahead)
+            self._overlapped += self._in_flight > 0
+        else:  # only a resolve can help
+            expected = max(self._in_flight - 1, 0)
+        in_flight = len(engine.in_flight)
+        assert in_flight == expected, f"{in_flight} steps in flight instead of {expected}"
+        assert statistics.overlapped_steps == self._overlapped, "a step did not overlap"
+        self._steps += launched
+        self._check_pending_samples()
+
+    def _can_launch(self) -> bool:
+        """Whether a request surely can run: it is in prefill, or decodes and its next token needs
+        no new block."""
+        slots, context = self._engine.context.slots, self._engine.context
+        places = slots.num_blocks * context.block_size_tokens
+        decodes = (slots.state >= SlotState.DECODING) & (slots.num_launched < slots.max_length)
+        ready = decodes & ((slots.num_launched <= places) | (context.blocks.free > 0))
+        return bool(np.any(ready | (slots.state == SlotState.PREFILLING)))
+
+    def _check_pending_samples(self) -> None:
+        """The samples that a slot waits for are those of its rows in flight."""
+        slots = self._engine.context.slots
+        pending = np.zeros(slots.capacity, dtype=np.int64)
+        for step in self._engine.in_flight:
+            plan = step.plan
+            held = slots.generation[plan.slots] == plan.generations
+            np.add.at(pending, plan.slots[held & plan.produces], 1)
+        used = slots.state != SlotState.FREE
+        counted = (slots.num_launched - slots.num_known)[used]
+        assert (counted == pending[used]).all(), f"{counted} samples awaited, not {pending[used]}"

@@ -1,0 +1,103 @@
+"""`TrackedRequest`: what a request was asked for, and whether its end is right."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fuzz_requests import COMPARED, CUT_SHORT, Ask, equal
+from serial_answers import SerialAnswers
+
+from megatron_async import DynamicInferenceEngine, Status
+from megatron_async.engines.streaming import RequestStream, StreamChunk
+from megatron_async.errors import RequestAborted, RequestError
+from megatron_async.inference_request import DynamicInferenceRequest
+
+
+class TrackedRequest:
+    """A request from its `add_request` to its end.
+
+    Args:
+        engine: that serves it, or has refused it.
+        ask: what for.
+        future: from `add_request`.
+
+    Attributes:
+        request: the engine's.
+        emitted: tokens that steps have reported, in order.
+        is_aborted: whether its owner has aborted it.
+    """
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        ask: Ask,
+        future: asyncio.Future[DynamicInferenceRequest],
+    ) -> None:
+        self._ask = ask
+        new_tokens = ask.sampling["num_tokens_to_generate"]
+        self._is_refused = not _fits(engine, len(ask.prompt), new_tokens)
+        self.request = future.result() if future.done() else engine.get_request(ask.request_id)
+        self.future = future
+        self.emitted: list[int] = []
+        self.is_aborted = False
+        self._readers: list[tuple[list[StreamChunk], asyncio.Task[None]]] = []
+
+    def read(self, stream: RequestStream, loop: asyncio.AbstractEventLoop) -> None:
+        """Read `stream` whenever `loop` runs."""
+        chunks: list[StreamChunk] = []
+        self._readers.append((chunks, loop.create_task(_read(stream, chunks))))
+
+    @property
+    def readers(self) -> list[asyncio.Task[None]]:
+        """Tasks that read its streams."""
+        return [task for _, task in self._readers]
+
+    def check_end(self, serial: SerialAnswers) -> None:
+        """Check the request and its future, when it is reported as ended."""
+        request = self.request
+        assert self.future.done(), f"nobody was told of {request}"
+        assert self.future.cancelled() or self.future.result() is request
+        if self._is_refused:
+            assert isinstance(request.error, RequestError), request
+            assert request.finish_reason == "error"
+            return
+        assert request.generated_tokens == self.emitted
+        answer = serial.answer(self._ask)
+        if self.is_aborted:
+            assert request.finish_reason == "aborted"
+            assert isinstance(request.error, RequestAborted)
+            for name in CUT_SHORT:
+                found, expected = getattr(request, name), getattr(answer, name)
+                assert equal(found, expected[: len(found)]), (name, found, expected)
+            return
+        assert request.error is None, request.error
+        assert request.status == Status.COMPLETED
+        for name in COMPARED:
+            found, expected = getattr(request, name), getattr(answer, name)
+            assert equal(found, expected), (name, found, expected)
+
+    def check_readers(self) -> None:
+        """Check what the readers got, when the event loop has run."""
+        for chunks, task in self._readers:
+            assert task.done(), f"a reader still waits for {self.request}"
+            if self.is_aborted:
+                assert isinstance(task.exception(), RequestAborted)
+            else:
+                assert task.exception() is None, task.exception()
+            tokens = [token for chunk in chunks for token in chunk.tokens]
+            assert tokens == self.request.generated_tokens
+            text = "".join(chunk.text or "" for chunk in chunks)
+            assert text == self.request.generated_text
+
+
+async def _read(stream: RequestStream, chunks: list[StreamChunk]) -> None:
+    async for chunk in stream:
+        chunks.append(chunk)
+
+
+def _fits(engine: DynamicInferenceEngine, prompt: int, new_tokens: int) -> bool:
+    """Whether the engine must serve a request of this size: it may split the prompt, or a step
+    holds it; and it may end alone in the pool. (Its last token needs no place in the cache.)"""
+    config, blocks = engine.context.config, engine.context.blocks.total
+    splits = config.enable_chunked_prefill or prompt <= config.max_tokens
+    return splits and prompt + new_tokens - 1 <= blocks * config.block_size_tokens

@@ -1,0 +1,68 @@
+"""`PoisonedBlocks`: KV blocks that nobody owns hold NaN, and whoever writes there is found out."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from megatron_async import DynamicInferenceEngine
+from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
+from megatron_async.contexts.step_plan import IntArray
+
+UNWRITTEN = 1e6
+"""Fills a block that is handed out: a finite value, as an earlier owner's, that would change every
+token if it were read."""
+
+
+class PoisonedBlocks(KVBlockAllocator):
+    """Fills blocks with NaN when they are freed, and checks them when they are handed out again.
+
+    Both happen on the compute stream, in order with the steps: steps in flight when a block is
+    freed may still use it, later ones may not. A block that was written without an owner fails the
+    stream, and so the next wait of the host.
+
+    Args:
+        engine: a new one; its blocks are all free.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        context = engine.context
+        super().__init__(context.blocks.total)
+        self._compute = context.device.compute
+        self._data = context.gpu_view.kv_cache._data
+        self._compute.launch(partial(self._poison, np.arange(self.total)))
+
+    def allocate(self, count: int) -> IntArray:
+        blocks = super().allocate(count)
+        if count:
+            self._compute.launch(partial(self._hand_out, blocks))
+        return blocks
+
+    def release(self, blocks: IntArray) -> None:
+        super().release(blocks)
+        if len(blocks):
+            self._compute.launch(partial(self._poison, blocks.copy()))
+
+    def check_free_blocks(self) -> None:
+        """Check, on the compute stream, that nobody has written to a free block."""
+        self._compute.launch(partial(self._check, self.free_blocks().copy()))
+
+    def _poison(self, blocks: IntArray) -> None:
+        self._data[:, :, torch.from_numpy(blocks)] = torch.nan
+
+    def _hand_out(self, blocks: IntArray) -> None:
+        self._check(blocks)
+        self._data[:, :, torch.from_numpy(blocks)] = UNWRITTEN
+
+    def _check(self, blocks: IntArray) -> None:
+        clean = self._data[:, :, torch.from_numpy(blocks)].isnan().all(-1).all(-1).all(-1)
+        written = blocks[~clean.all(0).all(0).numpy()]
+        assert not len(written), f"blocks {written} were written while nobody owned them"
+
+
+def poison_blocks(engine: DynamicInferenceEngine) -> PoisonedBlocks:
+    """Give a new engine blocks that are watched."""
+    engine.context.blocks = PoisonedBlocks(engine)
+    return engine.context.blocks

@@ -1,0 +1,102 @@
+"""Buffers that are shared with a copy in flight: whoever is early or late, no token changes.
+
+Streams of a `LateDevice` do their work at the first or at the last moment that events allow. So a
+buffer that is used again too early, or a wait that is missing, gives a wrong token every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from harness import TINY, EngineFactory, greedy, random_prompts
+from late_device import LateDevice
+
+from megatron_async import DynamicInferenceEngine
+
+TOKENS = 14
+PROMPTS = random_prompts(31, (5, 21, 9, 14, 3, 17), TINY.vocab_size)
+VICTIM = 1
+"""It is aborted, and its id is used again at once."""
+EAGER = [(), ("upload",), ("compute",), ("copy",), ("upload", "compute"), ("upload", "copy")]
+SAME_AGAIN = {"max_requests": 4, "max_tokens": 12, "block_size_tokens": 4}
+
+
+@pytest.fixture
+def expected(make_tiny_engine: EngineFactory) -> list[list[int]]:
+    engine = make_tiny_engine(lookahead=0, max_requests=1)
+    return [r.generated_tokens for r in engine.generate(PROMPTS, greedy(TOKENS))]
+
+
+def play(engine: DynamicInferenceEngine, step: Callable[[], object]) -> list[list[int]]:
+    """Requests join, end and are aborted while others run, so that rows change in every few steps.
+
+    Returns:
+        the tokens of each prompt.
+    """
+    futures = [engine.add_request(i, PROMPTS[i], greedy(TOKENS)) for i in range(3)]
+    for _ in range(6):
+        step()
+    engine.abort_request(VICTIM)
+    futures[VICTIM] = engine.add_request(VICTIM, PROMPTS[VICTIM], greedy(TOKENS))
+    for _ in range(4):
+        step()
+    futures += [engine.add_request(i, PROMPTS[i], greedy(TOKENS)) for i in range(3, 6)]
+    while engine.has_unfinished_requests():
+        step()
+    return [future.result().generated_tokens for future in futures]
+
+
+@pytest.mark.parametrize("eager", EAGER, ids=lambda names: "+".join(names) or "all late")
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
+def test_no_copy_meets_another_step_s_data(
+    make_tiny_engine: EngineFactory,
+    expected: list[list[int]],
+    lookahead: int,
+    eager: tuple[str, ...],
+) -> None:
+    """Break one of these, and it fails:
+
+    - `HostStaging.pack`: `entry = 0`
+    - `ContextGPUView.__init__`: `self.bookkeeping` with one entry
+    - `ContextGPUView.__init__`: `self.samples` with one entry
+    - `feed_back_tokens`: store into row 0 of the ring, not into row `entry`
+    - `transfer_bookkeeping_to_gpu`: no `compute.wait(arrived)`
+    - `launch_step`: no `copy.wait(buffers.sampled)`
+    - `DynamicInferenceEngine._wait`: no `step.ready.wait()`
+    """
+    device = LateDevice(eager)
+    engine = make_tiny_engine(lookahead=lookahead, device=device, **SAME_AGAIN)
+    assert play(engine, engine.step_modern) == expected
+    if lookahead:
+        assert engine.stats()["overlap_ratio"] == 1.0
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_an_interrupted_wait_leaves_the_rings_alone(
+    make_tiny_engine: EngineFactory,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    lookahead: int,
+) -> None:
+    """Break `_launch_next`: never return at `if overdue > 0`, so that a step is launched on top of
+    steps that nobody has resolved."""
+    engine = make_tiny_engine(lookahead=lookahead, device=LateDevice(), **SAME_AGAIN)
+    wait, calls = engine._wait, 0
+
+    def interrupted(step: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 3:
+            raise KeyboardInterrupt
+        wait(step)  # type: ignore[arg-type]
+
+    def step() -> None:
+        try:
+            engine.step_modern()
+        except KeyboardInterrupt:
+            assert len(engine.in_flight) <= lookahead + 1
+
+    monkeypatch.setattr(engine, "_wait", interrupted)
+    assert play(engine, step) == expected
+    assert calls > 30
