@@ -48,7 +48,7 @@ class Recorder(EngineObserver):
 
     Raises:
         RecordingError: the engine has served requests, whose traces in its books a replay would
-            lack; or it is recorded already.
+            lack; or it is recorded already; or it rolls steps back, which a recording cannot tell.
         OSError: the file cannot be written.
     """
 
@@ -56,6 +56,11 @@ class Recorder(EngineObserver):
         if engine.statistics.steps or engine.has_unfinished_requests():
             raise RecordingError(
                 "the engine has served requests already: make its Recorder before the first."
+            )
+        if engine.context.config.invalidation == "rollback":
+            raise RecordingError(
+                "a run with invalidation='rollback' cannot be recorded, because steps that are "
+                "taken back leave no trace: use invalidation='reconcile'."
             )
         if isinstance(engine.observer, Recorder):
             raise RecordingError("the engine is recorded already: close the other Recorder first.")
@@ -80,6 +85,9 @@ class Recorder(EngineObserver):
 
     def aborted(self, request_id: int) -> None:
         self._events.append(("abort", request_id))
+
+    def evicted_all(self) -> None:
+        self._events.append(("evict_all",))
 
     def launched(self, plan: StepPlan | None) -> None:
         times = self._statistics
@@ -148,7 +156,8 @@ class Recorder(EngineObserver):
             self._failure = self._failure or failure
 
     def _write(self, record: Any) -> None:
-        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        line = json.dumps(record, separators=(",", ":"), default=_plain)
+        self._file.write(line + "\n")
 
     def _as_record(self, event: tuple[Any, ...]) -> list[Any]:
         kind = event[0]
@@ -178,6 +187,11 @@ class Recorder(EngineObserver):
         return ["launch", plan.step, plan_checksums(plan), work, times]
 
 
+def _plain(value: Any) -> Any:
+    """A NumPy number, which sampling parameters may be, as Python's."""
+    return value.item()  # sync-ok: NumPy, on the recorder's thread
+
+
 def _added(request: DynamicInferenceRequest) -> list[Any]:
     defaults, params = SamplingParams(), request.sampling_params
     names = [f.name for f in fields(params)]
@@ -186,6 +200,8 @@ def _added(request: DynamicInferenceRequest) -> list[Any]:
         for name in names
         if getattr(params, name) != getattr(defaults, name)
     }
+    if "logit_bias" in changed:
+        changed["logit_bias"] = {int(k): float(v) for k, v in changed["logit_bias"].items()}
     prompt = request.prompt_tokens.tolist()  # sync-ok: NumPy, on the recorder's thread
     return ["add", request.request_id, request.priority, prompt, changed]
 
