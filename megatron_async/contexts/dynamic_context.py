@@ -6,12 +6,10 @@ on the device except the one copy of a step's bookkeeping.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest, rank_of
@@ -24,6 +22,7 @@ from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk, dummy_plan
 from megatron_async.contexts.plan_rollback import take_back
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
+from megatron_async.contexts.step_output import StepOutput, book_samples
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.devices import Device, make_device
 from megatron_async.inference_request import (
@@ -37,33 +36,6 @@ from megatron_async.profiling.tracer import Tracer
 ADMISSION_HORIZON = 32
 """Admission leaves the blocks that running requests will want within this many steps, so that a
 newcomer does not pause the requests it joins right away."""
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What one resolved step yields: arrays over its live rows.
-
-    Splitting it by request, detokenizing and streaming are the consumer's work.
-    """
-
-    step: int
-    slots: IntArray
-    """int32 `[live]`."""
-    request_ids: NDArray[np.int64]
-    """int64 `[live]`."""
-    tokens: IntArray
-    """int32 `[live]`."""
-    is_first: NDArray[np.bool_]
-    """bool `[live]`: the request's first generated token."""
-    stopped: NDArray[np.bool_]
-    """bool `[live]`: the token ends its request (termination id or stop token)."""
-    ended: NDArray[np.bool_]
-    """bool `[live]`: stopped, or at its length limit."""
-    zombie_rows: int
-    """Rows whose request was gone when the step was resolved."""
-    log_probs: IntArray | None = None
-    """int32 `[live, OUT_WORDS]`, meaningful in rows that asked; None where no row of the step
-    did."""
 
 
 class DynamicInferenceContext:
@@ -327,7 +299,7 @@ class DynamicInferenceContext:
     def evict_all(self) -> None:
         """Evict every request that holds a slot."""
         for slot in np.flatnonzero(self.slots.state != SlotState.FREE):
-            self._evict(slot)
+            self._evict(int(slot))
 
     def take_back(self, plans: list[StepPlan]) -> None:
         """Undo `plans`, the last ones built, whose steps are over and will not be resolved."""
@@ -376,25 +348,7 @@ class DynamicInferenceContext:
         Returns:
             the live rows' tokens, and which requests ended. The caller releases those.
         """
-        slots = self.slots
-        held = slots.generation[plan.slots] == plan.generations
-        live = held & plan.produces
-        rows, tokens = plan.slots[live], sampled[live]
-        length = slots.num_known[rows]
-        slots.tokens[rows, length] = tokens
-        slots.num_known[rows] = length + 1
-        stopped = (slots.stop_ids[rows] == tokens[:, None]).any(axis=1)
-        return StepOutput(
-            step=plan.step,
-            slots=rows,
-            request_ids=slots.request_id[rows],
-            tokens=tokens,
-            is_first=length == slots.prompt_length[rows],
-            stopped=stopped,
-            ended=stopped | (length + 1 >= slots.max_length[rows]),
-            zombie_rows=len(held) - int(np.count_nonzero(held)),
-            log_probs=None if log_probs is None else log_probs[live],
-        )
+        return book_samples(plan, self.slots, sampled, log_probs)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block and slot has exactly one owner."""

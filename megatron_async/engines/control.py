@@ -10,8 +10,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from enum import Enum, auto
 
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext, StepOutput
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.kv_cache import GIB
+from megatron_async.contexts.step_output import StepOutput
 from megatron_async.engines.observer import EngineObserver
 from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.statistics import EngineStatistics

@@ -14,35 +14,29 @@ from typing import Any
 
 import numpy as np
 
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext, StepOutput
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.contexts.step_output import StepOutput
 from megatron_async.engines.control import ControllableEngine
 from megatron_async.engines.generation import run_to_end
 from megatron_async.engines.invalidation import Invalidation, Reconcile
-from megatron_async.engines.log_prob_booking import book_log_probs, book_prompt_log_probs
+from megatron_async.engines.new_request import prepare_request
 from megatron_async.engines.observer import EngineObserver
 from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.rollback import Rollback
 from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
+from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.streaming import RequestStream
 from megatron_async.engines.validation import (
-    check_params_type,
-    check_priority,
-    check_request,
     check_request_id,
-    prompt_to_array,
-    require_detokenizer,
 )
-from megatron_async.errors import RequestAborted, StepFailed
+from megatron_async.errors import RequestAborted
 from megatron_async.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
     Status,
 )
-from megatron_async.log_probs import RequestLogProbs
 from megatron_async.profiling.step_log import StepLog
-from megatron_async.sampling_features import features_and_record
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.stop_words import StopWordMatcher
 from megatron_async.text_generation_controllers.text_generation_controller import (
     LaunchedStep,
     TextGenerationController,
@@ -65,7 +59,7 @@ class DynamicInferenceEngine(ControllableEngine):
         in_flight: launched steps, oldest first.
         requests: the unfinished ones and who waits for them.
         invalidation: what becomes of steps in flight when a request of theirs ends.
-        observer: is told what happens; nobody at first.
+        booking: books resolved steps.
     """
 
     def __init__(
@@ -83,8 +77,17 @@ class DynamicInferenceEngine(ControllableEngine):
             self.invalidation = Rollback(context, self.in_flight, self.statistics)
         self.tracer = controller.tracer
         self._log = StepLog(context, self.statistics)
-        self.observer = EngineObserver()
+        self.booking = StepBooking(context, self.requests, self.statistics, self.invalidation)
         controller.create_cuda_graphs()
+
+    @property
+    def observer(self) -> EngineObserver:
+        """Is told what happens; at first it looks on and does nothing."""
+        return self.booking.observer
+
+    @observer.setter
+    def observer(self, observer: EngineObserver) -> None:
+        self.booking.observer = observer
 
     # ---- Requests ----------------------------------------------------------------------------
 
@@ -131,24 +134,9 @@ class DynamicInferenceEngine(ControllableEngine):
         request.add_event(DynamicInferenceEventType.ADD_ENGINE)
         entry = self.requests.add(request)
         try:
-            check_params_type(sampling_params)
-            request.priority = check_priority(priority)
-            if isinstance(prompt, str):
-                prompt = self.controller.tokenize_prompt(prompt, params.add_BOS)
-            request.prompt_tokens = prompt_to_array(prompt, self.controller.vocab_size)
-            if params.termination_id is None:
-                params.termination_id = getattr(self.controller.tokenizer, "eod", None)
-            limits = check_request(request, self.context, self.controller.vocab_size)
-            features, request.record = features_and_record(
-                params, len(request.prompt_tokens), self.controller.vocab_size, tokenizer
+            limits = prepare_request(
+                entry, prompt, sampling_params, priority, self.controller, self.context
             )
-            request.row_features = int(features)
-            if params.return_log_probs:
-                wanted = 0 if params.skip_prompt_log_probs else len(request.prompt_tokens)
-                request.log_probs = RequestLogProbs(params.top_n_logprobs, wanted)
-            if params.stop_words:
-                matcher = StopWordMatcher(params.stop_words, require_detokenizer(tokenizer))
-                entry.stop_words = matcher
         except Exception as error:
             # Whatever it is, also from a user's own tokenizer, it is this request's alone.
             self.requests.end(request, Status.FAILED, "error", error)
@@ -166,7 +154,7 @@ class DynamicInferenceEngine(ControllableEngine):
         request = self.get_request(request_id)
         self.observer.aborted(request_id)
         if self.context.waiting.remove(request_id) is None:
-            self._release(self.context.slots.slot_of[request_id])
+            self.booking.release(self.context.slots.slot_of[request_id])
         error = RequestAborted(f"request {request_id} was aborted")
         self.requests.end(request, Status.FAILED, "aborted", error)
 
@@ -299,78 +287,11 @@ class DynamicInferenceEngine(ControllableEngine):
         step = self.in_flight.popleft()
         if self.invalidation.discards(step):
             return []
-        if step.error is not None:
-            self._fail_step(step)
-        with self.tracer.range("update_requests", step.plan.step):
-            if step.plan.num_prompt_log_probs:
-                book_prompt_log_probs(step, self.context.slots)
-            output = self.context.update_requests(step.plan, step.samples, step.log_probs)
-        with self.tracer.range("emit", step.plan.step):
-            self._emit(output)
-        if self.context.config.check_integrity:
-            self.context.check_integrity()
+        output = self.booking.book(step)
         is_zombie = step.error is None and output.zombie_rows == step.plan.num_rows
         self.statistics.count_resolve(time.thread_time_ns() - start, is_zombie)
         self.observer.resolved(step)
         return [output]
-
-    def _release(self, slot: int) -> None:
-        self.invalidation.before_release(slot)
-        self.context.release_request(slot)
-
-    def _emit(self, output: StepOutput) -> None:
-        """Stamp first tokens and end what has ended: Python per event, not per token."""
-        slots, statistics = self.context.slots, self.statistics
-        statistics.resolved_steps += 1
-        statistics.generated_tokens += len(output.tokens)
-        statistics.zombie_rows += output.zombie_rows
-        for row in np.flatnonzero(output.is_first):
-            request = slots.request_at(output.slots[row])
-            request.ttft = time.perf_counter() - request.arrival_time
-        if output.log_probs is not None:
-            book_log_probs(output, slots)
-        watched = slots.has_stop_words[output.slots]
-        for row in np.flatnonzero(output.ended | watched):
-            slot, error = output.slots[row], None
-            request = slots.request_at(slot)
-            try:
-                reason = self._finish_reason(request, output, int(row))
-            except Exception as failure:  # of a user's own tokenizer: this request's alone
-                reason, error = "error", failure
-            if reason is not None:
-                self._release(slot)
-                self.observer.ended(request, reason)
-                status = Status.COMPLETED if error is None else Status.FAILED
-                self.requests.end(request, status, reason, error)
-
-    def _finish_reason(
-        self, request: DynamicInferenceRequest, output: StepOutput, row: int
-    ) -> str | None:
-        """Why a request ends with this token; None if it goes on."""
-        if output.stopped[row]:
-            is_termination = output.tokens[row] == request.sampling_params.termination_id
-            return "termination_id" if is_termination else "stop_token"
-        matcher = self.requests.get(request.request_id).stop_words
-        if matcher is not None:
-            slots, slot = self.context.slots, output.slots[row]
-            generated = slots.num_known[slot] - slots.prompt_length[slot]
-            counts = generated >= request.sampling_params.min_tokens
-            if matcher.push(int(output.tokens[row]), bool(counts)):
-                request.stop_words_from = matcher.counts_from
-                return "stop_word"
-        return "length" if output.ended[row] else None
-
-    def _fail_step(self, step: LaunchedStep) -> None:
-        """The step's own work raised: fail the requests that it served, and no others."""
-        error = StepFailed(f"step {step.plan.step} failed: {step.error!r}")
-        error.__cause__ = step.error
-        self.statistics.failed_steps += 1
-        slots = self.context.slots
-        held = slots.generation[step.plan.slots] == step.plan.generations
-        for slot in step.plan.slots[held]:
-            request = slots.request_at(slot)
-            self._release(slot)
-            self.requests.end(request, Status.FAILED, "error", error)
 
     def _report(self, outputs: list[StepOutput], start: float) -> dict[str, Any]:
         outputs = self._take_undelivered() + outputs
