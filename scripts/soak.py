@@ -300,7 +300,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--block-size-tokens", type=int, default=2, help="default 2")
     parser.add_argument(
-        "--warmup-share", type=float, default=0.1, help="of the requests (default 0.1)"
+        "--warmup-share", type=float, default=0.5, help="of the requests (default 0.5)"
     )
     parser.add_argument(
         "--max-growth-mb", type=float, default=16.0, help="of memory once warm (default 16)"
