@@ -159,6 +159,8 @@ class DynamicInferenceContext:
         """
         slots = self.slots
         wants = (slots.state >= SlotState.DECODING) & (slots.num_launched < slots.max_length)
+        # Under a grammar the mask of a token needs the token before it: one may be in flight.
+        wants &= slots.num_launched - slots.num_known < slots.most_in_flight
         rows = np.flatnonzero(wants).astype(np.int32)
         # The token to be decoded stands at num_launched - 1, and needs a place in the cache.
         full = slots.num_launched[rows] > slots.num_blocks[rows] * self.block_size_tokens

@@ -18,6 +18,7 @@ from megatron_async.inference_request import (
     Status,
 )
 from megatron_async.stop_words import StopWordMatcher
+from megatron_async.structured_output import TokenGrammar
 
 
 @dataclass
@@ -27,6 +28,7 @@ class RequestEntry:
     request: DynamicInferenceRequest
     future: asyncio.Future[DynamicInferenceRequest]
     stop_words: StopWordMatcher | None = None
+    grammar: TokenGrammar | None = None
     streams: list[RequestStream] = field(default_factory=list)
 
 
