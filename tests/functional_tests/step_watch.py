@@ -12,14 +12,14 @@ class StepWatch:
     """Looks at an engine before and after each of its steps.
 
     Args:
-        engine: a new one.
+        engine: an idle one.
     """
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self._engine = engine
         self._lookahead = engine.lookahead
-        self._steps = 0
-        self._overlapped = 0
+        self._steps = engine.statistics.steps
+        self._overlapped = engine.statistics.overlapped_steps
         self._in_flight = 0
         self._must_launch = False
 
