@@ -14,6 +14,8 @@ RUNTIME = [
     "gguf>=0.19",
     "jinja2>=3.1",  # chat templates
     "numpy>=2.0",
+    # Custom collectors are stable within a major series, which is still 0.
+    "prometheus-client>=0.22,<1",
     "psutil>=7",  # free memory of the host
     "safetensors>=0.8",
     "tokenizers>=0.23",
@@ -25,7 +27,7 @@ EXTRAS = {
     "gpu": ["flash-attn-4[cu13]==4.0.0b36"],
     "te": ["transformer-engine[core_cu13,pytorch]"],
     "ssm": ["mamba-ssm", "causal-conv1d>=1.5,<2"],
-    "server": ["fastapi", "uvicorn", "prometheus-client", "msgspec"],
+    "server": ["fastapi", "uvicorn", "msgspec"],
     "dev": [
         # The reference that the engine's tokens are compared with; it reads GGUF by accelerate.
         "transformers>=5.17,<6",
@@ -52,7 +54,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_async", "megatron_async.*"]),
-    package_data={"megatron_async": ["py.typed"]},
+    package_data={"megatron_async": ["py.typed", "profiling/*.html"]},
     install_requires=RUNTIME,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-async = megatron_async.cli:main"]},

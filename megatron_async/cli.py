@@ -1,4 +1,5 @@
-"""The command line: `megatron-async generate`, `convert` and `info`.
+"""The command line: `megatron-async generate`, `convert`, `info`, `profile`, `replay` and
+`simulate`.
 
 Everything heavy (torch, Megatron-Core) is imported inside the commands, so that `--help` and a
 mistyped option answer at once. A user's error ends in one line on stderr and exit status 2; with
@@ -19,6 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_async import __version__
+from megatron_async.cli_options import (
+    ENGINE_OPTIONS,
+    MODEL_HELP,
+    PROGRAM,
+    HelpFormatter,
+    add_dtype,
+    flag,
+    metrics_server,
+    show_logged_steps,
+)
 from megatron_async.cli_output import (
     as_record,
     describe,
@@ -26,22 +37,15 @@ from megatron_async.cli_output import (
     print_json,
     print_statistics,
 )
+from megatron_async.cli_profile import add_profile
+from megatron_async.cli_simulate import add_record_option, add_replay_and_simulate
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM
     from megatron_async.sampling_params import SamplingParams
 
-PROGRAM = "megatron-async"
-
 USER_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
 """What a value, a file or a machine of the user's can cause; anything else is a bug of ours."""
-
-MODEL_HELP = """one of
-  smollm2              the demo model, SmolLM2-135M-Instruct (installed by scripts/setup.sh)
-  PATH/TO/MODEL.gguf   a GGUF file
-  PATH/TO/FOLDER       a Hugging Face folder (config.json, safetensors, tokenizer) or a
-                       Megatron torch_dist checkpoint written by `megatron-async convert`
-  dummy:SHAPE          random weights, to try a shape: smollm2-135m, qwen3-0.6b, llama-3.1-8b"""
 
 SAMPLING_OPTIONS: tuple[tuple[str, type, str, Any, str], ...] = (
     ("temperature", float, "T", 0.0, "0 takes the likeliest token; higher is more varied"),
@@ -51,32 +55,6 @@ SAMPLING_OPTIONS: tuple[tuple[str, type, str, Any, str], ...] = (
     ("seed", int, "N", None, "repeat the same samples"),
 )
 """Options of `generate` that are fields of `SamplingParams`: name, type, metavar, default, help."""
-
-ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
-    ("device", str, "DEVICE", "cpu, cuda or cuda:N (default: a GPU where there is one)"),
-    ("lookahead", int, "N", "steps launched ahead of bookkeeping: 0 is serial (default: 1)"),
-    ("block_size_tokens", int, "N", "tokens in a KV block (default: 256)"),
-    ("num_kv_blocks", int, "N", "KV blocks; overrides --buffer-size-gb"),
-    ("buffer_size_gb", float, "GB", "KV pool (default: 1 on a CPU, most of what is free on a GPU)"),
-    ("max_requests", int, "N", "requests served at once (default: 256)"),
-    ("max_tokens", int, "N", "token budget of one STEP, not of an answer (default: 2048)"),
-    ("max_sequence_length", int, "N", "longest prompt and answer together (default: 2560)"),
-    (
-        "attention_backend", str, "NAME",
-        "prefill on a GPU: triton, flash_attn_4, flash_attn_3 or torch (default: the fastest)",
-    ),
-)
-"""Options of `generate` that are fields of `InferenceConfig`; those not given keep its defaults."""
-
-
-class HelpFormatter(argparse.RawTextHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Line breaks as written, and the default where there is one to tell."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or action.default == []:
-            return action.help
-        return super()._get_help_string(action)
-
 
 class Parser(argparse.ArgumentParser):
     """argparse's parser with errors of one line, as all our errors are."""
@@ -101,6 +79,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_generate(commands, common)
     add_convert(commands, common)
     add_info(commands, common)
+    add_profile(commands, common)
+    add_replay_and_simulate(commands, common, HelpFormatter)
     return parser
 
 
@@ -164,13 +144,16 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     )
 
     output = generate.add_argument_group("output")
-    output.add_argument(
-        "--json", action="store_true", help="one JSON document on stdout: results and stats"
-    )
+    output.add_argument("--json", action="store_true", help="one JSON document: results and stats")
     output.add_argument(
         "--timeline", metavar="FILE",
         help="write what the CPU and the device did when, for https://ui.perfetto.dev",
     )  # fmt: skip
+    output.add_argument(
+        "--metrics-port", type=int, metavar="PORT",
+        help="meanwhile serve Prometheus metrics at http://127.0.0.1:PORT/metrics",
+    )  # fmt: skip
+    add_record_option(output)
     output.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
@@ -221,20 +204,6 @@ def add_info(commands: Any, common: argparse.ArgumentParser) -> None:
     info.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
-def flag(name: str) -> str:
-    """The option of a field: `top_k` is `--top-k`."""
-    return "--" + name.replace("_", "-")
-
-
-def add_dtype(parser: Any) -> None:
-    """The `--dtype` option, the same wherever a model is loaded."""
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="precision of the weights (default: float32 on a CPU, bfloat16 on a GPU)",
-    )
-
-
 def run_generate(arguments: argparse.Namespace) -> int:
     """Answer the prompts; 1 if any request failed."""
     prompts = read_prompts(arguments)
@@ -249,18 +218,22 @@ def run_generate(arguments: argparse.Namespace) -> int:
     if arguments.no_chunked_prefill:
         options["enable_chunked_prefill"] = False
     progress = not arguments.no_progress
+    if arguments.logging_step_interval:
+        show_logged_steps()
     with LLM(
         arguments.model,
         dtype=arguments.dtype,
         transformer_impl=arguments.transformer_impl,
         progress=progress,
         timeline=arguments.timeline is not None,
+        record=arguments.record,
         **options,
     ) as llm:
         inputs = chat_prompts(llm, prompts, arguments.system) if arguments.chat else prompts
         if llm.tokenizer is None:
             inputs = [token_ids(prompt) for prompt in prompts]
-        results = llm.generate(inputs, sampling, progress=progress)
+        with metrics_server(llm.engine, arguments.metrics_port):
+            results = llm.generate(inputs, sampling, progress=progress)
         stats, timeline = llm.engine.stats(), llm.timeline
     if arguments.json:
         records = [as_record(*pair) for pair in zip(prompts, results, strict=True)]

@@ -22,6 +22,9 @@ STATISTICS = (
 
 STATISTICS_WHEN_NOT_ZERO = (("pauses", "pauses", "{}"), ("evictions", "evictions", "{}"))
 
+REPORTED_WHEN_NOT_ZERO = ("waiting_requests", "pauses", "evictions")
+"""Statistics that the progress line shows where there is something to show."""
+
 
 def describe(error: BaseException) -> str:
     """An error's message with that of its cause; its class name where it has no message."""
@@ -45,6 +48,23 @@ def as_record(prompt: str, result: DynamicInferenceRequest) -> dict[str, Any]:
         "ttft": result.ttft,
         "latency": result.latency,
     }
+
+
+def progress_line(stats: Mapping[str, Any], rows: int, tokens: int, seconds: float) -> str:
+    """What stands behind a progress bar.
+
+    Args:
+        stats: from `engine.stats()`.
+        rows: of the step that was booked last.
+        tokens: generated so far.
+        seconds: since the bar began.
+    """
+    rate, overlap = tokens / seconds if seconds else 0.0, stats["overlap_ratio"]
+    line = f"{tokens} tokens, {rate:.0f} tokens/s, {rows} rows, overlap {overlap:.2f}"
+    for key in REPORTED_WHEN_NOT_ZERO:
+        if stats[key]:
+            line += f", {stats[key]} {key.removesuffix('_requests')}"
+    return line
 
 
 def print_json(document: Mapping[str, Any]) -> None:

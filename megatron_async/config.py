@@ -16,6 +16,7 @@ from megatron_async.errors import ConfigurationError
 LOOKAHEAD_OF_MODE = {"legacy": 0, "async": 1}
 """Megatron-Core's `async_sched_mode` values, as lookahead."""
 
+INVALIDATION_POLICIES = ("reconcile", "rollback")
 ATTENTION_BACKENDS = ("triton", "flash_attn_4", "flash_attn_3", "torch")
 
 
@@ -71,6 +72,12 @@ class InferenceConfig:
     async_sched_mode: str | None = None
     """Megatron-Core's name for the same: "legacy" is lookahead 0, "async" is lookahead 1."""
 
+    invalidation: str = "reconcile"
+    """What becomes of steps in flight when a request of theirs ends unforeseen (a stop token or
+    word, an abort, a failed step). "reconcile": they are booked, and its rows dropped (zombie
+    rows). "rollback": they are discarded, device and books put back to where they were before, and
+    launched again without it; for comparison, as it costs a wait and the discarded steps."""
+
     # ---- Graphs ------------------------------------------------------------------------------
     num_cuda_graphs: int | None = None
     """Batch sizes for which a whole decode step is captured as a CUDA graph; a step is padded to
@@ -93,6 +100,12 @@ class InferenceConfig:
     materialize_only_last_token_logits: bool = True
     """Compute logits only where a token is sampled. The engine needs no others, so False is
     refused until log probs of prompts are served."""
+
+    # ---- Logging -----------------------------------------------------------------------------
+    logging_step_interval: int = 0
+    """Every so many steps, log a line (logger "megatron_async", level INFO) with the step's time on
+    the device and its rows, tokens a second, overlap and occupancy. The device is never waited for:
+    lines appear a step or two late. 0: none."""
 
     # ---- Device and safety -------------------------------------------------------------------
     device: str | None = None
@@ -122,10 +135,16 @@ class InferenceConfig:
             if value is not None and not _is_positive(value):
                 raise ConfigurationError(f"{name}={value!r} must be a number of GiB above 0.")
         self._require_int("inference_sampling_seed", 0)
+        self._require_int("logging_step_interval", 0)
         if self.attention_backend not in (None, *ATTENTION_BACKENDS):
             raise ConfigurationError(
                 f"attention_backend={self.attention_backend!r} is unknown: use one of "
                 f"{', '.join(ATTENTION_BACKENDS)}, or None to have the fastest chosen."
+            )
+        if self.invalidation not in INVALIDATION_POLICIES:
+            raise ConfigurationError(
+                f"invalidation={self.invalidation!r} is unknown: use one of "
+                f"{', '.join(INVALIDATION_POLICIES)}."
             )
         if self.max_tokens < self.max_requests:
             raise ConfigurationError(

@@ -18,6 +18,10 @@ class StepFailed(RuntimeError):
     """
 
 
+class EngineStopped(RuntimeError):
+    """The engine is paused or suspended, and was asked for what only a running one can do."""
+
+
 class ConfigurationError(ValueError):
     """A configuration value that cannot work, alone or together with another."""
 

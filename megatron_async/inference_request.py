@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_async.log_probs import RequestLogProbs
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.stop_words import cut_at_stop_word
 
@@ -65,6 +66,11 @@ class DynamicInferenceRequest:
         error: why the request failed, or None.
         ttft: seconds from arrival to the first token, None before it.
         latency: seconds from arrival to the end.
+        row_features: bits of `ops.slot_records.RowFeature` that its rows carry.
+        record: see `ops.slot_records`; None without such features.
+        stop_words_from: see `StopWordMatcher.counts_from`.
+        log_probs: what was booked of them, or None if they were not asked for; the properties
+            below give them in Megatron's form.
     """
 
     request_id: int
@@ -81,6 +87,10 @@ class DynamicInferenceRequest:
     latency: float | None = None
     events: list[DynamicInferenceEvent] = field(default_factory=list)
     detokenizer: Callable[[list[int]], str | None] | None = field(default=None, repr=False)
+    row_features: int = field(default=0, repr=False)
+    record: NDArray[np.int32] | None = field(default=None, repr=False)
+    stop_words_from: int = field(default=0, repr=False)
+    log_probs: RequestLogProbs | None = field(default=None, repr=False)
     _text: str | None = field(default=None, init=False, repr=False)
 
     @property
@@ -92,11 +102,62 @@ class DynamicInferenceRequest:
             keep = self.sampling_params.detokenize_stop_sequence
             text = self.detokenizer(self.generated_tokens[: -1 if stopped and not keep else None])
             if self.finish_reason == "stop_word" and text is not None:
-                text = cut_at_stop_word(text, self.sampling_params.stop_words or (), keep)
+                words = self.sampling_params.stop_words or ()
+                text = cut_at_stop_word(text, words, keep, self.stop_words_from)
+            if text is not None and self.sampling_params.echo:
+                text = self.prompt_text + text
             if self.finish_reason is None:
                 return text  # there is more to come
             self._text = text
         return self._text
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt as text, as it was given or detokenized; "" without a tokenizer."""
+        if self.prompt is not None:
+            return self.prompt
+        text = self.detokenizer(self.prompt_tokens.tolist()) if self.detokenizer else ""
+        return text or ""
+
+    @property
+    def generated_log_probs(self) -> list[float] | None:
+        """Log prob of each generated token; None if they were not asked for."""
+        return None if self.log_probs is None else self.log_probs.generated()
+
+    @property
+    def prompt_log_probs(self) -> list[float] | None:
+        """Log prob of each prompt token but the first; None if they were not asked for."""
+        return None if self.log_probs is None else self.log_probs.prompt()
+
+    @property
+    def generated_top_n_logprobs(self) -> list[dict[str, float]] | None:
+        """At each generated token the likeliest tokens, by text (by id, without a tokenizer; where
+        two have one text, the likelier), and their log probs; `log_probs.generated_top_n()` has
+        their ids."""
+        found = None if self.log_probs is None else self.log_probs.generated_top_n()
+        return self._by_text(found)
+
+    @property
+    def prompt_top_n_logprobs(self) -> list[dict[str, float]] | None:
+        """The same at each prompt token but the first."""
+        return self._by_text(None if self.log_probs is None else self.log_probs.prompt_top_n())
+
+    def _by_text(
+        self, places: list[list[tuple[int, float]]] | None
+    ) -> list[dict[str, float]] | None:
+        if places is None:
+            return None
+
+        def text_of(token: int) -> str:
+            text = None if self.detokenizer is None else self.detokenizer([token])
+            return str(token) if text is None else text
+
+        found: list[dict[str, float]] = []
+        for place in places:
+            found.append({})
+            for token, value in place:
+                found[-1].setdefault(text_of(token), value)
+        return found
 
     def add_event(self, type_: DynamicInferenceEventType) -> None:
         """Append an event stamped with the present time."""

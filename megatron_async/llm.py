@@ -6,6 +6,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.dtypes import parse_dtype
+from megatron_async.cli_output import progress_line
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.devices import make_device, resolve_device_name
@@ -24,9 +26,13 @@ from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
 from megatron_async.profiling.timeline import Timeline
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.simulation.recorder import Recorder
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
+
+PROGRESS_EVERY_S = 0.1
+"""A progress line is written so often; in between, a step costs nothing for it."""
 
 
 class LLM:
@@ -42,6 +48,8 @@ class LLM:
             and our kernels) or "transformer_engine" (a GPU and the package transformer-engine).
         progress: show bars while weights load and graphs are captured.
         timeline: record the step timeline; see `timeline`.
+        record: file to write every arrival, plan and sample to, for `megatron-async replay` and
+            `simulate`; it is complete when the LLM is closed.
         **inference_config: any field of `InferenceConfig`.
 
     Attributes:
@@ -62,6 +70,7 @@ class LLM:
         transformer_impl: str = "local",
         progress: bool = False,
         timeline: bool = False,
+        record: str | Path | None = None,
         **inference_config: Any,
     ) -> None:
         source = open_model(model)
@@ -84,6 +93,7 @@ class LLM:
             if progress and report is not None:
                 tqdm.write(str(report), file=sys.stderr)
         self.engine = DynamicInferenceEngine(controller, context)
+        self._recorder = None if record is None else Recorder(self.engine, record)
 
     def generate(
         self,
@@ -96,7 +106,7 @@ class LLM:
         Args:
             prompts: a text, a list of token ids, or a list of those.
             sampling_params: for all prompts, or one for each.
-            progress: show a bar over the prompts, with tokens a second.
+            progress: show a bar over the prompts, with tokens a second, rows and overlap.
 
         Returns:
             one request for each prompt, in order; see `DynamicInferenceRequest`. One that could not
@@ -104,22 +114,29 @@ class LLM:
         """
         batch = [prompts] if _is_one_prompt(prompts) else list(prompts)
         with tqdm(total=len(batch), unit="prompt", disable=not progress, desc="generate") as bar:
-            before = self.engine.statistics.generated_tokens
-            tokens = 0
+            statistics = self.engine.statistics
+            before, shown = statistics.generated_tokens, -PROGRESS_EVERY_S
 
             def show(report: dict[str, Any]) -> None:
-                nonlocal tokens
-                tokens = self.engine.statistics.generated_tokens - before
+                nonlocal shown
                 ended = len(report["finished_request_records"])
-                elapsed = bar.format_dict["elapsed"] or 1e-9
-                bar.set_postfix_str(f"{tokens} tokens, {tokens / elapsed:.0f} tokens/s", False)
+                elapsed = bar.format_dict["elapsed"]
+                if elapsed - shown >= PROGRESS_EVERY_S or bar.n + ended == len(batch):
+                    shown = elapsed
+                    rows, tokens = len(report["active_request_ids"]), statistics.generated_tokens
+                    line = progress_line(self.engine.stats(), rows, tokens - before, elapsed)
+                    bar.set_postfix_str(line)
                 bar.update(ended)
 
             return self.engine.generate(batch, sampling_params, show if progress else None)
 
     def close(self) -> None:
-        """Free the device's threads; the object is not used again."""
-        self.engine.close()
+        """Free the device's threads, and finish the recording; the object is not used again."""
+        try:
+            if self._recorder is not None:
+                self._recorder.close()
+        finally:
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self

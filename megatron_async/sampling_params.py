@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_async.errors import RequestError
+from megatron_async.ops.slot_records import MAX_TOP_N
+
+LOGPROBS_MODES = ("raw", "processed")
 
 
 @dataclass
@@ -42,10 +45,34 @@ class SamplingParams:
     """Put the tokenizer's beginning-of-sequence token before a text prompt that lacks it."""
     detokenize_stop_sequence: bool = False
     """Keep the token or stop word that ended the request in `generated_text`."""
+    echo: bool = False
+    """Put the prompt's text before `generated_text`, and before the first text of a stream."""
     return_log_probs: bool = False
-    """Megatron's field; not served yet, a request that sets it fails with a clear error."""
+    """Give the log prob of every generated token, and of the prompt's unless
+    `skip_prompt_log_probs`."""
+    skip_prompt_log_probs: bool = False
+    """Leave out the prompt's, which cost a projection to the vocabulary for each of its tokens."""
     top_n_logprobs: int = 0
-    """Megatron's field; not served yet, a request that sets it fails with a clear error."""
+    """The n likeliest tokens at each place with their log probs, at most 20; with
+    `return_log_probs`."""
+    logprobs_mode: str = "raw"
+    """"raw": of the model's logits. "processed": of the distribution that the token is drawn from,
+    penalties, biases, bans, temperature and filters included (vLLM's names). A prompt's are raw."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it was generated. -2 to 2, 0 is off."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that were generated. -2 to 2, 0 is off."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens in prompt or generation.
+    More than 0; 1 is off."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these tokens, each -100 to 100. At most 512, stop tokens under
+    min_tokens included."""
+    min_tokens: int = 0
+    """No token and no stop word ends the request before this many generated tokens."""
+    bad_words: list[str | list[int]] | None = None
+    """Words that are never completed: texts (needs a tokenizer; also with a space before them) or
+    token ids; at most 64 of at most 16 tokens."""
     stop_words: list[str] | None = None
     """Strings that end the request as soon as its generated text contains one; they are matched on
     text, across the borders of tokens. Needs a tokenizer."""
@@ -62,6 +89,10 @@ class SamplingParams:
             copied.stop_token_ids = list(self.stop_token_ids)
         if isinstance(self.stop_words, list):
             copied.stop_words = list(self.stop_words)
+        if isinstance(self.logit_bias, dict):
+            copied.logit_bias = dict(self.logit_bias)
+        if isinstance(self.bad_words, list):
+            copied.bad_words = list(self.bad_words)
         return copied
 
     def validate(self, vocab_size: int) -> None:
@@ -100,11 +131,52 @@ class SamplingParams:
             raise RequestError(
                 f"stop_words={words!r} is not allowed: it must be a list of strings, none empty."
             )
-        for name in ("return_log_probs", "top_n_logprobs"):
-            if getattr(self, name):
+        self._validate_log_probs()
+        self._validate_processors(vocab_size)
+
+    def _validate_log_probs(self) -> None:
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise RequestError(
+                f"logprobs_mode={self.logprobs_mode!r} is not allowed: it must be one of "
+                f"{', '.join(map(repr, LOGPROBS_MODES))}."
+            )
+        for name in ("return_log_probs", "skip_prompt_log_probs", "echo"):
+            if not isinstance(getattr(self, name), bool):
                 raise RequestError(
-                    f"{name}={getattr(self, name)!r} is not served yet: leave it unset."
+                    f"{name}={getattr(self, name)!r} is not allowed: it must be True or False."
                 )
+        _integer(
+            "top_n_logprobs", self.top_n_logprobs, f"0 (off) to {MAX_TOP_N}",
+            lambda v: 0 <= v <= MAX_TOP_N,
+        )  # fmt: skip
+        if self.top_n_logprobs and not self.return_log_probs:
+            raise RequestError(
+                f"top_n_logprobs={self.top_n_logprobs} was given without log probs: set "
+                "return_log_probs=True too."
+            )
+
+    def _validate_processors(self, vocab_size: int) -> None:
+        for name in ("frequency_penalty", "presence_penalty"):
+            _number(name, getattr(self, name), "-2 to 2 (0 is off)", lambda v: -2 <= v <= 2)
+        _number(
+            "repetition_penalty", self.repetition_penalty, "more than 0 and at most 100 (1 is off)",
+            lambda v: 0 < v <= 100,
+        )  # fmt: skip
+        _integer("min_tokens", self.min_tokens, "0 (off) or more", lambda v: v >= 0)
+        most = self.num_tokens_to_generate
+        if most is not None and self.min_tokens > most:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is more than num_tokens_to_generate={most}: lower "
+                "it, or raise the limit."
+            )
+        if not isinstance(self.logit_bias, dict | None):
+            raise RequestError(
+                f"logit_bias={self.logit_bias!r} is not allowed: it must be a dict of token id to "
+                "bias."
+            )
+        for token, bias in (self.logit_bias or {}).items():
+            _token("a token of logit_bias", token, vocab_size, allow_off=False)
+            _number(f"logit_bias of token {token}", bias, "-100 to 100", lambda v: abs(v) <= 100)
 
 
 def _number(name: str, value: Any, allowed: str, fits: Any) -> None:

@@ -29,16 +29,10 @@ from megatron_async.profiling.arrival_trace import (
     TraceRequest,
     poisson_trace,
 )
-from megatron_async.profiling.benchmark_record import distribution, write_record
+from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.trace_server import ServedTrace, serve_trace
+from megatron_async.profiling.trace_summary import latency_lines, summarize
 
-METRICS = {
-    "queue_ms": "queue ms",
-    "ttft_ms": "TTFT ms",
-    "tpot_ms": "TPOT ms",
-    "latency_ms": "latency ms",
-}
-STATISTICS = ("mean", "p50", "p90", "p99")
 BLOCK_SIZE = 64
 
 
@@ -55,36 +49,6 @@ def make_trace(
 ) -> list[TraceRequest]:
     """`count` requests with the lengths of the command line."""
     return poisson_trace(rate, count, *lengths(args), vocab_size, seed)
-
-
-def summarize(served: ServedTrace) -> dict[str, Any]:
-    """Figures of a served trace."""
-    requests = served.requests
-    seconds = {
-        "queue_ms": [r.queue_s for r in requests],
-        "ttft_ms": [r.ttft_s for r in requests],
-        "tpot_ms": [r.tpot_s for r in requests if r.tpot_s is not None],
-        "latency_ms": [r.latency_s for r in requests],
-    }
-    tokens_in = sum(r.prompt_tokens for r in requests)
-    tokens_out = sum(len(r.tokens) for r in requests)
-    return {
-        **{name: distribution(1e3 * s for s in values) for name, values in seconds.items()},
-        "duration_s": served.duration_s,
-        "requests_per_second": len(requests) / served.duration_s,
-        "tokens_in": tokens_in,
-        "tokens_out": tokens_out,
-        "tokens_in_per_second": tokens_in / served.duration_s,
-        "tokens_out_per_second": tokens_out / served.duration_s,
-        "most_waiting": served.most_waiting,
-        "mean_waiting": served.mean_waiting,
-        "late_ms": served.late_s * 1e3,
-        "steps": served.steps,
-        "mean_rows": served.mean_rows,
-        "overlap_ratio": served.overlap_ratio,
-        "evictions": served.evictions,
-        "pauses": served.pauses,
-    }
 
 
 def serve_rates(lookahead: int, args: argparse.Namespace) -> list[tuple[float, ServedTrace]]:
@@ -147,12 +111,7 @@ def print_table(figures: Sequence[dict[str, Any]]) -> None:
             f"{row['mean_waiting']:>7.1f}{row['late_ms']:>9.2f}"
             f"{row['same_tokens']:>7}/{row['requests']}"
         )
-    print(f"\n{key}  {'':<12}" + "".join(f"{name:>11}" for name in STATISTICS))
-    for metric, title in METRICS.items():
-        for row in figures:
-            cells = (row[metric][name] for name in STATISTICS)
-            values = "".join(f"{math.nan if cell is None else cell:>11.2f}" for cell in cells)
-            print(f"{row['rate']:>8g}{row['lookahead']:>10}  {title:<12}{values}")
+    print("\n" + "\n".join(latency_lines(figures)))
 
 
 def build_parser() -> argparse.ArgumentParser:

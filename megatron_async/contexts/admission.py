@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from megatron_async.inference_request import DynamicInferenceRequest
 
@@ -11,6 +11,8 @@ MAX_PRIORITY = 2**20
 """Priorities lie between this and its negative."""
 ARRIVALS = 2**40
 """More requests than an engine will see."""
+MOST_LEFTOVERS = 64
+"""Entries of the queue's heap that may be out of date, beside as many as are not."""
 
 
 def rank_of(arrival: int, priority: int) -> int:
@@ -34,6 +36,8 @@ class WaitingRequest:
     seed: int
     max_length: int
     """Sequence length at which the request ends."""
+    is_evicted: bool = False
+    """Whether its tokens were in the cache before."""
 
     @property
     def num_known(self) -> int:
@@ -42,36 +46,52 @@ class WaitingRequest:
 
 
 class AdmissionQueue:
-    """The order of service; an evicted request goes back to its place in it."""
+    """The order of service; an evicted request goes back to its place in it.
+
+    A heap by rank beside a mapping by id, so that no operation costs more with many who wait. What
+    is taken out by id leaves its entry in the heap until that comes to the top, or until most
+    entries are such.
+    """
 
     def __init__(self) -> None:
-        self._queue: deque[WaitingRequest] = deque()
+        self._by_id: dict[int, WaitingRequest] = {}
+        self._heap: list[tuple[int, int]] = []
+        """(rank, request id)."""
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._by_id)
 
     def add(self, waiting: WaitingRequest) -> None:
         """Queue a new request, or an evicted one again."""
-        if not self._queue or self._queue[-1].rank < waiting.rank:  # who comes last, mostly
-            self._queue.append(waiting)
-            return
-        position = 0
-        while self._queue[position].rank < waiting.rank:
-            position += 1
-        self._queue.insert(position, waiting)
+        request_id = waiting.request.request_id
+        self._by_id[request_id] = waiting
+        heappush(self._heap, (waiting.rank, request_id))
 
     def first(self) -> WaitingRequest:
         """The request that is admitted next."""
-        return self._queue[0]
+        while not self._is_waiting(self._heap[0]):
+            heappop(self._heap)
+        return self._by_id[self._heap[0][1]]
 
     def pop(self) -> WaitingRequest:
         """Take the first request out."""
-        return self._queue.popleft()
+        waiting = self.first()
+        heappop(self._heap)
+        return self._by_id.pop(waiting.request.request_id)
 
     def remove(self, request_id: int) -> WaitingRequest | None:
         """Take a request out by id; None if it does not wait here."""
-        for waiting in self._queue:
-            if waiting.request.request_id == request_id:
-                self._queue.remove(waiting)
-                return waiting
-        return None
+        waiting = self._by_id.pop(request_id, None)
+        if len(self._heap) > 2 * len(self._by_id) + MOST_LEFTOVERS:
+            self._heap = [entry for entry in self._heap if self._is_waiting(entry)]
+            heapify(self._heap)
+        return waiting
+
+    def in_order(self) -> list[WaitingRequest]:
+        """All that wait, first in rank first."""
+        return sorted(self._by_id.values(), key=lambda waiting: waiting.rank)
+
+    def _is_waiting(self, entry: tuple[int, int]) -> bool:
+        rank, request_id = entry
+        waiting = self._by_id.get(request_id)
+        return waiting is not None and waiting.rank == rank  # the id may be another request's now

@@ -10,6 +10,8 @@ from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.devices import Device
+from megatron_async.ops.sampling import SamplingMode
+from megatron_async.ops.slot_records import NO_TOKEN, RowFeature
 
 
 class HostStaging:
@@ -49,6 +51,9 @@ class HostStaging:
             chunks = slice(plan.num_decode, None)
             self._pack_rows(fields, plan, slice(plan.dims.decode_rows, None), chunks)
             _pack_prefill(fields, plan, slots)
+            if plan.sampling_mode == SamplingMode.PROCESSED:
+                end = _pack_records(self._arrays[entry], layout.size, fields, plan, slots)
+                return self._tensors[entry][:end]
         return self._tensors[entry][: layout.size]
 
     def _pack_rows(
@@ -64,6 +69,10 @@ def _pack_prefill(fields: dict[str, np.ndarray], plan: StepPlan, slots: RequestS
     _fill(fields["prefill_starts"], plan.prefill_starts, int(plan.prefill_starts[-1]))
     _fill(fields["prefill_token_ids"], plan.prefill_token_ids, 0)
     rows = plan.slots[plan.num_decode :]
+    features = slots.features[rows] | plan.prefill_features
+    _fill(fields["prefill_features"], features, 0)
+    _fill(fields["prefill_following"], plan.prefill_following, NO_TOKEN)
+    fields["prefill_record"][:] = -1
     seeds = slots.seed[rows].view(np.int32).reshape(-1, 2)  # little-endian: low word first
     for name, values in (
         ("temperature", slots.temperature[rows]),
@@ -74,6 +83,20 @@ def _pack_prefill(fields: dict[str, np.ndarray], plan: StepPlan, slots: RequestS
         ("seed_high", seeds[:, 1]),
     ):
         _fill(fields[f"prefill_{name}"], values, 0)
+
+
+def _pack_records(
+    words: np.ndarray, end: int, fields: dict[str, np.ndarray], plan: StepPlan, slots: RequestSlots
+) -> int:
+    """Append the records of requests that start; returns the words in use."""
+    starts = (plan.prefill_features & RowFeature.STARTS) != 0
+    for chunk in np.flatnonzero(starts):
+        record = slots.request_at(plan.slots[plan.num_decode + chunk]).record
+        if record is not None:
+            fields["prefill_record"][chunk] = end
+            words[end : end + len(record)] = record
+            end += len(record)
+    return end
 
 
 def _fill(field: np.ndarray, values: np.ndarray, padding: int) -> None:

@@ -4,7 +4,8 @@ copied.
 Host and device build their views from the same table, so they cannot disagree. Every field is four
 bytes wide, which keeps the buffer one int32 array; floats are reinterpreted, seeds are two words.
 The list of block-table updates comes last and its length first, so that a captured step, whose
-addresses are fixed, serves any number of them.
+addresses are fixed, serves any number of them. Behind it lie the records of requests that start
+(`ops/slot_records.py`); a prefill row says where its own begins, or -1.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.ops.slot_records import RECORD_WORDS
 
 # (field, float?, which count of the batch is its length)
 FIELDS: tuple[tuple[str, bool, str], ...] = (
@@ -31,6 +33,9 @@ FIELDS: tuple[tuple[str, bool, str], ...] = (
     ("prefill_min_p", True, "prefill_rows"),
     ("prefill_seed_low", False, "prefill_rows"),
     ("prefill_seed_high", False, "prefill_rows"),
+    ("prefill_features", False, "prefill_rows"),
+    ("prefill_record", False, "prefill_rows"),
+    ("prefill_following", False, "prefill_rows"),
     ("prefill_token_ids", False, "prefill_tokens"),
     ("block_update_slots", False, "block_updates"),
     ("block_update_indices", False, "block_updates"),
@@ -64,7 +69,7 @@ class BookkeepingLayout:
             num_blocks: blocks of the pool; updates name new owners of blocks, so there are at most
                 as many in a step.
         """
-        return _layout(max_rows, max_rows, max_tokens, num_blocks).size
+        return _layout(max_rows, max_rows, max_tokens, num_blocks).size + max_rows * RECORD_WORDS
 
     def start(self, field: str) -> int:
         """First word of a field."""

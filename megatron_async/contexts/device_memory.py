@@ -100,7 +100,7 @@ def attention_layers(model: Any) -> int:
 def _make_attention(
     model: Any, config: InferenceConfig, device: Device, max_blocks: int
 ) -> TorchPagedAttention:
-    if device.torch_device.type == "cpu":
+    if device.torch_device.type in ("cpu", "meta"):  # meta: no memory, no model; nothing runs
         if config.attention_backend not in (None, "torch"):
             raise ConfigurationError(
                 f"attention_backend={config.attention_backend!r} needs a GPU: on a CPU leave it "

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_async.ops.slot_records import RECORD_WORDS
+
 
 class DeviceSlots:
     """Arrays that steps gather from and scatter to at `[slot]`. One row more than there are slots:
@@ -24,6 +26,8 @@ class DeviceSlots:
         temperature, top_p, min_p: float32 `[slots + 1]`.
         top_k: int32 `[slots + 1]`.
         seed: int64 `[slots + 1]`.
+        features: int32 `[slots + 1]`, bits of `RowFeature`.
+        records: int32 `[slots + 1, RECORD_WORDS]`; valid where the features ask for it.
     """
 
     def __init__(
@@ -39,3 +43,5 @@ class DeviceSlots:
         self.top_p = torch.zeros(rows, dtype=torch.float32, device=device)
         self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.features = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.records = torch.zeros(rows, RECORD_WORDS, dtype=torch.int32, device=device)

@@ -6,23 +6,23 @@ on the device except the one copy of a step's bookkeeping.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest, rank_of
 from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.bookkeeping_buffer import HostStaging
 from megatron_async.contexts.device_memory import make_gpu_view, max_paused_blocks
-from megatron_async.contexts.graph_shapes import GraphShapes, graph_sizes, mixed_graph_sizes
+from megatron_async.contexts.graph_shapes import make_graph_shapes
 from megatron_async.contexts.integrity import check_integrity
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk, dummy_plan
+from megatron_async.contexts.plan_rollback import take_back
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
+from megatron_async.contexts.step_output import StepOutput, book_samples
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.devices import Device, make_device
 from megatron_async.inference_request import (
@@ -36,30 +36,6 @@ from megatron_async.profiling.tracer import Tracer
 ADMISSION_HORIZON = 32
 """Admission leaves the blocks that running requests will want within this many steps, so that a
 newcomer does not pause the requests it joins right away."""
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What one resolved step yields: arrays over its live rows.
-
-    Splitting it by request, detokenizing and streaming are the consumer's work.
-    """
-
-    step: int
-    slots: IntArray
-    """int32 `[live]`."""
-    request_ids: NDArray[np.int64]
-    """int64 `[live]`."""
-    tokens: IntArray
-    """int32 `[live]`."""
-    is_first: NDArray[np.bool_]
-    """bool `[live]`: the request's first generated token."""
-    stopped: NDArray[np.bool_]
-    """bool `[live]`: the token ends its request (termination id or stop token)."""
-    ended: NDArray[np.bool_]
-    """bool `[live]`: stopped, or at its length limit."""
-    zombie_rows: int
-    """Rows whose request was gone when the step was resolved."""
 
 
 class DynamicInferenceContext:
@@ -80,6 +56,7 @@ class DynamicInferenceContext:
         waiting: requests without a slot.
         graph_shapes: padded shapes that have, or will have, a captured graph.
         pauses, evictions: counts of events so far.
+        recomputed_tokens: known tokens of evicted requests, to be prefilled again, so far.
     """
 
     def __init__(
@@ -114,23 +91,15 @@ class DynamicInferenceContext:
             self.max_requests,
         )
         self._arrived = [self.device.event() for _ in range(inference_config.steps_in_flight)]
-        self.graph_shapes = self._make_graph_shapes()
+        self.graph_shapes = make_graph_shapes(
+            inference_config, self.device.captures_graphs, self.gpu_view.captures_prefill
+        )
         self._plan_builder = PlanBuilder(self.slots, self.graph_shapes)
         self._prefilling: list[int] = []
         self._arrivals = 0
         self.pauses = 0
         self.evictions = 0
-
-    def _make_graph_shapes(self) -> GraphShapes:
-        config = self.config
-        count = config.num_cuda_graphs if self.device.captures_graphs else 0
-        shapes = GraphShapes(longest_sequence=self.max_sequence_length)
-        shapes.decode_sizes = graph_sizes(self.max_requests, count)
-        captures = self.gpu_view.captures_prefill and config.use_cuda_graphs_for_non_decode_steps
-        if shapes.decode_sizes and captures:
-            shapes.mixed_sizes = mixed_graph_sizes(self.max_requests, self.max_tokens)
-            shapes.prefill_rows = config.mixed_prefill_rows
-        return shapes
+        self.recomputed_tokens = 0
 
     # ---- Requests in and out -----------------------------------------------------------------
 
@@ -254,6 +223,8 @@ class DynamicInferenceContext:
         slots.num_blocks[slot] = count
         self._plan_builder.add_block_updates(np.full(count, slot, np.int32), indices, blocks)
         self._prefilling.append(slot)
+        if waiting.is_evicted:
+            self.recomputed_tokens += waiting.num_known
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
         request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
         return slot
@@ -308,20 +279,34 @@ class DynamicInferenceContext:
         return True
 
     def _evict(self, slot: int) -> None:
-        """Take everything from a paused request, and queue it again.
+        """Take everything from a request, and queue it again.
 
         Samples of it in flight become zombies; they will be sampled again, to the same tokens.
         """
+        self.slots.request_at(slot).add_event(DynamicInferenceEventType.EVICT)
+        self.evictions += 1
+        self._requeue(slot)
+
+    def _requeue(self, slot: int) -> None:
         slots = self.slots
         request = slots.request_at(slot)
-        waiting = WaitingRequest(
-            request, int(slots.rank[slot]), int(slots.seed[slot]), int(slots.max_length[slot])
-        )
+        rank, seed, longest = slots.rank[slot], slots.seed[slot], slots.max_length[slot]
+        waiting = WaitingRequest(request, int(rank), int(seed), int(longest), is_evicted=True)
         self.release_request(slot)
         self.waiting.add(waiting)
         request.status = Status.WAITING_IN_QUEUE
-        request.add_event(DynamicInferenceEventType.EVICT)
-        self.evictions += 1
+
+    def evict_all(self) -> None:
+        """Evict every request that holds a slot."""
+        for slot in np.flatnonzero(self.slots.state != SlotState.FREE):
+            self._evict(int(slot))
+
+    def take_back(self, plans: list[StepPlan]) -> None:
+        """Undo `plans`, the last ones built, whose steps are over and will not be resolved."""
+        for plan in reversed(plans):
+            take_back(plan, self.slots, self.blocks, self._prefilling, self._requeue)
+        self._plan_builder.next_step = plans[0].step
+        self.expect_step()
 
     # ---- To the device and back --------------------------------------------------------------
 
@@ -350,34 +335,20 @@ class DynamicInferenceContext:
         step = self._plan_builder.next_step if step is None else step
         self.device.compute.launch(partial(self.gpu_view.expect_step, step))
 
-    def update_requests(self, plan: StepPlan, sampled: IntArray) -> StepOutput:
+    def update_requests(
+        self, plan: StepPlan, sampled: IntArray, log_probs: IntArray | None = None
+    ) -> StepOutput:
         """Book the samples of a resolved step.
 
         Args:
             plan: of that step.
             sampled: `[rows]` token ids, host memory; copied.
+            log_probs: int32 `[rows, OUT_WORDS]`, host memory; copied.
 
         Returns:
             the live rows' tokens, and which requests ended. The caller releases those.
         """
-        slots = self.slots
-        held = slots.generation[plan.slots] == plan.generations
-        live = held & plan.produces
-        rows, tokens = plan.slots[live], sampled[live]
-        length = slots.num_known[rows]
-        slots.tokens[rows, length] = tokens
-        slots.num_known[rows] = length + 1
-        stopped = (slots.stop_ids[rows] == tokens[:, None]).any(axis=1)
-        return StepOutput(
-            step=plan.step,
-            slots=rows,
-            request_ids=slots.request_id[rows],
-            tokens=tokens,
-            is_first=length == slots.prompt_length[rows],
-            stopped=stopped,
-            ended=stopped | (length + 1 >= slots.max_length[rows]),
-            zombie_rows=len(held) - int(np.count_nonzero(held)),
-        )
+        return book_samples(plan, self.slots, sampled, log_probs)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block and slot has exactly one owner."""

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.device_slots import DeviceSlots
 from megatron_async.contexts.kv_cache import PagedKVCache
+from megatron_async.contexts.shadow import ShadowedState, ShadowRing
 from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.feed_back import feed_back_tokens
 from megatron_async.ops.kernels import kernels_for
@@ -35,9 +37,14 @@ class ContextGPUView:
         norm_eps: epsilon of the model's q/k norms.
         attention: the attention backend.
 
+    Attributes:
+        shadowed: what is put back when a step is taken back, under the policy "rollback". Whoever
+            adds per-slot state that steps change adds its shadow here.
+
     Attributes (valid from `begin_step` until the next):
         dims: host-known shape of the batch.
         step: the unpacked `StepTensors`.
+        hidden_states: `[tokens, hidden]`, behind the last norm, from the model's forward on.
     """
 
     num_speculative_tokens = 0
@@ -67,6 +74,9 @@ class ContextGPUView:
         self.samples = torch.zeros(ring, len(tensors.slots), dtype=torch.int32, device=device)
         # Counted on the device, because a graph's arguments are fixed: each step moves it on.
         self._next_entry = torch.zeros(1, dtype=torch.int32, device=device)
+        self.shadowed: list[ShadowedState] = []
+        if config.invalidation == "rollback":
+            self.shadowed.append(ShadowRing([slots.last_token], ring))
         self._tensors = tensors
         self._rotary = rotary
         self._norm_eps = norm_eps
@@ -95,6 +105,16 @@ class ContextGPUView:
         their ends."""
         self._next_entry.fill_(step % len(self.bookkeeping))
 
+    def save_shadows(self, step: int) -> None:
+        """Keep per-slot state as it is before `step`."""
+        for state in self.shadowed:
+            state.save(step % len(self.bookkeeping))
+
+    def restore_shadows(self, step: int) -> None:
+        """Make per-slot state what it was before `step`, one of the last of a ring's length."""
+        for state in self.shadowed:
+            state.restore(step % len(self.bookkeeping))
+
     def begin_step(self, dims: BatchDimensions) -> None:
         """Unpack the next bookkeeping: update per-slot state and lay out tokens and positions."""
         self.dims = dims
@@ -115,6 +135,12 @@ class ContextGPUView:
             seeds=slots.seed.index_select(0, rows),
             positions=self.step.kv_lengths,
         )
+
+    def prefill_following(self, words: Tensor) -> Tensor:
+        """The token behind each chunk, int64 `[chunks]`, -1 where there is none, from a step's
+        bookkeeping `words`."""
+        fields = BookkeepingLayout.for_batch(self.dims, 0).device_views(words)
+        return fields["prefill_following"].long()
 
     def feed_back(self, sampled: Tensor) -> None:
         """Hand the sampled tokens, int64 `[rows]`, to the next step and to the copy to the host.
@@ -161,7 +187,7 @@ class ContextGPUView:
 
     def last_token_logits(self, hidden_states: Tensor) -> Tensor:
         """Hidden states that logits are made of: `[1, tokens, hidden]` -> `[rows, hidden]`."""
-        hidden_states = hidden_states.squeeze(0)
+        self.hidden_states = hidden_states = hidden_states.squeeze(0)
         if self.dims.is_decode_only:
             return hidden_states
         return hidden_states.index_select(0, self.step.last_token)

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron_async.config import InferenceConfig
 from megatron_async.contexts.batch_dimensions import BatchDimensions
 
 LEAST_PREFILL_TOKENS = 64
@@ -76,6 +77,21 @@ class GraphShapes:
         for tokens, sizes in self.mixed_sizes.items():
             shapes += [self.shape(size, tokens) for size in sizes]
         return sorted(shapes, key=lambda dims: (-dims.tokens, -dims.prefill_tokens))
+
+
+def make_graph_shapes(
+    config: InferenceConfig, captures_graphs: bool, captures_prefill: bool
+) -> GraphShapes:
+    """The shapes that a configuration asks for, on a device and with attention that can capture
+    (prefill) or not."""
+    shapes = GraphShapes(longest_sequence=config.max_sequence_length)
+    count = config.num_cuda_graphs if captures_graphs else 0
+    shapes.decode_sizes = graph_sizes(config.max_requests, count)
+    captures_prefill = captures_prefill and config.use_cuda_graphs_for_non_decode_steps
+    if shapes.decode_sizes and captures_prefill:
+        shapes.mixed_sizes = mixed_graph_sizes(config.max_requests, config.max_tokens)
+        shapes.prefill_rows = config.mixed_prefill_rows
+    return shapes
 
 
 def graph_sizes(max_requests: int, count: int | None) -> tuple[int, ...]:

@@ -28,7 +28,11 @@ def check_integrity(
     assert np.count_nonzero(free) == slots.num_free, "free slots miscounted"
     assert (slots.num_blocks[free] == 0).all(), "a free slot holds blocks"
     for slot in range(slots.capacity):
-        assert (slots.requests[slot] is None) == bool(free[slot]), f"slot {slot}: request mismatch"
+        request = slots.requests[slot]
+        assert (request is None) == bool(free[slot]), f"slot {slot}: request mismatch"
+        if request is not None:
+            assert slots.slot_of[request.request_id] == slot, f"slot {slot}: not its request's"
+    assert len(slots.slot_of) == slots.capacity - slots.num_free, "a request without a slot"
     used = ~free
     assert (slots.num_known <= slots.num_launched)[used].all(), "booked a sample never launched"
     assert (slots.num_launched <= slots.max_length)[used].all(), "launched beyond a length limit"

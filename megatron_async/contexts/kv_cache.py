@@ -46,12 +46,28 @@ class PagedKVCache:
         self.num_layers = num_layers
         self.dummy_block = num_blocks
         self.block_size = block_size
-        shape = (num_layers, 2, num_blocks + 1, block_size, num_heads, head_dim)
+        self._shape = (num_layers, 2, num_blocks + 1, block_size, num_heads, head_dim)
+        self._dtype, self._device = dtype, device
+        self._data: Tensor | None = None
+        self.allocate()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole cache, also while it is released."""
+        return math.prod(self._shape) * self._dtype.itemsize
+
+    def allocate(self) -> None:
+        """Take the memory."""
         # Zeroed because a masked position has weight 0, and 0 times a stray NaN is NaN.
-        self._data = torch.zeros(shape, dtype=dtype, device=device)
+        self._data = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+
+    def release(self) -> None:
+        """Give the memory back, contents and all; no step may run until `allocate`."""
+        self._data = None
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Key and value cache of a layer, each `[blocks, block size, heads, dim]`."""
+        assert self._data is not None, "a step on a released KV cache"
         data = self._data[index]
         return data[0], data[1]
 

@@ -11,6 +11,7 @@ from megatron_async.contexts.graph_shapes import GraphShapes
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
 from megatron_async.contexts.step_plan import BlockUpdates, IntArray, StepPlan
 from megatron_async.ops.sampling import SamplingMode
+from megatron_async.ops.slot_records import NO_TOKEN, RowFeature
 
 _NONE = np.empty(0, dtype=np.int32)
 _NO_STARTS = np.zeros(1, dtype=np.int32)
@@ -54,11 +55,23 @@ class PlanBuilder:
         # Decode rows: their last token goes in, one more comes out.
         slots.num_launched[decode] = kv_lengths + 1
         starts, token_ids = _NO_STARTS, _NONE
+        features = following = _NONE
+        spans: list[IntArray] = []
+        prompt_chunks: tuple[int, ...] = ()
         if chunks:
             ends = np.array([chunk.end for chunk in chunks], dtype=np.int32)
             prefill_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
             complete = ends == slots.num_known[prefill_slots]
             produces[len(decode) :] = complete
+            features = complete * np.int32(RowFeature.PRODUCES)
+            features[slots.num_prefilled[prefill_slots] == 0] |= RowFeature.STARTS
+            known = slots.tokens[prefill_slots, np.where(complete, 0, ends)]
+            following = np.where(complete, np.int32(NO_TOKEN), known)
+            prompt_chunks = tuple(
+                index
+                for index, (slot, start, _) in enumerate(chunks)
+                if start < slots.prompt_log_probs[slot]
+            )
             spans = [slots.tokens[slot, start:end] for slot, start, end in chunks]
             token_ids = np.concatenate(spans)
             starts = np.cumsum([0, *map(len, spans)], dtype=np.int32)
@@ -68,27 +81,36 @@ class PlanBuilder:
             slots.state[done] = SlotState.DECODING
             rows = np.concatenate((rows, prefill_slots))
             kv_lengths = np.concatenate((kv_lengths, ends))
+        mode = SamplingMode(int(slots.sampling_mode[rows].max()))
         plan = StepPlan(
             step=self.next_step,
-            dims=self._dimensions(kv_lengths, len(decode), chunks),
+            dims=self._dimensions(kv_lengths, len(decode), chunks, bool(prompt_chunks)),
             num_decode=len(decode),
             slots=rows,
             generations=slots.generation[rows],
             kv_lengths=kv_lengths,
             produces=produces,
-            sampling_mode=SamplingMode(int(slots.sampling_mode[rows].max())),
+            sampling_mode=mode,
             block_updates=self._take_updates(),
             prefill_starts=starts,
             prefill_token_ids=token_ids,
+            prefill_features=features,
+            prefill_following=following,
+            wants_log_probs=mode == SamplingMode.PROCESSED
+            and bool(np.any(slots.features[rows] & RowFeature.LOG_PROBS)),
+            prompt_log_prob_chunks=prompt_chunks,
+            num_prompt_log_probs=sum(len(spans[chunk]) for chunk in prompt_chunks),
         )
         self.next_step += 1
         return plan
 
     def _dimensions(
-        self, kv_lengths: IntArray, decode: int, chunks: list[PrefillChunk]
+        self, kv_lengths: IntArray, decode: int, chunks: list[PrefillChunk], eager: bool
     ) -> BatchDimensions:
         prefill_tokens = sum(end - start for _, start, end in chunks)
-        captured = self._graph_shapes.find(decode, len(chunks), prefill_tokens)
+        captured = None
+        if not eager:
+            captured = self._graph_shapes.find(decode, len(chunks), prefill_tokens)
         return captured or BatchDimensions(
             decode_rows=decode,
             prefill_lengths=tuple((end - start, end) for _, start, end in chunks),
@@ -117,4 +139,9 @@ def dummy_plan(dims: BatchDimensions) -> StepPlan:
         block_updates=BlockUpdates(_NONE, _NONE, _NONE),
         prefill_starts=_NO_STARTS,
         prefill_token_ids=_NONE,
+        prefill_features=_NONE,
+        prefill_following=_NONE,
+        wants_log_probs=False,
+        prompt_log_prob_chunks=(),
+        num_prompt_log_probs=0,
     )

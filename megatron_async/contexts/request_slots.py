@@ -71,9 +71,14 @@ class RequestSlots:
         self.top_p = np.zeros(capacity, dtype=np.float32)
         self.min_p = np.zeros(capacity, dtype=np.float32)
         self.seed = np.zeros(capacity, dtype=np.int64)
+        self.features = np.zeros(capacity, dtype=np.int32)
+        self.prompt_log_probs = np.zeros(capacity, dtype=np.int32)
+        """Places of the prompt, from its beginning, whose log probs are still to be delivered."""
         self.sampling_mode = np.zeros(capacity, dtype=np.int8)
 
         self.requests: list[DynamicInferenceRequest | None] = [None] * capacity
+        self.slot_of: dict[int, int] = {}
+        """Request id -> slot; `requests` by slot, the other way round."""
         self._free = list(range(capacity - 1, -1, -1))
 
     @property
@@ -98,6 +103,7 @@ class RequestSlots:
         slot = self._free.pop()
         self.state[slot] = SlotState.PREFILLING
         self.requests[slot] = request
+        self.slot_of[request.request_id] = slot
         self.request_id[slot] = request.request_id
         self.rank[slot] = rank
         prompt, generated = request.prompt_tokens, request.generated_tokens
@@ -110,6 +116,11 @@ class RequestSlots:
         self.num_prefilled[slot] = 0
         self.num_blocks[slot] = 0
         self._set_sampling(slot, request.sampling_params, seed)
+        self.features[slot] = request.row_features
+        missing = request.log_probs is not None and request.log_probs.num_prompt_missing
+        self.prompt_log_probs[slot] = len(prompt) - 1 if missing else 0
+        if request.row_features:
+            self.sampling_mode[slot] = SamplingMode.PROCESSED
         return slot
 
     def _set_sampling(self, slot: int, params: SamplingParams, seed: int) -> None:
@@ -149,6 +160,7 @@ class RequestSlots:
         blocks = self.block_table[slot, : self.num_blocks[slot]].copy()
         self.state[slot] = SlotState.FREE
         self.generation[slot] += 1
+        del self.slot_of[int(self.request_id[slot])]
         self.request_id[slot] = -1
         self.num_blocks[slot] = 0
         self.requests[slot] = None

@@ -52,6 +52,17 @@ class StepPlan:
     """int32 `[prefill chunks + 1]`: where each chunk begins in `prefill_token_ids`, and its end."""
     prefill_token_ids: IntArray
     """int32 `[prefill tokens]`: query tokens of the chunks, end to end."""
+    prefill_features: IntArray
+    """int32 `[prefill chunks]`: the bits of `RowFeature` that hold for this step alone."""
+    prefill_following: IntArray
+    """int32 `[prefill chunks]`: the known token behind each chunk, or -1."""
+
+    wants_log_probs: bool
+    """Whether a row asks for log probs of its sample."""
+    prompt_log_prob_chunks: tuple[int, ...]
+    """Prefill chunks whose tokens' log probs are wanted."""
+    num_prompt_log_probs: int
+    """Tokens of those chunks."""
 
     @property
     def num_rows(self) -> int:

@@ -93,6 +93,11 @@ class Device(ABC):
         """Bytes that are taken on the device and not given back on demand; 0 where nobody asks."""
         return 0
 
+    def trim(self) -> None:
+        """Give memory that nothing uses back to the system. Nothing to do where freed memory goes
+        back by itself."""
+        return
+
     @abstractmethod
     def fence(self) -> None:
         """Order both streams after tensors that the host has made or filled so far."""

@@ -98,6 +98,12 @@ class CudaDevice(Device):
         )
         return free + unused
 
+    def trim(self) -> None:
+        # A pool whose graphs are gone must not be captured into again; other engines' graphs keep
+        # the old one.
+        self._graph_pool = None
+        torch.cuda.empty_cache()
+
     def memory_in_use(self) -> int:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.torch_device)

@@ -14,26 +14,29 @@ from typing import Any
 
 import numpy as np
 
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext, StepOutput
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.contexts.step_output import StepOutput
+from megatron_async.engines.control import ControllableEngine
+from megatron_async.engines.generation import run_to_end
+from megatron_async.engines.invalidation import Invalidation, Reconcile
+from megatron_async.engines.new_request import prepare_request
+from megatron_async.engines.observer import EngineObserver
 from megatron_async.engines.request_registry import RequestRegistry
-from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.engines.rollback import Rollback
+from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
+from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.streaming import RequestStream
 from megatron_async.engines.validation import (
-    check_params_type,
-    check_priority,
-    check_request,
     check_request_id,
-    prompt_to_array,
-    require_detokenizer,
 )
-from megatron_async.errors import RequestAborted, RequestError, StepFailed
+from megatron_async.errors import RequestAborted
 from megatron_async.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
     Status,
 )
+from megatron_async.profiling.step_log import StepLog
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.stop_words import StopWordMatcher
 from megatron_async.text_generation_controllers.text_generation_controller import (
     LaunchedStep,
     TextGenerationController,
@@ -44,7 +47,7 @@ Prompt = str | Sequence[int] | Any
 NO_IDS = np.empty(0, dtype=np.int64)
 
 
-class DynamicInferenceEngine:
+class DynamicInferenceEngine(ControllableEngine):
     """Continuous batching with up to `lookahead` steps in flight behind the one being prepared.
 
     Args:
@@ -55,19 +58,36 @@ class DynamicInferenceEngine:
         lookahead: steps that may be unresolved when the next is prepared.
         in_flight: launched steps, oldest first.
         requests: the unfinished ones and who waits for them.
+        invalidation: what becomes of steps in flight when a request of theirs ends.
+        booking: books resolved steps.
     """
 
     def __init__(
         self, controller: TextGenerationController, context: DynamicInferenceContext
     ) -> None:
+        super().__init__()
         self.controller = controller
         self.context = context
         self.lookahead = context.config.steps_in_flight - 1
         self.in_flight: deque[LaunchedStep] = deque()
         self.statistics = EngineStatistics()
         self.requests = RequestRegistry(self.statistics)
+        self.invalidation: Invalidation = Reconcile()
+        if context.config.invalidation == "rollback":
+            self.invalidation = Rollback(context, self.in_flight, self.statistics)
         self.tracer = controller.tracer
+        self._log = StepLog(context, self.statistics)
+        self.booking = StepBooking(context, self.requests, self.statistics, self.invalidation)
         controller.create_cuda_graphs()
+
+    @property
+    def observer(self) -> EngineObserver:
+        """Is told what happens; at first it looks on and does nothing."""
+        return self.booking.observer
+
+    @observer.setter
+    def observer(self, observer: EngineObserver) -> None:
+        self.booking.observer = observer
 
     # ---- Requests ----------------------------------------------------------------------------
 
@@ -114,22 +134,15 @@ class DynamicInferenceEngine:
         request.add_event(DynamicInferenceEventType.ADD_ENGINE)
         entry = self.requests.add(request)
         try:
-            check_params_type(sampling_params)
-            request.priority = check_priority(priority)
-            if isinstance(prompt, str):
-                prompt = self.controller.tokenize_prompt(prompt, params.add_BOS)
-            request.prompt_tokens = prompt_to_array(prompt, self.controller.vocab_size)
-            if params.termination_id is None:
-                params.termination_id = getattr(self.controller.tokenizer, "eod", None)
-            limits = check_request(request, self.context, self.controller.vocab_size)
-            if params.stop_words:
-                matcher = StopWordMatcher(params.stop_words, require_detokenizer(tokenizer))
-                entry.stop_words = matcher
+            limits = prepare_request(
+                entry, prompt, sampling_params, priority, self.controller, self.context
+            )
         except Exception as error:
             # Whatever it is, also from a user's own tokenizer, it is this request's alone.
             self.requests.end(request, Status.FAILED, "error", error)
             return entry.future
         self.context.add_request(request, limits.seed, limits.max_length)
+        self.observer.added(request)
         return entry.future
 
     def abort_request(self, request_id: int) -> None:
@@ -139,8 +152,9 @@ class DynamicInferenceEngine:
             KeyError: no unfinished request has this id.
         """
         request = self.get_request(request_id)
+        self.observer.aborted(request_id)
         if self.context.waiting.remove(request_id) is None:
-            self.context.release_request(self._slot_of(request))
+            self.booking.release(self.context.slots.slot_of[request_id])
         error = RequestAborted(f"request {request_id} was aborted")
         self.requests.end(request, Status.FAILED, "aborted", error)
 
@@ -158,17 +172,15 @@ class DynamicInferenceEngine:
 
     def _booked_tokens(self, request: DynamicInferenceRequest) -> list[int]:
         slots = self.context.slots
-        if request.finish_reason is None and request in slots.requests:
-            return slots.generated_tokens(self._slot_of(request))
+        slot = slots.slot_of.get(request.request_id)
+        if request.finish_reason is None and slot is not None:
+            return slots.generated_tokens(slot)
         return request.generated_tokens
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do, or ended requests to report."""
-        to_report = self.requests.has_ended or bool(self.in_flight)
-        return to_report or self.context.has_unfinished_requests()
-
-    def _slot_of(self, request: DynamicInferenceRequest) -> int:
-        return self.context.slots.requests.index(request)
+        to_report = self.requests.has_ended or self._undelivered or self.in_flight
+        return bool(to_report) or self.context.has_unfinished_requests()
 
     # ---- The loop ----------------------------------------------------------------------------
 
@@ -180,17 +192,24 @@ class DynamicInferenceEngine:
             "active_request_ids": int64 array, requests with a token in the last of them;
             "finished_request_records": requests that ended since the last step, FAILED ones too;
             "step_time": seconds.
+
+        Raises:
+            EngineStopped: the engine is paused or suspended, and nothing is left to report.
         """
+        if self._must_wait():
+            self._check_is_running()
         start = time.perf_counter()
         outputs = []
         with self.tracer.range("step", self.statistics.steps):
             for _ in range(self._launch_next()):
                 self._wait(self.in_flight[0])
-                outputs.append(self._resolve_oldest())
+                outputs += self._resolve_oldest()
         return self._report(outputs, start)
 
     async def async_step(self) -> dict[str, Any]:
-        """`step_modern` for an event loop: other coroutines run while samples are on their way."""
+        """`step_modern` for an event loop: other coroutines run while samples are on their way, or
+        while the engine is stopped."""
+        await self._wait_while_stopped()
         start = time.perf_counter()
         outputs = []
         with self.tracer.range("step", self.statistics.steps):
@@ -200,7 +219,7 @@ class DynamicInferenceEngine:
                     await asyncio.to_thread(self._wait, oldest)
                 if not self.in_flight or self.in_flight[0] is not oldest:
                     break  # while this coroutine waited, another one stepped the engine
-                outputs.append(self._resolve_oldest())
+                outputs += self._resolve_oldest()
         return self._report(outputs, start)
 
     async def run_engine(self) -> None:
@@ -222,6 +241,8 @@ class DynamicInferenceEngine:
             are any from before, nothing is launched); or one, when nothing could be launched,
             because then only a resolve can change that.
         """
+        if self.is_stopped or self.invalidation.is_draining:
+            return len(self.in_flight)
         overdue = len(self.in_flight) - self.lookahead
         if overdue > 0:
             # A wait was interrupted (a cancelled `async_step`, Ctrl-C), or another coroutine is in
@@ -231,18 +252,24 @@ class DynamicInferenceEngine:
         with self.tracer.range("prepare_step", statistics.steps):
             plan = self.context.prepare_step()
         prepared = clock()
-        statistics.prepare_ns += prepared - start
+        statistics.count_prepare(prepared - start, self.context)
         if plan is None:
             stuck = not self.in_flight and self.context.has_unfinished_requests()
             assert not stuck, "requests are unfinished, but none can run: a bug in scheduling"
+            statistics.note_no_overlap(NoOverlapReason.NOTHING_TO_PLAN)
+            self.observer.launched(None)
             return min(len(self.in_flight), 1)
         with self.tracer.range("transfer_bookkeeping_to_gpu", plan.step):
             self.context.transfer_bookkeeping_to_gpu(plan)
+        self.invalidation.before_launch(plan)
+        logged = self._log.begin(plan.step)
         with self.tracer.range("launch_step", plan.step):
             launched = self.controller.launch_step(plan)
-        statistics.count_launch(plan, overlapped=bool(self.in_flight))
+        statistics.count_launch(plan, bool(self.in_flight), self.lookahead)
+        self._log.end(plan, logged)
         self.in_flight.append(launched)
-        statistics.launch_ns += clock() - prepared
+        statistics.count_launch_time(clock() - prepared)
+        self.observer.launched(plan)
         return max(len(self.in_flight) - self.lookahead, 0)
 
     def _wait(self, step: LaunchedStep) -> None:
@@ -250,68 +277,24 @@ class DynamicInferenceEngine:
         with self.tracer.range("resolve", step.plan.step):
             step.ready.wait()
 
-    def _resolve_oldest(self) -> StepOutput:
-        """Book the oldest step, whose samples have arrived."""
+    def _resolve_oldest(self) -> list[StepOutput]:
+        """Book the oldest step, whose samples have arrived.
+
+        Returns:
+            its output; nothing if it is discarded.
+        """
         start = time.thread_time_ns()
         step = self.in_flight.popleft()
-        if step.error is not None:
-            self._fail_step(step)
-        with self.tracer.range("update_requests", step.plan.step):
-            output = self.context.update_requests(step.plan, step.samples)
-        with self.tracer.range("emit", step.plan.step):
-            self._emit(output)
-        if self.context.config.check_integrity:
-            self.context.check_integrity()
-        self.statistics.resolve_ns += time.thread_time_ns() - start
-        return output
-
-    def _emit(self, output: StepOutput) -> None:
-        """Stamp first tokens and end what has ended: Python per event, not per token."""
-        slots, statistics = self.context.slots, self.statistics
-        statistics.resolved_steps += 1
-        statistics.generated_tokens += len(output.tokens)
-        statistics.zombie_rows += output.zombie_rows
-        for row in np.flatnonzero(output.is_first):
-            request = slots.request_at(output.slots[row])
-            request.ttft = time.perf_counter() - request.arrival_time
-        watched = slots.has_stop_words[output.slots]
-        for row in np.flatnonzero(output.ended | watched):
-            slot, error = output.slots[row], None
-            request = slots.request_at(slot)
-            try:
-                reason = self._finish_reason(request, output, int(row))
-            except Exception as failure:  # of a user's own tokenizer: this request's alone
-                reason, error = "error", failure
-            if reason is not None:
-                self.context.release_request(slot)
-                status = Status.COMPLETED if error is None else Status.FAILED
-                self.requests.end(request, status, reason, error)
-
-    def _finish_reason(
-        self, request: DynamicInferenceRequest, output: StepOutput, row: int
-    ) -> str | None:
-        """Why a request ends with this token; None if it goes on."""
-        if output.stopped[row]:
-            is_termination = output.tokens[row] == request.sampling_params.termination_id
-            return "termination_id" if is_termination else "stop_token"
-        matcher = self.requests.get(request.request_id).stop_words
-        if matcher is not None and matcher.push(int(output.tokens[row])):
-            return "stop_word"
-        return "length" if output.ended[row] else None
-
-    def _fail_step(self, step: LaunchedStep) -> None:
-        """The step's own work raised: fail the requests that it served, and no others."""
-        error = StepFailed(f"step {step.plan.step} failed: {step.error!r}")
-        error.__cause__ = step.error
-        self.statistics.failed_steps += 1
-        slots = self.context.slots
-        held = slots.generation[step.plan.slots] == step.plan.generations
-        for slot in step.plan.slots[held]:
-            request = slots.request_at(slot)
-            self.context.release_request(slot)
-            self.requests.end(request, Status.FAILED, "error", error)
+        if self.invalidation.discards(step):
+            return []
+        output = self.booking.book(step)
+        is_zombie = step.error is None and output.zombie_rows == step.plan.num_rows
+        self.statistics.count_resolve(time.thread_time_ns() - start, is_zombie)
+        self.observer.resolved(step)
+        return [output]
 
     def _report(self, outputs: list[StepOutput], start: float) -> dict[str, Any]:
+        outputs = self._take_undelivered() + outputs
         ended = self.requests.take_ended()
         self.requests.notify_streams()
         step_time = time.perf_counter() - start
@@ -344,33 +327,19 @@ class DynamicInferenceEngine:
 
         Raises:
             RequestError: as many sampling_params as prompts were not given.
+            EngineStopped: the engine is paused or suspended.
         """
-        if isinstance(sampling_params, Sequence):
-            if len(sampling_params) != len(prompts):
-                raise RequestError(
-                    f"{len(sampling_params)} sampling_params were given for {len(prompts)} "
-                    "prompts: give one for all, or one for each."
-                )
-            each: Sequence[SamplingParams | None] = sampling_params
-        else:
-            each = [sampling_params] * len(prompts)
-        futures = [
-            self.add_request(self.requests.free_id(), prompt, params)
-            for prompt, params in zip(prompts, each, strict=True)
-        ]
-        while not all(future.done() for future in futures):
-            report = self.step_modern()
-            if on_step is not None:
-                on_step(report)
-        return [future.result() for future in futures]
+        self._check_is_running()
+        return run_to_end(self, prompts, sampling_params, on_step)
 
     def stats(self) -> Mapping[str, float | int]:
-        """Counters and ratios since the engine was made; see `EngineStatistics`."""
-        context = self.context
-        return self.statistics.as_dict(self.lookahead, context.pauses, context.evictions)
+        """Counters and ratios since the engine was made; docs/statistics.md lists them."""
+        return self.statistics.as_dict(self.lookahead, self.context)
 
     def close(self) -> None:
         """Finish what is launched, free the device's threads, and fail the requests that are
         unfinished, so that nobody waits for them for ever."""
         self.context.device.close()
+        self.tracer.collect()
         self.requests.close()
+        self._go_on_for_good()

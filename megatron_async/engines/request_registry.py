@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+from megatron_async.engines.signal import Signal
 from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.engines.streaming import RequestStream
 from megatron_async.errors import RequestAborted, RequestError
@@ -34,6 +35,9 @@ class RequestRegistry:
 
     Args:
         statistics: counts the ends.
+
+    Attributes:
+        news: notified when a request is added and when one ends.
     """
 
     def __init__(self, statistics: EngineStatistics) -> None:
@@ -43,12 +47,17 @@ class RequestRegistry:
         self._ended: list[DynamicInferenceRequest] = []
         self._numbers = count()
         self._own_loop: asyncio.AbstractEventLoop | None = None
-        self._added = asyncio.Event()
+        self._was_added = False
+        self.news = Signal()
 
     @property
     def has_ended(self) -> bool:
         """Whether a request has ended that `take_ended` has not returned."""
         return bool(self._ended)
+
+    def __len__(self) -> int:
+        """Number of unfinished requests."""
+        return len(self._entries)
 
     def add(self, request: DynamicInferenceRequest) -> RequestEntry:
         """Enter a request.
@@ -63,14 +72,15 @@ class RequestRegistry:
             )
         entry = RequestEntry(request, self._event_loop().create_future())
         self._entries[request.request_id] = entry
-        self._added.set()
+        self._was_added = True
+        self.news.notify()
         return entry
 
     async def wait_for_one(self) -> None:
         """Wait until a request has been added since the last wait, or is unfinished."""
-        if not self._entries:
-            await self._added.wait()
-        self._added.clear()
+        while not self._entries and not self._was_added:
+            await self.news.wait()
+        self._was_added = False
 
     def get(self, request_id: int) -> RequestEntry:
         """The entry of an unfinished request (KeyError if there is none)."""
@@ -90,6 +100,7 @@ class RequestRegistry:
         kind = DynamicInferenceEventType.FAIL if failed else DynamicInferenceEventType.FINISH
         request.add_event(kind)
         self._statistics.failed_requests += failed
+        self._statistics.aborted_requests += reason == "aborted"
         self._statistics.finished_requests += not failed
         self._ended.append(request)
         entry = self._entries.pop(request.request_id)
@@ -98,6 +109,7 @@ class RequestRegistry:
         self._streamed.discard(request.request_id)
         for stream in entry.streams:
             stream.notify()
+        self.news.notify()
 
     def take_ended(self) -> list[DynamicInferenceRequest]:
         """Requests that ended since the last call."""

@@ -2,32 +2,80 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.engines.stage_times import TimeHistogram
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+
+
+class NoOverlapReason(StrEnum):
+    """Why a step was launched with nothing in flight. Each such step has exactly one reason."""
+
+    AFTER_IDLE = "after_idle"
+    """The engine was idle: there was no step before it to overlap with."""
+    DRAINED = "drained"
+    """The engine was paused or suspended since the step before."""
+    SERIAL = "serial"
+    """`lookahead` is 0."""
+    NOTHING_TO_PLAN = "nothing_to_plan"
+    """Until the steps in flight were resolved, no request could run: all were at their length
+    limits, starved of blocks, or not yet there."""
+    ROLLED_BACK = "rolled_back"
+    """The steps in flight were discarded (policy "rollback")."""
+    INTERRUPTED = "interrupted"
+    """None of the others: a step was cut short (Ctrl-C, a cancelled `async_step`) and the steps in
+    flight were resolved without a launch. An interrupted wait alone leaves `lookahead` of them in
+    flight, so this is 0 unless something is wrong."""
+
+
+def _no_reasons() -> dict[NoOverlapReason, int]:
+    return dict.fromkeys(NoOverlapReason, 0)
 
 
 @dataclass
 class EngineStatistics:
     """Counts since the engine was made. Times are nanoseconds of the engine's own thread, waits not
-    counted."""
+    counted, where nothing else is said."""
 
     steps: int = 0
     """Steps launched."""
     resolved_steps: int = 0
     overlapped_steps: int = 0
     """Steps launched before the step before them was resolved."""
+    no_overlap: dict[NoOverlapReason, int] = field(default_factory=_no_reasons)
+    """The other steps, by reason: with `overlapped_steps` they make up `steps`."""
     first_steps: int = 0
-    """Steps launched on an idle engine: there was no work for a step before them."""
+    """Steps launched on an idle engine: there was no work for a step before them. Also the first
+    steps after a pause or a suspend, which waited for the steps before them as they were told."""
     captured_steps: int = 0
     """Steps that replayed a graph; the others launched their kernels one by one."""
     rows: int = 0
     generated_tokens: int = 0
     prefill_tokens: int = 0
+    """Tokens prefilled, recomputed ones included."""
     zombie_rows: int = 0
+    discarded_steps: int = 0
+    """Steps launched, taken back and launched again: under the policy "rollback" alone."""
+    discarded_rows: int = 0
+    """Their rows; zombie rows are counted apart."""
+    zombie_steps: int = 0
+    """Resolved steps of which nothing could be used: all their rows were zombies."""
     failed_steps: int = 0
     finished_requests: int = 0
+    engine_pauses: int = 0
+    engine_suspends: int = 0
     failed_requests: int = 0
+    """Requests that failed, aborted ones included."""
+    aborted_requests: int = 0
+    peak_blocks: int = 0
+    """Most KV blocks that were held when a step was planned."""
+    peak_slots: int = 0
+    """Most slots that were held when a step was planned."""
     prepare_ns: int = 0
     launch_ns: int = 0
     resolve_ns: int = 0
@@ -35,20 +83,76 @@ class EngineStatistics:
     """Seconds spent in steps while there was work."""
     idle: bool = True
     """Whether the last step left nothing to do."""
+    drained: bool = False
+    """Whether the engine was stopped since the last launch."""
+    prepare_times: TimeHistogram = field(default_factory=TimeHistogram)
+    launch_times: TimeHistogram = field(default_factory=TimeHistogram)
+    resolve_times: TimeHistogram = field(default_factory=TimeHistogram)
+    step_times: TimeHistogram = field(default_factory=TimeHistogram)
+    """Wall times of whole calls of `step_modern` or `async_step`, waits included."""
+    _noted: NoOverlapReason | None = None
 
-    def count_launch(self, plan: StepPlan, overlapped: bool) -> None:
-        """Count a launched step; `overlapped` if another was in flight."""
+    def note_no_overlap(self, reason: NoOverlapReason) -> None:
+        """Say why the next step may not overlap. It counts if that step is launched with nothing in
+        flight; of several, the first since the last launch does."""
+        if self._noted is None:
+            self._noted = reason
+
+    def count_launch(self, plan: StepPlan, overlapped: bool, lookahead: int) -> None:
+        """Count a launched step.
+
+        Args:
+            plan: of the step.
+            overlapped: whether another was in flight.
+            lookahead: of the engine.
+        """
         self.steps += 1
         self.captured_steps += plan.dims.is_captured
         self.rows += plan.num_rows
         self.prefill_tokens += len(plan.prefill_token_ids)
-        self.overlapped_steps += overlapped
-        self.first_steps += self.idle
-        self.idle = False
+        if overlapped:
+            self.overlapped_steps += 1
+        else:
+            self.no_overlap[self._reason(lookahead)] += 1
+        self.first_steps += self.idle or self.drained
+        self.idle = self.drained = False
+        self._noted = None
+
+    def _reason(self, lookahead: int) -> NoOverlapReason:
+        if self.idle:
+            return NoOverlapReason.AFTER_IDLE
+        if self.drained:
+            return NoOverlapReason.DRAINED
+        if lookahead == 0:
+            return NoOverlapReason.SERIAL
+        return self._noted or NoOverlapReason.INTERRUPTED
+
+    def count_prepare(self, nanoseconds: int, context: DynamicInferenceContext) -> None:
+        """Add the time of a `prepare_step`, after which occupancy is at its highest."""
+        self.prepare_ns += nanoseconds
+        self.prepare_times.add(nanoseconds)
+        blocks = context.blocks.total - context.blocks.free
+        if blocks > self.peak_blocks:
+            self.peak_blocks = blocks
+        slots = context.max_requests - context.slots.num_free
+        if slots > self.peak_slots:
+            self.peak_slots = slots
+
+    def count_launch_time(self, nanoseconds: int) -> None:
+        """Add the time of a launch."""
+        self.launch_ns += nanoseconds
+        self.launch_times.add(nanoseconds)
+
+    def count_resolve(self, nanoseconds: int, is_zombie: bool) -> None:
+        """Add the time of a resolve, and whether all of the step's rows were zombies."""
+        self.resolve_ns += nanoseconds
+        self.resolve_times.add(nanoseconds)
+        self.zombie_steps += is_zombie
 
     def count_step_time(self, seconds: float, idle: bool) -> None:
         """Add a step's wall time; `idle` says whether work is left."""
         self.busy_s += seconds
+        self.step_times.add(int(seconds * 1e9))
         self.idle = idle
 
     @property
@@ -57,28 +161,59 @@ class EngineStatistics:
         burst of work had none before them and are not counted."""
         return self.overlapped_steps / max(self.steps - self.first_steps, 1)
 
-    def as_dict(self, lookahead: int, pauses: int, evictions: int) -> dict[str, float | int]:
-        """The mapping that `engine.stats()` returns."""
+    def as_dict(self, lookahead: int, context: DynamicInferenceContext) -> dict[str, float | int]:
+        """The mapping that `engine.stats()` returns; docs/statistics.md says what each name means.
+
+        Args:
+            lookahead: of the engine.
+            context: of the engine; its own counters and its occupancy are part of it.
+        """
         steps = max(self.steps, 1)
         cpu_ns = self.prepare_ns + self.launch_ns + self.resolve_ns
+        blocks, slots = context.blocks, context.slots
         return {
             "steps": self.steps,
             "lookahead": lookahead,
             "overlap_ratio": self.overlap_ratio,
+            "overlapped_steps": self.overlapped_steps,
+            **{f"no_overlap_{reason}": count for reason, count in self.no_overlap.items()},
             "captured_steps": self.captured_steps,
             "rows": self.rows,
             "zombie_rows": self.zombie_rows,
+            "zombie_steps": self.zombie_steps,
+            "discarded_steps": self.discarded_steps,
+            "discarded_rows": self.discarded_rows,
             "generated_tokens": self.generated_tokens,
             "prefill_tokens": self.prefill_tokens,
+            "recomputed_tokens": context.recomputed_tokens,
             "tokens_per_second": self.generated_tokens / self.busy_s if self.busy_s else 0.0,
             "busy_seconds": self.busy_s,
-            "pauses": pauses,
-            "evictions": evictions,
+            "pauses": context.pauses,
+            "evictions": context.evictions,
             "finished_requests": self.finished_requests,
             "failed_requests": self.failed_requests,
+            "aborted_requests": self.aborted_requests,
             "failed_steps": self.failed_steps,
+            "engine_pauses": self.engine_pauses,
+            "engine_suspends": self.engine_suspends,
+            "waiting_requests": len(context.waiting),
+            "slots": context.max_requests,
+            "slots_in_use": context.max_requests - slots.num_free,
+            "slots_in_use_peak": self.peak_slots,
+            "kv_blocks": blocks.total,
+            "kv_blocks_in_use": blocks.total - blocks.free,
+            "kv_blocks_in_use_peak": self.peak_blocks,
             "cpu_us_per_step": cpu_ns / 1e3 / steps,
             "prepare_us_per_step": self.prepare_ns / 1e3 / steps,
             "launch_us_per_step": self.launch_ns / 1e3 / steps,
             "resolve_us_per_step": self.resolve_ns / 1e3 / steps,
+            **_percentiles("prepare", self.prepare_times),
+            **_percentiles("launch", self.launch_times),
+            **_percentiles("resolve", self.resolve_times),
+            **_percentiles("step", self.step_times),
         }
+
+
+def _percentiles(stage: str, times: TimeHistogram) -> dict[str, float]:
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    return {f"{stage}_us_{name}": times.percentile_us(share) for name, share in shares.items()}

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from megatron_async.ops import (
+    log_probs,
+    logits_processing,
     rms_norm,
     rope_append,
     sampling,
     skinny_linear,
     swiglu,
+    triton_log_probs,
+    triton_logits,
     triton_sampling,
 )
 
@@ -27,6 +32,11 @@ class Kernels:
     linear_swiglu: Callable[..., Tensor]
     swiglu: Callable[[Tensor], Tensor]
     sample: Callable[..., Tensor]
+    sample_with_cuts: Callable[..., tuple[Tensor, Any]]
+    begin_chunks: Callable[..., None]
+    process_logits: Callable[..., Tensor]
+    count_tokens: Callable[..., None]
+    log_probs: Callable[..., None]
 
 
 TORCH_KERNELS = Kernels(
@@ -36,6 +46,11 @@ TORCH_KERNELS = Kernels(
     skinny_linear.linear_swiglu_reference,
     swiglu.swiglu_reference,
     sampling.sample_reference,
+    sampling.sample_with_cuts_reference,
+    logits_processing.begin_chunks_reference,
+    logits_processing.process_logits_reference,
+    logits_processing.count_tokens_reference,
+    log_probs.log_probs_reference,
 )
 TRITON_KERNELS = Kernels(
     rms_norm.add_rms_norm,
@@ -44,6 +59,11 @@ TRITON_KERNELS = Kernels(
     skinny_linear.linear_swiglu,
     swiglu.swiglu,
     triton_sampling.sample,
+    triton_sampling.sample_with_cuts,
+    triton_logits.begin_chunks,
+    triton_logits.process_logits,
+    triton_logits.count_tokens,
+    triton_log_probs.log_probs,
 )
 
 

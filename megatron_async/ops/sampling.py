@@ -25,6 +25,8 @@ class SamplingMode(IntEnum):
     """Temperature only."""
     FILTERED = 2
     """top_k, top_p or min_p too: needs a sort of the vocabulary."""
+    PROCESSED = 3
+    """Penalties, bias, bans or log probs too: what `RowFeature`s ask for."""
 
 
 @dataclass
@@ -65,12 +67,19 @@ def sample_reference(logits: Tensor, params: SamplingTensors | None, mode: Sampl
     # A greedy row divides by 1 here and takes the argmax below.
     temperature = torch.where(params.temperature > 0, params.temperature, 1.0)
     scaled = logits.to(torch.float32) / temperature[:, None]
-    if mode == SamplingMode.FILTERED:
+    if mode >= SamplingMode.FILTERED:
         scaled = filter_logits(scaled, params)
     noise = gumbel_noise(params.seeds, params.positions, logits.size(-1))
     sampled = (scaled + noise).argmax(dim=-1)
     is_greedy = (params.temperature == 0) | (params.top_k == 1)
     return torch.where(is_greedy, greedy, sampled)
+
+
+def sample_with_cuts_reference(
+    logits: Tensor, params: SamplingTensors | None, mode: SamplingMode
+) -> tuple[Tensor, None]:
+    """`sample_reference`, in the form of `triton_sampling.sample_with_cuts`."""
+    return sample_reference(logits, params, mode), None
 
 
 def filter_logits(scaled: Tensor, params: SamplingTensors) -> Tensor:

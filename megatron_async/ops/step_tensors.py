@@ -17,6 +17,7 @@ class StepTensors:
         entry: int32 `[1]`: the step's entry in the rings of bookkeeping and of samples.
         slots: int64 `[rows]`.
         kv_lengths: int32 `[rows]`, this step's tokens included.
+        features: int32 `[rows]`, bits of `RowFeature`.
         last_token: int64 `[rows]`: index of the row's last token among the tokens.
         block_tables: int32 `[rows, blocks]`.
         prefill_starts: int32 `[prefill rows + 1]`: tokens of each prefill row, counted from the
@@ -29,6 +30,7 @@ class StepTensors:
     entry: Tensor
     slots: Tensor
     kv_lengths: Tensor
+    features: Tensor
     last_token: Tensor
     block_tables: Tensor
     prefill_starts: Tensor
@@ -49,6 +51,7 @@ class StepTensors:
             entry=zeros(1, dtype=torch.int32),
             slots=zeros(max_rows),
             kv_lengths=zeros(max_rows, dtype=torch.int32),
+            features=zeros(max_rows, dtype=torch.int32),
             last_token=zeros(max_rows),
             block_tables=zeros(max_rows, max_blocks, dtype=torch.int32),
             prefill_starts=zeros(max_rows + 1, dtype=torch.int32),
@@ -63,6 +66,7 @@ class StepTensors:
             self.entry,
             self.slots[:rows],
             self.kv_lengths[:rows],
+            self.features[:rows],
             self.last_token[:rows],
             self.block_tables[:rows],
             self.prefill_starts[: prefill_rows + 1 if prefill_rows else 0],

@@ -16,7 +16,7 @@ exactly that logit. `ops/triton_search.py` finds both.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -51,6 +51,14 @@ SPAN = tl.constexpr(40.0)
 than the rounding of the sum: what the filters say of them changes nothing."""
 
 
+class FilterCuts(NamedTuple):
+    """Where the filters of a batch cut; see `bounds`."""
+
+    cut: Tensor
+    last: Tensor
+    top: Tensor
+
+
 def sample(logits: Tensor, params: SamplingTensors | None, mode: SamplingMode) -> Tensor:
     """Sample one token a row; as `sample_reference`, with tensors on a GPU.
 
@@ -69,6 +77,13 @@ def sample(logits: Tensor, params: SamplingTensors | None, mode: SamplingMode) -
         ValueError: the logits' rows are strided or of another dtype, or parameters are missing or
             not contiguous.
     """
+    return sample_with_cuts(logits, params, mode)[0]
+
+
+def sample_with_cuts(
+    logits: Tensor, params: SamplingTensors | None, mode: SamplingMode
+) -> tuple[Tensor, FilterCuts | None]:
+    """`sample`, and where its filters cut; None where the mode has none."""
     rows, vocab = logits.shape
     if logits.stride(1) != 1 or vocab < 1 or logits.dtype not in UNUSED_BITS:
         raise ValueError(
@@ -77,8 +92,9 @@ def sample(logits: Tensor, params: SamplingTensors | None, mode: SamplingMode) -
             "bfloat16: call .contiguous() or .float()."
         )
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    cuts = None
     if rows == 0:
-        return tokens
+        return tokens, cuts
     splits = triton.cdiv(vocab, TILE)
     grid = (splits, rows)
     scores = torch.empty((rows, splits), dtype=torch.float32, device=logits.device)
@@ -86,10 +102,10 @@ def sample(logits: Tensor, params: SamplingTensors | None, mode: SamplingMode) -
     row = _row_arguments(logits, params, mode)
     _partials[grid](*row, scores, ids, mode=int(mode), tile=TILE, num_warps=4)
     if mode == SamplingMode.FILTERED:
-        cut, last, top = bounds(row, scores)
-        _choose[grid](*row, cut, last, top, scores, ids, tile=TILE, num_warps=4)
+        cuts = FilterCuts(*bounds(row, scores))
+        _choose[grid](*row, *cuts, scores, ids, tile=TILE, num_warps=4)
     _combine[(rows,)](scores, ids, tokens, vocab, splits, block=triton.next_power_of_2(splits))
-    return tokens
+    return tokens, cuts
 
 
 def bounds(row: tuple[Any, ...], scores: Tensor) -> tuple[Tensor, ...]:
@@ -176,7 +192,7 @@ def _partials(
         if (heat > 0) & (k != 1):
             filtered = False
             if mode == 2:
-                filtered = _is_filtered(k, tl.load(top_p + row), tl.load(min_p + row))
+                filtered = is_filtered(k, tl.load(top_p + row), tl.load(min_p + row))
             if not filtered:
                 score = score / heat + _gumbel(
                     tl.load(seeds + row), tl.load(positions + row), split * tile, tile
@@ -213,7 +229,7 @@ def _bounds(
     row = tl.program_id(0).to(tl.int64)
     heat = tl.load(temperature + row)
     k, p = tl.load(top_k + row), tl.load(top_p + row)
-    if (heat <= 0) | (k == 1) | (_is_filtered(k, p, tl.load(min_p + row)) == 0):
+    if (heat <= 0) | (k == 1) | (is_filtered(k, p, tl.load(min_p + row)) == 0):
         return
     split = tl.arange(0, block)
     tops = tl.load(scores + row * splits + split, mask=split < splits, other=float("-inf"))
@@ -301,7 +317,7 @@ def _choose(
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     heat = tl.load(temperature + row)
     k, least = tl.load(top_k + row), tl.load(min_p + row)
-    if (heat <= 0) | (k == 1) | (_is_filtered(k, tl.load(top_p + row), least) == 0):
+    if (heat <= 0) | (k == 1) | (is_filtered(k, tl.load(top_p + row), least) == 0):
         return
     score = load_tile(logits + row * row_stride, split * tile, vocab, tile)
     token = split * tile + tl.arange(0, tile)
@@ -342,7 +358,8 @@ def _combine(
 
 
 @triton.jit
-def _is_filtered(k: tl.tensor, p: tl.tensor, least: tl.tensor) -> tl.tensor:
+def is_filtered(k: tl.tensor, p: tl.tensor, least: tl.tensor) -> tl.tensor:
+    """Whether a row has a filter: top_k, top_p or min_p."""
     return (k > 0) | (p > 0) | (least > 0)
 
 

@@ -18,9 +18,14 @@ from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.device_slots import DeviceSlots
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.philox import MASK
+from megatron_async.ops.slot_records import STEP_FEATURES, RowFeature
 from megatron_async.ops.step_tensors import StepTensors
 
 TILE = 128
+PRODUCES = int(RowFeature.PRODUCES)
+KEPT = ~int(STEP_FEATURES)
+IN_KERNEL_PRODUCES = tl.constexpr(PRODUCES)
+IN_KERNEL_KEPT = tl.constexpr(KEPT)
 
 
 def unpack_step(
@@ -76,8 +81,10 @@ def unpack_step_kernels(
         slots.top_p,
         slots.min_p,
         slots.seed,
+        slots.features,
         out.slots,
         out.kv_lengths,
+        out.features,
         out.last_token,
         out.block_tables,
         out.prefill_starts,
@@ -136,6 +143,7 @@ def unpack_step_reference(
     out.kv_lengths.copy_(fields["row_kv_lengths"])
     out.block_tables.copy_(slots.block_table.index_select(0, out.slots))
     decode = dims.decode_rows
+    out.features.copy_(slots.features.index_select(0, out.slots) | PRODUCES)
     out.last_token[:decode] = torch.arange(decode, device=words.device)
     out.token_ids[:decode] = slots.last_token.index_select(0, out.slots[:decode])
     out.positions[:decode] = out.kv_lengths[:decode] - 1
@@ -147,6 +155,9 @@ def unpack_step_reference(
         getattr(slots, name).index_copy_(0, chunk_slots, fields[f"prefill_{name}"])
     low, high = fields["prefill_seed_low"].long() & MASK, fields["prefill_seed_high"].long()
     slots.seed.index_copy_(0, chunk_slots, (high << 32) | low)
+    features = fields["prefill_features"]
+    out.features[decode:] = features
+    slots.features.index_copy_(0, chunk_slots, features & KEPT)
     starts = fields["prefill_starts"]
     out.prefill_starts.copy_(starts)
     out.last_token[decode:] = decode + (starts[1:] - 1).clamp(min=0)
@@ -202,8 +213,10 @@ def _unpack_kernel(
     top_p: tl.tensor,
     min_p: tl.tensor,
     seed: tl.tensor,
+    features: tl.tensor,
     out_slots: tl.tensor,
     out_kv_lengths: tl.tensor,
+    out_features: tl.tensor,
     out_last_token: tl.tensor,
     out_tables: tl.tensor,
     out_starts: tl.tensor,
@@ -250,6 +263,7 @@ def _unpack_kernel(
         if row < decode_rows:
             position = kv_length.to(tl.int64) - 1
             block = tl.load(table + slot * table_stride + position // block_size).to(tl.int64)
+            tl.store(out_features + row, tl.load(features + slot) | IN_KERNEL_PRODUCES)
             tl.store(out_last_token + row, row)
             tl.store(out_tokens + row, tl.load(last_token + slot))
             tl.store(out_positions + row, position)
@@ -261,7 +275,7 @@ def _unpack_kernel(
             if chunk == 0:
                 tl.store(out_starts, 0)
             tl.store(out_last_token + row, decode_rows + tl.maximum(end - 1, 0))
-            # Six arrays, one after another: see the field table.
+            # Seven arrays, one after another: see the field table.
             given = step + parameters + chunk
             tl.store(temperature + slot, tl.load(given).to(tl.float32, bitcast=True))
             tl.store(top_k + slot, tl.load(given + prefill_rows))
@@ -270,6 +284,9 @@ def _unpack_kernel(
             low = tl.load(given + 4 * prefill_rows).to(tl.int64) & 0xFFFFFFFF
             high = tl.load(given + 5 * prefill_rows).to(tl.int64)
             tl.store(seed + slot, (high << 32) | low)
+            asked = tl.load(given + 6 * prefill_rows)
+            tl.store(features + slot, asked & IN_KERNEL_KEPT)
+            tl.store(out_features + row, asked)
 
 
 @triton.jit(

@@ -11,7 +11,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ def time_steps(
     under_nsys = NSYS_SESSION in os.environ and torch.cuda.is_available()
     if under_nsys:
         torch.cuda.profiler.start()
-    before = replace(engine.statistics)
+    before = deepcopy(engine.statistics)
     ends = [time.perf_counter()]
     for _ in range(windows * steps):
         if before_step is not None:
@@ -82,7 +83,7 @@ def time_steps(
         if after_step is not None:
             after_step(report)
         ends.append(time.perf_counter())
-    after = replace(engine.statistics)
+    after = deepcopy(engine.statistics)
     if under_nsys:
         torch.cuda.profiler.stop()
     singles = distribution(1e3 * (end - start) for start, end in pairwise(ends))

@@ -6,6 +6,7 @@ Open the file at https://ui.perfetto.dev or chrome://tracing.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,18 @@ class Timeline:
             self.spans.append(span)
         else:
             self.dropped += 1
+
+    @staticmethod
+    def now_us() -> float:
+        """Now, on the clock of the spans."""
+        return time.perf_counter_ns() / 1e3
+
+    def since(self, start_us: float) -> Timeline:
+        """A timeline of the spans that begin at `start_us` or later."""
+        later = Timeline()
+        later.spans = [span for span in self.spans if span.start_us >= start_us]
+        later.dropped = self.dropped
+        return later
 
     def select(self, lane: str, name: str) -> dict[int, Span]:
         """The spans of one lane and name, by step (the last one of a step)."""

@@ -10,6 +10,7 @@ device lane.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -72,7 +73,7 @@ class Tracer:
         self._device = device
         self.nvtx = device.torch_device.type == "cuda"
         self.timeline = timeline
-        self._pending: list[tuple[str, int, Event, Event]] = []
+        self._pending: list[tuple[Callable[[Span], None], str, int, Event, Event]] = []
 
     def range(self, name: str, step: int = -1) -> _Range | _NoRange:
         """A context manager around one stage."""
@@ -85,23 +86,37 @@ class Tracer:
         while a graph is captured, which belongs to no step)."""
         if self.timeline is None or not self.nvtx or step < 0:
             return None
+        return self.timed_event(stream)
+
+    def timed_event(self, stream: Stream) -> Event:
+        """A timed event here in the stream, on any device; recorded by the host's thread."""
         event = self._device.event(timing=True)
         stream.record(event)
         return event
 
-    def device_span(self, name: str, step: int, start: Event | None, end: Event | None) -> None:
-        """Note a span of the device lane between two marks; read once the events are reached."""
-        if start is not None and end is not None:
-            self._pending.append((name, step, start, end))
+    def device_span(
+        self,
+        name: str,
+        step: int,
+        start: Event | None,
+        end: Event | None,
+        sink: Callable[[Span], None] | None = None,
+    ) -> None:
+        """Note a span of the device lane between two marks; read once the events are reached, and
+        then given to `sink`, or to the timeline."""
+        if sink is None and self.timeline is not None:
+            sink = self.timeline.add
+        if start is not None and end is not None and sink is not None:
+            self._pending.append((sink, name, step, start, end))
 
     def collect(self) -> None:
-        """Move the device spans that are complete into the timeline; waits for nothing."""
-        if self.timeline is None or not self._pending:
+        """Hand on the device spans that are complete; waits for nothing."""
+        if not self._pending:
             return
-        waiting = []
-        for name, step, start, end in self._pending:
+        pending, self._pending = self._pending, []
+        for noted in pending:
+            sink, name, step, start, end = noted
             if end.query():
-                self.timeline.add(Span("device", name, step, start.time_us(), end.time_us()))
+                sink(Span("device", name, step, start.time_us(), end.time_us()))
             else:
-                waiting.append((name, step, start, end))
-        self._pending = waiting
+                self._pending.append(noted)

@@ -19,9 +19,9 @@ from megatron_async.contexts.graph_shapes import GraphShapes
 from megatron_async.devices import Device, Graph
 from megatron_async.ops.sampling import SamplingMode
 
-CAPTURED_MODES = (SamplingMode.GREEDY, SamplingMode.FILTERED)
-"""Two graphs a shape: greedy steps do without the sampler's searches. FILTERED serves SOFTMAX
-too."""
+CAPTURED_MODES = (SamplingMode.GREEDY, SamplingMode.FILTERED, SamplingMode.PROCESSED)
+"""Three graphs a shape: greedy steps do without the sampler's searches, and only steps with a row
+that asks for it process logits and give log probs. FILTERED serves SOFTMAX too."""
 
 DEVICE_BOUND = 1.1
 """Device time over launch time beyond which a step is bound by the device: it ends when its kernels
@@ -152,8 +152,13 @@ class StepGraphs:
             self._graphs[dims.graph_key, mode] = self._device.capture(work)
         self.bytes += self._device.memory_in_use() - before
 
+    def clear(self) -> None:
+        """Drop all graphs and, with them, their memory."""
+        self._graphs.clear()
+        self.bytes = 0
+
     def find(self, dims: BatchDimensions, mode: SamplingMode) -> Graph | None:
         """The graph for a step of this shape and mode; None where none was captured."""
-        if mode != SamplingMode.GREEDY:
+        if mode == SamplingMode.SOFTMAX:
             mode = SamplingMode.FILTERED
         return self._graphs.get((dims.graph_key, mode)) if dims.is_captured else None

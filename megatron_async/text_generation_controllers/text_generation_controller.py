@@ -13,9 +13,13 @@ from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.devices import Device, Event
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.sampling import SamplingMode
 from megatron_async.text_generation_controllers.cuda_graphs import CaptureReport, StepGraphs
+from megatron_async.text_generation_controllers.prompt_log_probs import (
+    PromptEntry,
+    PromptLogProbs,
+)
+from megatron_async.text_generation_controllers.token_sampler import TokenSampler
 
 
 class ControllerTokenizer(Protocol):
@@ -39,27 +43,46 @@ class LaunchedStep:
         error: exception that the step's own work raised; read it after `ready`.
     """
 
-    def __init__(self, plan: StepPlan, device_rows: IntArray, ready: Event) -> None:
+    def __init__(self, plan: StepPlan, buffers: _SampleBuffers) -> None:
         self.plan = plan
-        self._device_rows = device_rows
-        self.ready = ready
+        self._buffers = buffers
+        self.ready: Event = buffers.ready
         self.error: Exception | None = None
 
     @property
     def samples(self) -> IntArray:
         """int32 `[rows]` of the plan, host memory; valid once `ready` is reached and until the ring
         comes round (the step's resolve reads it before)."""
-        return self.plan.samples_of(self._device_rows)
+        return self.plan.samples_of(self._buffers.array[: self.plan.dims.rows])
+
+    @property
+    def log_probs(self) -> IntArray | None:
+        """int32 `[rows, OUT_WORDS]`, as `samples`; None where no row asked for log probs."""
+        if not self.plan.wants_log_probs:
+            return None
+        return self.plan.samples_of(self._buffers.log_probs_array[: self.plan.dims.rows])
+
+    @property
+    def prompt_log_probs(self) -> IntArray:
+        """int32 `[tokens, OUT_WORDS]`: of the tokens of the chunks in
+        `plan.prompt_log_prob_chunks`, end to end; valid as long as `samples`."""
+        return self._buffers.prompt.array[: self.plan.num_prompt_log_probs]
 
 
 class _SampleBuffers:
     """One ring entry: where samples arrive on the host, and the events on their way. Written by the
     copy, read at resolve; used again only after the host has resolved its last step."""
 
-    def __init__(self, source: Tensor, device: Device) -> None:
+    def __init__(
+        self, source: Tensor, log_probs: Tensor, prompt: PromptEntry, device: Device
+    ) -> None:
         self.source = source
         self.host = device.host_buffer(len(source), source.dtype)
         self.array = self.host.numpy()  # sync-ok: host memory
+        self.log_probs_source = log_probs
+        self.log_probs_host = device.host_buffer(log_probs.numel(), log_probs.dtype)
+        self.log_probs_array = self.log_probs_host.view_as(log_probs).numpy()  # sync-ok: host
+        self.prompt = prompt
         self.sampled = device.event()
         self.ready = device.event()
 
@@ -83,8 +106,14 @@ class TextGenerationController:
         self.vocab_size = inference_wrapped_model.vocab_size
         self.device = self.context.device
         self.tracer = self.context.tracer
+        view = self.context.gpu_view
+        self.sampler = TokenSampler(view, self.vocab_size)
+        self._prompt = PromptLogProbs(inference_wrapped_model, self.device)
         self._ring = [
-            _SampleBuffers(row, self.device) for row in self.context.gpu_view.samples
+            _SampleBuffers(samples, log_probs, prompt, self.device)
+            for samples, log_probs, prompt in zip(
+                view.samples, self.sampler.log_probs, self._prompt.ring, strict=True
+            )
         ]
         self.graphs = StepGraphs(self.device)
         self.capture_report: CaptureReport | None = None
@@ -96,7 +125,9 @@ class TextGenerationController:
         Nothing here waits. What the step's own work raises is kept in the result's `error`.
         """
         buffers = self._ring[plan.step % len(self._ring)]
-        launched = LaunchedStep(plan, buffers.array[: plan.dims.rows], buffers.ready)
+        if plan.num_prompt_log_probs:
+            buffers.prompt.allocate()
+        launched = LaunchedStep(plan, buffers)
         compute, copy = self.device.compute, self.device.copy
         compute.launch(partial(self._run_guarded, launched))
         compute.record(buffers.sampled)
@@ -123,6 +154,8 @@ class TextGenerationController:
                 graph.replay()
             else:
                 self._compute_step(plan.dims, plan.sampling_mode, plan.step)
+                if plan.num_prompt_log_probs:
+                    self._prompt.compute(plan)
         end = tracer.mark(self.device.compute, plan.step)
         tracer.device_span("device_step", plan.step, start, end)
 
@@ -134,18 +167,14 @@ class TextGenerationController:
         start = tracer.mark(self.device.compute, step)
         with tracer.range("forward_pass", step):
             view.begin_step(dims)
+            self.sampler.begin_step(mode)
             logits = self.inference_wrapped_model.forward(view)
         forwarded = tracer.mark(self.device.compute, step)
         with tracer.range("sampling", step):
-            view.feed_back(self._sample(logits, mode))
+            view.feed_back(self.sampler.sample(logits, mode))
         end = tracer.mark(self.device.compute, step)
         tracer.device_span("forward_pass", step, start, forwarded)
         tracer.device_span("sampling", step, forwarded, end)
-
-    def _sample(self, logits: Tensor, mode: SamplingMode) -> Tensor:
-        greedy = mode == SamplingMode.GREEDY
-        params = None if greedy else self.context.gpu_view.sampling_tensors()
-        return kernels_for(logits).sample(logits, params, mode)
 
     def create_cuda_graphs(self, progress: bool = False) -> CaptureReport | None:
         """Capture the context's padded shapes, unless that is done already. Mixed shapes that do
@@ -175,10 +204,25 @@ class TextGenerationController:
         )
         return self.capture_report
 
+    def recapture_cuda_graphs(self) -> None:
+        """Capture the shapes of `create_cuda_graphs` again, on the addresses of a new KV cache.
+        Nothing is measured anew."""
+        context = self.context
+        if self.capture_report is None:
+            return
+        prepare, step = context.transfer_dummy_rows_to_gpu, self._compute_step
+        self.graphs.capture(context.graph_shapes.all_shapes(), prepare, step, progress=False)
+        context.expect_step()
+
     def _transfer_samples_to_cpu(self, plan: StepPlan, buffers: _SampleBuffers) -> None:
         rows = plan.dims.rows
         with self.tracer.range("transfer_samples_to_cpu", plan.step):
             buffers.host[:rows].copy_(buffers.source[:rows], non_blocking=True)
+            if plan.wants_log_probs:
+                found = buffers.log_probs_source[:rows].view(-1)
+                buffers.log_probs_host[: len(found)].copy_(found, non_blocking=True)
+            if plan.num_prompt_log_probs:
+                buffers.prompt.transfer(plan.num_prompt_log_probs)
 
     # ---- Text --------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from harness import TINY, Job, assert_all_is_back, make_engine
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.devices import Chaos, CpuDevice
 
+BeforeStep = Callable[[DynamicInferenceEngine], None]
 MAX_STEPS = 5000
 """More than any schedule takes; beyond it an engine is stuck."""
 
@@ -83,9 +85,14 @@ def job_length(job: Job) -> int:
 
 
 def run_schedule(
-    engine: DynamicInferenceEngine, schedule: Schedule
+    engine: DynamicInferenceEngine, schedule: Schedule, before_step: BeforeStep | None = None
 ) -> list[tuple[list[int], bool]]:
     """Play a schedule.
+
+    Args:
+        engine: idle.
+        schedule: what happens when.
+        before_step: called before each step, for what a schedule does not know.
 
     Returns:
         for each job its tokens, and whether it was aborted before its end.
@@ -101,6 +108,8 @@ def run_schedule(
         for number in schedule.aborts.get(step, ()):
             if number in requests and not requests[number].done():
                 engine.abort_request(number)
+        if before_step is not None:
+            before_step(engine)
         engine.step_modern()
         step += 1
     ended = [requests[number].result() for number in range(len(schedule.jobs))]
@@ -120,6 +129,8 @@ def wrong_results(
     serial_engine: DynamicInferenceEngine,
     seed: int,
     counts: Counter[str],
+    before_step: BeforeStep | None = None,
+    **config: Any,
 ) -> list[str]:
     """Play schedule `seed` under chaos and compare it with its serial result.
 
@@ -128,6 +139,8 @@ def wrong_results(
         serial_engine: lookahead 0, no chaos, room for all.
         seed: of schedule and chaos.
         counts: events are added to it.
+        before_step: see `run_schedule`.
+        **config: settings over the schedule's own.
 
     Returns:
         a line for each request that is wrong.
@@ -135,14 +148,16 @@ def wrong_results(
     schedule = random_schedule(seed)
     expected = serial_tokens(serial_engine, schedule)
     device = CpuDevice(Chaos(seed, probability=0.2, max_delay_s=0.001))
-    engine = make_engine(model, device=device, **schedule.config)
+    engine = make_engine(model, device=device, **{**schedule.config, **config})
     try:
-        found = run_schedule(engine, schedule)
+        found = run_schedule(engine, schedule, before_step)
         assert_all_is_back(engine)
     finally:
         engine.close()
     stats = engine.stats()
-    for key in ("pauses", "evictions", "zombie_rows"):
+    reasons = sum(engine.statistics.no_overlap.values())
+    assert stats["overlapped_steps"] + reasons == stats["steps"]
+    for key in ("pauses", "evictions", "zombie_rows", "discarded_steps", "discarded_rows"):
         counts[key] += int(stats[key])
     counts["aborted"] += sum(aborted for _, aborted in found)
     counts["overlapped"] += stats["overlap_ratio"] > 0

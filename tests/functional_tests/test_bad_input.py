@@ -71,7 +71,9 @@ BAD_PARAMS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "stop id out of range": ({"stop_token_ids": [1, 999]}, ("stop_token_ids=999", "0 to 511")),
     "termination id": ({"termination_id": 512}, ("termination_id=512", "0 to 511")),
-    "log probs": ({"return_log_probs": True}, ("return_log_probs=True", "leave it unset")),
+    "alternatives without log probs": (
+        {"top_n_logprobs": 2}, ("top_n_logprobs=2", "return_log_probs=True"),
+    ),
 }
 
 
@@ -253,7 +255,7 @@ class OutOfLuck(RuntimeError):
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
-@pytest.mark.parametrize("fails_in", ["forward", "_sample"])
+@pytest.mark.parametrize("fails_in", ["forward", "sample"])
 def test_exception_in_a_step(
     make_tiny_engine: EngineFactory,
     monkeypatch: pytest.MonkeyPatch,
@@ -265,7 +267,8 @@ def test_exception_in_a_step(
     want = run_together(make_tiny_engine(lookahead=0), [job])[0]
     engine = make_tiny_engine(lookahead=lookahead, max_requests=2, block_size_tokens=4)
     controller = engine.controller
-    owner = controller.inference_wrapped_model if fails_in == "forward" else controller
+    wrapped = controller.inference_wrapped_model
+    owner = wrapped if fails_in == "forward" else controller.sampler
     work, calls = getattr(owner, fails_in), 0
 
     def fail_once(*args: Any) -> Any:

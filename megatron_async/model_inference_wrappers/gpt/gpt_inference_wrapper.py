@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.inference.utils import InferenceMode
 from torch import Tensor, nn
@@ -78,3 +78,18 @@ class GPTInferenceWrapper:
                 runtime_gather_output=True,
             )
         return logits.squeeze(0)
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """Logits `[tokens, vocabulary]` of hidden states `[tokens, hidden]` behind the last norm.
+
+        Runs inside launched work.
+        """
+        model: Any = self.model
+        weight = None
+        if model.share_embeddings_and_output_weights:
+            weight = model.shared_embedding_or_output_weight()
+        with inference_mode_active():
+            logits, _ = model.output_layer(
+                hidden_states[:, None], weight=weight, runtime_gather_output=True
+            )
+        return logits[:, 0]

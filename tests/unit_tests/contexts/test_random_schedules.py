@@ -101,9 +101,9 @@ class Life:
         """Prepare a step; check the plan by itself and against the device's knowledge."""
         oldest = self.oldest_held()
         plan = self.context.prepare_step()
-        waiting = [entry.rank for entry in self.context.waiting._queue]
-        assert waiting == sorted(waiting)
+        waiting = [entry.rank for entry in self.context.waiting.in_order()]
         assert oldest not in waiting, "the oldest request was evicted"
+        assert not waiting or self.context.waiting.first().rank == waiting[0]
         if plan is None:
             return False
         dims, slots = plan.dims, self.context.slots

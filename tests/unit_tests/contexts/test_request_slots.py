@@ -74,7 +74,7 @@ def test_stop_ids_grow_and_leave_nothing_to_the_next_owner(slots):
     assert slots.stop_ids[second].tolist() == [9, NO_TOKEN, NO_TOKEN, NO_TOKEN]
 
 
-GREEDY, SOFTMAX, FILTERED = SamplingMode
+GREEDY, SOFTMAX, FILTERED, _ = SamplingMode
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,21 @@ def test_the_queue_keeps_the_order_of_service():
     assert queue.remove(14).rank == 4
     assert queue.first().rank == 1
     assert [queue.pop().rank for _ in range(len(queue))] == [1, 3, 5, 7, 9]
+
+
+def test_the_queue_forgets_what_was_taken_out():
+    queue = AdmissionQueue()
+    queue.add(WaitingRequest(request(0), 10**6, 0, 10))
+    for rank in range(1000):  # one id, used again and again, always before the request above
+        queue.add(WaitingRequest(request(1), rank, 0, 10))
+        assert queue.first().rank == rank
+        assert queue.remove(1).rank == rank
+    assert len(queue) == 1
+    assert len(queue._heap) < 100, "entries of removed requests pile up"
+    assert queue.first().request.request_id == 0
+    queue.add(WaitingRequest(request(2), 5, 0, 10))
+    queue.add(WaitingRequest(request(3), 4, 0, 10))
+    assert [waiting.rank for waiting in queue.in_order()] == [4, 5, 10**6]
 
 
 def test_priority_comes_before_arrival():

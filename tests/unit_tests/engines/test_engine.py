@@ -46,7 +46,7 @@ BAD_REQUESTS = [
     ([1], {"stop_words": [""]}, ("stop_words=['']", "none empty")),
     ([1], {"stop_words": "x"}, ("stop_words='x'", "list of strings")),
     ([1], {"stop_words": [7]}, ("stop_words=[7]", "list of strings")),
-    ([1], {"return_log_probs": True}, ("return_log_probs", "not served yet")),
+    ([1], {"top_n_logprobs": 2}, ("top_n_logprobs=2", "return_log_probs=True")),
 ]
 
 

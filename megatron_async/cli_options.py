@@ -1,0 +1,89 @@
+"""Options that several commands share, and how their help is laid out."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+
+PROGRAM = "megatron-async"
+
+MODEL_HELP = """one of
+  smollm2              the demo model, SmolLM2-135M-Instruct (installed by scripts/setup.sh)
+  PATH/TO/MODEL.gguf   a GGUF file
+  PATH/TO/FOLDER       a Hugging Face folder (config.json, safetensors, tokenizer) or a
+                       Megatron torch_dist checkpoint written by `megatron-async convert`
+  dummy:SHAPE          random weights, to try a shape: smollm2-135m, qwen3-0.6b, llama-3.1-8b"""
+
+ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
+    ("device", str, "DEVICE", "cpu, cuda or cuda:N (default: a GPU where there is one)"),
+    ("lookahead", int, "N", "steps launched ahead of bookkeeping: 0 is serial (default: 1)"),
+    ("block_size_tokens", int, "N", "tokens in a KV block (default: 256)"),
+    ("num_kv_blocks", int, "N", "KV blocks; overrides --buffer-size-gb"),
+    ("buffer_size_gb", float, "GB", "KV pool (default: 1 on a CPU, most of what is free on a GPU)"),
+    ("max_requests", int, "N", "requests served at once (default: 256)"),
+    ("max_tokens", int, "N", "token budget of one STEP, not of an answer (default: 2048)"),
+    ("max_sequence_length", int, "N", "longest prompt and answer together (default: 2560)"),
+    (
+        "attention_backend", str, "NAME",
+        "prefill on a GPU: triton, flash_attn_4, flash_attn_3 or torch (default: the fastest)",
+    ),
+    ("logging_step_interval", int, "N", "log a line every N steps (default: 0, none)"),
+)
+"""Options of `generate` that are fields of `InferenceConfig`; those not given keep its defaults."""
+
+
+class HelpFormatter(argparse.RawTextHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Line breaks as written, and the default where there is one to tell."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or action.default == []:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def flag(name: str) -> str:
+    """The option of a field: `top_k` is `--top-k`."""
+    return "--" + name.replace("_", "-")
+
+
+def add_dtype(parser: Any) -> None:
+    """The `--dtype` option, the same wherever a model is loaded."""
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="precision of the weights (default: float32 on a CPU, bfloat16 on a GPU)",
+    )
+
+
+def metrics_server(
+    engine: DynamicInferenceEngine, port: int | None
+) -> AbstractContextManager[object]:
+    """The server behind `--metrics-port`, as a context manager; none without a port."""
+    if port is None:
+        return nullcontext()
+    from megatron_async.profiling.metrics import serve_metrics
+
+    return serve_metrics(engine, port)
+
+
+class _AboveTheBar(logging.Handler):
+    """Writes to stderr without tearing a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+def show_logged_steps() -> None:
+    """Let the engine's log lines (`--logging-step-interval`) be seen."""
+    logger = logging.getLogger("megatron_async")
+    logger.setLevel(logging.INFO)
+    if not any(isinstance(handler, _AboveTheBar) for handler in logger.handlers):
+        logger.addHandler(_AboveTheBar())

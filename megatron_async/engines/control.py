@@ -1,0 +1,178 @@
+"""Stopping an engine and going on: pause and unpause, suspend and resume.
+
+A stop never takes anything back: the steps in flight are resolved, their tokens are booked, and
+what is planned next is planned when the engine goes on. So it cannot change a token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from enum import Enum, auto
+
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.contexts.kv_cache import GIB
+from megatron_async.contexts.step_output import StepOutput
+from megatron_async.engines.request_registry import RequestRegistry
+from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.errors import EngineStopped, OutOfMemoryError
+from megatron_async.text_generation_controllers.text_generation_controller import (
+    LaunchedStep,
+    TextGenerationController,
+)
+
+
+class EngineState(Enum):
+    """Whether an engine launches steps; Megatron-Core's names, of which it needs more."""
+
+    RUNNING = auto()
+    PAUSED = auto()
+    SUSPENDED = auto()
+
+
+class ControllableEngine(ABC):
+    """The part of an engine that stops it.
+
+    All methods may be called from synchronous code and from a coroutine beside `run_engine`, on the
+    thread that steps the engine. While it is stopped, requests may be added and aborted,
+    `async_step` waits until there is something to do or to report, and `step_modern` and `generate`
+    raise `EngineStopped` where they would wait for ever.
+
+    Attributes are those of `DynamicInferenceEngine`.
+    """
+
+    controller: TextGenerationController
+    context: DynamicInferenceContext
+    in_flight: deque[LaunchedStep]
+    requests: RequestRegistry
+    statistics: EngineStatistics
+
+    def __init__(self) -> None:
+        self._is_paused = False
+        self._is_suspended = False
+        self._cache_is_released = False
+        self._undelivered: list[StepOutput] = []
+
+    @property
+    def state(self) -> EngineState:
+        """An engine that is paused and suspended is SUSPENDED; it runs when it is neither."""
+        if self._is_suspended:
+            return EngineState.SUSPENDED
+        return EngineState.PAUSED if self._is_paused else EngineState.RUNNING
+
+    def pause(self) -> None:
+        """Launch no further step, until `unpause`; a paused engine stays as it is.
+
+        Waits for the steps in flight (at most lookahead + 1) and books their tokens: futures and
+        streams see them, and the next step's report carries their outputs.
+        """
+        if not self._is_paused:
+            self._is_paused = True
+            self.statistics.engine_pauses += 1
+        self._drain()
+
+    def unpause(self) -> None:
+        """Take a `pause` back; without one, nothing happens. A suspended engine stays suspended."""
+        self._is_paused = False
+        self.requests.news.notify()
+
+    def suspend(self, free_kv_cache: bool = False) -> int:
+        """Launch no further step, until `resume`, and book the steps in flight as `pause` does. It
+        stands beside `pause`: an engine that is both runs after `unpause` and `resume`.
+
+        Args:
+            free_kv_cache: give the device memory of the KV cache back, and that of captured graphs,
+                which hold its addresses. Running requests are evicted: they keep their tokens, and
+                prefill them again after `resume`. An engine that is suspended already may be
+                suspended again to this end.
+
+        Returns:
+            bytes given back; on a GPU as the driver counts them. 0 without `free_kv_cache`, and
+            when they were given back before.
+        """
+        if not self._is_suspended:
+            self._is_suspended = True
+            self.statistics.engine_suspends += 1
+        self._drain()
+        if not free_kv_cache or self._cache_is_released:
+            return 0
+        self._cache_is_released = True
+        self.context.evict_all()
+        device, cache = self.context.device, self.context.gpu_view.kv_cache
+        before = device.memory_in_use()
+        cache.release()
+        self.controller.graphs.clear()
+        device.trim()
+        return before - device.memory_in_use() if before else cache.num_bytes
+
+    def resume(self) -> None:
+        """Take a `suspend` back: allocate the KV cache and capture graphs again where they were
+        given back, and go on. Without a `suspend`, nothing happens. A paused engine stays paused.
+
+        Raises:
+            OutOfMemoryError: the cache does not fit any more; the engine stays suspended.
+        """
+        if self._cache_is_released:
+            device, cache = self.context.device, self.context.gpu_view.kv_cache
+            cache.release()  # of an attempt that failed behind this point
+            free = device.free_memory()
+            if cache.num_bytes > free:
+                raise OutOfMemoryError(
+                    f"resuming needs {cache.num_bytes / GIB:.3g} GiB for the KV cache on "
+                    f"{device.torch_device}, but {free / GIB:.3g} GiB is free: free memory there "
+                    "and call resume() again."
+                )
+            cache.allocate()
+            device.fence()
+            self.controller.recapture_cuda_graphs()
+            self._cache_is_released = False
+        self._is_suspended = False
+        self.requests.news.notify()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no step may be launched."""
+        return self._is_paused or self._is_suspended
+
+    def _drain(self) -> None:
+        """Resolve all steps in flight; their outputs go to the next report."""
+        while self.in_flight:
+            self._wait(self.in_flight[0])
+            self._undelivered += self._resolve_oldest()
+        self.statistics.drained = True
+        self.requests.notify_streams()
+
+    def _take_undelivered(self) -> list[StepOutput]:
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
+
+    def _must_wait(self) -> bool:
+        """Whether a step could neither launch, nor resolve, nor report."""
+        news = self.in_flight or self._undelivered or self.requests.has_ended
+        return self.is_stopped and not news
+
+    async def _wait_while_stopped(self) -> None:
+        while self._must_wait():
+            await self.requests.news.wait()
+
+    def _check_is_running(self) -> None:
+        """Raise EngineStopped if it is not: synchronous code cannot wait for it."""
+        if self.is_stopped:
+            undo = [("unpause()", self._is_paused), ("resume()", self._is_suspended)]
+            calls = " and ".join(call for call, is_due in undo if is_due)
+            raise EngineStopped(
+                f"the engine is {self.state.name.lower()} and launches no step: call {calls} first."
+            )
+
+    def _go_on_for_good(self) -> None:
+        """Let nobody wait any longer: the engine is closed."""
+        self._is_paused = self._is_suspended = False
+        self.requests.news.notify()
+
+    @abstractmethod
+    def _wait(self, step: LaunchedStep) -> None:
+        """Until the samples of `step` are on the host."""
+
+    @abstractmethod
+    def _resolve_oldest(self) -> list[StepOutput]:
+        """Book the oldest step, whose samples have arrived."""

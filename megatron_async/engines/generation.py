@@ -1,0 +1,40 @@
+"""Run prompts to their ends, step by step, with an engine's public methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_async.errors import RequestError
+from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine, Prompt
+
+
+def run_to_end(
+    engine: DynamicInferenceEngine,
+    prompts: Sequence[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    on_step: Callable[[dict[str, Any]], None] | None,
+) -> list[DynamicInferenceRequest]:
+    """See `DynamicInferenceEngine.generate`."""
+    if isinstance(sampling_params, Sequence):
+        if len(sampling_params) != len(prompts):
+            raise RequestError(
+                f"{len(sampling_params)} sampling_params were given for {len(prompts)} "
+                "prompts: give one for all, or one for each."
+            )
+        each: Sequence[SamplingParams | None] = sampling_params
+    else:
+        each = [sampling_params] * len(prompts)
+    futures = [
+        engine.add_request(engine.requests.free_id(), prompt, params)
+        for prompt, params in zip(prompts, each, strict=True)
+    ]
+    while not all(future.done() for future in futures):
+        report = engine.step_modern()
+        if on_step is not None:
+            on_step(report)
+    return [future.result() for future in futures]

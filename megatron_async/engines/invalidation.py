@@ -1,0 +1,44 @@
+"""What becomes of the steps in flight when a request ends that they serve: the policy, and the
+default one, `Reconcile`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+
+
+class Invalidation(ABC):
+    """A policy; the engine tells it what happens and obeys it."""
+
+    is_draining = False
+    """Whether no step may be launched before those in flight are resolved or discarded."""
+
+    @abstractmethod
+    def before_launch(self, plan: StepPlan) -> None:
+        """The step of `plan` is launched next."""
+
+    @abstractmethod
+    def before_release(self, slot: int) -> None:
+        """The request in `slot` has ended: with its last token, by an abort or by a failed step. It
+        loses its slot next."""
+
+    @abstractmethod
+    def discards(self, step: LaunchedStep) -> bool:
+        """Whether `step`, just taken out of those in flight with its work done, must not be
+        booked."""
+
+
+class Reconcile(Invalidation):
+    """Book every step. Rows of requests that have ended are recognised by (slot, generation) and
+    dropped: zombie rows. Nothing is waited for, and nothing done twice."""
+
+    def before_launch(self, plan: StepPlan) -> None:
+        return
+
+    def before_release(self, slot: int) -> None:
+        return
+
+    def discards(self, step: LaunchedStep) -> bool:
+        return False

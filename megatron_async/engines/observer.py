@@ -1,0 +1,30 @@
+"""`EngineObserver`: what an engine tells who looks on, in the order in which it happens."""
+
+from __future__ import annotations
+
+from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+
+
+class EngineObserver:
+    """Looks on and does nothing; subclasses override what they want to know.
+
+    All methods run on the engine's own path, so they must be quick and must not wait.
+    """
+
+    def added(self, request: DynamicInferenceRequest) -> None:
+        """A servable request was queued."""
+
+    def aborted(self, request_id: int) -> None:
+        """An unfinished request is about to be aborted."""
+
+    def launched(self, plan: StepPlan | None) -> None:
+        """A step was launched; None: nothing could be before a resolve."""
+
+    def resolved(self, step: LaunchedStep) -> None:
+        """A step was booked, and what ended with it has ended. Its samples are the ring's, to be
+        copied at once."""
+
+    def ended(self, request: DynamicInferenceRequest, reason: str) -> None:
+        """A request ends with the step that is being booked; its generated tokens are there."""

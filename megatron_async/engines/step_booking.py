@@ -1,0 +1,119 @@
+"""Book a resolved step: its tokens, what ends with it, and what its failure ends."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.contexts.step_output import StepOutput
+from megatron_async.engines.invalidation import Invalidation
+from megatron_async.engines.log_prob_booking import book_log_probs, book_prompt_log_probs
+from megatron_async.engines.observer import EngineObserver
+from megatron_async.engines.request_registry import RequestRegistry
+from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.errors import StepFailed
+from megatron_async.inference_request import DynamicInferenceRequest, Status
+from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+
+
+class StepBooking:
+    """Python per event in a request's life, arrays for what every token needs.
+
+    Args:
+        context: holds the books.
+        requests: the unfinished ones.
+        statistics: counts.
+        invalidation: is told before a request loses its slot.
+
+    Attributes:
+        observer: is told what ends.
+    """
+
+    def __init__(
+        self,
+        context: DynamicInferenceContext,
+        requests: RequestRegistry,
+        statistics: EngineStatistics,
+        invalidation: Invalidation,
+    ) -> None:
+        self._context = context
+        self._requests = requests
+        self._statistics = statistics
+        self._invalidation = invalidation
+        self.observer = EngineObserver()
+
+    def book(self, step: LaunchedStep) -> StepOutput:
+        """Book a step whose samples have arrived; requests that it ends leave the engine."""
+        context, tracer = self._context, self._context.tracer
+        if step.error is not None:
+            self._fail(step, step.error)
+        with tracer.range("update_requests", step.plan.step):
+            if step.plan.num_prompt_log_probs:
+                book_prompt_log_probs(step, context.slots)
+            output = context.update_requests(step.plan, step.samples, step.log_probs)
+        with tracer.range("emit", step.plan.step):
+            self._emit(output)
+        if context.config.check_integrity:
+            context.check_integrity()
+        return output
+
+    def release(self, slot: int) -> None:
+        """A request has ended: take slot and blocks from it."""
+        self._invalidation.before_release(slot)
+        self._context.release_request(slot)
+
+    def _emit(self, output: StepOutput) -> None:
+        """Stamp first tokens and end what has ended: Python per event, not per token."""
+        slots, statistics = self._context.slots, self._statistics
+        statistics.resolved_steps += 1
+        statistics.generated_tokens += len(output.tokens)
+        statistics.zombie_rows += output.zombie_rows
+        for row in np.flatnonzero(output.is_first):
+            request = slots.request_at(output.slots[row])
+            request.ttft = time.perf_counter() - request.arrival_time
+        if output.log_probs is not None:
+            book_log_probs(output, slots)
+        watched = slots.has_stop_words[output.slots]
+        for row in np.flatnonzero(output.ended | watched):
+            slot, error = output.slots[row], None
+            request = slots.request_at(slot)
+            try:
+                reason = self._finish_reason(request, output, int(row))
+            except Exception as failure:  # of a user's own tokenizer: this request's alone
+                reason, error = "error", failure
+            if reason is not None:
+                self.release(slot)
+                self.observer.ended(request, reason)
+                status = Status.COMPLETED if error is None else Status.FAILED
+                self._requests.end(request, status, reason, error)
+
+    def _finish_reason(
+        self, request: DynamicInferenceRequest, output: StepOutput, row: int
+    ) -> str | None:
+        """Why a request ends with this token; None if it goes on."""
+        if output.stopped[row]:
+            is_termination = output.tokens[row] == request.sampling_params.termination_id
+            return "termination_id" if is_termination else "stop_token"
+        matcher = self._requests.get(request.request_id).stop_words
+        if matcher is not None:
+            slots, slot = self._context.slots, output.slots[row]
+            generated = slots.num_known[slot] - slots.prompt_length[slot]
+            counts = generated >= request.sampling_params.min_tokens
+            if matcher.push(int(output.tokens[row]), bool(counts)):
+                request.stop_words_from = matcher.counts_from
+                return "stop_word"
+        return "length" if output.ended[row] else None
+
+    def _fail(self, step: LaunchedStep, cause: Exception) -> None:
+        """The step's own work raised: fail the requests that it served, and no others."""
+        error = StepFailed(f"step {step.plan.step} failed: {cause!r}")
+        error.__cause__ = cause
+        self._statistics.failed_steps += 1
+        slots = self._context.slots
+        held = slots.generation[step.plan.slots] == step.plan.generations
+        for slot in step.plan.slots[held]:
+            request = slots.request_at(slot)
+            self.release(slot)
+            self._requests.end(request, Status.FAILED, "error", error)

@@ -1,0 +1,33 @@
+"""`SamplingState`: what the sampling of a request's next token remembers of its tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PROMPT_TOKEN = 1 << 30
+"""Bit of a count: the token is in the prompt. The bits below count it among the generated ones."""
+
+
+class SamplingState:
+    """Per-slot arrays of the steps with processed logits; one row more than there are slots, as in
+    `DeviceSlots`. Kept up by the steps themselves, on the compute stream: they never see a token
+    that is not sampled yet.
+
+    Args:
+        capacity: slots.
+        vocab_size: tokens.
+        window: recent tokens kept for bad words.
+        device: where the arrays live.
+
+    Attributes:
+        counts: int32 `[slots + 1, vocabulary]`: see `PROMPT_TOKEN`; kept for rows with penalties.
+        recent: int32 `[slots + 1, window]`: the generated token at position p is at p % window;
+            kept for rows with bad words.
+    """
+
+    def __init__(self, capacity: int, vocab_size: int, window: int, device: torch.device) -> None:
+        self.counts: Tensor = torch.zeros(
+            capacity + 1, vocab_size, dtype=torch.int32, device=device
+        )
+        self.recent: Tensor = torch.zeros(capacity + 1, window, dtype=torch.int32, device=device)

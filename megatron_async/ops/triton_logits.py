@@ -1,0 +1,273 @@
+"""`ops/logits_processing.py` as kernels, for a captured step: what a row asks for is read on the
+device, and a row that asks for nothing ends its programs at once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.ops.logits_processing import ChunkTensors, ProcessingTensors
+from megatron_async.ops.sampling_state import PROMPT_TOKEN
+from megatron_async.ops.slot_records import (
+    EDIT_WORDS,
+    HEADER,
+    MAX_BAD_WORDS,
+    MAX_EDITS,
+    NO_TOKEN,
+    WINDOW,
+    Header,
+    RowFeature,
+)
+
+TILE = 2048
+"""Tokens of the vocabulary of one program."""
+CHUNK_TILE = 1024
+"""Tokens of a chunk, words of a record, of one program."""
+ROW_TILE = 128
+
+PENALTIES = tl.constexpr(int(RowFeature.PENALTIES))
+EDITS = tl.constexpr(int(RowFeature.EDITS))
+BAD_WORDS = tl.constexpr(int(RowFeature.BAD_WORDS))
+PRODUCES = tl.constexpr(int(RowFeature.PRODUCES))
+STARTS = tl.constexpr(int(RowFeature.STARTS))
+IN_PROMPT = tl.constexpr(PROMPT_TOKEN)
+PROMPT_LENGTH = tl.constexpr(int(Header.PROMPT_LENGTH))
+NUM_EDITS = tl.constexpr(int(Header.NUM_EDITS))
+NUM_BAD_WORDS = tl.constexpr(int(Header.NUM_BAD_WORDS))
+HEAD = tl.constexpr(HEADER)
+EDIT = tl.constexpr(EDIT_WORDS)
+LONGEST = tl.constexpr(WINDOW)
+NOTHING = tl.constexpr(NO_TOKEN)
+
+
+def begin_chunks(rows: ProcessingTensors, chunks: ChunkTensors) -> None:
+    """As `begin_chunks_reference`."""
+    counts, recent = rows.state.counts, rows.state.recent
+    vocab = counts.size(1)
+    records = (rows.records, rows.records.stride(0))
+    _load_records[(chunks.count,)](
+        chunks.words, chunks.words.stride(0), chunks.entry, chunks.record_field,
+        rows.slots, chunks.first_row, *records, CHUNK_TILE,
+    )  # fmt: skip
+    _reset_counts[(chunks.count, triton.cdiv(vocab, TILE))](
+        rows.features, rows.slots, chunks.first_row, counts, vocab, TILE
+    )
+    _count_chunks[(chunks.count, triton.cdiv(chunks.max_query_length, CHUNK_TILE))](
+        rows.features, rows.slots, rows.kv_lengths, chunks.first_row,
+        chunks.starts, chunks.token_ids, *records, counts, vocab, recent, CHUNK_TILE,
+    )  # fmt: skip
+
+
+def process_logits(logits: Tensor, rows: ProcessingTensors) -> Tensor:
+    """As `process_logits_reference`; elements of a row of `logits` must be adjacent."""
+    count, vocab = logits.shape
+    processed = torch.empty(count, vocab, dtype=torch.float32, device=logits.device)
+    records = (rows.records, rows.records.stride(0))
+    _process[(triton.cdiv(vocab, TILE), count)](
+        logits, logits.stride(0), processed, vocab,
+        rows.features, rows.slots, *records, rows.state.counts, TILE,
+    )  # fmt: skip
+    _edit[(count,)](
+        processed, vocab, rows.features, rows.slots, rows.kv_lengths,
+        *records, rows.state.recent, MAX_EDITS, MAX_BAD_WORDS,
+    )  # fmt: skip
+    return processed
+
+
+def count_tokens(tokens: Tensor, rows: ProcessingTensors) -> None:
+    """As `count_tokens_reference`."""
+    count = tokens.numel()
+    _count_tokens[(triton.cdiv(count, ROW_TILE),)](
+        tokens, count, rows.features, rows.slots, rows.kv_lengths,
+        rows.state.counts, rows.state.counts.size(1), rows.state.recent, ROW_TILE,
+    )  # fmt: skip
+
+
+# ---- Kernels ---------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["words_stride", "field", "first_row"])
+def _load_records(
+    words: tl.tensor,
+    words_stride: tl.tensor,
+    entry: tl.tensor,
+    field: tl.tensor,
+    slots: tl.tensor,
+    first_row: tl.tensor,
+    records: tl.tensor,
+    record_stride: tl.tensor,
+    tile: tl.constexpr,
+) -> None:
+    chunk = tl.program_id(0)
+    step = words + tl.load(entry).to(tl.int64) * words_stride
+    offset = tl.load(step + field + chunk)
+    if offset >= 0:
+        given = step + offset
+        edits, bad_words = tl.load(given + NUM_EDITS), tl.load(given + NUM_BAD_WORDS)
+        length = HEAD + edits * EDIT + bad_words * LONGEST
+        record = records + tl.load(slots + first_row + chunk) * record_stride
+        first = 0
+        while first < length:
+            place = first + tl.arange(0, tile)
+            value = tl.load(given + place, mask=place < length)
+            tl.store(record + place, value, mask=place < length)
+            first += tile
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def _reset_counts(
+    features: tl.tensor,
+    slots: tl.tensor,
+    first_row: tl.tensor,
+    counts: tl.tensor,
+    vocab: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    row = first_row + tl.program_id(0)
+    asked = tl.load(features + row)
+    if ((asked & STARTS) != 0) & ((asked & PENALTIES) != 0):
+        token = tl.program_id(1) * tile + tl.arange(0, tile)
+        zero = tl.zeros((tile,), tl.int32)
+        tl.store(counts + tl.load(slots + row) * vocab + token, zero, mask=token < vocab)
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def _count_chunks(
+    features: tl.tensor,
+    slots: tl.tensor,
+    kv_lengths: tl.tensor,
+    first_row: tl.tensor,
+    starts: tl.tensor,
+    token_ids: tl.tensor,
+    records: tl.tensor,
+    record_stride: tl.tensor,
+    counts: tl.tensor,
+    vocab: tl.constexpr,
+    recent: tl.tensor,
+    tile: tl.constexpr,
+) -> None:
+    chunk = tl.program_id(0)
+    row = first_row + chunk
+    asked = tl.load(features + row)
+    start, end = tl.load(starts + chunk), tl.load(starts + chunk + 1)
+    index = start + tl.program_id(1) * tile + tl.arange(0, tile)
+    inside = index < end
+    if (asked & (PENALTIES | BAD_WORDS)) != 0:
+        slot = tl.load(slots + row)
+        token = tl.load(token_ids + index, mask=inside, other=0)
+        position = tl.load(kv_lengths + row) - end + index
+        in_prompt = position < tl.load(records + slot * record_stride + PROMPT_LENGTH)
+        if (asked & PENALTIES) != 0:
+            # A token may be in the chunk many times, in the prompt and in what was generated.
+            place = counts + slot * vocab + token
+            tl.atomic_or(place, IN_PROMPT, mask=inside & in_prompt, sem="relaxed")
+            tl.atomic_add(place, 1, mask=inside & (in_prompt == 0), sem="relaxed")
+        if (asked & BAD_WORDS) != 0:
+            last = inside & (index >= end - LONGEST)
+            tl.store(recent + slot * LONGEST + position % LONGEST, token.to(tl.int32), mask=last)
+
+
+@triton.jit
+def _process(
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    processed: tl.tensor,
+    vocab: tl.constexpr,
+    features: tl.tensor,
+    slots: tl.tensor,
+    records: tl.tensor,
+    record_stride: tl.tensor,
+    counts: tl.tensor,
+    tile: tl.constexpr,
+) -> None:
+    row = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * tile + tl.arange(0, tile)
+    inside = token < vocab
+    logit = tl.load(logits + row * row_stride + token, mask=inside, other=0).to(tl.float32)
+    if (tl.load(features + row) & PENALTIES) != 0:
+        slot = tl.load(slots + row)
+        record = records + slot * record_stride
+        frequency = tl.load(record).to(tl.float32, bitcast=True)
+        presence = tl.load(record + 1).to(tl.float32, bitcast=True)
+        repetition = tl.load(record + 2).to(tl.float32, bitcast=True)
+        seen = tl.load(counts + slot * vocab + token, mask=inside, other=0)
+        penalised = tl.where(logit > 0, logit / repetition, logit * repetition)
+        logit = tl.where(seen != 0, penalised, logit)
+        generated = seen & (IN_PROMPT - 1)
+        logit -= frequency * generated + presence * (generated > 0)
+    tl.store(processed + row * vocab + token, logit, mask=inside)
+
+
+@triton.jit
+def _edit(
+    processed: tl.tensor,
+    vocab: tl.constexpr,
+    features: tl.tensor,
+    slots: tl.tensor,
+    kv_lengths: tl.tensor,
+    records: tl.tensor,
+    record_stride: tl.tensor,
+    recent: tl.tensor,
+    most_edits: tl.constexpr,
+    most_words: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    asked = tl.load(features + row)
+    if (asked & (EDITS | BAD_WORDS)) != 0:
+        slot, position = tl.load(slots + row), tl.load(kv_lengths + row)
+        record = records + slot * record_stride
+        edits = tl.load(record + NUM_EDITS)
+        logits = processed + row * vocab
+        # Additions only, and atomic: a token may be edited twice and banned too.
+        if (asked & EDITS) != 0:
+            edit = tl.arange(0, most_edits)
+            exists = edit < edits
+            given = record + HEAD + edit * EDIT
+            value = tl.load(given + 1, mask=exists, other=0).to(tl.float32, bitcast=True)
+            due = exists & (position < tl.load(given + 2, mask=exists, other=0))
+            token = tl.load(given, mask=exists, other=0)
+            tl.atomic_add(logits + token, value, mask=due, sem="relaxed")
+        if (asked & BAD_WORDS) != 0:
+            word, column = tl.arange(0, most_words), tl.arange(0, LONGEST)
+            exists = word < tl.load(record + NUM_BAD_WORDS)
+            words = record + HEAD + edits * EDIT + word * LONGEST
+            back = LONGEST - 1 - column
+            place = (position - back + LONGEST) % LONGEST
+            generated = position - tl.load(record + PROMPT_LENGTH)
+            before = tl.load(recent + slot * LONGEST + place)
+            before = tl.where(back <= generated, before, NOTHING - 1)
+            wanted = tl.load(words[:, None] + column[None, :], mask=exists[:, None], other=NOTHING)
+            fits = (wanted == NOTHING) | (wanted == before[None, :]) | (back == 0)[None, :]
+            matches = exists & (tl.sum(fits.to(tl.int32), axis=1) == LONGEST)
+            banned = tl.load(words + LONGEST - 1, mask=exists, other=0)
+            minus = tl.full((most_words,), float("-inf"), tl.float32)
+            tl.atomic_add(logits + banned, minus, mask=matches, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["count"])
+def _count_tokens(
+    tokens: tl.tensor,
+    count: tl.tensor,
+    features: tl.tensor,
+    slots: tl.tensor,
+    kv_lengths: tl.tensor,
+    counts: tl.tensor,
+    vocab: tl.constexpr,
+    recent: tl.tensor,
+    tile: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * tile + tl.arange(0, tile)
+    inside = row < count
+    asked = tl.load(features + row, mask=inside, other=0)
+    produces = (asked & PRODUCES) != 0
+    token = tl.load(tokens + row, mask=inside, other=0)
+    slot = tl.load(slots + row, mask=inside, other=0)
+    # A slot has one row in a step, so nobody else counts here.
+    counted = produces & ((asked & PENALTIES) != 0)
+    place = counts + slot * vocab + token
+    tl.store(place, tl.load(place, mask=counted, other=0) + 1, mask=counted)
+    kept = produces & ((asked & BAD_WORDS) != 0)
+    position = tl.load(kv_lengths + row, mask=inside, other=0)
+    tl.store(recent + slot * LONGEST + position % LONGEST, token.to(tl.int32), mask=kept)

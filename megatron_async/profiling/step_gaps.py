@@ -1,0 +1,180 @@
+"""Where the device idled between steps, and what the CPU did meanwhile, from the step timeline.
+
+The device lane ends and begins where events of the compute stream say so. That is exact to a few
+microseconds; for gaps shorter than that, `gap_report` reads a kernel timeline.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron_async.profiling.benchmark_record import distribution
+from megatron_async.profiling.timeline import Span, Timeline
+
+STAGES = {
+    "prepare_step": "prepare",
+    "transfer_bookkeeping_to_gpu": "upload",
+    "launch_step": "launch",
+    "resolve": "wait",
+    "update_requests": "book",
+    "emit": "emit",
+}
+"""The ranges into which a step divides the CPU's time, one after another, and their short names."""
+
+WAIT = "wait"
+REST_OF_STEP = "rest of step"
+"""The engine's time in none of its stages."""
+BETWEEN_STEPS = "between steps"
+"""The caller's time, or nothing to do."""
+
+WORST = 10
+"""Steps that a report names."""
+
+
+@dataclass(frozen=True)
+class StepGap:
+    """One step, and the time before it in which the device had nothing to run. Microseconds."""
+
+    step: int
+    start_us: float
+    """Begin on the device."""
+    device_us: float
+    """Time on the device."""
+    gap_us: float
+    """From the end of the step before to the begin of this one."""
+    is_launched_ahead: bool
+    """Whether the step was launched when the one before ended. If so the CPU was not late, and the
+    gap is the device's own."""
+    cpu_us: Mapping[str, float]
+    """CPU time of this step by stage (short names), wait included."""
+    in_gap_us: Mapping[str, float]
+    """What the CPU did in the gap: time by stage, `REST_OF_STEP` and `BETWEEN_STEPS`; longest
+    first."""
+
+
+@dataclass(frozen=True)
+class GapReport:
+    """Device idle time over a run of steps."""
+
+    gaps: list[StepGap]
+    """In order of the steps; the first step of a run has no gap and is left out."""
+
+    @property
+    def worst(self) -> list[StepGap]:
+        """The steps with the longest gaps, longest first."""
+        return sorted(self.gaps, key=lambda gap: -gap.gap_us)[:WORST]
+
+    @property
+    def typical(self) -> StepGap:
+        """A step with the median gap (the lower one, of two)."""
+        median = statistics.median_low(gap.gap_us for gap in self.gaps)
+        return next(gap for gap in self.gaps if gap.gap_us == median)
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the time from the first gap to the end of the last step that steps ran."""
+        busy = sum(gap.device_us for gap in self.gaps)
+        return busy / (busy + sum(gap.gap_us for gap in self.gaps))
+
+    @property
+    def launched_ahead_share(self) -> float:
+        """Share of steps that were launched when the step before ended."""
+        return statistics.fmean(gap.is_launched_ahead for gap in self.gaps)
+
+    def gap_us(self) -> dict[str, float | None]:
+        """Mean and percentiles of the gaps; see `distribution`."""
+        return distribution(gap.gap_us for gap in self.gaps)
+
+    def device_us(self) -> dict[str, float | None]:
+        """Mean and percentiles of the steps' device times."""
+        return distribution(gap.device_us for gap in self.gaps)
+
+    def cpu_us(self) -> dict[str, dict[str, float | None]]:
+        """Mean and percentiles of each stage's CPU time in a step."""
+        return {
+            stage: distribution(gap.cpu_us.get(stage, 0.0) for gap in self.gaps)
+            for stage in STAGES.values()
+        }
+
+
+def step_gaps(timeline: Timeline) -> GapReport:
+    """The gaps of a timeline's steps.
+
+    Args:
+        timeline: of an engine; steps whose `device_step` it lacks are left out.
+
+    Raises:
+        ValueError: fewer than two steps are found.
+    """
+    device = sorted(timeline.select("device", "device_step").values(), key=lambda s: s.start_us)
+    if len(device) < 2:
+        raise ValueError(
+            f"the timeline has {len(device)} steps on the device: a gap needs at least two."
+        )
+    stages = [s for s in timeline.spans if s.lane == "cpu" and s.name in STAGES]
+    occupied = _Occupied(
+        stages, (s for s in timeline.spans if s.lane == "cpu" and s.name == "step")
+    )
+    cpu_us: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    launched: dict[int, float] = {}
+    for span in stages:
+        cpu_us[span.step][STAGES[span.name]] += span.end_us - span.start_us
+        if span.name == "launch_step":
+            launched[span.step] = span.end_us
+    gaps = []
+    for before, span in pairwise(device):
+        gaps.append(
+            StepGap(
+                step=span.step,
+                start_us=span.start_us,
+                device_us=span.end_us - span.start_us,
+                gap_us=max(span.start_us - before.end_us, 0.0),
+                is_launched_ahead=launched.get(span.step, before.end_us) <= before.end_us,
+                cpu_us=dict(cpu_us[span.step]),
+                in_gap_us=occupied.between(before.end_us, span.start_us),
+            )
+        )
+    return GapReport(gaps)
+
+
+class _Occupied:
+    """What the engine's thread did when."""
+
+    def __init__(self, stages: Iterable[Span], steps: Iterable[Span]) -> None:
+        self._stages = _Lane(stages)
+        self._steps = _Lane(steps)
+
+    def between(self, start: float, end: float) -> dict[str, float]:
+        """Time by activity, longest first."""
+        if end <= start:
+            return {}
+        found: dict[str, float] = defaultdict(float)
+        for span, overlap in self._stages.overlaps(start, end):
+            found[STAGES[span.name]] += overlap
+        inside = sum(overlap for _, overlap in self._steps.overlaps(start, end))
+        found[REST_OF_STEP] = max(inside - sum(found.values()), 0.0)
+        found[BETWEEN_STEPS] = max(end - start - inside, 0.0)
+        return {k: us for k, us in sorted(found.items(), key=lambda item: -item[1]) if us > 0}
+
+
+class _Lane:
+    """Spans that follow one another."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self._spans: Sequence[Span] = sorted(spans, key=lambda span: span.start_us)
+        self._starts = [span.start_us for span in self._spans]
+
+    def overlaps(self, start: float, end: float) -> Iterable[tuple[Span, float]]:
+        """The spans that reach into an interval, each with the time it shares with it."""
+        index = max(bisect_right(self._starts, start) - 1, 0)
+        while index < len(self._spans) and self._starts[index] < end:
+            span = self._spans[index]
+            overlap = min(span.end_us, end) - max(span.start_us, start)
+            if overlap > 0:
+                yield span, overlap
+            index += 1

@@ -1,0 +1,108 @@
+"""A controller without a model: it takes a step's tokens from a source, its time from a model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.contexts.graph_shapes import mixed_graph_sizes
+from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.simulation.device_times import Machine
+from megatron_async.simulation.virtual_device import VirtualDevice
+from megatron_async.text_generation_controllers.cuda_graphs import CaptureReport
+from megatron_async.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+    _SampleBuffers,
+)
+
+
+class TokenSource(Protocol):
+    """Says what a step samples."""
+
+    def sample(self, plan: StepPlan, context: DynamicInferenceContext) -> IntArray:
+        """Tokens of the plan's rows, int32 `[rows]`.
+
+        Called when the step is launched, so that every row's slot is still its request's. What it
+        raises fails the step, as a fault of a model's would.
+        """
+        ...
+
+
+class _NoWeights:
+    """What the controller asks of a wrapped model, without one."""
+
+    def __init__(self, context: DynamicInferenceContext, vocab_size: int) -> None:
+        self.inference_context = context
+        self.vocab_size = vocab_size
+
+
+class ModelLessController(TextGenerationController):
+    """Runs a step by asking where its tokens come from and how long it takes.
+
+    Launching, events and buffers are the real controller's; only the work inside is replaced.
+
+    Args:
+        context: on a `VirtualDevice`.
+        vocab_size: of the model that is not there.
+        tokens: what steps sample.
+        machine: how long they take; None: no time at all.
+
+    Attributes:
+        idle_us: time in which the device had nothing to do although the engine had work.
+    """
+
+    def __init__(
+        self,
+        context: DynamicInferenceContext,
+        vocab_size: int,
+        tokens: TokenSource,
+        machine: Machine | None = None,
+    ) -> None:
+        super().__init__(_NoWeights(context, vocab_size))  # type: ignore[arg-type]
+        assert isinstance(context.device, VirtualDevice)
+        self._virtual = context.device
+        self._tokens = tokens
+        self._machine = machine
+        self._samples: IntArray = np.empty(0, np.int32)
+        self.idle_us = 0.0
+        self.engine_was_idle = True
+        """Set by who steps the engine: what precedes the next step is no idling."""
+        self._busy_until_us = 0.0
+
+    def create_cuda_graphs(self, progress: bool = False) -> CaptureReport | None:
+        """Nothing to capture; but a machine that captures pads its steps to the same shapes."""
+        machine, context = self._machine, self.context
+        shapes = context.graph_shapes
+        if machine is not None and machine.device.captures_graphs:
+            shapes.mixed_sizes = mixed_graph_sizes(context.max_requests, context.max_tokens)
+            shapes.prefill_rows = context.config.mixed_prefill_rows
+            shapes.keep_mixed_up_to(machine.device.captured_prefill_tokens)
+        return None
+
+    def _run_step(self, plan: StepPlan) -> None:
+        self._samples = self._tokens.sample(plan, self.context)
+        self._spend(plan)
+
+    def _spend(self, plan: StepPlan) -> None:
+        if self._machine is None:
+            return
+        stream, times = self._virtual.compute, self._machine.device
+        if not self.engine_was_idle:
+            self.idle_us += stream.free_us - self._busy_until_us
+        self.engine_was_idle = False
+        stream.spend(times.step_us(plan))
+        if times.is_eager(plan.dims):
+            # The device runs what is launched so far, and is not done before the last launch.
+            self._virtual.clock.spend(self._machine.cpu.eager_launch_us)
+            stream.free_us = max(stream.free_us, self._virtual.clock.now_us)
+        self._busy_until_us = stream.free_us
+
+    def _transfer_samples_to_cpu(self, plan: StepPlan, buffers: _SampleBuffers) -> None:
+        decode, first_chunk = plan.num_decode, plan.dims.decode_rows
+        chunks = plan.num_rows - decode
+        buffers.array[:decode] = self._samples[:decode]
+        buffers.array[first_chunk : first_chunk + chunks] = self._samples[decode:]
+        if self._machine is not None:
+            self._virtual.copy.spend(self._machine.cpu.turnaround_us)

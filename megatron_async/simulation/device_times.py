@@ -1,0 +1,145 @@
+"""How long a device takes for a step, in virtual time: a model of few numbers, and built-in ones.
+
+A step reads the weights once, multiplies them with all its tokens, and reads the keys and values
+of its rows. So its time is taken as
+
+    tokens(T) + prefill * P + decode * R + kv * K
+
+with P prefill tokens, R decode rows, T = P + R (padding included), K tokens of KV cache read, and
+`tokens` linear between given points. A fit of a recording has one point: a + b P + c R + d K.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.errors import ConfigurationError
+from megatron_async.simulation.cpu_times import CpuTimes
+
+
+@dataclass(frozen=True)
+class DeviceTimes:
+    """Microseconds of a step on a device.
+
+    Raises:
+        ConfigurationError: no points, or points that are not in order of tokens.
+    """
+
+    tokens_us: tuple[tuple[float, float], ...]
+    """(tokens, microseconds), ascending; beyond the ends the first and last slopes go on, and
+    before the first point its time stays."""
+    prefill_us: float = 0.0
+    """More for each prefill token."""
+    decode_us: float = 0.0
+    """More for each decode row."""
+    kv_us: float = 0.0
+    """For each token of KV cache that is read."""
+    captures_graphs: bool = False
+    """Whether decode steps are padded to captured shapes."""
+    captured_prefill_tokens: int = 0
+    """Mixed steps of more prefill tokens are launched kernel by kernel."""
+
+    def __post_init__(self) -> None:
+        counts = [tokens for tokens, _ in self.tokens_us]
+        if not counts or counts != sorted(set(counts)):
+            raise ConfigurationError(
+                f"tokens_us={self.tokens_us!r} must be points in ascending order of tokens."
+            )
+
+    def step_us(self, plan: StepPlan) -> float:
+        """Time of a step."""
+        dims = plan.dims
+        return self.time_us(dims.prefill_tokens, dims.decode_rows, int(plan.kv_lengths.sum()))
+
+    def time_us(self, prefill_tokens: int, decode_rows: int, kv_tokens: int) -> float:
+        """Time of a step of so many tokens and rows, padding included; never negative."""
+        total = self._interpolate(prefill_tokens + decode_rows)
+        total += self.prefill_us * prefill_tokens + self.decode_us * decode_rows
+        return max(total + self.kv_us * kv_tokens, 0.0)
+
+    def is_eager(self, dims: BatchDimensions) -> bool:
+        """Whether the kernels of such a step are launched one by one."""
+        return self.captures_graphs and not dims.is_captured
+
+    def _interpolate(self, tokens: float) -> float:
+        points = self.tokens_us
+        if len(points) == 1 or tokens <= points[0][0]:
+            return points[0][1]
+        right = min(bisect_right(points, (tokens, float("inf"))), len(points) - 1)
+        (x0, y0), (x1, y1) = points[right - 1], points[right]
+        return y0 + (tokens - x0) * (y1 - y0) / (x1 - x0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device and its host, as the simulator sees them."""
+
+    device: DeviceTimes
+    cpu: CpuTimes
+    source: str
+    """Where the numbers come from."""
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Machine:
+        """Inverse of `dataclasses.asdict`, also after JSON."""
+        device = dict(values["device"])
+        device["tokens_us"] = tuple((x, y) for x, y in device["tokens_us"])
+        return cls(DeviceTimes(**device), CpuTimes(**values["cpu"]), values["source"])
+
+
+_KV_US_PER_BYTE = (4888.0 - 3816.0) / 32_640 / 131_072
+"""What 32k tokens of context add to a decode step of the 8B shape: decode_8b_32k.json beside
+decode_8b.json."""
+_MEAN_CONTEXT = 190
+"""Tokens, of the decode records."""
+
+
+def _without_kv(
+    points: tuple[tuple[int, float], ...], kv_us: float, context: int = _MEAN_CONTEXT
+) -> tuple[tuple[float, float], ...]:
+    return tuple((rows, us - kv_us * rows * context) for rows, us in points)
+
+
+def _h200(
+    decode: tuple[tuple[int, float], ...],
+    mixed: tuple[tuple[int, float], ...],
+    kv_bytes: int,
+    captured_prefill_tokens: int,
+    eager_launch_us: float,
+) -> Machine:
+    kv_us = _KV_US_PER_BYTE * kv_bytes
+    device = DeviceTimes(
+        tokens_us=_without_kv(decode, kv_us) + mixed,
+        kv_us=kv_us,
+        captures_graphs=True,
+        captured_prefill_tokens=captured_prefill_tokens,
+    )
+    source = "one H200, bfloat16, docs/performance/decode_*.json and prefill_*.json"
+    return Machine(device, CpuTimes(eager_launch_us=eager_launch_us), source)
+
+
+# Decode: lookahead 1, in which a step takes what its kernels take. One row has kernels of its own
+# and 2 to 16 rows share a tile (ops/skinny_plan.py), so 2 rows take what 16 were measured to.
+# Mixed: the time to the first token of one prompt of 2048 tokens, less the host's 0.2 ms. Eager
+# launches and captured sizes: docs/performance.md, "Between steps, and churn".
+MACHINES: dict[str, Machine] = {
+    "h200:smollm2-135m": _h200(
+        decode=((1, 380.0), (2, 649.0), (16, 649.0), (64, 807.0), (256, 1235.0)),
+        mixed=((2048, 2790.0),),
+        kv_bytes=23_040,
+        captured_prefill_tokens=2048,
+        eager_launch_us=8200.0,
+    ),
+    "h200:llama-3.1-8b": _h200(
+        decode=((1, 3816.0), (2, 4343.0), (16, 4343.0), (64, 4915.0), (256, 9041.0)),
+        mixed=((2048, 46480.0),),
+        kv_bytes=131_072,
+        captured_prefill_tokens=64,
+        eager_launch_us=8800.0,
+    ),
+}
+"""Built-in figures by name; none of them was fitted to the records of arrivals at random."""

@@ -1,0 +1,53 @@
+"""The real engine and context around a device without a model."""
+
+from __future__ import annotations
+
+from megatron_async.config import InferenceConfig
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.errors import ConfigurationError
+from megatron_async.simulation.controller import ModelLessController, TokenSource
+from megatron_async.simulation.cpu_times import VirtualTracer
+from megatron_async.simulation.device_times import Machine
+from megatron_async.simulation.model_shape import ModelShape
+from megatron_async.simulation.virtual_device import VirtualDevice
+
+
+class ModelLessEngine(DynamicInferenceEngine):
+    """A `DynamicInferenceEngine` that schedules and books, and computes nothing.
+
+    Args:
+        shape: of the model that is not there.
+        config: settings of the engine; `device` is not looked at.
+        tokens: what steps sample.
+        machine: how long steps take, on the virtual clock; None: no time at all.
+
+    Attributes:
+        virtual_device: the device, with the clock.
+        model_less_controller: the controller, with its idle time.
+
+    Raises:
+        ConfigurationError: neither num_kv_blocks nor buffer_size_gb is set.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        config: InferenceConfig,
+        tokens: TokenSource,
+        machine: Machine | None = None,
+    ) -> None:
+        if config.num_kv_blocks is None and config.buffer_size_gb is None:
+            raise ConfigurationError(
+                "a device without memory has no free memory to size the KV pool by: give "
+                "num_kv_blocks or buffer_size_gb."
+            )
+        self.virtual_device = VirtualDevice(machine is not None and machine.device.captures_graphs)
+        context = DynamicInferenceContext(shape, config, self.virtual_device)
+        if machine is not None:
+            clock = self.virtual_device.clock
+            context.tracer = VirtualTracer(self.virtual_device, clock, machine.cpu)
+        self.model_less_controller = ModelLessController(
+            context, shape.vocab_size, tokens, machine
+        )
+        super().__init__(self.model_less_controller, context)

@@ -1,0 +1,199 @@
+"""`Recorder`: writes down a run while it goes on, so that it can be replayed without its model."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import queue
+import threading
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.engines.observer import EngineObserver
+from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.profiling.benchmark_record import commit
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.simulation.model_shape import ModelShape
+from megatron_async.simulation.recording import (
+    COUNTERS,
+    FORMAT,
+    VERSION,
+    RecordingError,
+    plan_checksums,
+)
+from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+
+FLUSH_S = 0.5
+"""The file is brought up to date when nothing has happened for so long."""
+COMPRESSION = 1
+"""gzip's level: the fastest."""
+
+
+class Recorder(EngineObserver):
+    """Records a run of an engine, from its first request until `close`.
+
+    The engine's thread only puts references into a queue (plans are immutable; samples are copied,
+    because their ring comes round). A thread of the recorder's makes checksums and JSON of them and
+    writes the file, so that a crash leaves what came before. See `recording` for the format.
+
+    Args:
+        engine: one that has not served anything yet.
+        path: the file to write; replaced if it is there.
+
+    Raises:
+        RecordingError: the engine has served requests, whose traces in its books a replay would
+            lack; or it is recorded already.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine, path: str | Path) -> None:
+        if engine.statistics.steps or engine.has_unfinished_requests():
+            raise RecordingError(
+                "the engine has served requests already: make its Recorder before the first."
+            )
+        if isinstance(engine.observer, Recorder):
+            raise RecordingError("the engine is recorded already: close the other Recorder first.")
+        self._engine = engine
+        self._statistics = engine.statistics
+        self._file: TextIO = gzip.open(  # noqa: SIM115  # closed by the recorder's thread
+            path, "wt", compresslevel=COMPRESSION, encoding="utf-8"
+        )
+        self._events: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._failure: Exception | None = None
+        self._before_ns = (0, 0, 0)
+        self._write(_header(engine))
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+        self._thread.start()
+        engine.observer = self
+
+    # ---- On the engine's thread --------------------------------------------------------------
+
+    def added(self, request: DynamicInferenceRequest) -> None:
+        self._events.put(("add", request))
+
+    def aborted(self, request_id: int) -> None:
+        self._events.put(("abort", request_id))
+
+    def launched(self, plan: StepPlan | None) -> None:
+        times = self._statistics
+        now = time.perf_counter_ns()
+        self._events.put(("launch", plan, times.prepare_ns, times.launch_ns, now))
+
+    def resolved(self, step: LaunchedStep) -> None:
+        now, spent = time.perf_counter_ns(), self._statistics.resolve_ns
+        self._events.put(("resolve", step.plan.step, step.samples.copy(), step.error, spent, now))
+
+    def ended(self, request: DynamicInferenceRequest, reason: str) -> None:
+        if reason in ("stop_word", "error"):
+            count = len(request.generated_tokens)
+            self._events.put(("text_end", request.request_id, reason, count))
+
+    def close(self) -> None:
+        """Finish the file. The engine may go on, unrecorded.
+
+        Raises:
+            RecordingError: the file could not be written; `__cause__` says why.
+        """
+        if self._engine.observer is not self:
+            return
+        self._engine.observer = EngineObserver()
+        timeline = self._engine.tracer.timeline
+        if timeline is not None:
+            self._engine.tracer.collect()
+            spans = timeline.select("device", "device_step").items()
+            self._events.put(("device", [(n, span.start_us, span.end_us) for n, span in spans]))
+        counters = self._engine.stats()
+        self._events.put(("end", {name: counters[name] for name in COUNTERS}))
+        self._events.put(None)
+        self._thread.join()
+        if self._failure is not None:
+            raise RecordingError(
+                f"the recording is incomplete: {self._failure}"
+            ) from self._failure
+
+    # ---- On the recorder's thread ------------------------------------------------------------
+
+    def _run(self) -> None:
+        event = self._next()
+        while event is not None:
+            if self._failure is None:
+                try:
+                    self._write(self._as_record(event))
+                except Exception as failure:  # a full disk, say: the run itself goes on
+                    self._failure = failure
+            event = self._next()
+        try:
+            self._file.close()
+        except OSError as failure:
+            self._failure = self._failure or failure
+
+    def _next(self) -> tuple[Any, ...] | None:
+        try:
+            return self._events.get(timeout=FLUSH_S)
+        except queue.Empty:
+            if self._failure is None:
+                try:
+                    self._file.flush()
+                except OSError as failure:
+                    self._failure = failure
+            return self._events.get()
+
+    def _write(self, record: Any) -> None:
+        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+    def _as_record(self, event: tuple[Any, ...]) -> list[Any]:
+        kind = event[0]
+        if kind == "add":
+            return _added(event[1])
+        if kind == "launch":
+            return self._launched(*event[1:])
+        if kind == "resolve":
+            _, step, samples, error, spent, now = event
+            prepare, launch, before = self._before_ns
+            self._before_ns = (prepare, launch, spent)
+            times = [(spent - before) / 1e3, now / 1e3]
+            tokens = samples.tolist()  # sync-ok: NumPy, on the recorder's thread
+            return [kind, step, tokens, None if error is None else repr(error), times]
+        return list(event)
+
+    def _launched(
+        self, plan: StepPlan | None, prepare_ns: int, launch_ns: int, now_ns: int
+    ) -> list[Any]:
+        before_prepare, before_launch, resolve = self._before_ns
+        self._before_ns = (prepare_ns, launch_ns, resolve)
+        spent = [(prepare_ns - before_prepare) / 1e3, (launch_ns - before_launch) / 1e3]
+        times = [*spent, now_ns / 1e3]
+        if plan is None:
+            return ["launch", None, [], [0, 0, 0], times]
+        work = [plan.dims.prefill_tokens, plan.dims.decode_rows, int(plan.kv_lengths.sum())]
+        return ["launch", plan.step, plan_checksums(plan), work, times]
+
+
+def _added(request: DynamicInferenceRequest) -> list[Any]:
+    defaults, params = SamplingParams(), request.sampling_params
+    names = [f.name for f in fields(params)]
+    changed = {
+        name: getattr(params, name)
+        for name in names
+        if getattr(params, name) != getattr(defaults, name)
+    }
+    prompt = request.prompt_tokens.tolist()  # sync-ok: NumPy, on the recorder's thread
+    return ["add", request.request_id, request.priority, prompt, changed]
+
+
+def _header(engine: DynamicInferenceEngine) -> dict[str, Any]:
+    context = engine.context
+    # The pool as it came out, whatever memory was free.
+    config = {**asdict(context.config), "num_kv_blocks": context.blocks.total}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "commit": commit(),
+        "device": str(context.device.torch_device),
+        "config": config,
+        "shape": ModelShape.of_context(context, engine.controller.vocab_size).to_dict(),
+    }

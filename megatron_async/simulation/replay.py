@@ -1,0 +1,221 @@
+"""`Replay`: a recorded run once more, through the real engine and scheduler, without its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import numpy as np
+
+from megatron_async.config import InferenceConfig
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.engines.observer import EngineObserver
+from megatron_async.simulation.model_less import ModelLessEngine
+from megatron_async.simulation.recording import (
+    COUNTERS,
+    PLAN_FIELDS,
+    Aborted,
+    Added,
+    Event,
+    Launched,
+    Recording,
+    RecordingError,
+    Resolved,
+    TextEnd,
+    plan_checksums,
+)
+from megatron_async.stop_words import StopWordMatcher
+
+WITHOUT_EFFECT = (
+    "device", "buffer_size_gb", "num_cuda_graphs", "use_cuda_graphs_for_non_decode_steps",
+    "cuda_graph_mixed_prefill_count", "attention_backend", "check_integrity",
+    "async_sched_mode", "inference_sampling_seed", "logging_step_interval",
+)  # fmt: skip
+"""Settings that no plan depends on (the pool is recorded as a number of blocks)."""
+
+
+class Replay:
+    """Replays a recording, step for step.
+
+    Args:
+        recording: the run.
+        config: settings to replay it with, which must plan as the recorded ones do; None: those.
+
+    Attributes:
+        engine: as it stands.
+
+    Raises:
+        RecordingError: `config` differs from the recorded one; the message names the setting.
+    """
+
+    def __init__(self, recording: Recording, config: InferenceConfig | None = None) -> None:
+        if config is not None:
+            _check_config(recording.config, config)
+        self._recording = recording
+        config = replace(config or recording.config, num_kv_blocks=recording.config.num_kv_blocks)
+        self._comparer = _PlanComparer()
+        self.engine = ModelLessEngine(recording.shape, config, _RecordedTokens(recording))
+        self.engine.observer = self._comparer
+        self._text_ends = _text_ends(recording.events)
+
+    def run(self, until_step: int | None = None) -> int:
+        """Replay to the end, or until step `until_step` has been planned.
+
+        Returns:
+            how many steps were planned.
+
+        Raises:
+            RecordingError: a plan or a counter differs from the recorded one; the message names the
+                first step and field. Or there is no step `until_step`.
+        """
+        for index, event in enumerate(self._recording.events):
+            self._play(index, event)
+            if isinstance(event, Launched) and event.step is not None and event.step == until_step:
+                return event.step + 1
+        steps = self.engine.statistics.steps
+        if until_step is not None:
+            raise RecordingError(
+                f"there is no step {until_step}: the recording has steps 0 to {steps - 1}."
+            )
+        self._check_counters()
+        return steps
+
+    def _play(self, index: int, event: Event) -> None:
+        engine = self.engine
+        if isinstance(event, Added):
+            self._add(event, self._text_ends.get(index))
+        elif isinstance(event, Aborted):
+            engine.abort_request(event.request_id)
+        elif isinstance(event, Launched):
+            self._comparer.expected = event
+            engine._launch_next()
+            self._comparer.check_seen()
+        elif isinstance(event, Resolved):
+            if not engine.in_flight or engine.in_flight[0].plan.step != event.step:
+                raise RecordingError(f"step {event.step} is not in flight, but was then.")
+            engine._wait(engine.in_flight[0])
+            engine._resolve_oldest()
+            engine.requests.take_ended()
+
+    def _add(self, event: Added, text_end: TextEnd | None) -> None:
+        params = event.sampling_params()
+        # There is no tokenizer: what stop words did is told by the recording.
+        words, params.stop_words = params.stop_words, None
+        future = self.engine.add_request(
+            event.request_id, np.array(event.prompt, np.int32), params, event.priority
+        )
+        if future.done():
+            error = future.result().error
+            raise RecordingError(f"request {event.request_id} was served, but now: {error}")
+        if words is not None:
+            entry = self.engine.requests.get(event.request_id)
+            entry.request.sampling_params.stop_words = words
+            entry.stop_words = _RecordedStopWords(text_end)
+
+    def _check_counters(self) -> None:
+        recorded = self._recording.counters
+        if recorded is None:
+            return
+        stats = self.engine.stats()
+        for name in COUNTERS:
+            if stats[name] != recorded[name]:
+                raise RecordingError(
+                    f"every plan is as recorded, but {name} is {stats[name]} instead of "
+                    f"{recorded[name]} at the end."
+                )
+
+
+class _RecordedTokens:
+    """Hands back what each step sampled."""
+
+    def __init__(self, recording: Recording) -> None:
+        events = recording.events
+        self._resolved = {event.step: event for event in events if isinstance(event, Resolved)}
+
+    def sample(self, plan: StepPlan, context: DynamicInferenceContext) -> IntArray:
+        """The recorded samples; zeros for a step that was never resolved, and for a plan of another
+        size, which the comparison is about to find."""
+        resolved = self._resolved.get(plan.step)
+        if resolved is not None and resolved.error is not None:
+            raise RuntimeError(resolved.error)
+        if resolved is None or len(resolved.samples) != plan.num_rows:
+            return np.zeros(plan.num_rows, dtype=np.int32)
+        return np.array(resolved.samples, dtype=np.int32)
+
+
+class _PlanComparer(EngineObserver):
+    """Compares each plan with the recorded one."""
+
+    def __init__(self) -> None:
+        self.expected: Launched | None = None
+
+    def launched(self, plan: StepPlan | None) -> None:
+        expected, self.expected = self.expected, None
+        assert expected is not None  # one for each launch
+        if plan is None or expected.step is None:
+            if plan is not None:
+                raise RecordingError(f"step {plan.step} is planned where none was recorded.")
+            if expected.step is not None:
+                raise RecordingError(f"step {expected.step} was recorded, but none is planned.")
+            return
+        pairs = zip(PLAN_FIELDS, plan_checksums(plan), expected.checksums, strict=True)
+        for name, found, recorded in pairs:
+            if found != recorded:
+                raise RecordingError(
+                    f"step {plan.step} differs from the recording, first in {name!r}: the plan has "
+                    f"{plan.num_decode} decode rows and {plan.num_rows - plan.num_decode} chunks. "
+                    f"`--until-step {max(plan.step - 1, 0)}` shows the state before it."
+                )
+
+    def check_seen(self) -> None:
+        """Raise unless the launch came to a plan, or to none."""
+        if self.expected is not None:
+            raise RecordingError(
+                f"step {self.expected.step} was recorded, but the engine must resolve one first."
+            )
+
+
+class _RecordedStopWords(StopWordMatcher):
+    """Matches where the recorded run did, without the text."""
+
+    def __init__(self, end: TextEnd | None) -> None:
+        self._end = end
+        self._pushed = 0
+
+    def push(self, token: int) -> bool:
+        """Whether the recorded request ended with this token, by its text."""
+        self._pushed += 1
+        if self._end is None or self._pushed < self._end.generated_tokens:
+            return False
+        if self._end.reason == "error":
+            raise RuntimeError("its tokenizer failed when this was recorded")
+        return True
+
+
+def _text_ends(events: list[Event]) -> dict[int, TextEnd]:
+    """Index of an `Added` -> how that request ended by its text; ids may be used again."""
+    added: dict[int, int] = {}
+    ends = {}
+    for index, event in enumerate(events):
+        if isinstance(event, Added):
+            added[event.request_id] = index
+        elif isinstance(event, TextEnd):
+            ends[added[event.request_id]] = event
+    return ends
+
+
+def _check_config(recorded: InferenceConfig, given: InferenceConfig) -> None:
+    for name, value in _plan_settings(given):
+        if value != getattr(recorded, name):
+            raise RecordingError(
+                f"{name}={value!r}, but the run was recorded with {getattr(recorded, name)!r}: "
+                "samples belong to the plans they were made for, so leave the setting as it was."
+            )
+
+
+def _plan_settings(config: InferenceConfig) -> Iterator[tuple[str, object]]:
+    for name, value in asdict(config).items():
+        is_unset_pool = name == "num_kv_blocks" and value is None
+        if name not in WITHOUT_EFFECT and not is_unset_pool:
+            yield name, value

@@ -1,0 +1,123 @@
+"""`VirtualDevice`: a device without memory or arithmetic, on a clock that only moves when told.
+
+Its streams keep the order and the events of a real device, so that the engine's own launching and
+waiting run as they are; only time is made up. Tensors go to torch's "meta" device: shapes without
+memory, so that the KV pool of any model fits any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_async.devices import Device, Event, Stream
+
+UNLIMITED = 2**62
+"""Bytes; what a device without memory has free."""
+
+
+class VirtualClock:
+    """The host's time, microseconds from 0.
+
+    Attributes:
+        now_us: the present.
+    """
+
+    def __init__(self) -> None:
+        self.now_us = 0.0
+
+    def spend(self, microseconds: float) -> None:
+        """The host works for so long."""
+        self.now_us += microseconds
+
+    def wait_until(self, time_us: float) -> None:
+        """The host waits; not at all for a time that has passed."""
+        self.now_us = max(self.now_us, time_us)
+
+
+class VirtualEvent(Event):
+    """A point in a virtual stream's order: the time at which its stream gets there."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self.reached_us = 0.0
+
+    def query(self) -> bool:
+        return self.reached_us <= self._clock.now_us
+
+    def wait(self) -> None:
+        self._clock.wait_until(self.reached_us)
+
+    def time_us(self) -> float:
+        return self.reached_us
+
+
+class VirtualStream(Stream):
+    """An in-order queue as a single number: when the work launched so far will be done.
+
+    Launched work is called at once, as a GPU's launches are, and says by `spend` how long it takes.
+
+    Attributes:
+        free_us: when all work launched so far is done.
+        busy_us: time spent in work so far.
+    """
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self.free_us = 0.0
+        self.busy_us = 0.0
+
+    def launch(self, work: Callable[[], None]) -> None:
+        self.free_us = max(self.free_us, self._clock.now_us)
+        work()
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, VirtualEvent)
+        event.reached_us = max(self.free_us, self._clock.now_us)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, VirtualEvent)
+        self.free_us = max(self.free_us, event.reached_us)
+
+    def spend(self, microseconds: float) -> None:
+        """Inside launched work: it takes so long."""
+        self.free_us += microseconds
+        self.busy_us += microseconds
+
+
+class VirtualDevice(Device):
+    """A device of which only the clock is left.
+
+    Args:
+        captures_graphs: pad steps to captured shapes, as on a GPU.
+        memory_bytes: what `free_memory` says; it bounds the KV pool and is never allocated.
+
+    Attributes:
+        clock: the host's time.
+    """
+
+    def __init__(self, captures_graphs: bool = False, memory_bytes: int = UNLIMITED) -> None:
+        self.torch_device = torch.device("meta")
+        self.captures_graphs = captures_graphs
+        self.clock = VirtualClock()
+        self.compute: VirtualStream = VirtualStream(self.clock)
+        self.copy: VirtualStream = VirtualStream(self.clock)
+        self.upload: VirtualStream = VirtualStream(self.clock)
+        self._memory_bytes = memory_bytes
+
+    def event(self, timing: bool = False) -> Event:
+        return VirtualEvent(self.clock)
+
+    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype)
+
+    def free_memory(self) -> int:
+        return self._memory_bytes
+
+    def fence(self) -> None:
+        """Nothing to do: there is nothing to order."""
+
+    def close(self) -> None:
+        """Nothing to do: there are no threads."""

@@ -1,0 +1,108 @@
+"""Log probs of prompt tokens, chunk by chunk, in the steps that prefill them.
+
+Such a step projects the hidden state of every chunk token to the vocabulary, where another step
+projects each row's last. It runs eagerly; decode rows beside it, and all steps after it, overlap as
+ever.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.devices import Device
+from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_async.ops.slot_records import MAX_TOP_N, OUT_WORDS
+
+SLICE = 256
+"""Tokens whose logits are in memory together."""
+
+
+class PromptEntry:
+    """One ring entry: written by a step, copied to the host, read at resolve. It has memory from
+    the first step on that needs it: most engines never do.
+
+    Args:
+        capacity: prefill tokens of the largest step.
+        device: supplies the memory.
+    """
+
+    def __init__(self, capacity: int, device: Device) -> None:
+        self._capacity = capacity
+        self._device = device
+        self.source = torch.empty(0, OUT_WORDS, dtype=torch.int32)
+        self._host = self.source
+        self.array: IntArray = self.source.numpy()  # sync-ok: host memory
+
+    def allocate(self) -> None:
+        """Take the memory, unless it is there."""
+        if len(self.source):
+            return
+        shape = self._capacity, OUT_WORDS
+        target = self._device.torch_device
+        self.source = torch.zeros(shape, dtype=torch.int32, device=target)
+        self._host = self._device.host_buffer(shape[0] * shape[1], torch.int32).view(shape)
+        self.array = self._host.numpy()  # sync-ok: host memory
+        self._device.fence()
+
+    def transfer(self, count: int) -> None:
+        """Copy the first `count` rows to the host; launched work of the copy stream."""
+        self._host[:count].copy_(self.source[:count], non_blocking=True)
+
+
+class PromptLogProbs:
+    """Computes them, behind a step's forward.
+
+    Args:
+        model: for its context and its projection.
+        device: where it runs.
+
+    Attributes:
+        ring: an entry for each step in flight.
+    """
+
+    def __init__(self, model: GPTInferenceWrapper, device: Device) -> None:
+        self._model = model
+        context = model.inference_context
+        self._view = context.gpu_view
+        self.ring = [PromptEntry(context.max_tokens, device) for _ in self._view.samples]
+
+    @torch.inference_mode()
+    def compute(self, plan: StepPlan) -> None:
+        """Fill the step's entry: for each token of the plan's `prompt_log_prob_chunks`, end to end,
+        what the logits there say of the token behind it. Runs inside launched work."""
+        view, first = self._view, plan.dims.decode_rows
+        out = self.ring[plan.step % len(self.ring)].source
+        words = view.bookkeeping[plan.step % len(view.bookkeeping)]
+        following = view.prefill_following(words)
+        end = 0
+        for chunk in plan.prompt_log_prob_chunks:
+            span = slice(
+                first + int(plan.prefill_starts[chunk]), first + int(plan.prefill_starts[chunk + 1])
+            )
+            targets = torch.cat((view.step.token_ids[span][1:], following[chunk : chunk + 1]))
+            hidden = view.hidden_states[span]
+            for start in range(0, len(targets), SLICE):
+                part = slice(start, min(start + SLICE, len(targets)))
+                logits = self._model.project(hidden[part])
+                write_prompt_log_probs(logits, targets[part], out[end + part.start :])
+            end += len(targets)
+
+
+def write_prompt_log_probs(logits: Tensor, targets: Tensor, out: Tensor) -> None:
+    """Log probs of `targets`, and the likeliest tokens.
+
+    Args:
+        logits: `[tokens, vocabulary]`.
+        targets: int64 `[tokens]`; one that is negative gets a meaningless value.
+        out: int32 `[tokens or more, OUT_WORDS]`, written as by `ops.log_probs`.
+    """
+    count, top_n = len(targets), min(MAX_TOP_N, logits.size(1))
+    log_probs = torch.log_softmax(logits.float(), dim=-1)
+    # Stable, so that equal ones are in the order of their ids, here and on a GPU.
+    values, ids = torch.sort(log_probs, dim=-1, descending=True, stable=True)
+    floats = out.view(torch.float32)
+    floats[:count, 0] = log_probs.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    out[:count, 1 : 1 + top_n] = ids[:, :top_n].int()
+    floats[:count, 1 + MAX_TOP_N : 1 + MAX_TOP_N + top_n] = values[:, :top_n]

@@ -1,0 +1,89 @@
+"""`TokenSampler`: from a step's logits to its tokens, and to their log probs where asked for."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
+from megatron_async.contexts.gpu_view import ContextGPUView
+from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.log_probs import empty_log_probs
+from megatron_async.ops.logits_processing import ChunkTensors, ProcessingTensors
+from megatron_async.ops.sampling import SamplingMode
+from megatron_async.ops.sampling_state import SamplingState
+from megatron_async.ops.slot_records import WINDOW
+
+
+class TokenSampler:
+    """The sampling part of a step. Its methods run inside launched work, on the compute stream, and
+    are captured with it: what a row asks for is read on the device.
+
+    Args:
+        view: the running step.
+        vocab_size: columns of the logits.
+
+    Attributes:
+        state: what rows with penalties and bad words remember, by slot.
+        log_probs: int32 `[steps in flight, rows, OUT_WORDS]`. Written by steps of mode PROCESSED,
+            read by the copy to the host, which waits for the step's event; an entry is written
+            again only after the host has resolved the step that wrote it.
+    """
+
+    def __init__(self, view: ContextGPUView, vocab_size: int) -> None:
+        self._view = view
+        device = view.samples.device
+        capacity = len(view.slots.features) - 1
+        self.state = SamplingState(capacity, vocab_size, WINDOW, device)
+        entries, rows = view.samples.shape
+        self.log_probs = empty_log_probs(entries, rows, device)
+
+    def begin_step(self, mode: SamplingMode) -> None:
+        """Behind the view's `begin_step`: take over what requests that start ask for, and count the
+        tokens of prefill chunks."""
+        view, dims = self._view, self._view.dims
+        if mode != SamplingMode.PROCESSED or not dims.prefill_rows:
+            return
+        chunks = ChunkTensors(
+            first_row=dims.decode_rows,
+            starts=view.step.prefill_starts,
+            token_ids=view.step.token_ids[dims.decode_rows :],
+            words=view.bookkeeping,
+            entry=view.step.entry,
+            record_field=BookkeepingLayout.for_batch(dims, 0).start("prefill_record"),
+            max_query_length=dims.max_query_length,
+        )
+        kernels_for(view.samples).begin_chunks(self._rows(), chunks)
+
+    def sample(self, logits: Tensor, mode: SamplingMode) -> Tensor:
+        """One token a row.
+
+        Args:
+            logits: `[rows, vocabulary]`, in the model's dtype.
+            mode: the highest among the rows.
+
+        Returns:
+            int64 `[rows]`.
+        """
+        kernels = kernels_for(logits)
+        if mode == SamplingMode.GREEDY:
+            return kernels.sample(logits, None, mode)
+        params = self._view.sampling_tensors()
+        if mode != SamplingMode.PROCESSED:
+            return kernels.sample(logits, params, mode)
+        rows = self._rows()
+        processed = kernels.process_logits(logits, rows)
+        tokens, cuts = kernels.sample_with_cuts(processed, params, SamplingMode.FILTERED)
+        entry = self._view.step.entry
+        kernels.log_probs(logits, processed, tokens, params, cuts, rows, self.log_probs, entry)
+        kernels.count_tokens(tokens, rows)
+        return tokens
+
+    def _rows(self) -> ProcessingTensors:
+        step = self._view.step
+        return ProcessingTensors(
+            features=step.features,
+            slots=step.slots,
+            kv_lengths=step.kv_lengths,
+            records=self._view.slots.records,
+            state=self.state,
+        )

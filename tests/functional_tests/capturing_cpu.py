@@ -1,0 +1,41 @@
+"""A CPU device that captures steps: their padding, their replay and their addresses, as on a
+GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from megatron_async.devices import CpuDevice
+
+
+class CpuGraph:
+    """Replays a step on the KV cache that it was captured on, and on no other: a GPU's graph would
+    use the old addresses without a word."""
+
+    def __init__(self, work: partial[None]) -> None:
+        # The CPU's attention wants a bound of the lengths, which captured shapes leave open.
+        dims, mode = work.args
+        self._work = partial(work.func, replace(dims, max_decode_kv_length=512), mode)
+        self._controller: Any = work.func.__self__  # type: ignore[attr-defined]
+        self._captured_on = self._cache()
+
+    def _cache(self) -> Any:
+        return self._controller.context.gpu_view.kv_cache._data
+
+    def replay(self) -> None:
+        """Run the step again."""
+        assert self._cache() is self._captured_on, "the graph's addresses are gone"
+        self._work()
+
+
+class CapturingCpu(CpuDevice):
+    """Captures what the controller captures: whole steps. Sequences of up to 512 tokens."""
+
+    captures_graphs = True
+
+    def capture(self, work: Callable[[], None]) -> CpuGraph:
+        assert isinstance(work, partial)
+        return CpuGraph(work)

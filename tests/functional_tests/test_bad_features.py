@@ -1,0 +1,89 @@
+"""Twenty malformed values of each feature: a clear error that names value and remedy, and nobody
+else is harmed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from harness import EngineFactory, drain, greedy
+
+from megatron_async import SamplingParams, Status
+from megatron_async.errors import RequestError
+
+ODD: tuple[Any, ...] = (math.nan, math.inf, -math.inf, "1", None, [1], (2,), {}, 1j)
+NAN_TOKEN = [[math.nan]]
+BAD: dict[str, list[dict[str, Any]]] = {
+    "log probs": [
+        *({"return_log_probs": value} for value in (1, 0, "yes", None, 2.0, [True])),
+        *({"skip_prompt_log_probs": value} for value in ("no", None, 3)),
+        *(
+            {"return_log_probs": True, "top_n_logprobs": value}
+            for value in (-1, 21, 1.5, "3", None, math.nan, True)
+        ),
+        {"top_n_logprobs": 1},
+        *({"logprobs_mode": value} for value in ("", "Raw", None, 1, "raw_logits")),
+    ],
+    "penalties": [
+        *({"frequency_penalty": value} for value in (*ODD, -2.1, 2.1)),
+        *({"presence_penalty": value} for value in (-3, 100, "0")),
+        *({"repetition_penalty": value} for value in (*ODD, 0, -1, 101)),
+    ],
+    "logit bias": [
+        *({"logit_bias": value} for value in (5, "a", [1], [(1, 2)], 0.5, True)),
+        *({"logit_bias": {token: 1.0}} for token in (-1, 128, 1.5, "1", None, True, (1,))),
+        *({"logit_bias": {1: value}} for value in (*ODD, 101, -100.5)),
+    ],
+    "min tokens": [
+        *({"min_tokens": value} for value in (-1, 1.5, *ODD, True, "all")),
+        *({"min_tokens": value, "num_tokens_to_generate": 4} for value in (5, 6, 10**9)),
+        {"min_tokens": 2, "stop_token_ids": list(range(128))},
+        {"min_tokens": 1, "stop_token_ids": [128]},
+        {"min_tokens": 1, "stop_token_ids": [-2]},
+        {"min_tokens": 1, "stop_token_ids": ["a"]},
+        {"min_tokens": [2], "stop_token_ids": [1]},
+    ],
+    "bad words": [
+        *({"bad_words": value} for value in (1, "word", (1,), {}, {1: 2}, True)),
+        *({"bad_words": [value]} for value in (1, None, (), [], "", "  ", "word", [128], [-1])),
+        *({"bad_words": [[value]]} for value in (1.5, "a", None, True)),
+        {"bad_words": NAN_TOKEN},
+        {"bad_words": [[1] * 17]},
+        {"bad_words": [[1, token] for token in range(65)]},
+        {"bad_words": [[token] for token in range(128)]},
+    ],
+    "stop words": [
+        *({"stop_words": value} for value in (1, "word", (1,), {}, {"a": 2}, True, 2.5)),
+        *({"stop_words": [value]} for value in (1, None, (), [], "", 1.5, b"a", True, "word", 2j)),
+        *({"stop_words": ["good", value]} for value in (3, "", None)),
+    ],
+    "echo": [
+        {"echo": value}
+        for value in (0, 1, "yes", "True", *ODD, [True], 2, "", b"", -1, 0.0, (), {"echo": True})
+    ],
+}
+
+
+@pytest.mark.parametrize("feature", BAD)
+def test_bad_values_fail_alone(make_tiny_engine: EngineFactory, feature: str) -> None:
+    assert len(BAD[feature]) >= 20
+    good = greedy(12, return_log_probs=True, frequency_penalty=0.5, bad_words=[[3, 4]])
+    prompt = [3, 1, 4, 1, 5]
+    want = make_tiny_engine(lookahead=0).generate([prompt], good)[0]
+    engine = make_tiny_engine(lookahead=1)
+    served = engine.add_request(1000, prompt, good)
+    for number, changes in enumerate(BAD[feature]):
+        params = SamplingParams(temperature=0.0, num_tokens_to_generate=12)
+        for name, value in changes.items():
+            setattr(params, name, value)
+        request = engine.add_request(number, prompt, params).result()
+        assert request.status == Status.FAILED, changes
+        assert isinstance(request.error, RequestError), (changes, request.error)
+        message = str(request.error)
+        assert any(name in message for name in (*changes, "bad word")), message
+        assert any(word in message for word in ("must", "set", "give", "most", "lower", "leave"))
+        engine.step_modern()
+    drain(engine)
+    assert served.result().generated_tokens == want.generated_tokens
+    assert served.result().generated_log_probs == pytest.approx(want.generated_log_probs)

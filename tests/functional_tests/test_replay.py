@@ -1,0 +1,191 @@
+"""Recorded runs replay without their model, plan for plan; what differs is named."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import TINY, EngineFactory, drain, greedy, random_prompts
+from schedules import random_schedule, run_schedule
+
+from megatron_async import DynamicInferenceEngine
+from megatron_async.contexts import dynamic_context
+from megatron_async.simulation.recorder import Recorder
+from megatron_async.simulation.recording import Launched, RecordingError, TextEnd, load_recording
+from megatron_async.simulation.replay import Replay
+from megatron_async.simulation.state_report import describe_state
+
+
+class Letters:
+    """A tokenizer for the tiny model: each token is one character of its own."""
+
+    eod = -1
+
+    def tokenize(self, text: str) -> list[int]:
+        return [ord(character) - 200 for character in text]
+
+    def detokenize(self, tokens: list[int]) -> str:
+        return "".join(chr(200 + token) for token in tokens)
+
+
+def record_schedule(
+    make_tiny_engine: EngineFactory, seed: int, path: Path, **config: Any
+) -> DynamicInferenceEngine:
+    """Play a random schedule, recorded."""
+    schedule = random_schedule(seed)
+    engine = make_tiny_engine(**{**schedule.config, **config})
+    recorder = Recorder(engine, path)
+    run_schedule(engine, schedule)
+    recorder.close()
+    return engine
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_replays_plan_for_plan(make_tiny_engine, tmp_path, lookahead):
+    pressed = 0
+    for seed in range(6):
+        path = tmp_path / f"{seed}.rec"
+        engine = record_schedule(make_tiny_engine, seed, path, lookahead=lookahead)
+        recording = load_recording(path)
+        assert Replay(recording).run() == engine.statistics.steps
+        pressed += engine.context.evictions > 0
+    assert pressed, "no schedule came under memory pressure"
+
+
+def test_another_schedule_is_noticed(make_tiny_engine, tmp_path, monkeypatch):
+    path = tmp_path / "run.rec"
+    record_schedule(make_tiny_engine, 3, path)
+    recording = load_recording(path)
+    # A scheduler that serves the last who came first.
+    monkeypatch.setattr(dynamic_context, "rank_of", lambda arrival, priority: -arrival)
+    with pytest.raises(RecordingError, match=r"step \d+ differs from the recording, first in '"):
+        Replay(recording).run()
+
+
+@pytest.mark.parametrize(("index", "field"), [(0, "slots"), (2, "kv_lengths"), (5, "block_updates")])
+def test_the_first_difference_is_named(make_tiny_engine, tmp_path, index, field):
+    path = tmp_path / "run.rec"
+    record_schedule(make_tiny_engine, 1, path)
+    recording = load_recording(path)
+    launches = [e for e in recording.events if isinstance(e, Launched) and e.step is not None]
+    for launched in launches[4:6]:
+        launched.checksums[index] ^= 1
+    with pytest.raises(RecordingError, match=f"step 4 differs from the recording, first in '{field}'"):
+        Replay(recording).run()
+
+
+def test_another_end_is_noticed(make_tiny_engine, tmp_path):
+    path = tmp_path / "run.rec"
+    record_schedule(make_tiny_engine, 1, path)
+    recording = load_recording(path)
+    assert recording.counters is not None
+    recording.counters["generated_tokens"] += 1
+    with pytest.raises(RecordingError, match="but generated_tokens is"):
+        Replay(recording).run()
+
+
+def test_another_configuration_is_refused(make_tiny_engine, tmp_path):
+    path = tmp_path / "run.rec"
+    engine = record_schedule(make_tiny_engine, 1, path, lookahead=1)
+    recording, config = load_recording(path), engine.context.config
+    assert Replay(recording, config).run() > 0
+    config.lookahead = 2
+    with pytest.raises(RecordingError, match=r"lookahead=2, but the run was recorded with 1"):
+        Replay(recording, config)
+
+
+def test_state_at_a_step(make_tiny_engine, tmp_path):
+    path = tmp_path / "run.rec"
+    engine = make_tiny_engine(
+        max_requests=2, block_size_tokens=4, num_kv_blocks=20, max_tokens=64, lookahead=1
+    )
+    recorder = Recorder(engine, path)
+    for number, prompt in enumerate(random_prompts(0, (5, 9, 3), TINY.vocab_size)):
+        engine.add_request(number, prompt, greedy(10))
+    for _ in range(4):
+        engine.step_modern()
+    expected = describe_state(engine)
+    drain(engine)
+    recorder.close()
+    recording = load_recording(path)
+    # The engine had resolved step 2 when it was asked; the replay stops as step 3 is planned.
+    replay = Replay(recording)
+    assert replay.run(until_step=3) == 4
+    found = describe_state(replay.engine)
+    assert "2 of 2 slots" in found
+    assert "waiting: request 2 (3 tokens)" in found
+    assert "in flight: step 2 (2 decode rows, 0 chunks), step 3 (2 decode rows, 0 chunks)" in found
+    tables = [[line.split()[9:] for line in text.splitlines()[2:4]] for text in (found, expected)]
+    assert tables[0] == tables[1] != [[], []]
+    with pytest.raises(RecordingError, match="there is no step 999"):
+        Replay(recording).run(until_step=999)
+
+
+def test_stop_words_replay_without_a_tokenizer(make_tiny_engine, tmp_path):
+    path = tmp_path / "run.rec"
+    engine = make_tiny_engine(lookahead=1, tokenizer=Letters())
+    recorder = Recorder(engine, path)
+    words = [chr(200 + token) for token in range(0, TINY.vocab_size, 4)]
+    prompts = random_prompts(5, (3, 17, 8), TINY.vocab_size)
+    requests = engine.generate(prompts, [greedy(40, stop_words=words)] * 3)
+    drain(engine)
+    recorder.close()
+    assert {request.finish_reason for request in requests} == {"stop_word"}
+    recording = load_recording(path)
+    assert sum(isinstance(event, TextEnd) for event in recording.events) == 3
+    assert Replay(recording).run() == engine.statistics.steps
+
+
+def test_what_happens_during_a_wait_replays(make_tiny_engine, tmp_path):
+    """Requests that come and go while `async_step` waits, between a launch and a resolve."""
+    path = tmp_path / "run.rec"
+    engine = make_tiny_engine(lookahead=1, max_requests=3)
+    recorder = Recorder(engine, path)
+    prompts = random_prompts(2, (9,) * 12, TINY.vocab_size)
+
+    async def serve() -> None:
+        runner = asyncio.create_task(engine.run_engine())
+        futures = []
+        for number, prompt in enumerate(prompts):
+            futures.append(engine.add_request(number, prompt, greedy(12)))
+            await asyncio.sleep(0.002)
+            if number % 4 == 3 and not futures[-1].done():
+                engine.abort_request(number)
+        await asyncio.gather(*futures)
+        runner.cancel()
+
+    asyncio.run(serve())
+    drain(engine)
+    recorder.close()
+    recording = load_recording(path)
+    assert Replay(recording).run() == engine.statistics.steps
+    kinds = [type(event).__name__ for event in recording.events]
+    inside = {("Launched", "Added", "Resolved"), ("Launched", "Aborted", "Resolved")}
+    triples = set(zip(kinds, kinds[1:], kinds[2:]))
+    assert inside & triples or ("Launched", "Added") in set(itertools.pairwise(kinds))
+
+
+def test_a_failed_step_fails_again(make_tiny_engine, tmp_path, monkeypatch):
+    path = tmp_path / "run.rec"
+    engine = make_tiny_engine(lookahead=1)
+    recorder = Recorder(engine, path)
+    wrapper = engine.controller.inference_wrapped_model
+    forward, calls = wrapper.forward, itertools.count()
+
+    def fail_once(view: Any) -> Any:
+        if next(calls) == 3:
+            raise ValueError("a fault in layer 7")
+        return forward(view)
+
+    monkeypatch.setattr(wrapper, "forward", fail_once)
+    results = engine.generate(random_prompts(1, (4, 5), TINY.vocab_size), greedy(8))
+    results += engine.generate(random_prompts(1, (4,), TINY.vocab_size), greedy(8))
+    drain(engine)
+    recorder.close()
+    assert [result.succeeded() for result in results] == [False, False, True]
+    replay = Replay(load_recording(path))
+    assert replay.run() == engine.statistics.steps
+    assert replay.engine.statistics.failed_steps == 1
