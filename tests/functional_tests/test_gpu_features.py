@@ -10,18 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import TINY, Job, drain, greedy, make_engine, make_model, random_prompts
+from harness import Job, drain, greedy, make_engine, make_model, random_prompts
 from test_structured_output import CHOICE, JOBS, ascii_tokenizer, check_valid
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.devices import CudaDevice
 from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.models.architecture import ModelArchitecture
 
 __all__ = ["ascii_tokenizer"]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+# A token for each letter, as structured output's tests have it, and heads that the kernels serve.
+SHAPE = ModelArchitecture("llama", 2, 128, 4, 2, 32, 256, 128, max_position_embeddings=1024)
 TOKENS = 40
 PRESSURE = {"num_kv_blocks": 18, "block_size_tokens": 16, "max_tokens": 64}
 EngineFactory = Callable[..., DynamicInferenceEngine]
@@ -44,7 +47,7 @@ def feature_jobs() -> list[Job]:
         {**asks, "skip_prompt_log_probs": True, "logprobs_mode": "processed", **penalties},
         {**asks, "temperature": 0.8, "top_k": 30, "top_p": 0.9, "logprobs_mode": "processed"},
     ]  # fmt: skip
-    prompts = random_prompts(1, (3, 40, 17, 5, 25, 12, 33, 1), TINY.vocab_size)
+    prompts = random_prompts(1, (3, 40, 17, 5, 25, 12, 33, 1), SHAPE.vocab_size)
     return [
         Job(prompt, greedy(TOKENS, seed=number, **change))
         for number, (prompt, change) in enumerate(zip(prompts, changes, strict=True))
@@ -53,7 +56,7 @@ def feature_jobs() -> list[Job]:
 
 @pytest.fixture(scope="module")
 def gpu_model() -> torch.nn.Module:
-    return make_model(TINY, torch.device("cuda"))
+    return make_model(SHAPE, torch.device("cuda"))
 
 
 @pytest.fixture
@@ -81,7 +84,7 @@ def serve(engine: DynamicInferenceEngine, jobs: list[Job]) -> list[DynamicInfere
 
 @pytest.fixture(scope="module")
 def cpu_answers() -> Iterator[list[DynamicInferenceRequest]]:
-    engine = make_engine(make_model(), lookahead=0, num_kv_blocks=128, max_requests=8)
+    engine = make_engine(make_model(SHAPE), lookahead=0, num_kv_blocks=128, max_requests=8)
     yield serve(engine, feature_jobs())
     engine.close()
 
@@ -125,7 +128,7 @@ def test_structured_output(
     make_gpu_engine: EngineFactory, ascii_tokenizer: Any, lookahead: int
 ) -> None:
     plain = make_engine(
-        make_model(), lookahead=0, num_kv_blocks=128, max_requests=8, tokenizer=ascii_tokenizer
+        make_model(SHAPE), lookahead=0, num_kv_blocks=128, max_requests=8, tokenizer=ascii_tokenizer
     )
     expected = serve(plain, JOBS)
     plain.close()
@@ -156,7 +159,7 @@ def test_no_step_waits_in_secret(make_gpu_engine: EngineFactory, ascii_tokenizer
 
 def kernels_and_copies(engine: DynamicInferenceEngine, params: SamplingParams) -> Counter[str]:
     """Of one decode step."""
-    for number, prompt in enumerate(random_prompts(4, (5, 9, 14, 20), TINY.vocab_size)):
+    for number, prompt in enumerate(random_prompts(4, (5, 9, 14, 20), SHAPE.vocab_size)):
         engine.add_request(number, prompt, params)
     for _ in range(6):
         engine.step_modern()
