@@ -36,6 +36,7 @@ _EXPORTS = {
     "SamplingParams": "sampling_params",
     "DynamicInferenceRequest": "inference_request",
     "Status": "inference_request",
+    "StructuredOutput": "structured_output",
     "DynamicInferenceContext": "contexts.dynamic_context",
     "DynamicInferenceEngine": "engines.dynamic_engine",
     "TextGenerationController": "text_generation_controllers.text_generation_controller",
@@ -50,6 +51,7 @@ __all__ = [
     "InferenceConfig",
     "SamplingParams",
     "Status",
+    "StructuredOutput",
     "TextGenerationController",
 ]
 

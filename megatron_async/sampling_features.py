@@ -50,6 +50,8 @@ def features_and_record(
     edits = _edits(params, prompt_length)
     if edits:
         features |= RowFeature.EDITS
+    if params.structured_output is not None:
+        features |= RowFeature.CONSTRAINED
     bad_words = _bad_words(params, vocab_size, tokenizer)
     if bad_words:
         features |= RowFeature.BAD_WORDS

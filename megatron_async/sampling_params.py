@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_async.errors import RequestError
 from megatron_async.ops.slot_records import MAX_TOP_N
+from megatron_async.structured_output import StructuredOutput
 
 LOGPROBS_MODES = ("raw", "processed")
 
@@ -76,6 +77,10 @@ class SamplingParams:
     stop_words: list[str] | None = None
     """Strings that end the request as soon as its generated text contains one; they are matched on
     text, across the borders of tokens. Needs a tokenizer."""
+
+    structured_output: StructuredOutput | None = None
+    """JSON schema, regular expression, grammar or choice that the text is held to; the request ends
+    where nothing may follow. Needs the model's tokenizer."""
 
     @property
     def is_greedy(self) -> bool:

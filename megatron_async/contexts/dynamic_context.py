@@ -128,6 +128,11 @@ class DynamicInferenceContext:
         """Whether any request waits or holds a slot."""
         return len(self.waiting) > 0 or self.slots.num_free < self.max_requests
 
+    @property
+    def next_step(self) -> int:
+        """Number of the step that is planned next."""
+        return self._plan_builder.next_step
+
     # ---- Planning a step ---------------------------------------------------------------------
 
     def prepare_step(self) -> StepPlan | None:
@@ -159,6 +164,8 @@ class DynamicInferenceContext:
         """
         slots = self.slots
         wants = (slots.state >= SlotState.DECODING) & (slots.num_launched < slots.max_length)
+        # Under a grammar the mask of a token needs the token before it: one may be in flight.
+        wants &= slots.num_launched - slots.num_known < slots.most_in_flight
         rows = np.flatnonzero(wants).astype(np.int32)
         # The token to be decoded stands at num_launched - 1, and needs a place in the cache.
         full = slots.num_launched[rows] > slots.num_blocks[rows] * self.block_size_tokens

@@ -126,14 +126,23 @@ class ContextGPUView:
 
     def sampling_tensors(self) -> SamplingTensors:
         """Per-row sampling parameters; the sampled token's position is the row's KV length."""
-        slots, rows = self.slots, self.step.slots
+        return self.sampling_tensors_of(self.step.slots, self.step.kv_lengths)
+
+    def sampling_tensors_of(self, rows: Tensor, positions: Tensor) -> SamplingTensors:
+        """The same for chosen rows.
+
+        Args:
+            rows: int64, their slots.
+            positions: int32, of the tokens to be sampled.
+        """
+        slots = self.slots
         return SamplingTensors(
             temperature=slots.temperature.index_select(0, rows),
             top_k=slots.top_k.index_select(0, rows),
             top_p=slots.top_p.index_select(0, rows),
             min_p=slots.min_p.index_select(0, rows),
             seeds=slots.seed.index_select(0, rows),
-            positions=self.step.kv_lengths,
+            positions=positions,
         )
 
     def prefill_following(self, words: Tensor) -> Tensor:

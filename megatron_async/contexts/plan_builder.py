@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.graph_shapes import GraphShapes
@@ -100,6 +101,7 @@ class PlanBuilder:
             and bool(np.any(slots.features[rows] & RowFeature.LOG_PROBS)),
             prompt_log_prob_chunks=prompt_chunks,
             num_prompt_log_probs=sum(len(spans[chunk]) for chunk in prompt_chunks),
+            constrained_rows=self._constrained(rows, produces, mode),
         )
         self.next_step += 1
         return plan
@@ -116,6 +118,14 @@ class PlanBuilder:
             prefill_lengths=tuple((end - start, end) for _, start, end in chunks),
             max_decode_kv_length=int(kv_lengths[:decode].max(initial=0)),
         )
+
+    def _constrained(
+        self, rows: IntArray, produces: NDArray[np.bool_], mode: SamplingMode
+    ) -> IntArray:
+        if mode != SamplingMode.PROCESSED:
+            return _NONE
+        asks = (self._slots.features[rows] & RowFeature.CONSTRAINED) != 0
+        return np.flatnonzero(asks & produces)
 
     def _take_updates(self) -> BlockUpdates:
         if not self._updates:
@@ -144,4 +154,5 @@ def dummy_plan(dims: BatchDimensions) -> StepPlan:
         wants_log_probs=False,
         prompt_log_prob_chunks=(),
         num_prompt_log_probs=0,
+        constrained_rows=_NONE,
     )

@@ -15,6 +15,7 @@ from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.ops.sampling import SamplingMode
 from megatron_async.sampling_params import SamplingParams
 
+MANY = 2**30
 NO_TOKEN = -1
 """Fills unused entries of `stop_ids`: no token has this id."""
 
@@ -65,7 +66,10 @@ class RequestSlots:
         self.tokens = np.empty((capacity, max_sequence_length), dtype=np.int32)
 
         self.stop_ids = np.full((capacity, 1), NO_TOKEN, dtype=np.int32)
-        self.has_stop_words = np.zeros(capacity, dtype=np.bool_)
+        self.most_in_flight = np.full(capacity, MANY, dtype=np.int32)
+        """Samples that may be unknown to the host when another step of the request is planned."""
+        self.is_watched = np.zeros(capacity, dtype=np.bool_)
+        """Whether every token is looked at when it is booked: stop words, or a grammar."""
         self.temperature = np.zeros(capacity, dtype=np.float32)
         self.top_k = np.zeros(capacity, dtype=np.int32)
         self.top_p = np.zeros(capacity, dtype=np.float32)
@@ -146,7 +150,8 @@ class RequestSlots:
         missing = len(stop_ids) - self.stop_ids.shape[1]
         if missing > 0:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
-        self.has_stop_words[slot] = bool(params.stop_words)
+        self.most_in_flight[slot] = 2 if params.structured_output is not None else MANY
+        self.is_watched[slot] = bool(params.stop_words or params.structured_output)
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
 

@@ -63,11 +63,18 @@ class StepPlan:
     """Prefill chunks whose tokens' log probs are wanted."""
     num_prompt_log_probs: int
     """Tokens of those chunks."""
+    constrained_rows: IntArray
+    """Rows that produce a token under a grammar: they are sampled apart."""
 
     @property
     def num_rows(self) -> int:
         """Rows that belong to requests."""
         return len(self.slots)
+
+    def device_rows(self, rows: IntArray) -> IntArray:
+        """Where rows of the plan stand among the device's."""
+        dummies = self.dims.decode_rows - self.num_decode
+        return np.where(rows < self.num_decode, rows, rows + dummies)
 
     def samples_of(self, device_rows: IntArray) -> IntArray:
         """Pick the samples of the plan's rows from those of the device's rows, among which a padded

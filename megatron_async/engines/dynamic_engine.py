@@ -18,6 +18,7 @@ from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.engines.control import ControllableEngine
 from megatron_async.engines.generation import run_to_end
+from megatron_async.engines.grammar_masks import send_masks
 from megatron_async.engines.invalidation import Invalidation, Reconcile
 from megatron_async.engines.new_request import prepare_request
 from megatron_async.engines.observer import EngineObserver
@@ -37,6 +38,7 @@ from megatron_async.inference_request import (
 )
 from megatron_async.profiling.step_log import StepLog
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.structured_output import GrammarCompiler
 from megatron_async.text_generation_controllers.text_generation_controller import (
     LaunchedStep,
     TextGenerationController,
@@ -76,6 +78,7 @@ class DynamicInferenceEngine(ControllableEngine):
         if context.config.invalidation == "rollback":
             self.invalidation = Rollback(context, self.in_flight, self.statistics)
         self.tracer = controller.tracer
+        self._grammars = GrammarCompiler(controller.tokenizer, controller.vocab_size)
         self._log = StepLog(context, self.statistics)
         self.booking = StepBooking(context, self.requests, self.statistics, self.invalidation)
         controller.create_cuda_graphs()
@@ -135,8 +138,9 @@ class DynamicInferenceEngine(ControllableEngine):
         entry = self.requests.add(request)
         try:
             limits = prepare_request(
-                entry, prompt, sampling_params, priority, self.controller, self.context
-            )
+                entry, prompt, sampling_params, priority, self.controller, self.context,
+                self._grammars,
+            )  # fmt: skip
         except Exception as error:
             # Whatever it is, also from a user's own tokenizer, it is this request's alone.
             self.requests.end(request, Status.FAILED, "error", error)
@@ -200,7 +204,7 @@ class DynamicInferenceEngine(ControllableEngine):
             self._check_is_running()
         start = time.perf_counter()
         outputs = []
-        with self.tracer.range("step", self.statistics.steps):
+        with self.tracer.range("step", self.context.next_step):
             for _ in range(self._launch_next()):
                 self._wait(self.in_flight[0])
                 outputs += self._resolve_oldest()
@@ -212,7 +216,7 @@ class DynamicInferenceEngine(ControllableEngine):
         await self._wait_while_stopped()
         start = time.perf_counter()
         outputs = []
-        with self.tracer.range("step", self.statistics.steps):
+        with self.tracer.range("step", self.context.next_step):
             for _ in range(self._launch_next()):
                 oldest = self.in_flight[0]
                 if not oldest.ready.query():
@@ -249,7 +253,7 @@ class DynamicInferenceEngine(ControllableEngine):
             # one: a further step would overwrite buffers that these steps still use.
             return overdue
         statistics, clock, start = self.statistics, time.thread_time_ns, time.thread_time_ns()
-        with self.tracer.range("prepare_step", statistics.steps):
+        with self.tracer.range("prepare_step", self.context.next_step):
             plan = self.context.prepare_step()
         prepared = clock()
         statistics.count_prepare(prepared - start, self.context)
@@ -268,9 +272,15 @@ class DynamicInferenceEngine(ControllableEngine):
         statistics.count_launch(plan, bool(self.in_flight), self.lookahead)
         self._log.end(plan, logged)
         self.in_flight.append(launched)
+        self._send_masks(launched.awaits_masks)
         statistics.count_launch_time(clock() - prepared)
         self.observer.launched(plan)
         return max(len(self.in_flight) - self.lookahead, 0)
+
+    def _send_masks(self, is_due: bool) -> None:
+        if is_due:
+            with self.tracer.range("send_masks", self.statistics.steps):
+                send_masks(self.in_flight, self.context.slots, self.requests, self.controller)
 
     def _wait(self, step: LaunchedStep) -> None:
         """The one wait: until the samples of `step` are on the host."""
@@ -286,8 +296,13 @@ class DynamicInferenceEngine(ControllableEngine):
         start = time.thread_time_ns()
         step = self.in_flight.popleft()
         if self.invalidation.discards(step):
+            # Masks of the steps behind it would depend on tokens that are not booked now.
+            for other in self.in_flight:
+                if other.awaits_masks:
+                    self.controller.sample_constrained(other, 0, is_last=True)
             return []
         output = self.booking.book(step)
+        self._send_masks(any(other.awaits_masks for other in self.in_flight))
         is_zombie = step.error is None and output.zombie_rows == step.plan.num_rows
         self.statistics.count_resolve(time.thread_time_ns() - start, is_zombie)
         self.observer.resolved(step)

@@ -17,6 +17,7 @@ from megatron_async.engines.validation import (
 from megatron_async.log_probs import RequestLogProbs
 from megatron_async.sampling_features import features_and_record
 from megatron_async.stop_words import StopWordMatcher
+from megatron_async.structured_output import GrammarCompiler
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
@@ -29,6 +30,7 @@ def prepare_request(
     priority: Any,
     controller: TextGenerationController,
     context: DynamicInferenceContext,
+    grammars: GrammarCompiler,
 ) -> RequestLimits:
     """Check what the caller gave, and fill in the entry and its request.
 
@@ -39,6 +41,7 @@ def prepare_request(
         priority: as it was given.
         controller: for its tokenizer and vocabulary.
         context: for its limits.
+        grammars: for its tokenizer.
 
     Raises:
         RequestError: the request can never be served; other exceptions come from a user's own
@@ -60,6 +63,8 @@ def prepare_request(
     if params.return_log_probs:
         wanted = 0 if params.skip_prompt_log_probs else length
         request.log_probs = RequestLogProbs(min(params.top_n_logprobs, vocab_size), wanted)
+    if params.structured_output is not None:
+        entry.grammar = grammars.compile(params.structured_output)
     if params.stop_words:
         entry.stop_words = StopWordMatcher(params.stop_words, require_detokenizer(tokenizer))
     return limits

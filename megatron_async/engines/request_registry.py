@@ -18,6 +18,7 @@ from megatron_async.inference_request import (
     Status,
 )
 from megatron_async.stop_words import StopWordMatcher
+from megatron_async.structured_output import TokenGrammar
 
 
 @dataclass
@@ -27,6 +28,7 @@ class RequestEntry:
     request: DynamicInferenceRequest
     future: asyncio.Future[DynamicInferenceRequest]
     stop_words: StopWordMatcher | None = None
+    grammar: TokenGrammar | None = None
     streams: list[RequestStream] = field(default_factory=list)
 
 
@@ -81,6 +83,9 @@ class RequestRegistry:
         while not self._entries and not self._was_added:
             await self.news.wait()
         self._was_added = False
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._entries
 
     def get(self, request_id: int) -> RequestEntry:
         """The entry of an unfinished request (KeyError if there is none)."""

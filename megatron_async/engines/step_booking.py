@@ -75,7 +75,7 @@ class StepBooking:
             request.ttft = time.perf_counter() - request.arrival_time
         if output.log_probs is not None:
             book_log_probs(output, slots)
-        watched = slots.has_stop_words[output.slots]
+        watched = slots.is_watched[output.slots]
         for row in np.flatnonzero(output.ended | watched):
             slot, error = output.slots[row], None
             request = slots.request_at(slot)
@@ -93,6 +93,9 @@ class StepBooking:
         self, request: DynamicInferenceRequest, output: StepOutput, row: int
     ) -> str | None:
         """Why a request ends with this token; None if it goes on."""
+        grammar = self._requests.get(request.request_id).grammar
+        if grammar is not None:
+            grammar.accept(int(output.tokens[row]))
         if output.stopped[row]:
             is_termination = output.tokens[row] == request.sampling_params.termination_id
             return "termination_id" if is_termination else "stop_token"
@@ -104,7 +107,9 @@ class StepBooking:
             if matcher.push(int(output.tokens[row]), bool(counts)):
                 request.stop_words_from = matcher.counts_from
                 return "stop_word"
-        return "length" if output.ended[row] else None
+        if output.ended[row]:
+            return "length"
+        return "grammar" if grammar is not None and grammar.is_complete else None
 
     def _fail(self, step: LaunchedStep, cause: Exception) -> None:
         """The step's own work raised: fail the requests that it served, and no others."""

@@ -16,6 +16,7 @@ from megatron_async.ops import (
     sampling,
     skinny_linear,
     swiglu,
+    token_mask,
     triton_log_probs,
     triton_logits,
     triton_sampling,
@@ -37,6 +38,7 @@ class Kernels:
     process_logits: Callable[..., Tensor]
     count_tokens: Callable[..., None]
     log_probs: Callable[..., None]
+    apply_token_mask: Callable[[Tensor, Tensor], None]
 
 
 TORCH_KERNELS = Kernels(
@@ -51,6 +53,7 @@ TORCH_KERNELS = Kernels(
     logits_processing.process_logits_reference,
     logits_processing.count_tokens_reference,
     log_probs.log_probs_reference,
+    token_mask.apply_token_mask_reference,
 )
 TRITON_KERNELS = Kernels(
     rms_norm.add_rms_norm,
@@ -64,6 +67,7 @@ TRITON_KERNELS = Kernels(
     triton_logits.process_logits,
     triton_logits.count_tokens,
     triton_log_probs.log_probs,
+    token_mask.apply_token_mask,
 )
 
 

@@ -25,7 +25,7 @@ def log_probs_reference(
 
     *Raw* ones are of the model's logits. *Processed* ones are of the distribution that the token
     was drawn from: penalties, biases, bans, temperature and filters included (a greedy row's as if
-    at temperature 1 without filters).
+    at temperature 1 without filters). A constrained row has no token yet, and is left alone.
 
     Args:
         logits: `[rows, vocabulary]`, the model's.
@@ -40,7 +40,8 @@ def log_probs_reference(
         entry: int32 `[1]`: which entry of the ring.
     """
     out = ring[int(entry)]
-    wanted = (rows.features & RowFeature.LOG_PROBS) != 0
+    is_final = RowFeature.LOG_PROBS | RowFeature.CONSTRAINED
+    wanted = (rows.features & is_final) == RowFeature.LOG_PROBS
     for row in wanted.nonzero()[:, 0].tolist():  # sync-ok: CPU
         values = logits[row].float()
         if int(rows.features[row]) & RowFeature.PROCESSED_LOG_PROBS:

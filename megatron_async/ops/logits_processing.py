@@ -107,17 +107,25 @@ def begin_chunks_reference(rows: ProcessingTensors, chunks: ChunkTensors) -> Non
             recent[positions % WINDOW] = last.int()
 
 
-def process_logits_reference(logits: Tensor, rows: ProcessingTensors) -> Tensor:
+def process_logits_reference(
+    logits: Tensor, rows: ProcessingTensors, out: Tensor, kept: Tensor
+) -> Tensor:
     """Penalise, bias and ban.
 
     Args:
         logits: `[rows, vocabulary]`, any float dtype.
         rows: what each row asks for.
+        out: float32 `[rows or more, vocabulary]`, written.
+        kept: `[rows or more, vocabulary]`, dtype of the logits, written with those of constrained
+            rows as they were.
 
     Returns:
-        float32 `[rows, vocabulary]`.
+        the rows of `out`.
     """
-    processed = logits.float().clone()
+    processed = out[: len(logits)]
+    processed.copy_(logits)
+    constrained = (rows.features & RowFeature.CONSTRAINED) != 0
+    kept[: len(logits)][constrained] = logits[constrained]
     for row, features in enumerate(rows.features.tolist()):  # sync-ok: CPU
         slot = int(rows.slots[row])
         record, position = rows.records[slot], int(rows.kv_lengths[row])
@@ -136,9 +144,11 @@ def process_logits_reference(logits: Tensor, rows: ProcessingTensors) -> Tensor:
 
 
 def count_tokens_reference(tokens: Tensor, rows: ProcessingTensors) -> None:
-    """Count the sampled tokens, int64 `[rows]`, of the rows that produce one."""
+    """Count the sampled tokens, int64 `[rows]`, of the rows that produce one; a constrained row's
+    is none yet."""
     slots, length = rows.slots, rows.state.recent.size(1)
-    produces = (rows.features & RowFeature.PRODUCES) != 0
+    is_final = RowFeature.PRODUCES | RowFeature.CONSTRAINED
+    produces = (rows.features & is_final) == RowFeature.PRODUCES
     counted = produces & ((rows.features & RowFeature.PENALTIES) != 0)
     rows.state.counts[slots[counted], tokens[counted]] += 1
     kept = produces & ((rows.features & RowFeature.BAD_WORDS) != 0)

@@ -30,6 +30,8 @@ class RowFeature(IntFlag):
     LOG_PROBS = 8
     PROCESSED_LOG_PROBS = 16
     """Its log probs are of the processed logits."""
+    CONSTRAINED = 32
+    """A grammar says what may come next: the row is sampled apart, once its mask is known."""
     PRODUCES = 256
     """Of this step: the sample is a token of the request."""
     STARTS = 512

@@ -22,6 +22,7 @@ TILE = 2048
 
 LOG_PROBS = tl.constexpr(int(RowFeature.LOG_PROBS))
 PROCESSED = tl.constexpr(int(RowFeature.PROCESSED_LOG_PROBS))
+CONSTRAINED = tl.constexpr(int(RowFeature.CONSTRAINED))
 TOP_N = tl.constexpr(int(Header.TOP_N))
 MOST = tl.constexpr(MAX_TOP_N)
 WORDS = tl.constexpr(OUT_WORDS)
@@ -94,7 +95,7 @@ def _tiles(
 ) -> None:
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     asked = tl.load(features + row)
-    if (asked & LOG_PROBS) != 0:
+    if (asked & (LOG_PROBS | CONSTRAINED)) == LOG_PROBS:
         token = split * tile + tl.arange(0, tile)
         if (asked & PROCESSED) != 0:
             score = load_tile(processed + row * vocab, split * tile, vocab, tile)
@@ -152,7 +153,7 @@ def _finish(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     asked = tl.load(features + row)
-    if (asked & LOG_PROBS) != 0:
+    if (asked & (LOG_PROBS | CONSTRAINED)) == LOG_PROBS:
         split = tl.arange(0, block)
         part = tl.load(most + row * splits + split, mask=split < splits, other=float("-inf"))
         sums = tl.load(total + row * splits + split, mask=split < splits, other=0.0)

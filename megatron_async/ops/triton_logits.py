@@ -3,7 +3,6 @@ device, and a row that asks for nothing ends its programs at once."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,6 +31,7 @@ EDITS = tl.constexpr(int(RowFeature.EDITS))
 BAD_WORDS = tl.constexpr(int(RowFeature.BAD_WORDS))
 PRODUCES = tl.constexpr(int(RowFeature.PRODUCES))
 STARTS = tl.constexpr(int(RowFeature.STARTS))
+CONSTRAINED = tl.constexpr(int(RowFeature.CONSTRAINED))
 IN_PROMPT = tl.constexpr(PROMPT_TOKEN)
 PROMPT_LENGTH = tl.constexpr(int(Header.PROMPT_LENGTH))
 NUM_EDITS = tl.constexpr(int(Header.NUM_EDITS))
@@ -60,13 +60,16 @@ def begin_chunks(rows: ProcessingTensors, chunks: ChunkTensors) -> None:
     )  # fmt: skip
 
 
-def process_logits(logits: Tensor, rows: ProcessingTensors) -> Tensor:
-    """As `process_logits_reference`; elements of a row of `logits` must be adjacent."""
+def process_logits(
+    logits: Tensor, rows: ProcessingTensors, out: Tensor, kept: Tensor
+) -> Tensor:
+    """As `process_logits_reference`; elements of a row of `logits` must be adjacent, `out` and
+    `kept` contiguous."""
     count, vocab = logits.shape
-    processed = torch.empty(count, vocab, dtype=torch.float32, device=logits.device)
+    processed = out[:count]
     records = (rows.records, rows.records.stride(0))
     _process[(triton.cdiv(vocab, TILE), count)](
-        logits, logits.stride(0), processed, vocab,
+        logits, logits.stride(0), processed, kept, vocab,
         rows.features, rows.slots, *records, rows.state.counts, TILE,
     )  # fmt: skip
     _edit[(count,)](
@@ -174,6 +177,7 @@ def _process(
     logits: tl.tensor,
     row_stride: tl.tensor,
     processed: tl.tensor,
+    kept: tl.tensor,
     vocab: tl.constexpr,
     features: tl.tensor,
     slots: tl.tensor,
@@ -185,8 +189,12 @@ def _process(
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = token < vocab
-    logit = tl.load(logits + row * row_stride + token, mask=inside, other=0).to(tl.float32)
-    if (tl.load(features + row) & PENALTIES) != 0:
+    given = tl.load(logits + row * row_stride + token, mask=inside, other=0)
+    logit = given.to(tl.float32)
+    asked = tl.load(features + row)
+    if (asked & CONSTRAINED) != 0:
+        tl.store(kept + row * vocab + token, given, mask=inside)
+    if (asked & PENALTIES) != 0:
         slot = tl.load(slots + row)
         record = records + slot * record_stride
         frequency = tl.load(record).to(tl.float32, bitcast=True)
@@ -261,7 +269,7 @@ def _count_tokens(
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = row < count
     asked = tl.load(features + row, mask=inside, other=0)
-    produces = (asked & PRODUCES) != 0
+    produces = (asked & (PRODUCES | CONSTRAINED)) == PRODUCES
     token = tl.load(tokens + row, mask=inside, other=0)
     slot = tl.load(slots + row, mask=inside, other=0)
     # A slot has one row in a step, so nobody else counts here.

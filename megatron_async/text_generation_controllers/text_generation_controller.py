@@ -6,7 +6,9 @@ import time
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
@@ -14,6 +16,10 @@ from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.devices import Device, Event
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.ops.sampling import SamplingMode
+from megatron_async.text_generation_controllers.constrained_sampling import (
+    ConstrainedSampler,
+    StepLogits,
+)
 from megatron_async.text_generation_controllers.cuda_graphs import CaptureReport, StepGraphs
 from megatron_async.text_generation_controllers.prompt_log_probs import (
     PromptEntry,
@@ -41,6 +47,11 @@ class LaunchedStep:
         plan: immutable.
         ready: reached when the samples are on the host.
         error: exception that the step's own work raised; read it after `ready`.
+        awaits_masks: whether its constrained rows are still to be sampled; until then `ready` has
+            no meaning.
+        unsampled_rows: constrained rows of the plan whose masks are not known yet.
+        num_constrained: constrained rows whose sampling is launched.
+        logits: from which they are sampled.
     """
 
     def __init__(self, plan: StepPlan, buffers: _SampleBuffers) -> None:
@@ -48,6 +59,10 @@ class LaunchedStep:
         self._buffers = buffers
         self.ready: Event = buffers.ready
         self.error: Exception | None = None
+        self.awaits_masks = len(plan.constrained_rows) > 0
+        self.unsampled_rows = plan.constrained_rows
+        self.num_constrained = 0
+        self.logits: StepLogits | None = None
 
     @property
     def samples(self) -> IntArray:
@@ -107,7 +122,9 @@ class TextGenerationController:
         self.device = self.context.device
         self.tracer = self.context.tracer
         view = self.context.gpu_view
-        self.sampler = TokenSampler(view, self.vocab_size)
+        dtype = self.context.model_config.params_dtype
+        self.sampler = TokenSampler(view, self.vocab_size, dtype)
+        self.constrained = ConstrainedSampler(view, self.sampler, self.vocab_size, self.device)
         self._prompt = PromptLogProbs(inference_wrapped_model, self.device)
         self._ring = [
             _SampleBuffers(samples, log_probs, prompt, self.device)
@@ -128,21 +145,68 @@ class TextGenerationController:
         if plan.num_prompt_log_probs:
             buffers.prompt.allocate()
         launched = LaunchedStep(plan, buffers)
+        self.device.compute.launch(partial(self._run_guarded, launched))
+        if not launched.awaits_masks:
+            self._deliver(launched)
+        return launched
+
+    def masks_for(self, launched: LaunchedStep, rows: IntArray) -> NDArray[np.int32]:
+        """Masks of constrained rows of a step, int32 `[rows, words]`, host memory, to be filled
+        before `sample_constrained`.
+
+        Args:
+            launched: a step that awaits masks.
+            rows: indices in its plan.
+        """
+        plan, entry = launched.plan, self.constrained.entry_of(launched.plan.step)
+        entry.allocate()
+        slots, kv_lengths = plan.slots[rows], plan.kv_lengths[rows]
+        return entry.fill(launched.num_constrained, plan.device_rows(rows), slots, kv_lengths)
+
+    def sample_constrained(self, launched: LaunchedStep, count: int, *, is_last: bool) -> None:
+        """Enqueue the sampling of the `count` rows of a step whose masks were filled last, and,
+        behind the last of them, the sample copy. Nothing here waits."""
+        device, first = self.device, launched.num_constrained
+        if count:
+            part = slice(first, first + count)
+            entry = self.constrained.entry_of(launched.plan.step)
+            device.upload.launch(partial(entry.receive, part))
+            if device.upload is not device.compute:
+                device.upload.record(entry.arrived)
+                device.compute.wait(entry.arrived)
+            device.compute.launch(partial(self._sample_guarded, launched, part))
+            launched.num_constrained += count
+        if is_last:
+            launched.awaits_masks = False
+            self._deliver(launched)
+
+    def _deliver(self, launched: LaunchedStep) -> None:
+        """Enqueue the sample copy of a step."""
+        plan, buffers = launched.plan, self._ring[launched.plan.step % len(self._ring)]
         compute, copy = self.device.compute, self.device.copy
-        compute.launch(partial(self._run_guarded, launched))
         compute.record(buffers.sampled)
         copy.wait(buffers.sampled)
         copy.launch(partial(self._transfer_samples_to_cpu, plan, buffers))
         copy.record(buffers.ready)
-        return launched
 
     def _run_guarded(self, launched: LaunchedStep) -> None:
         try:
             self._run_step(launched.plan)
+            if len(launched.plan.constrained_rows):
+                launched.logits = self.constrained.keep(launched.plan.dims.rows)
         except Exception as error:
             launched.error = error
             # It may not have come as far as to count itself.
             self.context.gpu_view.expect_step(launched.plan.step + 1)
+
+    def _sample_guarded(self, launched: LaunchedStep, part: slice) -> None:
+        if launched.error is not None:
+            return
+        try:
+            assert launched.logits is not None, "its first part kept them"
+            self.constrained.sample(launched.plan.step, launched.logits, part)
+        except Exception as error:
+            launched.error = error
 
     def _run_step(self, plan: StepPlan) -> None:
         """The step's device work, on the compute stream."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
@@ -21,21 +22,27 @@ class TokenSampler:
     Args:
         view: the running step.
         vocab_size: columns of the logits.
+        dtype: of the logits.
 
     Attributes:
         state: what rows with penalties and bad words remember, by slot.
         log_probs: int32 `[steps in flight, rows, OUT_WORDS]`. Written by steps of mode PROCESSED,
             read by the copy to the host, which waits for the step's event; an entry is written
             again only after the host has resolved the step that wrote it.
+        processed: float32 `[rows, vocabulary]`: logits of the last step of mode PROCESSED, where
+            `ConstrainedSampler` finds them.
+        kept: the same of its constrained rows before they were processed, in the model's dtype.
     """
 
-    def __init__(self, view: ContextGPUView, vocab_size: int) -> None:
+    def __init__(self, view: ContextGPUView, vocab_size: int, dtype: torch.dtype) -> None:
         self._view = view
         device = view.samples.device
         capacity = len(view.slots.features) - 1
         self.state = SamplingState(capacity, vocab_size, WINDOW, device)
         entries, rows = view.samples.shape
         self.log_probs = empty_log_probs(entries, rows, device)
+        self.processed = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
+        self.kept = torch.empty(rows, vocab_size, dtype=dtype, device=device)
 
     def begin_step(self, mode: SamplingMode) -> None:
         """Behind the view's `begin_step`: take over what requests that start ask for, and count the
@@ -71,7 +78,7 @@ class TokenSampler:
         if mode != SamplingMode.PROCESSED:
             return kernels.sample(logits, params, mode)
         rows = self._rows()
-        processed = kernels.process_logits(logits, rows)
+        processed = kernels.process_logits(logits, rows, self.processed, self.kept)
         tokens, cuts = kernels.sample_with_cuts(processed, params, SamplingMode.FILTERED)
         entry = self._view.step.entry
         kernels.log_probs(logits, processed, tokens, params, cuts, rows, self.log_probs, entry)

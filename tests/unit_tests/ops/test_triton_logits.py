@@ -8,7 +8,7 @@ from triton_interpreter import INTERPRETED, run_in_interpreter
 
 from megatron_async.ops import log_probs as plain_log_probs
 from megatron_async.ops import logits_processing as plain
-from megatron_async.ops import triton_log_probs, triton_logits, triton_sampling
+from megatron_async.ops import token_mask, triton_log_probs, triton_logits, triton_sampling
 from megatron_async.ops.logits_processing import ChunkTensors, ProcessingTensors
 from megatron_async.ops.sampling import SamplingMode, SamplingTensors
 from megatron_async.ops.sampling_state import PROMPT_TOKEN, SamplingState
@@ -40,8 +40,9 @@ def rng(request):
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Small vocabularies and chunks go through every loop."""
-    for module, tile in ((triton_logits, 256), (triton_log_probs, 256), (triton_sampling, 512)):
-        monkeypatch.setattr(module, "TILE", tile)
+    for module in (triton_logits, triton_log_probs, token_mask):
+        monkeypatch.setattr(module, "TILE", 256)
+    monkeypatch.setattr(triton_sampling, "TILE", 512)
     monkeypatch.setattr(triton_logits, "CHUNK_TILE", 64)
     monkeypatch.setattr(triton_sampling, "SEARCH_TILE", 512)
 
@@ -66,7 +67,7 @@ def random_rows(rng, vocab, count, device):
     state.counts.copy_(torch.randint(3, (slots + 1, vocab)))
     state.counts.bitwise_or_(PROMPT_TOKEN * torch.randint(2, (slots + 1, vocab), device=device))
     state.recent.copy_(torch.randint(min(vocab, 3), (slots + 1, WINDOW)))
-    features = torch.tensor([rng.randrange(32) | RowFeature.PRODUCES for _ in range(count)])
+    features = torch.tensor([rng.randrange(64) | RowFeature.PRODUCES for _ in range(count)])
     order = torch.randperm(slots)[:count]
     records = torch.full((slots + 1, RECORD_WORDS), -7, dtype=torch.int32)
     for slot in range(slots):
@@ -114,9 +115,25 @@ def test_logits_are_processed(rng, device, dtype):
     vocab, count = rng.choice([7, 130, 1003]), rng.randint(1, 9)
     rows = random_rows(rng, vocab, count, device)
     logits = (5 * torch.randn(count, vocab + 2, device=device)).to(dtype)[:, :vocab]
-    found = triton_logits.process_logits(logits, rows)
-    expected = plain.process_logits_reference(logits.cpu(), on_cpu(rows))
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
+    out = torch.full((count + 2, vocab), 7.0, device=device)
+    kept = torch.full((count + 2, vocab), 7.0, dtype=dtype, device=device)
+    their_out, their_kept = out.cpu(), kept.cpu()
+    found = triton_logits.process_logits(logits, rows, out, kept)
+    plain.process_logits_reference(logits.cpu(), on_cpu(rows), their_out, their_kept)
+    assert torch.equal(found, out[:count])
+    torch.testing.assert_close(out.cpu(), their_out, rtol=1e-5, atol=1e-5)
+    assert torch.equal(kept.cpu(), their_kept)
+
+
+def test_tokens_are_masked(rng, device):
+    vocab, count = rng.choice([7, 32, 130, 1003]), rng.randint(1, 5)
+    logits = torch.randn(count, vocab, device=device)
+    shape = (count, token_mask.mask_words(vocab) + 3)  # the rows of a wider array
+    words = torch.randint(-(2**31), 2**31, shape).to(device, torch.int32)[:, 3:]
+    expected = logits.cpu()
+    token_mask.apply_token_mask(logits, words)
+    token_mask.apply_token_mask_reference(expected, words.cpu())
+    assert torch.equal(logits.cpu(), expected)
 
 
 def test_samples_are_counted(rng, device):
@@ -197,7 +214,9 @@ def test_log_probs(rng, device):
     logits = 3 * torch.randn(count, vocab, device=device)
     given = parameters(rng, count)
     params = SamplingTensors(**{name: value.to(device) for name, value in given.items()})
-    processed = triton_logits.process_logits(logits, rows)
+    processed = triton_logits.process_logits(
+        logits, rows, torch.empty_like(logits), torch.empty_like(logits)
+    )
     mode = SamplingMode.FILTERED
     tokens, cuts = triton_sampling.sample_with_cuts(processed, params, mode)
     ring = torch.full((2, count + 1, OUT_WORDS), -3, dtype=torch.int32, device=device)

@@ -1,0 +1,156 @@
+"""Sample the rows that a grammar constrains, apart from the others of their step.
+
+What may come next depends on the token before, which the host learns when the step before is
+resolved; by then this step's forward is running. So a step samples its other rows at once, and
+these when their masks are there: `ConstrainedSampler` is the second part of such a step, launched
+by itself. It needs the logits and per-slot state alone, and the few words that come with the masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_async.contexts.gpu_view import ContextGPUView
+from megatron_async.contexts.step_plan import IntArray
+from megatron_async.devices import Device
+from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.log_probs import empty_log_probs
+from megatron_async.ops.logits_processing import ProcessingTensors
+from megatron_async.ops.sampling import SamplingMode
+from megatron_async.ops.slot_records import RowFeature
+from megatron_async.ops.token_mask import mask_words
+from megatron_async.text_generation_controllers.token_sampler import TokenSampler
+
+HEAD_WORDS = 3
+"""Device row, slot, KV length."""
+
+
+@dataclass
+class StepLogits:
+    """Logits of a step's rows, kept until its constrained rows are sampled.
+
+    Attributes:
+        processed: float32 `[rows, vocabulary]`.
+        raw: the model's own, of constrained rows.
+    """
+
+    processed: Tensor
+    raw: Tensor
+
+
+class MaskEntry:
+    """One ring entry: rows and masks, filled by the host, copied to the device, read by the second
+    part of one step. Filled again only after the host has resolved that step. It has memory from
+    the first constrained step on.
+
+    Args:
+        max_rows: most rows of a step.
+        vocab_size: tokens.
+        device: supplies the memory.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: Device) -> None:
+        self._shape = max_rows, HEAD_WORDS + mask_words(vocab_size)
+        self._device = device
+        self._host = torch.empty(0, 0, dtype=torch.int32)
+        self.words: NDArray[np.int32] = self._host.numpy()  # sync-ok: host memory
+        self.target = self._host
+        self.arrived = device.event()
+
+    def allocate(self) -> None:
+        """Take the memory, unless it is there."""
+        if self._host.numel():
+            return
+        rows, words = self._shape
+        self._host = self._device.host_buffer(rows * words, torch.int32).view(rows, words)
+        self.words = self._host.numpy()  # sync-ok: host memory
+        self.target = torch.zeros(rows, words, dtype=torch.int32).to(self._device.torch_device)
+        self._device.fence()
+
+    def fill(
+        self, first: int, rows: IntArray, slots: IntArray, kv_lengths: IntArray
+    ) -> NDArray[np.int32]:
+        """Name rows, each array `[rows]`, from the entry's row `first` on; returns their masks,
+        int32 `[rows, words]`, to be written."""
+        found = self.words[first : first + len(rows)]
+        found[:, 0], found[:, 1], found[:, 2] = rows, slots, kv_lengths
+        return found[:, HEAD_WORDS:]
+
+    def receive(self, part: slice) -> None:
+        """Copy rows to the device; launched work."""
+        self.target[part].copy_(self._host[part], non_blocking=True)
+
+
+class ConstrainedSampler:
+    """The second part of steps with constrained rows.
+
+    Args:
+        view: for per-slot state and the rings.
+        sampler: the first part.
+        vocab_size: tokens.
+        device: where it runs.
+
+    Attributes:
+        ring: an entry for each step in flight.
+    """
+
+    def __init__(
+        self, view: ContextGPUView, sampler: TokenSampler, vocab_size: int, device: Device
+    ) -> None:
+        self._view, self._sampler = view, sampler
+        entries, rows = view.samples.shape
+        self.ring = [MaskEntry(rows, vocab_size, device) for _ in range(entries)]
+
+    def entry_of(self, step: int) -> MaskEntry:
+        """The ring's entry for a step."""
+        return self.ring[step % len(self.ring)]
+
+    def keep(self, rows: int) -> StepLogits:
+        """The logits of the step that has just run, to be sampled from before the next one runs;
+        or, where more than two steps may be in flight, from copies that the next one leaves
+        alone."""
+        processed, raw = self._sampler.processed[:rows], self._sampler.kept[:rows]
+        if len(self.ring) > 2:
+            return StepLogits(processed.clone(), raw.clone())
+        return StepLogits(processed, raw)
+
+    @torch.inference_mode()
+    def sample(self, step: int, logits: StepLogits, part: slice) -> None:
+        """Sample rows of the step's entry; launched work, on the compute stream.
+
+        Args:
+            step: number of the step.
+            logits: of its first part.
+            part: rows of the entry that have arrived.
+        """
+        view, slots = self._view, self._view.slots
+        words = self.entry_of(step).target[part]
+        count = len(words)
+        index, slot, kv_length = (words[:, column] for column in range(HEAD_WORDS))
+        index, slot = index.long(), slot.long()
+        features = slots.features.index_select(0, slot) & ~int(RowFeature.CONSTRAINED)
+        rows = ProcessingTensors(
+            features=features | int(RowFeature.PRODUCES),
+            slots=slot,
+            kv_lengths=kv_length.contiguous(),
+            records=slots.records,
+            state=self._sampler.state,
+        )
+        processed = logits.processed.index_select(0, index)
+        kernels = kernels_for(processed)
+        kernels.apply_token_mask(processed, words[:, HEAD_WORDS:])
+        params = view.sampling_tensors_of(slot, rows.kv_lengths)
+        tokens, cuts = kernels.sample_with_cuts(processed, params, SamplingMode.FILTERED)
+        found = empty_log_probs(1, count, processed.device)
+        entry = torch.zeros(1, dtype=torch.int32, device=processed.device)
+        raw = logits.raw.index_select(0, index)
+        kernels.log_probs(raw, processed, tokens, params, cuts, rows, found, entry)
+        kernels.count_tokens(tokens, rows)
+        self._sampler.log_probs[step % len(self.ring)].index_copy_(0, index, found[0])
+        slots.last_token.index_copy_(0, slot, tokens)
+        view.samples[step % len(self.ring)].index_copy_(0, index, tokens.int())
