@@ -45,11 +45,11 @@ def test_help_needs_no_torch():
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["generate"], ["convert"], ["info"], ["replay"], ["simulate"]]
+    "command", ["", "generate", "convert", "info", "profile", "replay", "simulate"]
 )
 def test_help_of_every_command(command, capsys):
     with pytest.raises(SystemExit) as exit_:
-        cli.main([*command, "--help"])
+        cli.main([*command.split(), "--help"])
     assert exit_.value.code == 0
     assert "usage: megatron-async" in capsys.readouterr().out
 
