@@ -124,9 +124,7 @@ class Recorder(EngineObserver):
         self._closing.set()
         self._thread.join()
         if self._failure is not None:
-            raise RecordingError(
-                f"the recording is incomplete: {self._failure}"
-            ) from self._failure
+            raise RecordingError(f"the recording is incomplete: {self._failure}") from self._failure
 
     # ---- On the recorder's thread ------------------------------------------------------------
 

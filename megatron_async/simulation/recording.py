@@ -206,7 +206,7 @@ def _lines(path: Path) -> Iterator[str | None]:
         except (gzip.BadGzipFile, UnicodeDecodeError, zlib.error) as error:
             raise RecordingError(
                 f"{path} is not a recording, or damaged ({error}): recordings are written by "
-                "`megatron-async generate --record` or megatron_async.simulation.Recorder."
+                "`megatron-async generate --record` or simulation.recorder.Recorder."
             ) from error
 
 
@@ -219,7 +219,7 @@ def _parse_header(path: str | Path, line: str | None) -> Recording:
     if kind != FORMAT:
         raise RecordingError(
             f"{path} is not a recording (its first line is no header): recordings are written by "
-            "`megatron-async generate --record` or megatron_async.simulation.Recorder."
+            "`megatron-async generate --record` or simulation.recorder.Recorder."
         )
     if version != VERSION:
         raise RecordingError(
