@@ -204,7 +204,7 @@ class DynamicInferenceEngine(ControllableEngine):
             self._check_is_running()
         start = time.perf_counter()
         outputs = []
-        with self.tracer.range("step", self.statistics.steps):
+        with self.tracer.range("step", self.context.next_step):
             for _ in range(self._launch_next()):
                 self._wait(self.in_flight[0])
                 outputs += self._resolve_oldest()
@@ -216,7 +216,7 @@ class DynamicInferenceEngine(ControllableEngine):
         await self._wait_while_stopped()
         start = time.perf_counter()
         outputs = []
-        with self.tracer.range("step", self.statistics.steps):
+        with self.tracer.range("step", self.context.next_step):
             for _ in range(self._launch_next()):
                 oldest = self.in_flight[0]
                 if not oldest.ready.query():
@@ -253,7 +253,7 @@ class DynamicInferenceEngine(ControllableEngine):
             # one: a further step would overwrite buffers that these steps still use.
             return overdue
         statistics, clock, start = self.statistics, time.thread_time_ns, time.thread_time_ns()
-        with self.tracer.range("prepare_step", statistics.steps):
+        with self.tracer.range("prepare_step", self.context.next_step):
             plan = self.context.prepare_step()
         prepared = clock()
         statistics.count_prepare(prepared - start, self.context)

@@ -12,8 +12,10 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 class Invalidation(ABC):
     """A policy; the engine tells it what happens and obeys it."""
 
-    is_draining = False
-    """Whether no step may be launched before those in flight are resolved or discarded."""
+    @property
+    @abstractmethod
+    def is_draining(self) -> bool:
+        """Whether no step may be launched before those in flight are resolved or discarded."""
 
     @abstractmethod
     def before_launch(self, plan: StepPlan) -> None:
@@ -33,6 +35,8 @@ class Invalidation(ABC):
 class Reconcile(Invalidation):
     """Book every step. Rows of requests that have ended are recognised by (slot, generation) and
     dropped: zombie rows. Nothing is waited for, and nothing done twice."""
+
+    is_draining = False
 
     def before_launch(self, plan: StepPlan) -> None:
         return

@@ -84,6 +84,9 @@ class RequestRegistry:
             await self.news.wait()
         self._was_added = False
 
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._entries
+
     def get(self, request_id: int) -> RequestEntry:
         """The entry of an unfinished request (KeyError if there is none)."""
         return self._entries[request_id]

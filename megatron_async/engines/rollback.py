@@ -42,11 +42,10 @@ class Rollback(Invalidation):
         self._statistics = statistics
         self._first: int | None = None
         """Number of the first step to be discarded; None when there is none."""
-        self._discarded: list[StepPlan] = []
+        self._discarded: list[LaunchedStep] = []
 
     @property
-    def is_draining(self) -> bool:  # type: ignore[override]
-        """Whether steps are to be discarded: they are waited for first."""
+    def is_draining(self) -> bool:
         return self._first is not None
 
     def before_launch(self, plan: StepPlan) -> None:
@@ -70,7 +69,7 @@ class Rollback(Invalidation):
         """Collect the steps to be discarded; with the last of them, take all back."""
         if self._first is None or step.plan.step < self._first:
             return False
-        self._discarded.append(step.plan)
+        self._discarded.append(step)
         self._statistics.discarded_steps += 1
         self._statistics.discarded_rows += step.plan.num_rows
         if not self._in_flight:
@@ -81,6 +80,10 @@ class Rollback(Invalidation):
         assert self._first is not None
         restore = partial(self._context.gpu_view.restore_shadows, self._first)
         self._context.device.compute.launch(restore)
-        self._context.take_back(self._discarded)
+        self._context.take_back([step.plan for step in self._discarded])
+        if any(step.error is not None for step in self._discarded):
+            # One that failed before it had updated the block tables lets the steps behind it write
+            # into blocks of others: prefill all again.
+            self._context.evict_all()
         self._first, self._discarded = None, []
         self._statistics.note_no_overlap(NoOverlapReason.ROLLED_BACK)
