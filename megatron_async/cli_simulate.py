@@ -54,9 +54,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 """The first table: title, key of the figures, format."""
 
 
-def add_replay_and_simulate(
-    commands: Any, common: argparse.ArgumentParser, formatter: Any
-) -> None:
+def add_replay_and_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
     """Both commands' options."""
     add_replay(commands, common, formatter)
     add_simulate(commands, common, formatter)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.step_plan import StepPlan
@@ -82,13 +81,6 @@ class Machine:
     cpu: CpuTimes
     source: str
     """Where the numbers come from."""
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Machine:
-        """Inverse of `dataclasses.asdict`, also after JSON."""
-        device = dict(values["device"])
-        device["tokens_us"] = tuple((x, y) for x, y in device["tokens_us"])
-        return cls(DeviceTimes(**device), CpuTimes(**values["cpu"]), values["source"])
 
 
 _KV_US_PER_BYTE = (4888.0 - 3816.0) / 32_640 / 131_072

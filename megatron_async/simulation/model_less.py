@@ -47,7 +47,5 @@ class ModelLessEngine(DynamicInferenceEngine):
         if machine is not None:
             clock = self.virtual_device.clock
             context.tracer = VirtualTracer(self.virtual_device, clock, machine.cpu)
-        self.model_less_controller = ModelLessController(
-            context, shape.vocab_size, tokens, machine
-        )
+        self.model_less_controller = ModelLessController(context, shape.vocab_size, tokens, machine)
         super().__init__(self.model_less_controller, context)

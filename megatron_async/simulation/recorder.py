@@ -22,6 +22,7 @@ from megatron_async.simulation.model_shape import ModelShape
 from megatron_async.simulation.recording import (
     COUNTERS,
     FORMAT,
+    TEXT_ENDS,
     VERSION,
     RecordingError,
     plan_checksums,
@@ -100,7 +101,7 @@ class Recorder(EngineObserver):
         self._events.append(("resolve", step.plan.step, samples, step.error, spent, now))
 
     def ended(self, request: DynamicInferenceRequest, reason: str) -> None:
-        if reason in ("stop_word", "error"):
+        if reason in TEXT_ENDS:
             count = len(request.generated_tokens)
             self._events.append(("text_end", request.request_id, reason, count))
 
@@ -123,9 +124,7 @@ class Recorder(EngineObserver):
         self._closing.set()
         self._thread.join()
         if self._failure is not None:
-            raise RecordingError(
-                f"the recording is incomplete: {self._failure}"
-            ) from self._failure
+            raise RecordingError(f"the recording is incomplete: {self._failure}") from self._failure
 
     # ---- On the recorder's thread ------------------------------------------------------------
 
@@ -202,6 +201,8 @@ def _added(request: DynamicInferenceRequest) -> list[Any]:
     }
     if "logit_bias" in changed:
         changed["logit_bias"] = {int(k): float(v) for k, v in changed["logit_bias"].items()}
+    if params.structured_output is not None:
+        changed["structured_output"] = asdict(params.structured_output)
     prompt = request.prompt_tokens.tolist()  # sync-ok: NumPy, on the recorder's thread
     return ["add", request.request_id, request.priority, prompt, changed]
 

@@ -34,6 +34,7 @@ from megatron_async.config import InferenceConfig
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.simulation.model_shape import ModelShape
+from megatron_async.structured_output import StructuredOutput
 
 FORMAT = "megatron_async recording"
 VERSION = 1
@@ -45,6 +46,10 @@ COUNTERS = (
 )  # fmt: skip
 """Keys of `engine.stats()` that a replay must reach too. (Requests that were refused are not
 recorded, so failed ones are not among them.)"""
+
+
+TEXT_ENDS = ("stop_word", "grammar", "error")
+"""Ends that token ids alone do not tell; "error" is a tokenizer's or a grammar's."""
 
 
 class RecordingError(ValueError):
@@ -70,6 +75,8 @@ class Added:
         params = SamplingParams(**self.params)
         if params.logit_bias is not None:  # JSON's keys are strings
             params.logit_bias = {int(token): bias for token, bias in params.logit_bias.items()}
+        if self.params.get("structured_output") is not None:
+            params.structured_output = StructuredOutput(**self.params["structured_output"])
         return params
 
 
@@ -105,7 +112,7 @@ class Resolved:
 
 @dataclass(frozen=True)
 class TextEnd:
-    """A request's end by what its tokens say as text: by a stop word, or a tokenizer's error."""
+    """A request's end by what its tokens say as text; `reason` is one of `TEXT_ENDS`."""
 
     request_id: int
     reason: str
@@ -199,7 +206,7 @@ def _lines(path: Path) -> Iterator[str | None]:
         except (gzip.BadGzipFile, UnicodeDecodeError, zlib.error) as error:
             raise RecordingError(
                 f"{path} is not a recording, or damaged ({error}): recordings are written by "
-                "`megatron-async generate --record` or megatron_async.simulation.Recorder."
+                "`megatron-async generate --record` or simulation.recorder.Recorder."
             ) from error
 
 
@@ -212,7 +219,7 @@ def _parse_header(path: str | Path, line: str | None) -> Recording:
     if kind != FORMAT:
         raise RecordingError(
             f"{path} is not a recording (its first line is no header): recordings are written by "
-            "`megatron-async generate --record` or megatron_async.simulation.Recorder."
+            "`megatron-async generate --record` or simulation.recorder.Recorder."
         )
     if version != VERSION:
         raise RecordingError(

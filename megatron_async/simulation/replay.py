@@ -12,6 +12,7 @@ from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.engines.observer import EngineObserver
 from megatron_async.simulation.model_less import ModelLessEngine
+from megatron_async.simulation.recorded_text import text_ends, watch_as_recorded, without_text
 from megatron_async.simulation.recording import (
     COUNTERS,
     PLAN_FIELDS,
@@ -26,7 +27,6 @@ from megatron_async.simulation.recording import (
     TextEnd,
     plan_checksums,
 )
-from megatron_async.stop_words import StopWordMatcher
 
 WITHOUT_EFFECT = (
     "device", "buffer_size_gb", "num_cuda_graphs", "use_cuda_graphs_for_non_decode_steps",
@@ -62,7 +62,7 @@ class Replay:
         self._comparer = _PlanComparer()
         self.engine = ModelLessEngine(recording.shape, config, _RecordedTokens(recording))
         self.engine.observer = self._comparer
-        self._text_ends = _text_ends(recording.events)
+        self._text_ends = text_ends(recording.events)
 
     def run(self, until_step: int | None = None) -> int:
         """Replay to the end, or until step `until_step` has been planned.
@@ -107,21 +107,16 @@ class Replay:
 
     def _add(self, event: Added, text_end: TextEnd | None) -> None:
         params = event.sampling_params()
-        # There is no tokenizer: what stop words did is told by the recording, and bad words only
-        # matter to samples.
-        words, params.stop_words = params.stop_words, None
-        if params.bad_words is not None:
-            params.bad_words = [word for word in params.bad_words if not isinstance(word, str)]
         future = self.engine.add_request(
-            event.request_id, np.array(event.prompt, np.int32), params, event.priority
+            event.request_id,
+            np.array(event.prompt, np.int32),
+            without_text(params),
+            event.priority,
         )
         if future.done():
             error = future.result().error
             raise RecordingError(f"request {event.request_id} was served, but now: {error}")
-        if words is not None:
-            entry = self.engine.requests.get(event.request_id)
-            entry.request.sampling_params.stop_words = words
-            entry.stop_words = _RecordedStopWords(text_end)
+        watch_as_recorded(self.engine.requests.get(event.request_id), params, text_end)
 
     def _check_counters(self) -> None:
         recorded = self._recording.counters
@@ -184,36 +179,6 @@ class _PlanComparer(EngineObserver):
             raise RecordingError(
                 f"step {self.expected.step} was recorded, but the engine must resolve one first."
             )
-
-
-class _RecordedStopWords(StopWordMatcher):
-    """Matches where the recorded run did, without the text."""
-
-    def __init__(self, end: TextEnd | None) -> None:
-        self._end = end
-        self._pushed = 0
-        self.counts_from = 0
-
-    def push(self, token: int, counts: bool = True) -> bool:
-        """Whether the recorded request ended with this token, by its text."""
-        self._pushed += 1
-        if self._end is None or self._pushed < self._end.generated_tokens:
-            return False
-        if self._end.reason == "error":
-            raise RuntimeError("its tokenizer failed when this was recorded")
-        return True
-
-
-def _text_ends(events: list[Event]) -> dict[int, TextEnd]:
-    """Index of an `Added` -> how that request ended by its text; ids may be used again."""
-    added: dict[int, int] = {}
-    ends = {}
-    for index, event in enumerate(events):
-        if isinstance(event, Added):
-            added[event.request_id] = index
-        elif isinstance(event, TextEnd):
-            ends[added[event.request_id]] = event
-    return ends
 
 
 def _check_config(recorded: InferenceConfig, given: InferenceConfig) -> None:

@@ -92,20 +92,18 @@ class VirtualDevice(Device):
 
     Args:
         captures_graphs: pad steps to captured shapes, as on a GPU.
-        memory_bytes: what `free_memory` says; it bounds the KV pool and is never allocated.
 
     Attributes:
         clock: the host's time.
     """
 
-    def __init__(self, captures_graphs: bool = False, memory_bytes: int = UNLIMITED) -> None:
+    def __init__(self, captures_graphs: bool = False) -> None:
         self.torch_device = torch.device("meta")
         self.captures_graphs = captures_graphs
         self.clock = VirtualClock()
         self.compute: VirtualStream = VirtualStream(self.clock)
         self.copy: VirtualStream = VirtualStream(self.clock)
         self.upload: VirtualStream = VirtualStream(self.clock)
-        self._memory_bytes = memory_bytes
 
     def event(self, timing: bool = False) -> Event:
         return VirtualEvent(self.clock)
@@ -114,7 +112,7 @@ class VirtualDevice(Device):
         return torch.zeros(size, dtype=dtype)
 
     def free_memory(self) -> int:
-        return self._memory_bytes
+        return UNLIMITED
 
     def fence(self) -> None:
         """Nothing to do: there is nothing to order."""
