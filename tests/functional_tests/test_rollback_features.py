@@ -13,11 +13,13 @@ from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.contexts.known_tokens import KnownTokens
 from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.ops.sampling_state import PROMPT_TOKEN, SamplingState
+from megatron_async.ops.slot_records import WINDOW
 
 TOKENS = 30
 PROMPTS = random_prompts(9, (5, 33, 2, 14, 40, 21, 8, 1), TINY.vocab_size)
 VICTIMS = {2: 6, 5: 13}
 """Requests that are aborted, and before which step."""
+TWO = [greedy(TOKENS)] * 2
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "chunks": {"max_tokens": 12},
@@ -112,6 +114,27 @@ def test_equal_to_serial(
         stats = engine.stats()
         assert stats["discarded_steps"] > 0
         assert (stats["evictions"] > 0) == (settings == "evictions")
+
+
+def test_the_longest_bad_word(make_tiny_engine: EngineFactory) -> None:
+    """Discarded steps write over the oldest tokens that it must still match, if they come just
+    before its end."""
+    serial = make_tiny_engine(lookahead=0)
+    first, second = (request.generated_tokens for request in serial.generate(PROMPTS[:2], TWO))
+    banned = greedy(TOKENS, bad_words=[first[3 : 3 + WINDOW]])
+    expected = serial.generate(PROMPTS[:1], banned)[0].generated_tokens
+    assert expected != first
+    discarded = 0
+    for stop in range(12, 22):
+        if second[stop] in second[:stop]:
+            continue
+        engine = make_tiny_engine(lookahead=3, invalidation="rollback")
+        other = greedy(TOKENS, termination_id=second[stop])
+        found = engine.generate(PROMPTS[:2], [banned, other])
+        assert [request.generated_tokens for request in found] == [expected, second[: stop + 1]]
+        drain(engine)
+        discarded += int(engine.stats()["discarded_steps"])
+    assert discarded >= 6
 
 
 def test_state_is_built_anew() -> None:
