@@ -9,6 +9,7 @@ one runs, and its answers are checked for their lengths and ends.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import sys
 import time
@@ -94,7 +95,8 @@ def check_end(request: DynamicInferenceRequest) -> None:
     limit, stops = params.num_tokens_to_generate, set(params.stop_token_ids or ())
     reason = request.finish_reason
     assert reason in ("length", "stop_token", "aborted"), f"{request}: {reason}, {request.error}"
-    assert limit is not None and len(tokens) <= limit, f"{request}: beyond its limit of {limit}"
+    assert limit is not None  # `Requests` sets it
+    assert len(tokens) <= limit, f"{request}: beyond its limit of {limit}"
     assert stops.isdisjoint(tokens[:-1]), f"{request}: went on after a stop token"
     if reason != "aborted":
         stopped = tokens[-1] in stops
@@ -208,10 +210,8 @@ class Soak:
     def _abort(self) -> None:
         oldest = self._requests.added - self._args.backlog
         number = int(self._random.integers(max(oldest, 0), self._requests.added))
-        try:
+        with contextlib.suppress(KeyError):  # it has ended already
             self._engine.abort_request(number)
-        except KeyError:
-            pass  # it has ended already
 
     def _check_nothing_is_left(self) -> None:
         engine, context = self._engine, self._engine.context
@@ -300,7 +300,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--block-size-tokens", type=int, default=2, help="default 2")
     parser.add_argument(
-        "--warmup-share", type=float, default=0.1, help="of the requests (default 0.1)"
+        "--warmup-share", type=float, default=0.5, help="of the requests (default 0.5)"
     )
     parser.add_argument(
         "--max-growth-mb", type=float, default=16.0, help="of memory once warm (default 16)"
@@ -322,8 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     growth = figures["rss_end_mb"] - figures["rss_warm_mb"]
     if growth > args.max_growth_mb:
         print(
-            f"memory grew by {growth:.1f} MB since the warm-up, more than {args.max_growth_mb:g} MB: "
-            "something is kept.",
+            f"memory grew by {growth:.1f} MB since the warm-up, more than the "
+            f"{args.max_growth_mb:g} MB of --max-growth-mb: something is kept.",
             file=sys.stderr,
         )
         return 1

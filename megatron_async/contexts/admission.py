@@ -36,8 +36,8 @@ class WaitingRequest:
     seed: int
     max_length: int
     """Sequence length at which the request ends."""
-    is_evicted: bool = False
-    """Whether its tokens were in the cache before."""
+    num_computed: int = 0
+    """Known tokens that an eviction took from the cache."""
 
     @property
     def num_known(self) -> int:

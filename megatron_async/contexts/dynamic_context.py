@@ -56,7 +56,7 @@ class DynamicInferenceContext:
         waiting: requests without a slot.
         graph_shapes: padded shapes that have, or will have, a captured graph.
         pauses, evictions: counts of events so far.
-        recomputed_tokens: known tokens of evicted requests, to be prefilled again, so far.
+        recomputed_tokens: tokens that evictions took from the cache and that are prefilled again.
     """
 
     def __init__(
@@ -230,8 +230,7 @@ class DynamicInferenceContext:
         slots.num_blocks[slot] = count
         self._plan_builder.add_block_updates(np.full(count, slot, np.int32), indices, blocks)
         self._prefilling.append(slot)
-        if waiting.is_evicted:
-            self.recomputed_tokens += waiting.num_known
+        self.recomputed_tokens += waiting.num_computed
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
         request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
         return slot
@@ -295,10 +294,10 @@ class DynamicInferenceContext:
         self._requeue(slot)
 
     def _requeue(self, slot: int) -> None:
-        slots = self.slots
-        request = slots.request_at(slot)
+        slots, request = self.slots, self.slots.request_at(slot)
         rank, seed, longest = slots.rank[slot], slots.seed[slot], slots.max_length[slot]
-        waiting = WaitingRequest(request, int(rank), int(seed), int(longest), is_evicted=True)
+        waiting = WaitingRequest(request, int(rank), int(seed), int(longest))
+        waiting.num_computed = slots.num_computed(slot)
         self.release_request(slot)
         self.waiting.add(waiting)
         request.status = Status.WAITING_IN_QUEUE

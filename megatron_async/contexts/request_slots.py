@@ -178,6 +178,13 @@ class RequestSlots:
         assert request is not None, f"slot {slot} is free"
         return request
 
+    def num_computed(self, slot: int) -> int:
+        """Known tokens of `slot` that are in the cache, or will be behind the steps in flight."""
+        if self.state[slot] == SlotState.PREFILLING:
+            return int(self.num_prefilled[slot])
+        # The sample of the step launched last has not been fed back.
+        return int(min(self.num_launched[slot] - 1, self.num_known[slot]))
+
     def generated_tokens(self, slot: int) -> list[int]:
         """Booked generated tokens of `slot`, as Python integers."""
         tokens = self.tokens[slot, self.prompt_length[slot] : self.num_known[slot]]

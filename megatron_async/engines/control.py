@@ -13,6 +13,7 @@ from enum import Enum, auto
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.kv_cache import GIB
 from megatron_async.contexts.step_output import StepOutput
+from megatron_async.engines.observer import EngineObserver
 from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.errors import EngineStopped, OutOfMemoryError
@@ -46,6 +47,7 @@ class ControllableEngine(ABC):
     in_flight: deque[LaunchedStep]
     requests: RequestRegistry
     statistics: EngineStatistics
+    observer: EngineObserver
 
     def __init__(self) -> None:
         self._is_paused = False
@@ -98,6 +100,7 @@ class ControllableEngine(ABC):
             return 0
         self._cache_is_released = True
         self.context.evict_all()
+        self.observer.evicted_all()
         device, cache = self.context.device, self.context.gpu_view.kv_cache
         before = device.memory_in_use()
         cache.release()

@@ -19,6 +19,9 @@ class EngineObserver:
     def aborted(self, request_id: int) -> None:
         """An unfinished request is about to be aborted."""
 
+    def evicted_all(self) -> None:
+        """Every running request was evicted: the engine gives its KV cache back."""
+
     def launched(self, plan: StepPlan | None) -> None:
         """A step was launched; None: nothing could be before a resolve."""
 

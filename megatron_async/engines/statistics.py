@@ -49,6 +49,8 @@ class EngineStatistics:
     """Steps launched before the step before them was resolved."""
     no_overlap: dict[NoOverlapReason, int] = field(default_factory=_no_reasons)
     """The other steps, by reason: with `overlapped_steps` they make up `steps`."""
+    last_reason: NoOverlapReason | None = None
+    """Why the step launched last did not overlap; None if it did."""
     first_steps: int = 0
     """Steps launched on an idle engine: there was no work for a step before them. Also the first
     steps after a pause or a suspend, which waited for the steps before them as they were told."""
@@ -111,9 +113,11 @@ class EngineStatistics:
         self.rows += plan.num_rows
         self.prefill_tokens += len(plan.prefill_token_ids)
         if overlapped:
+            self.last_reason = None
             self.overlapped_steps += 1
         else:
-            self.no_overlap[self._reason(lookahead)] += 1
+            self.last_reason = self._reason(lookahead)
+            self.no_overlap[self.last_reason] += 1
         self.first_steps += self.idle or self.drained
         self.idle = self.drained = False
         self._noted = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from megatron_async.profiling.benchmark_record import distribution
 from megatron_async.profiling.lanes_picture import round_step
 from megatron_async.profiling.step_gap_files import time_text
 from megatron_async.profiling.step_gaps import StepGap
@@ -17,7 +18,7 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 44
 BINS_PER_DECADE = 6
 SHORTEST_US = 0.1
 """Shorter gaps, and none at all, are counted here."""
-MARKS = {"median": 0.5, "99 %": 0.99}
+MARKS = {"median": "p50", "99 %": "p99"}
 
 
 def gap_histogram(gaps: Sequence[StepGap]) -> str:
@@ -33,6 +34,7 @@ def gap_histogram(gaps: Sequence[StepGap]) -> str:
 class _Histogram:
     def __init__(self, gaps: Sequence[StepGap]) -> None:
         self._times = sorted(max(gap.gap_us, SHORTEST_US) for gap in gaps)
+        self._percentiles = distribution(self._times)
         # Whole decades, so that ticks stand at bin borders.
         self._first = math.floor(math.log10(self._times[0]))
         self._last = max(math.ceil(math.log10(self._times[-1]) + 1e-9), self._first + 1)
@@ -71,7 +73,7 @@ class _Histogram:
     def _column(self, number: int, ahead: int, late: int) -> Iterator[str]:
         left, right = self._x(self._edge(number)) + 1, self._x(self._edge(number + 1)) - 1
         span = f"{_edge_text(self._edge(number))} to {_edge_text(self._edge(number + 1))}"
-        parts = (("ahead", ahead, 0, "launched ahead"), ("late", late, ahead, "CPU late"))
+        parts = (("ahead", ahead, 0, "launched ahead"), ("late", late, ahead, "launched late"))
         for kind, count, below, name in parts:
             if count:
                 top, bottom = self._y(below + count), self._y(below)
@@ -101,8 +103,9 @@ class _Histogram:
 
     def _marks(self) -> Iterator[str]:
         """Lines at the percentiles; labels of lines that are close go to either side."""
-        for (name, share), side in zip(MARKS.items(), ("end", "start"), strict=True):
-            time = self._times[min(int(share * len(self._times)), len(self._times) - 1)]
+        for (name, key), side in zip(MARKS.items(), ("end", "start"), strict=True):
+            time = self._percentiles[key]
+            assert time is not None  # there is a gap
             x = self._x(math.log10(time))
             side = "start" if side == "end" and x < LEFT + 140 else side
             side = "end" if side == "start" and x > WIDTH - RIGHT - 140 else side

@@ -34,14 +34,17 @@ COUNTERS = {
     "captured_steps": "Steps that replayed a graph.",
     "zombie_steps": "Resolved steps of which all rows were zombies.",
     "discarded_steps": "Steps launched, taken back and launched again (policy rollback).",
+    "discarded_rows": "Their rows.",
     "failed_steps": "Steps whose own work raised.",
     "rows": "Rows of all steps.",
     "zombie_rows": "Rows computed for a request that had ended, and dropped.",
     "generated_tokens": "Tokens generated.",
     "prefill_tokens": "Tokens prefilled, recomputed ones included.",
-    "recomputed_tokens": "Known tokens prefilled again after an eviction.",
+    "recomputed_tokens": "Tokens that evictions took from the cache and that are prefilled again.",
     "pauses": "Times a request sat out for want of a KV block.",
     "evictions": "Times a paused request lost its blocks.",
+    "engine_pauses": "Times the engine was paused.",
+    "engine_suspends": "Times the engine was suspended.",
     "busy_seconds": "Wall time in steps while there was work.",
 }
 """Metric -> help; names are those of `engine.stats()`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
@@ -11,11 +12,11 @@ from markupsafe import Markup
 
 from megatron_async.profiling.gap_histogram import gap_histogram
 from megatron_async.profiling.lanes_picture import lanes_picture
-from megatron_async.profiling.step_gap_files import PERCENTILES, time_text
+from megatron_async.profiling.step_gap_files import PERCENTILES, did_in_gap, idle_text, time_text
 from megatron_async.profiling.step_gaps import STAGES, GapReport, StepGap
 from megatron_async.profiling.timeline import Timeline
 
-AROUND_GAP = 2.5
+AROUND_GAP = 1.0
 """The window of the longest gap shows so many times its length on either side."""
 LEAST_AROUND_US = 30.0
 STEPS_AROUND = 2
@@ -41,7 +42,7 @@ def profile_page(timeline: Timeline, report: GapReport, facts: Mapping[str, Any]
             "step": worst.step,
             "length": _time(worst.gap_us),
             "cause": _cause(worst),
-            "picture": Markup(lanes_picture(timeline, *gap_window(worst))),
+            "picture": Markup(lanes_picture(timeline, *gap_window(timeline, worst))),
         },
         typical={
             "step": typical.step,
@@ -49,24 +50,30 @@ def profile_page(timeline: Timeline, report: GapReport, facts: Mapping[str, Any]
             "picture": Markup(lanes_picture(timeline, *step_window(report, typical))),
         },
         gaps=len(report.gaps),
+        not_counted=idle_text(report),
         histogram=Markup(gap_histogram(report.gaps)),
         times=_times(report),
         rows=[_row(gap) for gap in report.worst],
     )
 
 
-def gap_window(gap: StepGap) -> tuple[float, float]:
-    """A window in which the gap fills the middle: begin and end, microseconds."""
+def gap_window(timeline: Timeline, gap: StepGap) -> tuple[float, float]:
+    """A window with the gap in the middle: begin and end, microseconds. It ends where the timeline
+    does."""
     around = max(AROUND_GAP * gap.gap_us, LEAST_AROUND_US)
-    return gap.start_us - gap.gap_us - around, gap.start_us + around
+    first = min(span.start_us for span in timeline.spans)
+    last = max(span.end_us for span in timeline.spans)
+    return max(gap.start_us - gap.gap_us - around, first), min(gap.start_us + around, last)
 
 
 def step_window(report: GapReport, gap: StepGap) -> tuple[float, float]:
     """A window of a few steps around one: begin and end, microseconds."""
-    index = report.gaps.index(gap)
-    first = report.gaps[max(index - STEPS_AROUND, 0)]
-    last = report.gaps[min(index + STEPS_AROUND, len(report.gaps) - 1)]
-    return first.start_us - first.gap_us, last.start_us + last.device_us
+    near = [other for other in report.gaps if abs(other.step - gap.step) <= STEPS_AROUND]
+    # Not beyond a time in which there was nothing to do.
+    first = max((g.start_us for g in report.after_idle if g.step <= gap.step), default=-math.inf)
+    last = min((g.start_us for g in report.after_idle if g.step > gap.step), default=math.inf)
+    near = [other for other in near if first < other.start_us < last]
+    return near[0].start_us - near[0].gap_us, near[-1].start_us + near[-1].device_us
 
 
 def _time(microseconds: float) -> str:
@@ -77,13 +84,13 @@ def _tiles(report: GapReport, facts: Mapping[str, Any]) -> dict[str, str]:
     gap, device = report.gap_us(), report.device_us()
     cpu = [us for stage, us in report.cpu_us().items() if stage != "wait"]
     return {
-        "step on the device, median": _time(device["p50"] or 0.0),
+        "step, median": _time(device["p50"] or 0.0),
         "gap, median": _time(gap["p50"] or 0.0),
         "gap, 99 %": _time(gap["p99"] or 0.0),
         "longest gap": _time(report.worst[0].gap_us),
         "device busy": f"{report.busy_share:.2%}",
         "launched ahead": f"{report.launched_ahead_share:.1%}",
-        "CPU work a step, mean": _time(sum(us["mean"] or 0.0 for us in cpu)),
+        "CPU work a step": _time(sum(us["mean"] or 0.0 for us in cpu)),
     }
 
 
@@ -93,16 +100,14 @@ def _times(report: GapReport) -> dict[str, list[str]]:
     return {name: [_time(us[p] or 0.0) for p in PERCENTILES] for name, us in rows.items()}
 
 
-def _did(gap: StepGap) -> str:
-    return ", ".join(f"{name} {_time(us)}" for name, us in gap.in_gap_us.items())
-
-
 def _cause(gap: StepGap) -> str:
     if gap.is_launched_ahead:
         text = "The step was launched ahead, so the device had it when the one before ended"
+    elif gap.no_overlap is not None:
+        text = f"The step was launched with nothing in flight ({gap.cause})"
     else:
         text = "The CPU was late: the step was launched after the one before had ended"
-    did = _did(gap)
+    did = did_in_gap(gap, "µs")
     return f"{text}. In the gap the CPU did: {did}" if did else text
 
 
@@ -112,5 +117,6 @@ def _row(gap: StepGap) -> dict[str, Any]:
         "gap": _time(gap.gap_us),
         "device": _time(gap.device_us),
         "is_late": not gap.is_launched_ahead,
-        "did": _did(gap),
+        "cause": gap.cause,
+        "did": did_in_gap(gap, "µs"),
     }

@@ -39,7 +39,7 @@ LEAST_MAX_TOKENS = 512
 LONGEST_OVER_MEAN = 4
 """Lengths of a trace are cut at so many times their mean."""
 
-Bar = Callable[[int], object]
+Bar = Callable[[int], None]
 """Told of progress."""
 
 
@@ -128,12 +128,12 @@ def record_workload(llm: LLM, workload: ProfileWorkload, progress: bool = False)
     """
     timeline = llm.timeline
     assert timeline is not None, "LLM(timeline=True) is needed"
-    begin = _prepare(llm.engine, workload)
-    first = timeline.now_us()
     total = workload.requests if workload.name == "trace" else workload.steps
     unit = "request" if workload.name == "trace" else "step"
     with _bar(total, unit, progress) as bar:
-        begin(bar.update)
+        run = _prepare(llm.engine, workload)
+        first = timeline.now_us()
+        run(bar.update)
     llm.close()
     return timeline.since(first)
 
@@ -174,7 +174,7 @@ def _prepare(engine: DynamicInferenceEngine, workload: ProfileWorkload) -> Calla
 
 
 def _bar(total: int, unit: str, progress: bool) -> AbstractContextManager[Any]:
-    return tqdm(total=total, unit=unit, desc="profile", disable=not progress)  # type: ignore[no-any-return]
+    return tqdm(total=total, unit=unit, desc="profile", disable=not progress)
 
 
 def write_profile(folder: Path, timeline: Timeline, facts: Mapping[str, Any]) -> GapReport:

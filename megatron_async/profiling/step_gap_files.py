@@ -9,6 +9,9 @@ from megatron_async.profiling.step_gaps import GapReport, StepGap
 
 PERCENTILES = ("p50", "p90", "p99")
 
+LEAST_SHARE = 0.05
+"""What took a smaller part of a gap is not named."""
+
 
 def time_text(microseconds: float, micro: str = "us") -> str:
     """A time with three digits and its unit: "1.23 us", "45.6 ms", "7.89 s"."""
@@ -20,12 +23,12 @@ def time_text(microseconds: float, micro: str = "us") -> str:
     return f"{value:.{decimals}f} {unit}"
 
 
-def gap_cause(gap: StepGap, micro: str = "us") -> str:
-    """What the CPU did in a gap, in a line."""
-    did = ", ".join(f"{name} {time_text(us, micro)}" for name, us in gap.in_gap_us.items())
-    if gap.is_launched_ahead:
-        return f"launched ahead; CPU: {did}" if did else "launched ahead"
-    return f"CPU late: {did}" if did else "CPU late"
+def did_in_gap(gap: StepGap, micro: str = "us") -> str:
+    """What the CPU did in a gap, longest first, without trifles."""
+    least = LEAST_SHARE * gap.gap_us
+    return ", ".join(
+        f"{name} {time_text(us, micro)}" for name, us in gap.in_gap_us.items() if us >= least
+    )
 
 
 def gap_text(report: GapReport, facts: Mapping[str, Any]) -> str:
@@ -47,12 +50,22 @@ def gap_text(report: GapReport, facts: Mapping[str, Any]) -> str:
         "",
         f"device busy {report.busy_share:.2%}; {report.launched_ahead_share:.1%} of "
         f"{len(report.gaps)} steps were launched before the step before them ended",
+        *idle_text(report),
         "",
         "longest gaps, each before the step that is named, and what the CPU did meanwhile",
     ]
     for gap in report.worst:
-        lines.append(f"  step {gap.step:>6} {time_text(gap.gap_us):>10}  {gap_cause(gap)}")
+        head = f"  step {gap.step:>6} {time_text(gap.gap_us):>10}"
+        lines.append(f"{head}  {gap.cause:<15}  {did_in_gap(gap)}".rstrip())
     return "\n".join(lines) + "\n"
+
+
+def idle_text(report: GapReport) -> list[str]:
+    """A line about the steps whose gaps are not counted; none where there are none."""
+    if not report.after_idle:
+        return []
+    idle = time_text(sum(gap.gap_us for gap in report.after_idle))
+    return [f"not counted: {len(report.after_idle)} times there was nothing to do, {idle} in all"]
 
 
 def gap_record(report: GapReport, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,6 +82,7 @@ def gap_record(report: GapReport, facts: Mapping[str, Any]) -> dict[str, Any]:
         "cpu_us": report.cpu_us(),
         "busy_share": report.busy_share,
         "launched_ahead_share": report.launched_ahead_share,
+        "idle_us": {gap.step: gap.gap_us for gap in report.after_idle},
         "worst_steps": [gap.step for gap in report.worst],
         "steps": [
             {
@@ -76,6 +90,7 @@ def gap_record(report: GapReport, facts: Mapping[str, Any]) -> dict[str, Any]:
                 "gap_us": gap.gap_us,
                 "device_us": gap.device_us,
                 "is_launched_ahead": gap.is_launched_ahead,
+                "no_overlap": gap.no_overlap,
                 "cpu_us": dict(gap.cpu_us),
                 "in_gap_us": dict(gap.in_gap_us),
             }

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megatron_async.engines.statistics import NoOverlapReason
 from megatron_async.profiling.benchmark_record import distribution
-from megatron_async.profiling.timeline import Span, Timeline
+from megatron_async.profiling.timeline import NO_OVERLAP, Span, Timeline
 
 STAGES = {
     "prepare_step": "prepare",
@@ -31,6 +32,9 @@ REST_OF_STEP = "rest of step"
 """The engine's time in none of its stages."""
 BETWEEN_STEPS = "between steps"
 """The caller's time, or nothing to do."""
+
+NOT_COUNTED = (NoOverlapReason.AFTER_IDLE, NoOverlapReason.DRAINED)
+"""Before steps of these reasons there was nothing to do, or the engine was stopped."""
 
 WORST = 10
 """Steps that a report names."""
@@ -50,11 +54,20 @@ class StepGap:
     is_launched_ahead: bool
     """Whether the step was launched when the one before ended. If so the CPU was not late, and the
     gap is the device's own."""
+    no_overlap: str | None
+    """The engine's reason where it launched the step with nothing in flight (`NoOverlapReason`)."""
     cpu_us: Mapping[str, float]
     """CPU time of this step by stage (short names), wait included."""
     in_gap_us: Mapping[str, float]
     """What the CPU did in the gap: time by stage, `REST_OF_STEP` and `BETWEEN_STEPS`; longest
     first."""
+
+    @property
+    def cause(self) -> str:
+        """Who is to blame, in two words."""
+        if self.no_overlap is not None:
+            return self.no_overlap.replace("_", " ")
+        return "launched ahead" if self.is_launched_ahead else "CPU late"
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,10 @@ class GapReport:
     """Device idle time over a run of steps."""
 
     gaps: list[StepGap]
-    """In order of the steps; the first step of a run has no gap and is left out."""
+    """In order of the steps, at least one. The first step of a run has no gap and is left out."""
+    after_idle: list[StepGap]
+    """Steps before which there was nothing to do, or the engine was stopped: no figure counts their
+    gaps."""
 
     @property
     def worst(self) -> list[StepGap]:
@@ -109,37 +125,41 @@ def step_gaps(timeline: Timeline) -> GapReport:
         timeline: of an engine; steps whose `device_step` it lacks are left out.
 
     Raises:
-        ValueError: fewer than two steps are found.
+        ValueError: no two steps are found, the second of which followed the first.
     """
     device = sorted(timeline.select("device", "device_step").values(), key=lambda s: s.start_us)
-    if len(device) < 2:
-        raise ValueError(
-            f"the timeline has {len(device)} steps on the device: a gap needs at least two."
-        )
     stages = [s for s in timeline.spans if s.lane == "cpu" and s.name in STAGES]
     occupied = _Occupied(
         stages, (s for s in timeline.spans if s.lane == "cpu" and s.name == "step")
     )
     cpu_us: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     launched: dict[int, float] = {}
+    reasons = {s.step: s.name for s in timeline.spans if s.name.startswith(NO_OVERLAP)}
     for span in stages:
         cpu_us[span.step][STAGES[span.name]] += span.end_us - span.start_us
         if span.name == "launch_step":
             launched[span.step] = span.end_us
-    gaps = []
+    gaps: list[StepGap] = []
+    after_idle: list[StepGap] = []
     for before, span in pairwise(device):
-        gaps.append(
-            StepGap(
-                step=span.step,
-                start_us=span.start_us,
-                device_us=span.end_us - span.start_us,
-                gap_us=max(span.start_us - before.end_us, 0.0),
-                is_launched_ahead=launched.get(span.step, before.end_us) <= before.end_us,
-                cpu_us=dict(cpu_us[span.step]),
-                in_gap_us=occupied.between(before.end_us, span.start_us),
-            )
+        reason = reasons.get(span.step)
+        gap = StepGap(
+            step=span.step,
+            start_us=span.start_us,
+            device_us=span.end_us - span.start_us,
+            gap_us=max(span.start_us - before.end_us, 0.0),
+            is_launched_ahead=launched.get(span.step, before.end_us) <= before.end_us,
+            no_overlap=None if reason is None else reason.removeprefix(NO_OVERLAP),
+            cpu_us=dict(cpu_us[span.step]),
+            in_gap_us=occupied.between(before.end_us, span.start_us),
         )
-    return GapReport(gaps)
+        (after_idle if gap.no_overlap in NOT_COUNTED else gaps).append(gap)
+    if not gaps:
+        raise ValueError(
+            f"the timeline has {len(device)} steps on the device, and none that followed another "
+            "while there was work: run more steps, or a higher rate of arrivals."
+        )
+    return GapReport(gaps, after_idle)
 
 
 class _Occupied:

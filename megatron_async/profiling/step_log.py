@@ -1,4 +1,5 @@
-"""A log line every few steps, with the step's time on the device, for which nothing waits.
+"""A log line every few steps, with the step's time on the device, for which nothing waits; and, in
+the timeline, why a step did not overlap.
 
 Two events mark the step in the compute stream; the line is written by a later step, once they are
 reached.
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.devices import Event
-from megatron_async.profiling.timeline import Span
+from megatron_async.profiling.timeline import NO_OVERLAP, Span
 
 if TYPE_CHECKING:
     from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -32,7 +33,7 @@ class _Counts(NamedTuple):
 
 
 class StepLog:
-    """Writes the lines of `InferenceConfig.logging_step_interval`.
+    """Writes the lines of `InferenceConfig.logging_step_interval`, and notes in the timeline.
 
     Args:
         context: of the engine; its occupancy is logged.
@@ -56,6 +57,9 @@ class StepLog:
 
     def end(self, plan: StepPlan, start: Event | None) -> None:
         """Mark where it ends: the step is launched and counted. The line follows later."""
+        reason = self._statistics.last_reason
+        if reason is not None:
+            self._context.tracer.note(f"{NO_OVERLAP}{reason}", plan.step)
         if start is None:
             return
         context, before, now = self._context, self._last, self._counts()

@@ -13,6 +13,9 @@ from typing import NamedTuple
 MAX_SPANS = 1_000_000
 """Spans kept; a timeline is for looking at, not for logging a day."""
 
+NO_OVERLAP = "no overlap: "
+"""Begin of the name of a moment (a span without length) that says why a step did not overlap."""
+
 
 class Span(NamedTuple):
     """One named range. Times are microseconds on `time.perf_counter_ns`'s clock."""

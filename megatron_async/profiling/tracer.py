@@ -81,6 +81,12 @@ class Tracer:
             return _Range(self, name, step)
         return _NO_RANGE
 
+    def note(self, name: str, step: int) -> None:
+        """Note a moment of the host's in the timeline, if there is one."""
+        if self.timeline is not None:
+            now = self.timeline.now_us()
+            self.timeline.add(Span("cpu", name, step, now, now))
+
     def mark(self, stream: Stream, step: int) -> Event | None:
         """A timed event here in the stream, when a timeline wants the device lane of a GPU (and not
         while a graph is captured, which belongs to no step)."""

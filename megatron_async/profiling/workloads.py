@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def start_steady_decode(
     prompt_tokens: int,
     steps: int,
     seed: int = 0,
-    sampling: SamplingParams | None = None,
+    sampling: SamplingParams | Callable[[int], SamplingParams] | None = None,
 ) -> None:
     """Fill an idle engine with random prompts and step until all of them decode.
 
@@ -48,7 +49,8 @@ def start_steady_decode(
         prompt_tokens: length of each prompt.
         steps: that will be run in steady decode.
         seed: of the prompts.
-        sampling: how tokens are chosen, for so many steps as it takes; None: greedily.
+        sampling: how tokens are chosen, for so many steps as it takes; by the request's number, or
+            the same for all; None: greedily.
 
     Raises:
         RuntimeError: a request ended early; its error says why.
@@ -56,12 +58,12 @@ def start_steady_decode(
     prompts = np.random.default_rng(seed)
     vocabulary = engine.controller.vocab_size
     length = steady_decode_tokens(batch, prompt_tokens, engine.context.max_tokens, steps)
-    params = greedy(length)
-    if sampling is not None:
-        params = sampling.copy()
-        params.num_tokens_to_generate, params.termination_id = length, -1
     wanted = engine.statistics.generated_tokens + 2 * batch
     for request in range(batch):
+        params = greedy(length)
+        if sampling is not None:
+            params = (sampling(request) if callable(sampling) else sampling).copy()
+            params.num_tokens_to_generate, params.termination_id = length, -1
         engine.add_request(request, prompts.integers(vocabulary, size=prompt_tokens), params)
     while engine.statistics.generated_tokens < wanted or len(engine.context.waiting):
         _check_none_ended(engine.step_modern())

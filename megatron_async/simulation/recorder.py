@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import queue
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,8 +28,9 @@ from megatron_async.simulation.recording import (
 )
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
-FLUSH_S = 0.5
-"""The file is brought up to date when nothing has happened for so long."""
+POLL_S = 0.05
+"""The recorder's thread looks so often for what has happened: waking it for each step would cost
+the engine's thread 20 microseconds."""
 COMPRESSION = 1
 """gzip's level: the fastest."""
 
@@ -36,7 +38,7 @@ COMPRESSION = 1
 class Recorder(EngineObserver):
     """Records a run of an engine, from its first request until `close`.
 
-    The engine's thread only puts references into a queue (plans are immutable; samples are copied,
+    The engine's thread only appends references to a list (plans are immutable; samples are copied,
     because their ring comes round). A thread of the recorder's makes checksums and JSON of them and
     writes the file, so that a crash leaves what came before. See `recording` for the format.
 
@@ -46,7 +48,7 @@ class Recorder(EngineObserver):
 
     Raises:
         RecordingError: the engine has served requests, whose traces in its books a replay would
-            lack; or it is recorded already.
+            lack; or it is recorded already; or it rolls steps back, which a recording cannot tell.
         OSError: the file cannot be written.
     """
 
@@ -55,6 +57,11 @@ class Recorder(EngineObserver):
             raise RecordingError(
                 "the engine has served requests already: make its Recorder before the first."
             )
+        if engine.context.config.invalidation == "rollback":
+            raise RecordingError(
+                "a run with invalidation='rollback' cannot be recorded, because steps that are "
+                "taken back leave no trace: use invalidation='reconcile'."
+            )
         if isinstance(engine.observer, Recorder):
             raise RecordingError("the engine is recorded already: close the other Recorder first.")
         self._engine = engine
@@ -62,7 +69,8 @@ class Recorder(EngineObserver):
         self._file: TextIO = gzip.open(  # noqa: SIM115  # closed by the recorder's thread
             path, "wt", compresslevel=COMPRESSION, encoding="utf-8"
         )
-        self._events: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._events: deque[tuple[Any, ...]] = deque()
+        self._closing = threading.Event()
         self._failure: Exception | None = None
         self._before_ns = (0, 0, 0)
         self._write(_header(engine))
@@ -73,24 +81,28 @@ class Recorder(EngineObserver):
     # ---- On the engine's thread --------------------------------------------------------------
 
     def added(self, request: DynamicInferenceRequest) -> None:
-        self._events.put(("add", request))
+        self._events.append(("add", request))
 
     def aborted(self, request_id: int) -> None:
-        self._events.put(("abort", request_id))
+        self._events.append(("abort", request_id))
+
+    def evicted_all(self) -> None:
+        self._events.append(("evict_all",))
 
     def launched(self, plan: StepPlan | None) -> None:
         times = self._statistics
         now = time.perf_counter_ns()
-        self._events.put(("launch", plan, times.prepare_ns, times.launch_ns, now))
+        self._events.append(("launch", plan, times.prepare_ns, times.launch_ns, now))
 
     def resolved(self, step: LaunchedStep) -> None:
         now, spent = time.perf_counter_ns(), self._statistics.resolve_ns
-        self._events.put(("resolve", step.plan.step, step.samples.copy(), step.error, spent, now))
+        samples = step.samples.copy()
+        self._events.append(("resolve", step.plan.step, samples, step.error, spent, now))
 
     def ended(self, request: DynamicInferenceRequest, reason: str) -> None:
         if reason in ("stop_word", "error"):
             count = len(request.generated_tokens)
-            self._events.put(("text_end", request.request_id, reason, count))
+            self._events.append(("text_end", request.request_id, reason, count))
 
     def close(self) -> None:
         """Finish the file. The engine may go on, unrecorded.
@@ -105,10 +117,10 @@ class Recorder(EngineObserver):
         if timeline is not None:
             self._engine.tracer.collect()
             spans = timeline.select("device", "device_step").items()
-            self._events.put(("device", [(n, span.start_us, span.end_us) for n, span in spans]))
+            self._events.append(("device", [(n, span.start_us, span.end_us) for n, span in spans]))
         counters = self._engine.stats()
-        self._events.put(("end", {name: counters[name] for name in COUNTERS}))
-        self._events.put(None)
+        self._events.append(("end", {name: counters[name] for name in COUNTERS}))
+        self._closing.set()
         self._thread.join()
         if self._failure is not None:
             raise RecordingError(
@@ -118,32 +130,34 @@ class Recorder(EngineObserver):
     # ---- On the recorder's thread ------------------------------------------------------------
 
     def _run(self) -> None:
-        event = self._next()
-        while event is not None:
-            if self._failure is None:
-                try:
-                    self._write(self._as_record(event))
-                except Exception as failure:  # a full disk, say: the run itself goes on
-                    self._failure = failure
-            event = self._next()
+        while True:
+            # Asked before the queue is looked at: what came until then is in it.
+            is_last = self._closing.wait(POLL_S)
+            is_news = bool(self._events)
+            while self._events:
+                self._write_event(self._events.popleft())
+                # Python's lock goes to the engine's thread if that waits for it, and not only
+                # after the interpreter's 5 ms.
+                time.sleep(0)
+            if is_last:
+                break
+            if is_news:
+                self._guarded(self._file.flush)
+        self._guarded(self._file.close)
+
+    def _write_event(self, event: tuple[Any, ...]) -> None:
+        if self._failure is None:
+            self._guarded(lambda: self._write(self._as_record(event)))
+
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            self._file.close()
-        except OSError as failure:
+            work()
+        except Exception as failure:  # a full disk, say: the run itself goes on
             self._failure = self._failure or failure
 
-    def _next(self) -> tuple[Any, ...] | None:
-        try:
-            return self._events.get(timeout=FLUSH_S)
-        except queue.Empty:
-            if self._failure is None:
-                try:
-                    self._file.flush()
-                except OSError as failure:
-                    self._failure = failure
-            return self._events.get()
-
     def _write(self, record: Any) -> None:
-        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        line = json.dumps(record, separators=(",", ":"), default=_plain)
+        self._file.write(line + "\n")
 
     def _as_record(self, event: tuple[Any, ...]) -> list[Any]:
         kind = event[0]
@@ -173,6 +187,11 @@ class Recorder(EngineObserver):
         return ["launch", plan.step, plan_checksums(plan), work, times]
 
 
+def _plain(value: Any) -> Any:
+    """A NumPy number, which sampling parameters may be, as Python's."""
+    return value.item()  # sync-ok: NumPy, on the recorder's thread
+
+
 def _added(request: DynamicInferenceRequest) -> list[Any]:
     defaults, params = SamplingParams(), request.sampling_params
     names = [f.name for f in fields(params)]
@@ -181,6 +200,8 @@ def _added(request: DynamicInferenceRequest) -> list[Any]:
         for name in names
         if getattr(params, name) != getattr(defaults, name)
     }
+    if "logit_bias" in changed:
+        changed["logit_bias"] = {int(k): float(v) for k, v in changed["logit_bias"].items()}
     prompt = request.prompt_tokens.tolist()  # sync-ok: NumPy, on the recorder's thread
     return ["add", request.request_id, request.priority, prompt, changed]
 

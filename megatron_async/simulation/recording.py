@@ -9,6 +9,7 @@ line is an array, in the order in which things happened; times are microseconds:
 
     ["add", request id, priority, [prompt], {sampling parameters that are not the default}]
     ["abort", request id]
+    ["evict_all"]                             the engine was suspended and gave its KV cache back
     ["launch", step, [checksum of each of PLAN_FIELDS], [prefill tokens, decode rows, KV tokens],
         [prepare, launch, when]]              step null: nothing could be planned before a resolve
     ["resolve", step, [samples of its rows], error or null, [resolve, when]]
@@ -66,7 +67,10 @@ class Added:
             RecordingError: one of them is not known to this version.
         """
         _check_names(self.params, SamplingParams, "the sampling parameter")
-        return SamplingParams(**self.params)
+        params = SamplingParams(**self.params)
+        if params.logit_bias is not None:  # JSON's keys are strings
+            params.logit_bias = {int(token): bias for token, bias in params.logit_bias.items()}
+        return params
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,12 @@ class TextEnd:
     generated_tokens: int
 
 
-Event = Added | Aborted | Launched | Resolved | TextEnd
+@dataclass(frozen=True)
+class EvictedAll:
+    """Every running request was evicted."""
+
+
+Event = Added | Aborted | EvictedAll | Launched | Resolved | TextEnd
 
 
 @dataclass
@@ -231,6 +240,8 @@ def _parse(recording: Recording, record: list[Any]) -> None:
         recording.events.append(Added(*values))
     elif kind == "abort":
         recording.events.append(Aborted(*values))
+    elif kind == "evict_all":
+        recording.events.append(EvictedAll(*values))
     elif kind == "launch":
         step, checksums, work, times = values
         recording.events.append(Launched(step, checksums, tuple(work), tuple(times)))

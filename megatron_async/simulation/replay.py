@@ -18,6 +18,7 @@ from megatron_async.simulation.recording import (
     Aborted,
     Added,
     Event,
+    EvictedAll,
     Launched,
     Recording,
     RecordingError,
@@ -53,7 +54,11 @@ class Replay:
         if config is not None:
             _check_config(recording.config, config)
         self._recording = recording
-        config = replace(config or recording.config, num_kv_blocks=recording.config.num_kv_blocks)
+        config = replace(
+            config or recording.config,
+            num_kv_blocks=recording.config.num_kv_blocks,
+            logging_step_interval=0,
+        )
         self._comparer = _PlanComparer()
         self.engine = ModelLessEngine(recording.shape, config, _RecordedTokens(recording))
         self.engine.observer = self._comparer
@@ -87,6 +92,8 @@ class Replay:
             self._add(event, self._text_ends.get(index))
         elif isinstance(event, Aborted):
             engine.abort_request(event.request_id)
+        elif isinstance(event, EvictedAll):
+            engine.context.evict_all()
         elif isinstance(event, Launched):
             self._comparer.expected = event
             engine._launch_next()
@@ -100,8 +107,11 @@ class Replay:
 
     def _add(self, event: Added, text_end: TextEnd | None) -> None:
         params = event.sampling_params()
-        # There is no tokenizer: what stop words did is told by the recording.
+        # There is no tokenizer: what stop words did is told by the recording, and bad words only
+        # matter to samples.
         words, params.stop_words = params.stop_words, None
+        if params.bad_words is not None:
+            params.bad_words = [word for word in params.bad_words if not isinstance(word, str)]
         future = self.engine.add_request(
             event.request_id, np.array(event.prompt, np.int32), params, event.priority
         )
@@ -182,8 +192,9 @@ class _RecordedStopWords(StopWordMatcher):
     def __init__(self, end: TextEnd | None) -> None:
         self._end = end
         self._pushed = 0
+        self.counts_from = 0
 
-    def push(self, token: int) -> bool:
+    def push(self, token: int, counts: bool = True) -> bool:
         """Whether the recorded request ended with this token, by its text."""
         self._pushed += 1
         if self._end is None or self._pushed < self._end.generated_tokens:

@@ -31,7 +31,7 @@ class PoisonedBlocks(KVBlockAllocator):
         context = engine.context
         super().__init__(context.blocks.total)
         self._compute = context.device.compute
-        self._data = context.gpu_view.kv_cache._data
+        self._cache = context.gpu_view.kv_cache
         self._compute.launch(partial(self._poison, np.arange(self.total)))
 
     def allocate(self, count: int) -> IntArray:
@@ -49,15 +49,22 @@ class PoisonedBlocks(KVBlockAllocator):
         """Check, on the compute stream, that nobody has written to a free block."""
         self._compute.launch(partial(self._check, self.free_blocks().copy()))
 
+    def poison_free_blocks(self) -> None:
+        """Fill all free blocks: the cache was allocated anew."""
+        self._compute.launch(partial(self._poison, self.free_blocks().copy()))
+
     def _poison(self, blocks: IntArray) -> None:
-        self._data[:, :, torch.from_numpy(blocks)] = torch.nan
+        data = self._cache._data
+        if data is not None:  # else the engine is suspended, and `poison_free_blocks` follows
+            data[:, :, torch.from_numpy(blocks)] = torch.nan
 
     def _hand_out(self, blocks: IntArray) -> None:
         self._check(blocks)
-        self._data[:, :, torch.from_numpy(blocks)] = UNWRITTEN
+        self._cache._data[:, :, torch.from_numpy(blocks)] = UNWRITTEN
 
     def _check(self, blocks: IntArray) -> None:
-        clean = self._data[:, :, torch.from_numpy(blocks)].isnan().all(-1).all(-1).all(-1)
+        data = self._cache._data[:, :, torch.from_numpy(blocks)]
+        clean = data.isnan().all(-1).all(-1).all(-1)
         written = blocks[~clean.all(0).all(0).numpy()]
         assert not len(written), f"blocks {written} were written while nobody owned them"
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from harness import TINY, EngineFactory, greedy, random_prompts
+import torch
+from harness import TINY, EngineFactory, greedy, make_engine, random_prompts
 from late_device import LateDevice
 
 from megatron_async import DynamicInferenceEngine
@@ -22,10 +23,15 @@ EAGER = [(), ("upload",), ("compute",), ("copy",), ("upload", "compute"), ("uplo
 SAME_AGAIN = {"max_requests": 4, "max_tokens": 12, "block_size_tokens": 4}
 
 
-@pytest.fixture
-def expected(make_tiny_engine: EngineFactory) -> list[list[int]]:
-    engine = make_tiny_engine(lookahead=0, max_requests=1)
-    return [r.generated_tokens for r in engine.generate(PROMPTS, greedy(TOKENS))]
+@pytest.fixture(scope="module")
+def expected(tiny_model: torch.nn.Module) -> list[list[int]]:
+    """Tokens of each prompt, alone on a serial engine."""
+    engine = make_engine(
+        tiny_model, lookahead=0, max_requests=1, num_kv_blocks=1, block_size_tokens=512
+    )
+    tokens = [r.generated_tokens for r in engine.generate(PROMPTS, greedy(TOKENS))]
+    engine.close()
+    return tokens
 
 
 def play(engine: DynamicInferenceEngine, step: Callable[[], object]) -> list[list[int]]:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from harness import (
     TINY,
-    EngineFactory,
     assert_all_is_back,
     drain,
     greedy,
@@ -83,10 +82,15 @@ def poisoned_engines(tiny_model: torch.nn.Module) -> Iterator[Any]:
         engine.close()
 
 
-@pytest.fixture
-def expected(make_tiny_engine: EngineFactory) -> list[list[int]]:
-    engine = make_tiny_engine(lookahead=0, max_requests=1)
-    return [r.generated_tokens for r in engine.generate(PROMPTS, greedy(TOKENS))]
+@pytest.fixture(scope="module")
+def expected(tiny_model: torch.nn.Module) -> list[list[int]]:
+    """Tokens of each prompt, alone on a serial engine."""
+    engine = make_engine(
+        tiny_model, lookahead=0, max_requests=1, num_kv_blocks=1, block_size_tokens=512
+    )
+    tokens = [r.generated_tokens for r in engine.generate(PROMPTS, greedy(TOKENS))]
+    engine.close()
+    return tokens
 
 
 @pytest.mark.parametrize("kind", DEVICES)
@@ -116,10 +120,10 @@ def test_blocks_change_hands(
         engine.abort_request(victim)
         futures[victim] = engine.add_request(victim, PROMPTS[victim], params[victim])
     drain(engine)
-    expected[3] = expected[3][: expected[3].index(stop) + 1]
+    until_stop = expected[3][: expected[3].index(stop) + 1]
     found = [future.result() for future in futures]
     assert [request.error for request in found] == [None] * 6
-    assert [request.generated_tokens for request in found] == expected
+    assert [r.generated_tokens for r in found] == [*expected[:3], until_stop, *expected[4:]]
     assert engine.stats()["pauses"] > 0
     assert (engine.stats()["evictions"] > 0) or not evicts
 

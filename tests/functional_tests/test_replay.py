@@ -7,11 +7,12 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from harness import TINY, EngineFactory, drain, greedy, random_prompts
 from schedules import random_schedule, run_schedule
 
-from megatron_async import DynamicInferenceEngine
+from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.contexts import dynamic_context
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import Launched, RecordingError, TextEnd, load_recording
@@ -65,7 +66,9 @@ def test_another_schedule_is_noticed(make_tiny_engine, tmp_path, monkeypatch):
         Replay(recording).run()
 
 
-@pytest.mark.parametrize(("index", "field"), [(0, "slots"), (2, "kv_lengths"), (5, "block_updates")])
+@pytest.mark.parametrize(
+    ("index", "field"), [(0, "slots"), (2, "kv_lengths"), (5, "block_updates")]
+)
 def test_the_first_difference_is_named(make_tiny_engine, tmp_path, index, field):
     path = tmp_path / "run.rec"
     record_schedule(make_tiny_engine, 1, path)
@@ -73,7 +76,8 @@ def test_the_first_difference_is_named(make_tiny_engine, tmp_path, index, field)
     launches = [e for e in recording.events if isinstance(e, Launched) and e.step is not None]
     for launched in launches[4:6]:
         launched.checksums[index] ^= 1
-    with pytest.raises(RecordingError, match=f"step 4 differs from the recording, first in '{field}'"):
+    message = f"step 4 differs from the recording, first in '{field}'"
+    with pytest.raises(RecordingError, match=message):
         Replay(recording).run()
 
 
@@ -137,6 +141,56 @@ def test_stop_words_replay_without_a_tokenizer(make_tiny_engine, tmp_path):
     recording = load_recording(path)
     assert sum(isinstance(event, TextEnd) for event in recording.events) == 3
     assert Replay(recording).run() == engine.statistics.steps
+
+
+def test_all_sampling_parameters_replay(make_tiny_engine, tmp_path):
+    path = tmp_path / "run.rec"
+    engine = make_tiny_engine(lookahead=1, tokenizer=Letters(), max_tokens=16)
+    recorder = Recorder(engine, path)
+    words = [chr(200 + token) for token in range(0, TINY.vocab_size, 4)]
+    params = [
+        greedy(30, return_log_probs=True, top_n_logprobs=2),
+        greedy(30, stop_words=words, min_tokens=7),
+        greedy(30, stop_token_ids=list(range(40)), min_tokens=9),
+        greedy(30, logit_bias={np.int64(3): 50.0, 5: -1.5}, bad_words=[chr(203), [4, 5]]),
+        SamplingParams(
+            temperature=0.9, top_k=9, top_p=0.8, min_p=0.01, seed=np.int64(7),
+            frequency_penalty=1.0, presence_penalty=0.5, repetition_penalty=1.2,
+            num_tokens_total=40, termination_id=8,
+        ),
+    ]  # fmt: skip
+    requests = engine.generate(random_prompts(5, (30, 4, 8, 5, 9), TINY.vocab_size), params)
+    drain(engine)
+    recorder.close()
+    assert [request.error for request in requests] == [None] * 5
+    assert min(len(requests[1].generated_tokens), len(requests[2].generated_tokens)) >= 7
+    assert Replay(load_recording(path)).run() == engine.statistics.steps
+
+
+def test_pauses_and_suspensions_replay(make_tiny_engine, tmp_path):
+    path = tmp_path / "run.rec"
+    engine = make_tiny_engine(lookahead=2, block_size_tokens=4)
+    recorder = Recorder(engine, path)
+    for number, prompt in enumerate(random_prompts(0, (5, 9, 3), TINY.vocab_size)):
+        engine.add_request(number, prompt, greedy(30))
+    for free_kv_cache in (False, True):
+        for _ in range(5):
+            engine.step_modern()
+        engine.pause()
+        engine.suspend(free_kv_cache)
+        engine.add_request(10 + free_kv_cache, [1, 2, 3], greedy(8))
+        engine.resume()
+        engine.unpause()
+    drain(engine)
+    recorder.close()
+    assert engine.context.evictions == 4
+    assert Replay(load_recording(path)).run() == engine.statistics.steps
+
+
+def test_rollback_is_not_recorded(make_tiny_engine, tmp_path):
+    engine = make_tiny_engine(invalidation="rollback")
+    with pytest.raises(RecordingError, match="invalidation='rollback' cannot be recorded"):
+        Recorder(engine, tmp_path / "run.rec")
 
 
 def test_what_happens_during_a_wait_replays(make_tiny_engine, tmp_path):

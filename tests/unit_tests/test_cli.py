@@ -44,7 +44,9 @@ def test_help_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["convert"], ["info"], ["replay"], ["simulate"]])
+@pytest.mark.parametrize(
+    "command", [[], ["generate"], ["convert"], ["info"], ["replay"], ["simulate"]]
+)
 def test_help_of_every_command(command, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main([*command, "--help"])

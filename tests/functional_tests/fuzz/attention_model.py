@@ -8,6 +8,8 @@ a batch of another size) never changes a token, however many are compared.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -35,12 +37,26 @@ class OnlyAttention(PagedSelfAttention):
         return attended.flatten(1) @ self.output.T
 
 
+class OutputLayer(nn.Module):
+    """Hidden states to logits, called as Megatron's."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.head = _weights(VOCABULARY, HIDDEN, 2.0, generator)
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """`[.., hidden]` -> `[.., vocabulary]`, and no bias."""
+        return hidden @ self.head.T, None
+
+
 class AttentionModel(nn.Module):
     """What `GPTInferenceWrapper` wants of a model.
 
     Args:
         seed: of its random weights.
     """
+
+    share_embeddings_and_output_weights = False
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -49,7 +65,7 @@ class AttentionModel(nn.Module):
         self.vocab_size = VOCABULARY
         self.embedding = _weights(VOCABULARY, HIDDEN, 4.0, generator)
         self.attention = OnlyAttention(generator)
-        self.head = _weights(VOCABULARY, HIDDEN, 2.0, generator)
+        self.output_layer = OutputLayer(generator)
 
     def forward(
         self,
@@ -63,7 +79,7 @@ class AttentionModel(nn.Module):
         hidden = self.embedding[token_ids[0]]
         hidden = hidden + self.attention(hidden, inference_context)
         rows = inference_context.last_token_logits(hidden[None])
-        return (rows @ self.head.T)[None]
+        return self.output_layer(rows[None])[0]
 
 
 def _weights(rows: int, columns: int, scale: float, generator: torch.Generator) -> nn.Parameter:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 from attention_model import AttentionModel
-from fuzz_requests import Ask, Pieces, asks, engine_settings
+from fuzz_requests import NOT_UNDER_ROLLBACK, Ask, Pieces, asks, engine_settings
 from harness import assert_all_is_back, make_engine
 from hypothesis import note
 from hypothesis import strategies as st
@@ -25,7 +25,7 @@ from step_watch import StepWatch
 from tracked_request import TrackedRequest
 
 from megatron_async import SamplingParams
-from megatron_async.errors import RequestError
+from megatron_async.errors import EngineStopped, RequestError
 
 MAX_STEPS = 1000
 """More than any schedule takes to its end; beyond it an engine is stuck."""
@@ -41,6 +41,7 @@ device, loop = LateDevice(), asyncio.new_event_loop()"""
 some_request = st.integers(0, 5)
 """Which of the unfinished requests, counted round and round in the order of their ids."""
 needs_a_request = precondition(lambda machine: machine.unfinished)
+runs = precondition(lambda machine: not machine.engine.is_stopped)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -83,7 +84,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(requests=st.lists(asks, min_size=1, max_size=4))
     def add_requests(self, requests: list[Ask]) -> None:
-        for ask in requests:
+        rolls_back = self.engine.context.config.invalidation == "rollback"
+        for drawn in requests:
+            ask = drawn
+            if rolls_back:
+                fields = drawn.sampling.items()
+                served = {name: value for name, value in fields if name not in NOT_UNDER_ROLLBACK}
+                ask = drawn._replace(sampling=served)
             self.script.append(f"engine.add_request({ask})")
             params = SamplingParams(**ask.sampling)
             arguments = (ask.request_id, ask.prompt, params, ask.priority)
@@ -121,20 +128,58 @@ class EngineMachine(RuleBasedStateMachine):
     def readers_run(self) -> None:
         self._run(asyncio.sleep(0))
 
+    # ---- Stops -------------------------------------------------------------------------------
+
+    @rule()
+    def pause(self) -> None:
+        self.script.append("engine.pause()")
+        self.engine.pause()
+        self._deliver()
+
+    @rule()
+    def unpause(self) -> None:
+        self.script.append("engine.unpause()")
+        self.engine.unpause()
+
+    @rule(free_kv_cache=st.booleans())
+    def suspend(self, free_kv_cache: bool) -> None:
+        self.script.append(f"engine.suspend({free_kv_cache})")
+        self.engine.suspend(free_kv_cache)
+        self._deliver()
+
+    @rule()
+    def resume(self) -> None:
+        self.script.append("engine.resume()")
+        is_fresh = self.engine.context.gpu_view.kv_cache._data is None
+        self.engine.resume()
+        if is_fresh:
+            self.blocks.poison_free_blocks()
+
+    def _deliver(self) -> None:
+        """A stop books the steps in flight; the next step reports what they gave."""
+        assert not self.engine.in_flight
+        if self.engine._undelivered or self.engine.requests.has_ended:
+            self._step()
+        with pytest.raises(EngineStopped):
+            self.engine.step_modern()
+
     # ---- Steps -------------------------------------------------------------------------------
 
+    @runs
     @rule(times=st.integers(1, 8))
     def step_modern(self, times: int) -> None:
         self.script.append(f"for _ in range({times}): engine.step_modern()")
         for _ in range(times):
             self._step()
 
+    @runs
     @rule()
     def async_step(self) -> None:
         self.script.append("loop.run_until_complete(engine.async_step())")
         self.watch.before_step()
         self._book(self._run(self.engine.async_step()))
 
+    @runs
     @needs_a_request
     @rule(which=some_request)
     def abort_request_during_async_step(self, which: int) -> None:
@@ -207,6 +252,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _finish(self) -> None:
         """Run all requests to their ends; nothing may be left behind."""
+        self.unpause()
+        self.resume()
         self.script.append("while engine.has_unfinished_requests(): engine.step_modern()")
         steps = 0
         while self.engine.has_unfinished_requests():
@@ -223,7 +270,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.blocks.check_free_blocks()
         self.engine.close()
         stats = self.engine.stats()
-        for event in ("steps", "pauses", "evictions", "zombie_rows"):
+        for event in ("steps", "pauses", "evictions", "zombie_rows", "discarded_steps"):
             self.counts[event] += int(stats[event])
         self.counts["overlapped_steps"] += self.engine.statistics.overlapped_steps
         self.counts["readers"] += len(readers)

@@ -3,28 +3,11 @@
 import json
 
 import pytest
+from made_timeline import LATE, STEPS, made_timeline
 
 from megatron_async.profiling.step_gap_files import gap_record, gap_text, time_text
 from megatron_async.profiling.step_gaps import step_gaps
 from megatron_async.profiling.timeline import Span, Timeline
-
-STEPS = 6
-LATE = 4
-
-
-def made_timeline():
-    """Steps of 900 us every 1000; the CPU prepares during the step before, but is late for LATE."""
-    timeline = Timeline()
-    for step in range(STEPS):
-        begin = 1000.0 * step + (300 if step >= LATE else 0)
-        timeline.add(Span("device", "device_step", step, begin, begin + 900))
-        cpu = begin - (250 if step == LATE else 600)
-        timeline.add(Span("cpu", "step", step, cpu, cpu + 550))
-        timeline.add(Span("cpu", "prepare_step", step, cpu, cpu + 200))
-        timeline.add(Span("cpu", "schedule", step, cpu, cpu + 150))  # inside prepare_step
-        timeline.add(Span("cpu", "launch_step", step, cpu + 200, cpu + 250))
-        timeline.add(Span("cpu", "resolve", step - 1, cpu + 260, cpu + 300))
-    return timeline
 
 
 def test_gaps_and_who_was_late():
@@ -64,10 +47,23 @@ def test_one_step_is_not_enough():
         step_gaps(timeline)
 
 
+def test_time_with_nothing_to_do_is_no_gap():
+    timeline = made_timeline()
+    timeline.add(Span("cpu", "no overlap: after_idle", LATE, 0, 0))
+    timeline.add(Span("cpu", "no overlap: nothing_to_plan", 2, 0, 0))
+    report = step_gaps(timeline)
+    assert [gap.step for gap in report.after_idle] == [LATE]
+    assert [gap.gap_us for gap in report.gaps] == [100, 100, 100, 100]
+    causes = ["launched ahead", "nothing to plan", "launched ahead", "launched ahead"]
+    assert [gap.cause for gap in report.gaps] == causes
+    text = gap_text(report, {"model": "m"})
+    assert "not counted: 1 times there was nothing to do, 400 us in all" in text
+
+
 def test_files():
     report, facts = step_gaps(made_timeline()), {"model": "m", "workload": "steady"}
     text = gap_text(report, facts)
-    assert f"step      {LATE}     400 us  CPU late: prepare 200 us, between steps 150 us" in text
+    assert f"step      {LATE}     400 us  CPU late         prepare 200 us, between steps" in text
     assert "device busy 84.91%; 80.0% of 5 steps" in text
     record = json.loads(json.dumps(gap_record(report, facts)))
     assert record["worst_steps"][0] == LATE

@@ -111,7 +111,10 @@ def test_steps_that_are_not_captured_keep_the_host_busy():
     ttft = []
     for device in (captured, eager):
         machine = Machine(replace(device, tokens_us=((0, 100),), prefill_us=0), CPU, "made up")
-        ttft.append(run([(0, 8, 3)], machine).served.requests[0].ttft_s)
+        served = run([(0, 8, 3)], machine)
+        ttft.append(served.served.requests[0].ttft_s)
+        idle = 2 * 65  # while launching is no idling, though the device may wait for the host
+        assert served.idle_share == pytest.approx(idle / (idle + 108 + 209 + 210))
     assert ttft[0] == pytest.approx((30 + 100 + 8 + 5 + 30) / 1e6)
     assert ttft[1] == pytest.approx((30 + 500 + 5 + 30) / 1e6), "the last launch ends the step"
 

@@ -12,21 +12,24 @@ class StepWatch:
     """Looks at an engine before and after each of its steps.
 
     Args:
-        engine: a new one.
+        engine: an idle one.
     """
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self._engine = engine
         self._lookahead = engine.lookahead
-        self._steps = 0
-        self._overlapped = 0
+        self._steps = engine.statistics.steps
+        self._overlapped = engine.statistics.overlapped_steps
         self._in_flight = 0
+        self._drains = False
         self._must_launch = False
 
     def before_step(self) -> None:
         """Note what the step will find."""
-        self._in_flight = len(self._engine.in_flight)
-        self._must_launch = self._can_launch()
+        engine = self._engine
+        self._in_flight = len(engine.in_flight)
+        self._drains = engine.is_stopped or engine.invalidation.is_draining
+        self._must_launch = not self._drains and self._can_launch()
 
     def after_step(self) -> None:
         """Check that the step launched what it could, waited for no more than it had to, and left
@@ -36,7 +39,9 @@ class StepWatch:
         launched = statistics.steps - self._steps
         assert launched in (0, 1)
         assert launched or not self._must_launch, "a request could run, and none was launched"
-        if launched:
+        if self._drains:
+            expected = 0
+        elif launched:
             expected = min(self._in_flight + 1, self._lookahead)
             self._overlapped += self._in_flight > 0
         else:  # only a resolve can help
