@@ -13,6 +13,7 @@ from megatron_async.config import InferenceConfig
 from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.device_slots import DeviceSlots
+from megatron_async.contexts.known_tokens import KnownTokens, RebuiltState
 from megatron_async.contexts.kv_cache import PagedKVCache
 from megatron_async.contexts.shadow import ShadowedState, ShadowRing
 from megatron_async.models.rotary import RotaryTable
@@ -40,6 +41,7 @@ class ContextGPUView:
     Attributes:
         shadowed: what is put back when a step is taken back, under the policy "rollback". Whoever
             adds per-slot state that steps change adds its shadow here.
+        rebuilt: per-slot state that is built anew then.
 
     Attributes (valid from `begin_step` until the next):
         dims: host-known shape of the batch.
@@ -75,6 +77,7 @@ class ContextGPUView:
         # Counted on the device, because a graph's arguments are fixed: each step moves it on.
         self._next_entry = torch.zeros(1, dtype=torch.int32, device=device)
         self.shadowed: list[ShadowedState] = []
+        self.rebuilt: list[RebuiltState] = []
         if config.invalidation == "rollback":
             self.shadowed.append(ShadowRing([slots.last_token], ring))
         self._tensors = tensors
@@ -110,10 +113,16 @@ class ContextGPUView:
         for state in self.shadowed:
             state.save(step % len(self.bookkeeping))
 
-    def restore_shadows(self, step: int) -> None:
-        """Make per-slot state what it was before `step`, one of the last of a ring's length."""
+    def restore_shadows(self, step: int, slots: Tensor) -> None:
+        """Make the state of `slots`, int64 `[rows]`, host memory, what it was before `step`, one of
+        the last of a ring's length."""
         for state in self.shadowed:
-            state.restore(step % len(self.bookkeeping))
+            state.restore(step % len(self.bookkeeping), slots)
+
+    def rebuild(self, known: KnownTokens) -> None:
+        """Build state anew from tokens."""
+        for state in self.rebuilt:
+            state.rebuild(known)
 
     def begin_step(self, dims: BatchDimensions) -> None:
         """Unpack the next bookkeeping: update per-slot state and lay out tokens and positions."""

@@ -1,8 +1,9 @@
 """Shadows: per-slot device state as it was before a step, for a policy that takes steps back.
 
 Whatever a step changes on the device, and a later step reads before it is written again, must have
-a shadow. Keys and values need none: a step that is launched again writes the same places. Block
-tables and sampling parameters need none either: the bookkeeping of the new launch carries them.
+a shadow, or be built anew from the tokens that the host knows (`known_tokens`). Keys and values
+need neither: a step that is launched again writes the same places. Nor do block tables, sampling
+parameters and records: the bookkeeping of the new launch carries them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ class ShadowedState(Protocol):
         """
         ...
 
-    def restore(self, entry: int) -> None:
-        """Make the state what it was when `entry` was saved."""
+    def restore(self, entry: int, slots: Tensor) -> None:
+        """Make the state of `slots`, int64 `[rows]`, host memory, what it was when `entry` was
+        saved; other slots may have changed since for good."""
         ...
 
 
@@ -34,7 +36,7 @@ class ShadowRing:
     """Shadows of whole tensors, which suits those of a few bytes a slot.
 
     Args:
-        tensors: changed in place by steps, never replaced.
+        tensors: `[slots, ...]`, changed in place by steps, never replaced.
         entries: length of the ring.
     """
 
@@ -47,7 +49,8 @@ class ShadowRing:
         for tensor, ring in zip(self._tensors, self._rings, strict=True):
             ring[entry].copy_(tensor)
 
-    def restore(self, entry: int) -> None:
+    def restore(self, entry: int, slots: Tensor) -> None:
         """See `ShadowedState`."""
+        slots = slots.to(self._tensors[0].device)
         for tensor, ring in zip(self._tensors, self._rings, strict=True):
-            tensor.copy_(ring[entry])
+            tensor.index_copy_(0, slots, ring[entry].index_select(0, slots))

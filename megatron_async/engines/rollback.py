@@ -15,7 +15,11 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 
+import numpy as np
+import torch
+
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.contexts.known_tokens import known_tokens
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.engines.invalidation import Invalidation
 from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
@@ -78,12 +82,19 @@ class Rollback(Invalidation):
 
     def _take_back(self) -> None:
         assert self._first is not None
-        restore = partial(self._context.gpu_view.restore_shadows, self._first)
-        self._context.device.compute.launch(restore)
-        self._context.take_back([step.plan for step in self._discarded])
+        context, plans = self._context, [step.plan for step in self._discarded]
+        view, compute, books = context.gpu_view, context.device.compute, context.slots
+        for plan in reversed(plans):  # so that each slot's earliest shadow is the last word
+            live = plan.slots[books.generation[plan.slots] == plan.generations]
+            slots = torch.from_numpy(live.astype(np.int64))
+            compute.launch(partial(view.restore_shadows, plan.step, slots))
+        context.take_back(plans)
+        served = np.unique(np.concatenate([plan.slots for plan in plans]))
+        if (known := known_tokens(books, served)) is not None:
+            compute.launch(partial(view.rebuild, known))
         if any(step.error is not None for step in self._discarded):
             # One that failed before it had updated the block tables lets the steps behind it write
             # into blocks of others: prefill all again.
-            self._context.evict_all()
+            context.evict_all()
         self._first, self._discarded = None, []
         self._statistics.note_no_overlap(NoOverlapReason.ROLLED_BACK)

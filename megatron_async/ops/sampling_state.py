@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.known_tokens import KnownTokens
 
 PROMPT_TOKEN = 1 << 30
 """Bit of a count: the token is in the prompt. The bits below count it among the generated ones."""
@@ -31,3 +36,15 @@ class SamplingState:
             capacity + 1, vocab_size, dtype=torch.int32, device=device
         )
         self.recent: Tensor = torch.zeros(capacity + 1, window, dtype=torch.int32, device=device)
+
+    def rebuild(self, known: KnownTokens) -> None:
+        """Forget the generated tokens of these slots but the known ones; prompt tokens stay marked,
+        because marking them again changes nothing."""
+        counted, token_slots, tokens, recent_slots, places, recent = (
+            tensor.to(self.counts.device) for tensor in known
+        )
+        prompts = self.counts.index_select(0, counted) & PROMPT_TOKEN
+        self.counts.index_copy_(0, counted, prompts)
+        ones = torch.ones_like(tokens, dtype=torch.int32)
+        self.counts.index_put_((token_slots, tokens), ones, accumulate=True)
+        self.recent.index_put_((recent_slots, places), recent.int())

@@ -39,6 +39,7 @@ class TokenSampler:
         device = view.samples.device
         capacity = len(view.slots.features) - 1
         self.state = SamplingState(capacity, vocab_size, WINDOW, device)
+        view.rebuilt.append(self.state)
         entries, rows = view.samples.shape
         self.log_probs = empty_log_probs(entries, rows, device)
         self.processed = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)

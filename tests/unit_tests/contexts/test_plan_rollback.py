@@ -72,7 +72,7 @@ def books(context):
         )
         for slot in np.flatnonzero(slots.state != SlotState.FREE)
     }
-    waiting = [entry.request.request_id for entry in context.waiting._queue]
+    waiting = [entry.request.request_id for entry in context.waiting.in_order()]
     prefilling = [int(slots.request_id[slot]) for slot in context._prefilling]
     return held, waiting, prefilling, context.blocks.free, context._plan_builder.next_step
 
@@ -161,7 +161,7 @@ def test_a_ring_of_shadows():
     ring.save(2)
     for tensor in tensors:
         tensor.fill_(9)
-    ring.restore(2)
-    assert [tensor.tolist() for tensor in tensors] == [[1, 2, 3, 4], [[1.0] * 3] * 2]
-    ring.restore(0)
-    assert [tensor.tolist() for tensor in tensors] == [[0, 1, 2, 3], [[0.0] * 3] * 2]
+    ring.restore(2, torch.tensor([0, 1]))
+    assert [tensor.tolist() for tensor in tensors] == [[1, 2, 9, 9], [[1.0] * 3] * 2]
+    ring.restore(0, torch.tensor([1]))
+    assert [tensor.tolist() for tensor in tensors] == [[1, 1, 9, 9], [[1.0] * 3, [0.0] * 3]]
