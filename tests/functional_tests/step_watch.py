@@ -63,6 +63,8 @@ class StepWatch:
 
     def _check_pending_samples(self) -> None:
         """The samples that a slot waits for are those of its rows in flight."""
+        if self._engine.invalidation.is_draining:
+            return  # samples of steps that are discarded are taken back with the last of them
         slots = self._engine.context.slots
         pending = np.zeros(slots.capacity, dtype=np.int64)
         for step in self._engine.in_flight:

@@ -67,7 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Ended between two steps: the next report must have them."""
         self.script = [PREAMBLE]
 
-    @initialize(settings=engine_settings(), requests=st.lists(asks, min_size=2, max_size=5))
+    @initialize(settings=engine_settings(), requests=st.lists(asks, min_size=2, max_size=4))
     def new_engine(self, settings: dict[str, Any], requests: list[Ask]) -> None:
         arguments = "".join(f", {name}={value!r}" for name, value in settings.items())
         self.script.append(
@@ -82,7 +82,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     # ---- Requests ----------------------------------------------------------------------------
 
-    @rule(requests=st.lists(asks, min_size=1, max_size=4))
+    @rule(requests=st.lists(asks, min_size=1, max_size=3))
     def add_requests(self, requests: list[Ask]) -> None:
         rolls_back = self.engine.context.config.invalidation == "rollback"
         for drawn in requests:
