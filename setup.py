@@ -12,8 +12,8 @@ RUNTIME = [
     # Megatron-Core's attention and Mamba modules import it without declaring it.
     "einops>=0.8",
     "gguf>=0.19",
-    # Its matcher's interface is stable within a major series; 1.3 brought masks by pointer.
-    "llguidance>=1.3,<2",
+    # Grammars of structured output. Its matcher's interface is stable within a major series.
+    "llguidance>=1.6,<2",
     "jinja2>=3.1",  # chat templates
     "numpy>=2.0",
     # Custom collectors are stable within a major series, which is still 0.

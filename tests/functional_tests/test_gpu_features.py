@@ -26,7 +26,7 @@ pytestmark = [
 # A token for each letter, as structured output's tests have it, and heads that the kernels serve.
 SHAPE = ModelArchitecture("llama", 2, 128, 4, 2, 32, 256, 128, max_position_embeddings=1024)
 TOKENS = 40
-PRESSURE = {"num_kv_blocks": 18, "block_size_tokens": 16, "max_tokens": 64}
+PRESSURE = {"num_kv_blocks": 24, "block_size_tokens": 8, "max_tokens": 64}
 EngineFactory = Callable[..., DynamicInferenceEngine]
 
 
