@@ -38,23 +38,15 @@ from megatron_async.cli_output import (
     print_statistics,
 )
 from megatron_async.cli_profile import add_profile
+from megatron_async.cli_sampling import add_sampling_options, sampling_params
 from megatron_async.cli_simulate import add_record_option, add_replay_and_simulate
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM
-    from megatron_async.sampling_params import SamplingParams
 
 USER_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
 """What a value, a file or a machine of the user's can cause; anything else is a bug of ours."""
 
-SAMPLING_OPTIONS: tuple[tuple[str, type, str, Any, str], ...] = (
-    ("temperature", float, "T", 0.0, "0 takes the likeliest token; higher is more varied"),
-    ("top_k", int, "K", 0, "sample among the K likeliest tokens; 0 is off"),
-    ("top_p", float, "P", 0.0, "sample among the fewest tokens that reach probability P; 0 is off"),
-    ("min_p", float, "P", 0.0, "drop tokens less likely than P times the likeliest; 0 is off"),
-    ("seed", int, "N", None, "repeat the same samples"),
-)
-"""Options of `generate` that are fields of `SamplingParams`: name, type, metavar, default, help."""
 
 class Parser(argparse.ArgumentParser):
     """argparse's parser with errors of one line, as all our errors are."""
@@ -112,24 +104,7 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     source.add_argument("--system", metavar="TEXT", help="system message, with --chat")
 
-    sampling = generate.add_argument_group("choosing tokens")
-    sampling.add_argument(
-        "--max-new-tokens", "--num-tokens-to-generate", dest="num_tokens_to_generate",
-        type=int, default=64, metavar="N", help="most tokens in an answer",
-    )  # fmt: skip
-    for name, type_, metavar, default, text in SAMPLING_OPTIONS:
-        sampling.add_argument(flag(name), type=type_, metavar=metavar, default=default, help=text)
-    sampling.add_argument(
-        "--stop-token-id", type=int, action="append", metavar="ID", dest="stop_token_ids",
-        help="token that ends an answer, besides the model's own; may be repeated",
-    )  # fmt: skip
-    sampling.add_argument(
-        "--stop-word", action="append", metavar="TEXT", dest="stop_words",
-        help="text that ends an answer, and is left out of it; may be repeated",
-    )  # fmt: skip
-    sampling.add_argument(
-        "--ignore-eos", action="store_true", help="go on after the model's end-of-text token"
-    )
+    add_sampling_options(generate)
 
     engine = generate.add_argument_group("engine")
     for name, type_, metavar, text in ENGINE_OPTIONS:
@@ -259,27 +234,6 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     if arguments.system is not None and not arguments.chat:
         raise ValueError("--system is part of a chat template: give --chat too.")
     return prompts
-
-
-def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
-    """The sampling options, checked before a model is loaded."""
-    from megatron_async.sampling_params import SamplingParams
-
-    sampling = SamplingParams(
-        **{name: getattr(arguments, name) for name, *_ in SAMPLING_OPTIONS},
-        stop_token_ids=arguments.stop_token_ids,
-        stop_words=arguments.stop_words,
-        num_tokens_to_generate=arguments.num_tokens_to_generate,
-        termination_id=-1 if arguments.ignore_eos else None,
-    )
-    # Token ids are checked again by the engine, against the model's own vocabulary.
-    sampling.validate(vocab_size=2**31)
-    if sampling.is_greedy and (sampling.top_k > 1 or sampling.top_p or sampling.min_p):
-        raise ValueError(
-            "--top-k, --top-p and --min-p choose among samples, but this is greedy "
-            f"(temperature {sampling.temperature:g}): give --temperature 1, for example."
-        )
-    return sampling
 
 
 def chat_prompts(llm: LLM, prompts: Sequence[str], system: str | None) -> list[list[int]]:

@@ -36,6 +36,16 @@ def describe(error: BaseException) -> str:
 
 def as_record(prompt: str, result: DynamicInferenceRequest) -> dict[str, Any]:
     """What `--json` says of one request; `ttft` and `latency` are seconds."""
+    log_probs = {
+        name: value
+        for name in (
+            "generated_log_probs",
+            "prompt_log_probs",
+            "generated_top_n_logprobs",
+            "prompt_top_n_logprobs",
+        )
+        if (value := getattr(result, name)) is not None
+    }
     return {
         "request_id": result.request_id,
         "prompt": prompt,
@@ -47,6 +57,7 @@ def as_record(prompt: str, result: DynamicInferenceRequest) -> dict[str, Any]:
         "error": None if result.error is None else describe(result.error),
         "ttft": result.ttft,
         "latency": result.latency,
+        **log_probs,
     }
 
 

@@ -50,7 +50,7 @@ class RequestLogProbs:
         """Log prob of each prompt token but the first; None if they were not asked for."""
         if not self._wants_prompt:
             return None
-        return self._prompt[:, 0].copy().view(np.float32).tolist()  # sync-ok: NumPy
+        return self._delivered[:, 0].copy().view(np.float32).tolist()  # sync-ok: NumPy
 
     def generated_top_n(self) -> list[Alternatives] | None:
         """The likeliest tokens at each generated token; None if they were not asked for."""
@@ -60,7 +60,12 @@ class RequestLogProbs:
         """The likeliest tokens at each prompt token but the first; None if not asked for."""
         if not self._wants_prompt or not self._top_n:
             return None
-        return [self._alternatives(words) for words in self._prompt]
+        return [self._alternatives(words) for words in self._delivered]
+
+    @property
+    def _delivered(self) -> Words:
+        """All places, but for a request that ended within its prompt."""
+        return self._prompt[: len(self._prompt) - self.num_prompt_missing]
 
     def _alternatives(self, words: Words) -> Alternatives:
         ids = words[1 : 1 + self._top_n]

@@ -90,7 +90,7 @@ class BookkeepingLayout:
         }
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _layout(
     rows: int, prefill_rows: int, prefill_tokens: int, block_updates: int
 ) -> BookkeepingLayout:
