@@ -88,7 +88,7 @@ PLACES: dict[str, Callable[[DynamicInferenceEngine], tuple[Any, str]]] = {
     "unpacking": lambda engine: (engine.context.gpu_view, "begin_step"),
     "forward": lambda engine: (engine.controller.inference_wrapped_model, "forward"),
     "attention": lambda engine: (engine.context.gpu_view, "attention"),
-    "sampler": lambda engine: (engine.controller, "_sample"),
+    "sampler": lambda engine: (engine.controller.sampler, "sample"),
     "feed-back": lambda engine: (engine.context.gpu_view, "feed_back"),
 }
 
@@ -130,7 +130,7 @@ def test_a_failed_step_spares_its_slot_s_next_owner(
     Break `_fail_step`: `held` all true.
     """
     engine = make_tiny_engine(lookahead=lookahead, device=LateDevice(), max_requests=2)
-    fail_once(engine.controller, "_sample", call=5)
+    fail_once(engine.controller.sampler, "sample", call=5)
     engine.add_request(0, PROMPTS[0], greedy(TOKENS))
     for _ in range(5):
         engine.step_modern()
