@@ -88,7 +88,7 @@ PLACES: dict[str, Callable[[DynamicInferenceEngine], tuple[Any, str]]] = {
     "unpacking": lambda engine: (engine.context.gpu_view, "begin_step"),
     "forward": lambda engine: (engine.controller.inference_wrapped_model, "forward"),
     "attention": lambda engine: (engine.context.gpu_view, "attention"),
-    "sampler": lambda engine: (engine.controller, "_sample"),
+    "sampler": lambda engine: (engine.controller.sampler, "sample"),
     "feed-back": lambda engine: (engine.context.gpu_view, "feed_back"),
 }
 
@@ -104,7 +104,7 @@ def test_a_step_whose_own_work_raises(
 
     - `_run_guarded`: no `expect_step`, so that later steps read others' bookkeeping
     - `_run_guarded`: no `except`
-    - `_fail_step`: no `release_request`, or no `requests.end`
+    - `StepBooking._fail`: no `release`, or no `requests.end`
     """
     owner, name = PLACES[place](engine)
     fail_once(owner, name, call)
@@ -127,10 +127,10 @@ def test_a_failed_step_spares_its_slot_s_next_owner(
 ) -> None:
     """The step of a request that is aborted fails when another has its slot already.
 
-    Break `_fail_step`: `held` all true.
+    Break `StepBooking._fail`: `held` all true.
     """
     engine = make_tiny_engine(lookahead=lookahead, device=LateDevice(), max_requests=2)
-    fail_once(engine.controller, "_sample", call=5)
+    fail_once(engine.controller.sampler, "sample", call=5)
     engine.add_request(0, PROMPTS[0], greedy(TOKENS))
     for _ in range(5):
         engine.step_modern()
@@ -228,7 +228,7 @@ def test_a_detokenizer_that_raises(
     """In the match of stop words it fails its request; in a stream, its reader; in
     `generated_text`, who asks. No step fails.
 
-    Break `_emit`: no `except` around `_finish_reason`.
+    Break `StepBooking._emit`: no `except` around `_finish_reason`.
     """
 
     class Faulty(Letters):
