@@ -34,7 +34,8 @@ def main() -> None:
         answer, other = llm.generate([PROMPT, PROMPT], [held, free])
         overlap = llm.engine.stats()["overlap_ratio"]
     print(json.loads(answer.generated_text or "null"), f"({answer.finish_reason})")
-    print("log probs of its first tokens:", [f"{v:.2f}" for v in (answer.generated_log_probs or [])[:6]])
+    first = (answer.generated_log_probs or [])[:6]
+    print("log probs of its first tokens:", [f"{value:.2f}" for value in first])
     print(f"unconstrained: {other.generated_text!r}")
     print(f"overlap ratio {overlap:.2f}")
 

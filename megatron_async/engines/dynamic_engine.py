@@ -263,12 +263,21 @@ class DynamicInferenceEngine(ControllableEngine):
             statistics.note_no_overlap(NoOverlapReason.NOTHING_TO_PLAN)
             self.observer.launched(None)
             return min(len(self.in_flight), 1)
-        with self.tracer.range("transfer_bookkeeping_to_gpu", plan.step):
-            self.context.transfer_bookkeeping_to_gpu(plan)
-        self.invalidation.before_launch(plan)
         logged = self._log.begin(plan.step)
-        with self.tracer.range("launch_step", plan.step):
-            launched = self.controller.launch_step(plan)
+        try:
+            with self.tracer.range("transfer_bookkeeping_to_gpu", plan.step):
+                self.context.transfer_bookkeeping_to_gpu(plan)
+            self.invalidation.before_launch(plan)
+            with self.tracer.range("launch_step", plan.step):
+                launched = self.controller.launch_step(plan)
+        except BaseException as error:
+            # The plan counts as launched, so it becomes a step that failed: its resolve ends its
+            # requests and no others. An interrupt (Ctrl-C) goes on to the caller besides.
+            launched = self.controller.launch_failed_step(plan, error)
+            if not isinstance(error, Exception):
+                self.in_flight.append(launched)
+                statistics.count_launch(plan, len(self.in_flight) > 1, self.lookahead)
+                raise
         statistics.count_launch(plan, bool(self.in_flight), self.lookahead)
         self._log.end(plan, logged)
         self.in_flight.append(launched)

@@ -111,7 +111,7 @@ class StepBooking:
             return "length"
         return "grammar" if grammar is not None and grammar.is_complete else None
 
-    def _fail(self, step: LaunchedStep, cause: Exception) -> None:
+    def _fail(self, step: LaunchedStep, cause: BaseException) -> None:
         """The step's own work raised: fail the requests that it served, and no others."""
         error = StepFailed(f"step {step.plan.step} failed: {cause!r}")
         error.__cause__ = cause

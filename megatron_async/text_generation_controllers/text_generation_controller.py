@@ -58,7 +58,7 @@ class LaunchedStep:
         self.plan = plan
         self._buffers = buffers
         self.ready: Event = buffers.ready
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.awaits_masks = len(plan.constrained_rows) > 0
         self.unsampled_rows = plan.constrained_rows
         self.num_constrained = 0
@@ -148,6 +148,20 @@ class TextGenerationController:
         self.device.compute.launch(partial(self._run_guarded, launched))
         if not launched.awaits_masks:
             self._deliver(launched)
+        return launched
+
+    def launch_failed_step(self, plan: StepPlan, error: BaseException) -> LaunchedStep:
+        """A step that could not be launched, in the form of one that failed on the device.
+
+        Args:
+            plan: of the step, of which any part may have been launched.
+            error: why.
+        """
+        launched = LaunchedStep(plan, self._ring[plan.step % len(self._ring)])
+        launched.error = error
+        launched.awaits_masks = False
+        self.context.expect_step(plan.step + 1)
+        self._deliver(launched)
         return launched
 
     def masks_for(self, launched: LaunchedStep, rows: IntArray) -> NDArray[np.int32]:

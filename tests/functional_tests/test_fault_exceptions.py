@@ -263,3 +263,52 @@ def test_a_detokenizer_that_raises(
     assert engine.stats()["failed_steps"] == 0
     assert engine.stats()["failed_requests"] == 1
     check_goes_on(engine, expected)
+
+
+@pytest.mark.parametrize("interrupt", [MadeUpError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["pack", "launch", "deliver"])
+def test_a_launch_that_raises_on_the_host(
+    engine: DynamicInferenceEngine,
+    expected: list[list[int]],
+    place: str,
+    interrupt: type[BaseException],
+) -> None:
+    """The plan counts as launched, so it must end as a failed step. Break `_launch_next`'s
+    `launch_failed_step`: the engine says "none can run" from then on."""
+    owner, name = {
+        "pack": (engine.context._staging, "pack"),
+        "launch": (engine.controller, "launch_step"),
+        "deliver": (engine.controller, "_deliver"),
+    }[place]
+    method, calls = getattr(owner, name), 0
+
+    def raise_once(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise interrupt("the fourth launch")
+        return method(*args)
+
+    setattr(owner, name, raise_once)
+    futures = [engine.add_request(n, p, greedy(TOKENS)) for n, p in enumerate(PROMPTS)]
+    interrupted = 0
+    while engine.has_unfinished_requests():
+        try:
+            engine.step_modern()
+        except KeyboardInterrupt:
+            interrupted += 1
+    assert interrupted == (interrupt is KeyboardInterrupt)
+    failed = [n for n, future in enumerate(futures) if future.result().error is not None]
+    assert 0 < len(failed) <= 2  # those of one step
+    for number, future in enumerate(futures):
+        request = future.result()
+        if number in failed:
+            assert isinstance(request.error, StepFailed)
+            assert "the fourth launch" in str(request.error)
+            wanted = expected[number][: request.generated_length]
+            assert request.generated_tokens == wanted
+        else:
+            assert request.generated_tokens == expected[number]
+    again = engine.generate(PROMPTS, greedy(TOKENS))
+    assert [request.generated_tokens for request in again] == expected
+    assert engine.stats()["failed_steps"] == 1
