@@ -159,8 +159,8 @@ class GrammarCompiler:
                     f"token, but this engine has {type(self._tokenizer).__name__}: give the model "
                     "its tokenizer folder."
                 )
-            ends = list(self._tokenizer.eos_ids)
-            eos = ends if len(ends) > 1 else self._tokenizer.eod
+            ends = list(self._tokenizer.eos_ids) or [self._tokenizer.eod]
+            eos = ends if len(ends) > 1 else ends[0]
             self._converted = LLTokenizer(
                 backend.to_str(), n_vocab=self._vocab_size, eos_token=eos
             )

@@ -58,6 +58,7 @@ class StepWatch:
         slots, context = self._engine.context.slots, self._engine.context
         places = slots.num_blocks * context.block_size_tokens
         decodes = (slots.state >= SlotState.DECODING) & (slots.num_launched < slots.max_length)
+        decodes &= slots.num_launched - slots.num_known < slots.most_in_flight  # of a grammar
         ready = decodes & ((slots.num_launched <= places) | (context.blocks.free > 0))
         return bool(np.any(ready | (slots.state == SlotState.PREFILLING)))
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 from attention_model import AttentionModel
-from fuzz_requests import NOT_UNDER_ROLLBACK, Ask, Pieces, asks, engine_settings
+from fuzz_requests import Ask, Pieces, asks, engine_settings
 from harness import assert_all_is_back, make_engine
 from hypothesis import note
 from hypothesis import strategies as st
@@ -84,13 +84,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(requests=st.lists(asks, min_size=1, max_size=3))
     def add_requests(self, requests: list[Ask]) -> None:
-        rolls_back = self.engine.context.config.invalidation == "rollback"
-        for drawn in requests:
-            ask = drawn
-            if rolls_back:
-                fields = drawn.sampling.items()
-                served = {name: value for name, value in fields if name not in NOT_UNDER_ROLLBACK}
-                ask = drawn._replace(sampling=served)
+        for ask in requests:
             self.script.append(f"engine.add_request({ask})")
             params = SamplingParams(**ask.sampling)
             arguments = (ask.request_id, ask.prompt, params, ask.priority)

@@ -5,6 +5,7 @@ A new sampling parameter is one line of its group; a new output is one line of `
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from typing import Any, NamedTuple
 
 from attention_model import VOCABULARY
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from megatron_async import StructuredOutput
 from megatron_async.inference_request import DynamicInferenceRequest
 
 MAX_PROMPT, MAX_NEW_TOKENS = 20, 24
@@ -30,7 +33,7 @@ DRAWING: dict[str, st.SearchStrategy[Any]] = {
 STOPPING: dict[str, st.SearchStrategy[Any]] = {
     "termination_id": token,
     "stop_token_ids": st.lists(token, min_size=1, max_size=3),
-    "stop_words": st.lists(st.sampled_from(["zz", "bd", "cab"]), min_size=1, max_size=2),
+    "stop_words": st.lists(st.sampled_from(["zz", "bd", "abc", "cad"]), min_size=1, max_size=2),
     "detokenize_stop_sequence": st.just(True),
     "min_tokens": st.sampled_from([1, 4]),
 }
@@ -47,14 +50,14 @@ PROCESSORS: dict[str, st.SearchStrategy[Any]] = {
     "repetition_penalty": st.sampled_from([1.4]),
     "bad_words": st.lists(st.lists(token, min_size=1, max_size=2), min_size=1, max_size=2),
 }
+STRUCTURED: dict[str, st.SearchStrategy[Any]] = {
+    "structured_output": st.sampled_from([
+        StructuredOutput(regex="[a-d]{3,12}"),
+        StructuredOutput(regex="(ab|cd|d)*"),
+        StructuredOutput(choice=["ab", "abcd", "dd"]),
+    ]),
+}  # fmt: skip
 """Fields of `SamplingParams`; each is drawn or left at its default, group by group."""
-NOT_UNDER_ROLLBACK = (
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "bad_words",
-)
-"""Fields whose counts a rollback does not take back (yet)."""
 
 COMPARED: dict[str, Callable[[DynamicInferenceRequest], Any]] = {
     "tokens": lambda request: request.generated_tokens,
@@ -77,6 +80,10 @@ class Pieces:
     and across tokens."""
 
     eod = -1
+    eos_ids = (VOCABULARY - 1,)
+
+    def __init__(self) -> None:
+        self.backend = _backend()
 
     def tokenize(self, text: str) -> list[int]:
         return ["abcd".index(letter) for letter in text]
@@ -85,7 +92,18 @@ class Pieces:
         return "".join(PIECES[token] for token in tokens)
 
 
-PIECES = [*"abcd", *(a + b for _ in range(3) for a in "abcd" for b in "abcd")][:VOCABULARY]
+PIECES = ["".join(letters) for n in (1, 2, 3) for letters in itertools.product("abcd", repeat=n)]
+PIECES = PIECES[:VOCABULARY]
+
+
+def _backend() -> Tokenizer:
+    """The same tokens for grammars; the last one ends a text there."""
+    vocabulary = {piece: token for token, piece in enumerate(PIECES[:-1])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return backend
 
 
 def _prompts() -> st.SearchStrategy[list[int]]:
@@ -115,12 +133,15 @@ def sampling(draw: st.DrawFn) -> dict[str, Any]:
     """Fields of `SamplingParams`."""
     most = draw(st.sampled_from([1, 2, 5, 12, 20, MAX_NEW_TOKENS]))
     fields: dict[str, Any] = {"num_tokens_to_generate": most}
-    for group in (DRAWING, STOPPING, LOG_PROBS, PROCESSORS):
+    for group in (DRAWING, STOPPING, LOG_PROBS, PROCESSORS, STRUCTURED):
         if draw(st.booleans()):
             fields |= draw(st.fixed_dictionaries({}, optional=group))
     # What would be refused.
     if fields.get("min_tokens", 0) > most:
         del fields["min_tokens"]
+    if "structured_output" in fields:  # with bans it may leave nothing
+        for name in ("bad_words", "min_tokens"):
+            fields.pop(name, None)
     if "return_log_probs" not in fields:
         fields.pop("top_n_logprobs", None)
     return fields
