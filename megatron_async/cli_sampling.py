@@ -85,7 +85,7 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
         stop_words=arguments.stop_words,
         bad_words=arguments.bad_words,
         return_log_probs=arguments.log_probs or arguments.prompt_log_probs,
-        skip_prompt_log_probs=not arguments.prompt_log_probs,
+        skip_prompt_log_probs=arguments.log_probs and not arguments.prompt_log_probs,
         echo=arguments.echo,
         num_tokens_to_generate=arguments.num_tokens_to_generate,
         termination_id=-1 if arguments.ignore_eos else None,

@@ -18,7 +18,7 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
     TextGenerationController,
 )
 
-SCHEDULES = 200
+SCHEDULES = 100
 SCHEDULES_A_TEST = 20
 
 

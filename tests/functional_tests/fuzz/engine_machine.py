@@ -215,9 +215,11 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _book(self, report: dict[str, Any]) -> None:
         """Check a step's report, and the requests that ended with it."""
+        # A step that resolves several may have booked a token of a request just before its abort.
+        known = {tracked.request.request_id: tracked for tracked in self._unreported} | self.unfinished
         for output in report["outputs"]:
             for request_id, token in zip(output.request_ids, output.tokens, strict=True):
-                self.unfinished[int(request_id)].emitted.append(int(token))
+                known[int(request_id)].emitted.append(int(token))
         ended, self._unreported = self._unreported, []
         for number, tracked in list(self.unfinished.items()):
             if tracked.request.finish_reason is not None:

@@ -60,7 +60,7 @@ def test_random_schedules_give_the_serial_answers(part: int) -> None:
     assert counts["schedules"] >= SCHEDULES // TESTS
     for event in ("pauses", "evictions", "zombie_rows", "readers", "aborted", "stop_word", "error"):
         assert counts[event] > 0, counts
-    assert counts["overlapped_steps"] > counts["steps"] / 2, counts
+    assert counts["overlapped_steps"] > counts["steps"] / 3, counts  # serial engines among them
 
 
 @pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
