@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_async.errors import ConfigurationError
 
+MOST_LOOKAHEAD = 64
 LOOKAHEAD_OF_MODE = {"legacy": 0, "async": 1}
 """Megatron-Core's `async_sched_mode` values, as lookahead."""
 
@@ -154,8 +155,8 @@ class InferenceConfig:
             )
         if not self.materialize_only_last_token_logits:
             raise ConfigurationError(
-                "materialize_only_last_token_logits=False is for log probs of prompts, which this "
-                "engine does not serve yet; leave it True."
+                "materialize_only_last_token_logits=False is not needed for log probs of prompts: "
+                "leave it True, and ask for them with SamplingParams(return_log_probs=True)."
             )
 
     def _resolve_lookahead(self) -> None:
@@ -177,6 +178,11 @@ class InferenceConfig:
         if self.lookahead is None:
             self.lookahead = 1
         self._require_int("lookahead", 0)
+        if self.lookahead > MOST_LOOKAHEAD:
+            raise ConfigurationError(
+                f"lookahead={self.lookahead} must be at most {MOST_LOOKAHEAD}: each step ahead has "
+                "buffers of its own, and more than 2 bring nothing."
+            )
 
     def _require_int(self, name: str, least: int) -> None:
         value = getattr(self, name)

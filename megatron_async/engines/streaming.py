@@ -55,7 +55,7 @@ class RequestStream(AsyncIterator[StreamChunk]):
         if request.detokenizer is not None:
             self._detokenizer = IncrementalDetokenizer(request.detokenizer)
         self._held_back = held_back(request.sampling_params.stop_words or ())
-        self._settled = ""
+        self._settled = request.prompt_text if request.sampling_params.echo else ""
         self._num_sent = 0
 
     def notify(self) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from harness import EngineFactory, drain, greedy
 
-from megatron_async import SamplingParams, Status
-from megatron_async.errors import RequestError
+from megatron_async import InferenceConfig, SamplingParams, Status
+from megatron_async.errors import ConfigurationError, RequestError
 
 ODD: tuple[Any, ...] = (math.nan, math.inf, -math.inf, "1", None, [1], (2,), {}, 1j)
 NAN_TOKEN = [[math.nan]]
@@ -87,3 +87,48 @@ def test_bad_values_fail_alone(make_tiny_engine: EngineFactory, feature: str) ->
     drain(engine)
     assert served.result().generated_tokens == want.generated_tokens
     assert served.result().generated_log_probs == pytest.approx(want.generated_log_probs)
+
+
+NUMBERS: tuple[Any, ...] = (
+    *ODD, 0.5, "0", b"1", True, False, [0], {0}, 2**70, -(2**70), range(3), object, 1 + 0j,
+)  # fmt: skip
+
+
+def test_bad_priorities_fail_alone(make_tiny_engine: EngineFactory) -> None:
+    engine = make_tiny_engine(lookahead=1)
+    served = engine.add_request(1000, [3, 1, 4], greedy(12))
+    bad = [value for value in NUMBERS if value is not None] + [None, 2**20 + 1, -(2**20) - 1]
+    assert len(bad) >= 20
+    for number, priority in enumerate(bad):
+        request = engine.add_request(number, [1, 2], greedy(3), priority).result()
+        assert isinstance(request.error, RequestError), priority
+        assert "priority=" in str(request.error)
+        assert "must" in str(request.error)
+        engine.step_modern()
+    drain(engine)
+    assert served.result().generated_length == 12
+
+
+@pytest.mark.parametrize("method", ["abort_request", "stream", "get_request"])
+def test_ids_that_nobody_has(make_tiny_engine: EngineFactory, method: str) -> None:
+    """They raise KeyError, or TypeError where they cannot be an id, and change nothing."""
+    engine = make_tiny_engine(lookahead=1)
+    served = engine.add_request(7, [3, 1, 4], greedy(12))
+    bad = [value for value in NUMBERS if value not in (7, 7.0)] + [-1, 8, 10**9, "7"]
+    assert len(bad) >= 20
+    for request_id in bad:
+        with pytest.raises((KeyError, TypeError)):
+            getattr(engine, method)(request_id)
+        engine.step_modern()
+    drain(engine)
+    assert served.result().generated_length == 12
+
+
+@pytest.mark.parametrize("name", ["logging_step_interval", "lookahead", "invalidation"])
+def test_bad_settings_raise_at_once(name: str) -> None:
+    bad = [value for value in NUMBERS if value not in (None, 2**70)]  # any interval is served
+    bad += [-1, -100, "async", "Rollback", 1.0]
+    assert len(bad) >= 20
+    for value in bad:
+        with pytest.raises(ConfigurationError, match=name):
+            InferenceConfig(**{name: value})

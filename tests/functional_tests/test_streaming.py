@@ -168,3 +168,13 @@ def test_real_text(smollm2_llm: LLM) -> None:
         assert "".join(c.text or "" for c in chunks) == (await future).generated_text
 
     asyncio.run(run())
+
+
+def test_a_stream_echoes_the_prompt_first(make_tiny_engine: EngineFactory) -> None:
+    engine = make_tiny_engine(lookahead=1, tokenizer=Bytes())
+    params = [greedy(TOKENS, echo=True, stop_words=["never there"])] * len(PROMPTS)
+    chunks = asyncio.run(serve(engine, params))[0]
+    request = engine.generate([PROMPTS[0]], params[0])[0]
+    drain(engine)
+    assert "".join(chunk.text for chunk in chunks) == request.generated_text
+    assert request.generated_text.startswith(Bytes().detokenize(PROMPTS[0]))
