@@ -216,7 +216,8 @@ class EngineMachine(RuleBasedStateMachine):
     def _book(self, report: dict[str, Any]) -> None:
         """Check a step's report, and the requests that ended with it."""
         # A step that resolves several may have booked a token of a request just before its abort.
-        known = {tracked.request.request_id: tracked for tracked in self._unreported} | self.unfinished
+        known = {tracked.request.request_id: tracked for tracked in self._unreported}
+        known |= self.unfinished
         for output in report["outputs"]:
             for request_id, token in zip(output.request_ids, output.tokens, strict=True):
                 known[int(request_id)].emitted.append(int(token))
