@@ -3,8 +3,9 @@
 Requests of random lengths fill the batch; each has a stop word, every tenth step (`--abort-rate`)
 one is aborted, and the KV pool holds `--memory` of what they would like. Beside it, on an engine
 with enough memory, steady decode of the same batch. Step times are medians over 5 windows of steps;
-with --profile the GPU's idle time between steps is read from the kernel timeline, after all
-timings.
+launched ahead is the share of steps that were launched when the one before ended, by device events
+on an engine of its own. With --profile the GPU's idle time between steps is read from the kernel
+timeline, after all timings.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.eventful_churn import EventfulChurn, LetterTokenizer
 from megatron_async.profiling.gap_report import gap_report
 from megatron_async.profiling.gpu_profile import FIRST_KERNEL, device_activities, profile_device
+from megatron_async.profiling.step_gaps import step_gaps
 from megatron_async.profiling.step_times import time_steps
+from megatron_async.profiling.timeline import Timeline
 from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
 
 WINDOWS = 5
@@ -37,11 +40,17 @@ RAMP_UP_STEPS = 300
 COUNTED = ("pauses", "evictions", "aborted", "stopped")
 COLUMNS = (
     "lookahead", "step_ms", "step_p99_ms", "rows", "overlap_ratio", "cpu_us",
-    "pauses", "evictions", "aborted", "stopped", "gap_us", "gap_p99_us", "steady_ms",
+    "pauses", "evictions", "aborted", "stopped", "ahead", "gap_us", "gap_p99_us", "steady_ms",
 )  # fmt: skip
 
 
-def open_engine(llm: LLM, lookahead: int, args: argparse.Namespace, memory: float) -> Any:
+def open_engine(
+    llm: LLM,
+    lookahead: int,
+    args: argparse.Namespace,
+    memory: float,
+    timeline: Timeline | None = None,
+) -> DynamicInferenceEngine:
     """An engine around the model of `llm` with this share of the KV blocks that the load wants."""
     longest = args.prompt_tokens * 3 // 2 + args.num_tokens * 3 // 2
     steps = WINDOWS * args.steps
@@ -66,7 +75,7 @@ def open_engine(llm: LLM, lookahead: int, args: argparse.Namespace, memory: floa
     )
     model = llm.engine.controller.inference_wrapped_model.model
     context = DynamicInferenceContext(
-        llm.engine.context.model_config, config, llm.engine.context.device
+        llm.engine.context.model_config, config, llm.engine.context.device, timeline
     )
     controller = TextGenerationController(GPTInferenceWrapper(model, context), LetterTokenizer())
     return DynamicInferenceEngine(controller, context)
@@ -100,7 +109,21 @@ def measure(llm: LLM, lookahead: int, args: argparse.Namespace) -> dict[str, Any
     start_steady_decode(steady, args.batch_size, args.prompt_tokens, WINDOWS * args.steps)
     steady_ms = time_steps(steady, WINDOWS, args.steps).step_ms
     cpu_us = times.prepare_us + times.launch_us + times.resolve_us
-    return {**asdict(times), "cpu_us": cpu_us, **counts, "steady_ms": steady_ms}
+    ahead = launched_ahead(llm, lookahead, args)
+    return {**asdict(times), "cpu_us": cpu_us, **counts, "steady_ms": steady_ms, "ahead": ahead}
+
+
+def launched_ahead(llm: LLM, lookahead: int, args: argparse.Namespace) -> float:
+    """Share of steps that the device had when it was done with the step before."""
+    timeline = Timeline()
+    engine = open_engine(llm, lookahead, args, args.memory, timeline)
+    churn = churn_of(engine, args)
+    start = timeline.now_us()
+    for _ in range(WINDOWS * args.steps):
+        churn.before_step()
+        churn.after_step(engine.step_modern())
+    drain(engine, churn)
+    return step_gaps(timeline.since(start)).launched_ahead_share
 
 
 def gaps(llm: LLM, lookahead: int, args: argparse.Namespace) -> dict[str, Any]:
