@@ -18,7 +18,7 @@ run python scripts/lint_no_sync.py
 
 # Two workers, one thread each: the models under test are too small to share a matrix product.
 export OMP_NUM_THREADS=1
-workers=(-n 2)
+workers=(-n 2 --dist worksteal) # tests take from milliseconds to half a minute
 for argument in "$@"; do
     [[ $argument == -n* || $argument == --pdb || $argument == -s ]] && workers=()
 done
