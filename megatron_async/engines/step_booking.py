@@ -76,11 +76,12 @@ class StepBooking:
         if output.log_probs is not None:
             book_log_probs(output, slots)
         watched = slots.is_watched[output.slots]
-        for row in np.flatnonzero(output.ended | watched):
-            slot, error = output.slots[row], None
-            request = slots.request_at(slot)
+        rows = np.flatnonzero(output.ended | watched)
+        places = zip(rows.tolist(), output.slots[rows].tolist(), strict=True)  # sync-ok: NumPy
+        for row, slot in places:
+            request, error = slots.request_at(slot), None
             try:
-                reason = self._finish_reason(request, output, int(row))
+                reason = self._finish_reason(request, output, row)
             except Exception as failure:  # of a user's own tokenizer: this request's alone
                 reason, error = "error", failure
             if reason is not None:
@@ -93,23 +94,26 @@ class StepBooking:
         self, request: DynamicInferenceRequest, output: StepOutput, row: int
     ) -> str | None:
         """Why a request ends with this token; None if it goes on."""
-        grammar = self._requests.get(request.request_id).grammar
+        entry = self._requests.get(request.request_id)
+        grammar, matcher = entry.grammar, entry.stop_words
         if grammar is not None:
             grammar.accept(int(output.tokens[row]))
         if output.stopped[row]:
             is_termination = output.tokens[row] == request.sampling_params.termination_id
             return "termination_id" if is_termination else "stop_token"
-        matcher = self._requests.get(request.request_id).stop_words
         if matcher is not None:
-            slots, slot = self._context.slots, output.slots[row]
-            generated = slots.num_known[slot] - slots.prompt_length[slot]
-            counts = generated >= request.sampling_params.min_tokens
-            if matcher.push(int(output.tokens[row]), bool(counts)):
+            least = request.sampling_params.min_tokens
+            counts = least == 0 or self._num_generated(output.slots[row]) >= least
+            if matcher.push(int(output.tokens[row]), counts):
                 request.stop_words_from = matcher.counts_from
                 return "stop_word"
         if output.ended[row]:
             return "length"
         return "grammar" if grammar is not None and grammar.is_complete else None
+
+    def _num_generated(self, slot: int) -> int:
+        slots = self._context.slots
+        return int(slots.num_known[slot] - slots.prompt_length[slot])
 
     def _fail(self, step: LaunchedStep, cause: BaseException) -> None:
         """The step's own work raised: fail the requests that it served, and no others."""

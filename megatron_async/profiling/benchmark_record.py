@@ -59,12 +59,15 @@ def make_record(
 
 
 def commit() -> str | None:
-    """Commit of this checkout, short, with "-dirty" where tracked files differ from it. Where the
-    package stands in no checkout of its own (a copy on another machine), what the environment
-    variable MEGATRON_ASYNC_COMMIT says, or None."""
+    """What the environment variable MEGATRON_ASYNC_COMMIT says (for a copy on another machine);
+    else the commit of this checkout, short, with "-dirty" where tracked files differ from it; None
+    where the package stands in no checkout of its own."""
+    given = os.environ.get("MEGATRON_ASYNC_COMMIT")
+    if given:
+        return given
     top = _git("rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != ROOT:
-        return os.environ.get("MEGATRON_ASYNC_COMMIT")
+        return None
     return _git("describe", "--always", "--dirty", "--exclude=*")
 
 
