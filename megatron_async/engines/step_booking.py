@@ -70,8 +70,8 @@ class StepBooking:
         statistics.resolved_steps += 1
         statistics.generated_tokens += len(output.tokens)
         statistics.zombie_rows += output.zombie_rows
-        for row in np.flatnonzero(output.is_first):
-            request = slots.request_at(output.slots[row])
+        for slot in output.slots[output.is_first].tolist():  # sync-ok: NumPy
+            request = slots.request_at(slot)
             request.ttft = time.perf_counter() - request.arrival_time
         if output.log_probs is not None:
             book_log_probs(output, slots)
