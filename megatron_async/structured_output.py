@@ -77,6 +77,7 @@ class TokenGrammar:
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
+        self._failure: Exception | None = None
 
     def accept(self, token: int) -> None:
         """Take the token that was sampled.
@@ -84,8 +85,8 @@ class TokenGrammar:
         Raises:
             RequestError: the grammar does not allow it (nothing was left to sample), or gave up.
         """
-        if not self._matcher.consume_token(token):
-            reason = self._matcher.get_error() or "the grammar has ended"
+        if self._failure is not None or not self._matcher.consume_token(token):
+            reason = self._failure or self._matcher.get_error() or "the grammar has ended"
             raise RequestError(
                 f"the grammar does not allow token {token} ({reason}): bans and the grammar may "
                 "leave no token together, or the grammar is too complex; relax one of them."
@@ -102,7 +103,12 @@ class TokenGrammar:
         Args:
             out: int32 `[words]`, C-contiguous; bit i % 32 of word i // 32 is token i.
         """
-        self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
+        try:
+            self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
+        except Exception as failure:
+            # Others are in the same step: it goes on, and this request fails in `accept`.
+            self._failure = failure
+            out[:] = 0
 
 
 class GrammarCompiler:

@@ -59,6 +59,7 @@ class PlanBuilder:
         features = following = _NONE
         spans: list[IntArray] = []
         prompt_chunks: tuple[int, ...] = ()
+        asking: list[int] = []
         if chunks:
             ends = np.array([chunk.end for chunk in chunks], dtype=np.int32)
             prefill_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
@@ -73,6 +74,10 @@ class PlanBuilder:
                 for index, (slot, start, _) in enumerate(chunks)
                 if start < slots.prompt_log_probs[slot]
             )
+            asking = [
+                slots.request_at(chunks[index].slot).sampling_params.top_n_logprobs
+                for index in prompt_chunks
+            ]
             spans = [slots.tokens[slot, start:end] for slot, start, end in chunks]
             token_ids = np.concatenate(spans)
             starts = np.cumsum([0, *map(len, spans)], dtype=np.int32)
@@ -101,6 +106,7 @@ class PlanBuilder:
             and bool(np.any(slots.features[rows] & RowFeature.LOG_PROBS)),
             prompt_log_prob_chunks=prompt_chunks,
             num_prompt_log_probs=sum(len(spans[chunk]) for chunk in prompt_chunks),
+            prompt_top_n=max(asking, default=0),
             constrained_rows=self._constrained(rows, produces, mode),
         )
         self.next_step += 1
@@ -154,5 +160,6 @@ def dummy_plan(dims: BatchDimensions) -> StepPlan:
         wants_log_probs=False,
         prompt_log_prob_chunks=(),
         num_prompt_log_probs=0,
+        prompt_top_n=0,
         constrained_rows=_NONE,
     )

@@ -63,6 +63,8 @@ class StepPlan:
     """Prefill chunks whose tokens' log probs are wanted."""
     num_prompt_log_probs: int
     """Tokens of those chunks."""
+    prompt_top_n: int
+    """Most alternatives that their requests want at each token."""
     constrained_rows: IntArray
     """Rows that produce a token under a grammar: they are sampled apart."""
 

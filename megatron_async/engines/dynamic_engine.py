@@ -263,7 +263,7 @@ class DynamicInferenceEngine(ControllableEngine):
             statistics.note_no_overlap(NoOverlapReason.NOTHING_TO_PLAN)
             self.observer.launched(None)
             return min(len(self.in_flight), 1)
-        logged = self._log.begin(plan.step)
+        logged, interrupt = self._log.begin(plan.step), None
         try:
             with self.tracer.range("transfer_bookkeeping_to_gpu", plan.step):
                 self.context.transfer_bookkeeping_to_gpu(plan)
@@ -274,16 +274,15 @@ class DynamicInferenceEngine(ControllableEngine):
             # The plan counts as launched, so it becomes a step that failed: its resolve ends its
             # requests and no others. An interrupt (Ctrl-C) goes on to the caller besides.
             launched = self.controller.launch_failed_step(plan, error)
-            if not isinstance(error, Exception):
-                self.in_flight.append(launched)
-                statistics.count_launch(plan, len(self.in_flight) > 1, self.lookahead)
-                raise
+            interrupt = None if isinstance(error, Exception) else error
         statistics.count_launch(plan, bool(self.in_flight), self.lookahead)
         self._log.end(plan, logged)
         self.in_flight.append(launched)
         self._send_masks(launched.awaits_masks)
         statistics.count_launch_time(clock() - prepared)
         self.observer.launched(plan)
+        if interrupt is not None:
+            raise interrupt
         return max(len(self.in_flight) - self.lookahead, 0)
 
     def _send_masks(self, is_due: bool) -> None:

@@ -69,7 +69,8 @@ class MaskEntry:
         rows, words = self._shape
         self._host = self._device.host_buffer(rows * words, torch.int32).view(rows, words)
         self.words = self._host.numpy()  # sync-ok: host memory
-        self.target = torch.zeros(rows, words, dtype=torch.int32).to(self._device.torch_device)
+        target = self._device.torch_device
+        self.target = torch.zeros(rows, words, dtype=torch.int32, device=target)
         self._device.fence()
 
     def fill(

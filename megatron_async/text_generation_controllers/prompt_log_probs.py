@@ -86,23 +86,27 @@ class PromptLogProbs:
             for start in range(0, len(targets), SLICE):
                 part = slice(start, min(start + SLICE, len(targets)))
                 logits = self._model.project(hidden[part])
-                write_prompt_log_probs(logits, targets[part], out[end + part.start :])
+                rows = out[end + part.start :]
+                write_prompt_log_probs(logits, targets[part], plan.prompt_top_n, rows)
             end += len(targets)
 
 
-def write_prompt_log_probs(logits: Tensor, targets: Tensor, out: Tensor) -> None:
+def write_prompt_log_probs(logits: Tensor, targets: Tensor, top_n: int, out: Tensor) -> None:
     """Log probs of `targets`, and the likeliest tokens.
 
     Args:
         logits: `[tokens, vocabulary]`.
         targets: int64 `[tokens]`; one that is negative gets a meaningless value.
+        top_n: likeliest tokens, at most `MAX_TOP_N`; a sort of the vocabulary, if any.
         out: int32 `[tokens or more, OUT_WORDS]`, written as by `ops.log_probs`.
     """
-    count, top_n = len(targets), min(MAX_TOP_N, logits.size(1))
+    count, top_n = len(targets), min(top_n, logits.size(1))
     log_probs = torch.log_softmax(logits.float(), dim=-1)
-    # Stable, so that equal ones are in the order of their ids, here and on a GPU.
-    values, ids = torch.sort(log_probs, dim=-1, descending=True, stable=True)
     floats = out.view(torch.float32)
     floats[:count, 0] = log_probs.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    if top_n == 0:
+        return
+    # Stable, so that equal ones are in the order of their ids, here and on a GPU.
+    values, ids = torch.sort(log_probs, dim=-1, descending=True, stable=True)
     out[:count, 1 : 1 + top_n] = ids[:, :top_n].int()
     floats[:count, 1 + MAX_TOP_N : 1 + MAX_TOP_N + top_n] = values[:, :top_n]

@@ -144,6 +144,8 @@ class TextGenerationController:
         buffers = self._ring[plan.step % len(self._ring)]
         if plan.num_prompt_log_probs:
             buffers.prompt.allocate()
+        if len(plan.constrained_rows):
+            self.constrained.entry_of(plan.step).allocate()
         launched = LaunchedStep(plan, buffers)
         self.device.compute.launch(partial(self._run_guarded, launched))
         if not launched.awaits_masks:
@@ -173,7 +175,6 @@ class TextGenerationController:
             rows: indices in its plan.
         """
         plan, entry = launched.plan, self.constrained.entry_of(launched.plan.step)
-        entry.allocate()
         slots, kv_lengths = plan.slots[rows], plan.kv_lengths[rows]
         return entry.fill(launched.num_constrained, plan.device_rows(rows), slots, kv_lengths)
 

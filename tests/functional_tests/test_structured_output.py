@@ -240,3 +240,26 @@ def test_nothing_left_to_sample_fails_alone(
     drain(engine)
     assert "leave no token" in str(stuck.result().error)
     assert served.result().generated_text in CHOICE
+
+
+def test_a_grammar_that_gives_up_fails_alone(
+    make_tiny_engine: EngineFactory, ascii_tokenizer: Tokenizer
+) -> None:
+    """Masks are made while steps are launched: an exception there must not leave one half done."""
+
+    class GivesUp:
+        def __init__(self, matcher: Any) -> None:
+            self.consume_token, self.is_stopped = matcher.consume_token, matcher.is_stopped
+
+        def unsafe_compute_mask_ptr(self, *_: int) -> None:
+            raise RuntimeError("too complex")
+
+    engine = make_tiny_engine(lookahead=1, tokenizer=ascii_tokenizer)
+    failing = engine.add_request(0, PROMPTS[0], constrained(0, StructuredOutput(regex="[ab]{9}")))
+    served = engine.add_request(1, PROMPTS[3], PARAMS[3])
+    engine.step_modern()
+    grammar = engine.requests.get(0).grammar
+    grammar._matcher = GivesUp(grammar._matcher)
+    drain(engine)
+    assert "too complex" in str(failing.result().error)
+    assert served.result().generated_text in CHOICE
