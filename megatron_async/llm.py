@@ -24,6 +24,7 @@ from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
+from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.profiling.timeline import Timeline
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.simulation.recorder import Recorder
@@ -44,6 +45,9 @@ class LLM:
         device: "cpu", "cuda" or "cuda:N"; None takes the GPU if there is one.
         dtype: of weights, activations and KV cache ("float32", "bfloat16", "float16" or the torch
             dtype); None: float32 on the CPU, bfloat16 on a GPU.
+        tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size,
+            sequence_parallel: over how many ranks the model is split, by Megatron's names; see
+            `ParallelSizes`. Start the ranks with torchrun; each runs the same script.
         transformer_impl: what the model's layers are made of, in Megatron's words: "local" (torch
             and our kernels) or "transformer_engine" (a GPU and the package transformer-engine).
         progress: show bars while weights load and graphs are captured.
@@ -67,6 +71,10 @@ class LLM:
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        tensor_model_parallel_size: int = 1,
+        pipeline_model_parallel_size: int = 1,
+        expert_model_parallel_size: int = 1,
+        sequence_parallel: bool = False,
         transformer_impl: str = "local",
         progress: bool = False,
         timeline: bool = False,
@@ -74,12 +82,18 @@ class LLM:
         **inference_config: Any,
     ) -> None:
         source = open_model(model)
+        sizes = ParallelSizes(
+            tensor_model_parallel_size,
+            pipeline_model_parallel_size,
+            expert_model_parallel_size,
+            sequence_parallel,
+        )
         device = resolve_device_name(device)
         self.dtype = _resolve_dtype(dtype, device)
         config = _make_config(inference_config, device, source.architecture)
         self._device = make_device(device)
         weights = build_model(
-            source.architecture, self.dtype, self._device.torch_device, transformer_impl
+            source.architecture, self.dtype, self._device.torch_device, transformer_impl, sizes
         )
         source.load_weights(weights, progress=progress)
         self.tokenizer = source.tokenizer

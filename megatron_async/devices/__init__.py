@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import torch
@@ -17,12 +18,16 @@ __all__ = ["Chaos", "CpuDevice", "CudaDevice", "Device", "Event", "Graph", "Stre
 def resolve_device_name(name: str | torch.device | None) -> str:
     """`name` (or torch's device of that name), or the best device of this machine when it is None.
 
+    Under torchrun "cuda" is the GPU of this process's LOCAL_RANK.
+
     Raises:
         ConfigurationError: an unknown name, or a GPU that is not there.
     """
     if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     name = str(name)
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or name == "cpu:":
         raise ConfigurationError(f"device={name!r} is unknown: use 'cpu', 'cuda' or 'cuda:N'.")
@@ -36,7 +41,7 @@ def resolve_device_name(name: str | torch.device | None) -> str:
         if index and int(index) >= count:
             raise ConfigurationError(
                 f"device={name!r}, but this machine has {count} GPU(s): use cuda:0 to "
-                f"cuda:{count - 1}."
+                f"cuda:{count - 1}, and no more processes a machine than it has GPUs."
             )
     return name
 

@@ -36,7 +36,7 @@ from megatron_async.models.linear import (
     InferenceRowParallelLinear,
 )
 from megatron_async.models.mlp import GatedMLP
-from megatron_async.models.parallel_state import ensure_process_groups
+from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.skinny_linear import Unnormed
 
@@ -57,9 +57,22 @@ class ModelConfig(TransformerConfig):
     """Llama-3 frequency scaling."""
 
 
-def transformer_config(architecture: ModelArchitecture, dtype: torch.dtype) -> ModelConfig:
-    """Megatron configuration of an architecture, every fusion that needs a GPU package off."""
+def transformer_config(
+    architecture: ModelArchitecture, dtype: torch.dtype, sizes: ParallelSizes | None = None
+) -> ModelConfig:
+    """Megatron configuration of an architecture, every fusion that needs a GPU package off.
+
+    Args:
+        architecture: of the whole model.
+        dtype: of weights and activations.
+        sizes: over how many ranks it is split; None: one.
+    """
+    sizes = sizes or ParallelSizes()
     return ModelConfig(
+        tensor_model_parallel_size=sizes.tensor_model_parallel,
+        pipeline_model_parallel_size=sizes.pipeline_model_parallel,
+        expert_model_parallel_size=sizes.expert_model_parallel,
+        sequence_parallel=sizes.sequence_parallel,
         num_layers=len(architecture.hybrid_layer_pattern),
         hidden_size=architecture.hidden_size,
         num_attention_heads=architecture.num_attention_heads,
@@ -229,6 +242,7 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     transformer_impl: str = "local",
+    sizes: ParallelSizes | None = None,
 ) -> HybridModel:
     """A `HybridModel` with uninitialised weights on `device`, in eval mode, without gradients.
 
@@ -240,12 +254,13 @@ def build_model(
         device: where the weights are.
         transformer_impl: what the layers are made of, in Megatron's words: "local" (our spec in
             this file) or "transformer_engine".
+        sizes: over how many ranks the model is split; this process gets its part. None: one.
 
     Raises:
-        ConfigurationError: see `stack_spec`.
+        ConfigurationError: see `stack_spec` and `ensure_process_groups`.
     """
-    groups = ensure_process_groups()
-    config = transformer_config(architecture, dtype)
+    groups = ensure_process_groups(sizes)
+    config = transformer_config(architecture, dtype, sizes)
     config.transformer_impl = transformer_impl
     with torch.device("meta"):
         model = HybridModel(

@@ -4,29 +4,130 @@ from __future__ import annotations
 
 import atexit
 import os
+from dataclasses import dataclass, fields
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_async.errors import ConfigurationError
 
-def ensure_process_groups() -> ProcessGroupCollection:
+COLLECTIVE_TIMEOUT_S = 60.0
+"""No collective of a step waits longer for a rank; who waits so long waits for ever."""
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Over how many ranks a model is split, by Megatron-Core's names (without "_size").
+
+    Ranks count through the tensor-parallel group first, then the data-parallel, then the pipeline.
+    Expert-parallel groups lie within data-parallel ones: attention is data-parallel inside them.
+
+    Raises:
+        ConfigurationError: a size is not an integer of at least 1.
+    """
+
+    tensor_model_parallel: int = 1
+    pipeline_model_parallel: int = 1
+    expert_model_parallel: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "sequence_parallel":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(
+                    f"{field.name}_size={value!r} must be an integer of at least 1."
+                )
+
+    @property
+    def replica(self) -> int:
+        """Ranks of one data-parallel replica."""
+        return self.tensor_model_parallel * self.pipeline_model_parallel
+
+    def data_parallel(self, world_size: int) -> int:
+        """Replicas in a world of this size.
+
+        Raises:
+            ConfigurationError: the sizes do not divide it.
+        """
+        tp, pp = self.tensor_model_parallel, self.pipeline_model_parallel
+        replicas, rest = divmod(world_size, self.replica)
+        if rest or not replicas:
+            raise ConfigurationError(
+                f"tensor_model_parallel_size={tp} and pipeline_model_parallel_size={pp} need a "
+                f"multiple of {self.replica} processes, but this job has {world_size}: start it "
+                f"with torchrun --nproc-per-node={self.replica} (or a multiple), or change the "
+                "sizes."
+            )
+        if replicas % self.expert_model_parallel:
+            raise ConfigurationError(
+                f"expert_model_parallel_size={self.expert_model_parallel} does not divide the "
+                f"{replicas} data-parallel replicas of this job: experts are spread over them, so "
+                f"start a multiple of {self.replica * self.expert_model_parallel} processes."
+            )
+        return replicas
+
+
+def world_size() -> int:
+    """Processes of this job: torchrun's WORLD_SIZE, or 1."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def ensure_process_groups(sizes: ParallelSizes | None = None) -> ProcessGroupCollection:
     """Initialise torch.distributed and Megatron's groups if nobody has, and return the groups.
 
     Under `torchrun` the environment says who we are; alone, a world of one is made in memory (no
     port, no file). Groups that a user set up before are taken as they are.
+
+    Args:
+        sizes: of the groups; None takes what is there, or a size of 1 for all.
+
+    Raises:
+        ConfigurationError: the sizes do not fit the number of processes, or the groups that are
+            there.
     """
+    if sizes is not None:
+        sizes.data_parallel(world_size())
     if not dist.is_initialized():
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         else:
             # A world of one never communicates; gloo is the backend that costs nothing.
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(_leave)
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+        wanted = sizes or ParallelSizes()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=wanted.tensor_model_parallel,
+            pipeline_model_parallel_size=wanted.pipeline_model_parallel,
+            expert_model_parallel_size=wanted.expert_model_parallel,
+            distributed_timeout_minutes=COLLECTIVE_TIMEOUT_S / 60,
+        )
+    if sizes is not None:
+        _check_groups(sizes)
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _check_groups(sizes: ParallelSizes) -> None:
+    found = {
+        "tensor_model_parallel": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel": parallel_state.get_pipeline_model_parallel_world_size(),
+        "expert_model_parallel": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    for name, size in found.items():
+        if getattr(sizes, name) != size:
+            raise ConfigurationError(
+                f"{name}_size={getattr(sizes, name)}, but this process already has groups of "
+                f"{size}: all models of a process share their groups. Use {size}, or another job."
+            )
 
 
 def _leave() -> None:
