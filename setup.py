@@ -18,7 +18,10 @@ RUNTIME = [
     "numpy>=2.0",
     # Custom collectors are stable within a major series, which is still 0.
     "prometheus-client>=0.22,<1",
+    # What ranks tell each other is encoded by msgspec and travels through ZeroMQ.
+    "msgspec>=0.19",
     "psutil>=7",  # free memory of the host
+    "pyzmq>=26",
     "safetensors>=0.8",
     "tokenizers>=0.23",
     "tqdm>=4.67",
@@ -29,7 +32,7 @@ EXTRAS = {
     "gpu": ["flash-attn-4[cu13]==4.0.0b36"],
     "te": ["transformer-engine[core_cu13,pytorch]"],
     "ssm": ["mamba-ssm", "causal-conv1d>=1.5,<2"],
-    "server": ["fastapi", "uvicorn", "msgspec"],
+    "server": ["fastapi", "uvicorn"],
     "dev": [
         # The reference that the engine's tokens are compared with; it reads GGUF by accelerate.
         "transformers>=5.17,<6",
