@@ -44,6 +44,7 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
     LaunchedStep,
     TextGenerationController,
 )
+from megatron_async.token_watch import TokenWatch
 
 Prompt = str | Sequence[int] | Any
 """Text, or token ids (list, NumPy array or CPU tensor)."""
@@ -82,10 +83,13 @@ class DynamicInferenceEngine(ControllableEngine):
         self.group = RankGroup()
         self.tracer = controller.tracer
         self._grammars = GrammarCompiler(controller.tokenizer, controller.vocab_size)
+        self._watch = TokenWatch(controller.tokenizer, controller.vocab_size)
         self.launching = StepLaunching(
             controller, self.in_flight, self.requests, self.statistics, self.invalidation
         )
-        self.booking = StepBooking(context, self.requests, self.statistics, self.invalidation)
+        self.booking = StepBooking(
+            context, self.requests, self.statistics, self.invalidation, self._watch
+        )
         controller.create_cuda_graphs()
 
     @property
@@ -154,7 +158,7 @@ class DynamicInferenceEngine(ControllableEngine):
         try:
             limits = prepare_request(
                 entry, prompt, sampling_params, priority, self.controller, self.context,
-                self._grammars,
+                self._grammars, self._watch,
             )  # fmt: skip
         except Exception as error:
             # Whatever it is, also from a user's own tokenizer, it is this request's alone.
