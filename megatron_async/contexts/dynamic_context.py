@@ -81,7 +81,7 @@ class DynamicInferenceContext:
         dummy_block = self.gpu_view.kv_cache.dummy_block
         self.blocks = KVBlockAllocator(dummy_block)
         self._max_paused_blocks = max_paused_blocks(
-            model_config, inference_config, self.blocks.total
+            model_config, inference_config, self.blocks.total, self.device
         )
         max_blocks = -(-self.max_sequence_length // self.block_size_tokens)
         stages = getattr(model_config, "pipeline_model_parallel_size", 1)
