@@ -18,6 +18,10 @@ class StepFailed(RuntimeError):
     """
 
 
+class StageFailed(RuntimeError):
+    """A step failed on another pipeline stage; the rank there has the cause."""
+
+
 class EngineStopped(RuntimeError):
     """The engine is paused or suspended, and was asked for what only a running one can do."""
 

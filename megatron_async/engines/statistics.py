@@ -186,6 +186,7 @@ class EngineStatistics:
             "overlapped_steps": self.overlapped_steps,
             **{f"no_overlap_{reason}": count for reason, count in self.no_overlap.items()},
             "captured_steps": self.captured_steps,
+            "pipeline_bubble": context.micro_batches.bubble_share,
             "rows": self.rows,
             "zombie_rows": self.zombie_rows,
             "zombie_steps": self.zombie_steps,
