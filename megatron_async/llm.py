@@ -90,6 +90,10 @@ class LLM:
         )
         device = resolve_device_name(device)
         self.dtype = _resolve_dtype(dtype, device)
+        asked = [inference_config.get(name) for name in ("lookahead", "async_sched_mode")]
+        if pipeline_model_parallel_size > 1 and asked == [None, None]:
+            # A step for each stage, and one that the host prepares.
+            inference_config["lookahead"] = pipeline_model_parallel_size
         config = _make_config(inference_config, device, source.architecture)
         self._device = make_device(device)
         weights = build_model(
