@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from megatron_async.communication.bus import Bus
 from megatron_async.communication.job import EXCHANGE_TIMEOUT_S, Job
+from megatron_async.errors import CommunicationTimeout
 
 SPIN_S = 20e-6
 """A follower looks for so long before it sleeps; waking up takes about as long."""
 
 
-class StepChannel[Message]:
+class StepChannel[Message, Report]:
     """An ordered log from the leader, `members[0]`, to the followers, the other members; and
     messages back. All members make it, with the same arguments, in the same order.
 
@@ -24,11 +25,14 @@ class StepChannel[Message]:
     Args:
         job: of all ranks.
         members: ranks of the group, this process among them.
-        message_type: a msgspec Struct, or a union of tagged ones.
+        message_type: of the leader: a msgspec Struct, or a union of tagged ones.
+        report_type: of the followers, likewise; None: as `message_type`.
+        enc_hook: see msgspec: makes what it does not know into what it does.
         name: of the channel; named in errors.
         timeout_s: how late a member may come.
 
     Attributes:
+        members: see above.
         is_leader: whether this rank is the leader.
 
     Raises:
@@ -41,6 +45,8 @@ class StepChannel[Message]:
         job: Job,
         members: Sequence[int],
         message_type: Any,
+        report_type: Any = None,
+        enc_hook: Callable[[Any], Any] | None = None,
         name: str = "steps",
         timeout_s: float = EXCHANGE_TIMEOUT_S,
     ) -> None:
@@ -49,8 +55,11 @@ class StepChannel[Message]:
         self.is_leader = job.rank == leader
         self._name = name
         self._leader = leader
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(message_type).decode
+        self.members: Sequence[int] = tuple(members)
+        self._watch = job.watch
+        self._encode = msgspec.msgpack.Encoder(enc_hook=enc_hook).encode
+        read_type = (report_type or message_type) if self.is_leader else message_type
+        self._decode = msgspec.msgpack.Decoder(read_type).decode
         self._bus = Bus(
             job,
             name,
@@ -69,7 +78,7 @@ class StepChannel[Message]:
         """On a follower: the next message of the log.
 
         Args:
-            timeout_s: None waits for ever: an idle leader says nothing.
+            timeout_s: None waits for ever: an idle leader says nothing. 0 takes what is there.
 
         Raises:
             RankLost: a member of the group is gone.
@@ -78,6 +87,8 @@ class StepChannel[Message]:
         message = self.poll()
         if message is not None:
             return message
+        if timeout_s == 0:
+            raise CommunicationTimeout("No message is there.", [self._leader])
         spin_until = time.perf_counter() + SPIN_S
         while time.perf_counter() < spin_until:
             message = self.poll()
@@ -100,13 +111,13 @@ class StepChannel[Message]:
         found = self._bus.receive()
         return None if found is None else self._decode(found[1])
 
-    def report(self, message: Message) -> None:
+    def report(self, message: Report) -> None:
         """On a follower: tell the leader something. Never blocks."""
         if self.is_leader:
             raise RuntimeError(f"Rank {self._leader} leads {self._name!r}: use send().")
         self._bus.publish(self._encode(message))
 
-    def reports(self) -> list[tuple[int, Message]]:
+    def reports(self) -> list[tuple[int, Report]]:
         """On the leader: (rank, message) of all that followers reported since the last call; of
         each follower in its order. Does not wait."""
         if not self.is_leader:
@@ -115,6 +126,10 @@ class StepChannel[Message]:
         while (next_one := self._bus.receive()) is not None:
             found.append((next_one[0], self._decode(next_one[1])))
         return found
+
+    def check(self) -> None:
+        """Raise RankLost if a member died; for who waits for something else, often: it is cheap."""
+        self._watch.check(self.members, f"a step of {self._name!r}")
 
     def close(self) -> None:
         """Close; what was sent still arrives."""

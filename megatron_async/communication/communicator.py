@@ -11,6 +11,7 @@ import msgspec
 from megatron_async.communication.bus import Bus
 from megatron_async.communication.job import EXCHANGE_TIMEOUT_S, Job
 from megatron_async.communication.waiting import Wait
+from megatron_async.errors import RanksDisagree
 
 ROUND_TIMEOUT_S = 60.0
 """As for collectives: a rank that is so late is taken to hang."""
@@ -55,7 +56,7 @@ class PendingRound:
         """Whether `result` would return at once."""
         return not self._communicator.missing(self)
 
-    def result(self, timeout_s: float = ROUND_TIMEOUT_S) -> tuple[int, ...]:
+    def result(self, timeout_s: float = ROUND_TIMEOUT_S) -> list[int]:
         """The maximum of each value over all members; waits for them.
 
         Raises: see `AsyncZMQCommunicator.sync_all_reduce_max`.
@@ -99,9 +100,7 @@ class AsyncZMQCommunicator:
             job, name, members, lambda rank: [r for r in members if r != rank], timeout_s
         )
 
-    async def all_reduce_max(
-        self, *values: int, timeout_s: float = ROUND_TIMEOUT_S
-    ) -> tuple[int, ...]:
+    async def all_reduce_max(self, *values: int, timeout_s: float = ROUND_TIMEOUT_S) -> list[int]:
         """`sync_all_reduce_max` that leaves the event loop to others while it waits."""
         pending = self.start_all_reduce_max(*values)
         wait = self._wait(pending, timeout_s)
@@ -113,9 +112,7 @@ class AsyncZMQCommunicator:
             raise
         return _max(self._take(pending))
 
-    def sync_all_reduce_max(
-        self, *values: int, timeout_s: float = ROUND_TIMEOUT_S
-    ) -> tuple[int, ...]:
+    def sync_all_reduce_max(self, *values: int, timeout_s: float = ROUND_TIMEOUT_S) -> list[int]:
         """The maximum of each value over all members.
 
         Args:
@@ -129,7 +126,7 @@ class AsyncZMQCommunicator:
             RankLost: a member is gone.
             CommunicationTimeout: a member did not come. The round is over: who comes later is not
                 heard, and the next one begins anew.
-            RuntimeError: another member is in another operation, or gives more or fewer values.
+            RanksDisagree: another member is in another operation, or gives more or fewer values.
         """
         return self.start_all_reduce_max(*values).result(timeout_s)
 
@@ -139,7 +136,7 @@ class AsyncZMQCommunicator:
 
     def sync_broadcast(
         self, values: Sequence[int] | None, root: int, timeout_s: float = ROUND_TIMEOUT_S
-    ) -> tuple[int, ...]:
+    ) -> list[int]:
         """One member's values, on all of them; the root does not wait for the others.
 
         Args:
@@ -158,7 +155,7 @@ class AsyncZMQCommunicator:
             pending = self._begin(operation, None, frozenset([root]))
         else:
             raise ValueError(f"root={root} is no member of {self._name!r}.")
-        return self.finish(pending, timeout_s)[-1].values
+        return list(self.finish(pending, timeout_s)[-1].values)
 
     def barrier(self, name: str, timeout_s: float = ROUND_TIMEOUT_S) -> None:
         """Wait until all members are here.
@@ -259,7 +256,7 @@ class AsyncZMQCommunicator:
         self._drop(mine.round)
         for rank, theirs in came.items():
             if theirs.operation != mine.operation:
-                raise RuntimeError(
+                raise RanksDisagree(
                     f"Round {mine.round} of {self._name!r} is {mine.operation} on rank "
                     f"{self._rank}, but {theirs.operation} on rank {rank}: all members must call "
                     "the same rounds in the same order."
@@ -276,5 +273,5 @@ class AsyncZMQCommunicator:
         return self._bus.wait(f"round {mine.round} of {self._name!r} ({mine.operation})", timeout_s)
 
 
-def _max(contributions: Sequence[Contribution]) -> tuple[int, ...]:
-    return tuple(map(max, zip(*(contribution.values for contribution in contributions))))
+def _max(contributions: Sequence[Contribution]) -> list[int]:
+    return list(map(max, zip(*(contribution.values for contribution in contributions))))
