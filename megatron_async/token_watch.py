@@ -47,7 +47,9 @@ class TokenWatch:
         self._users: dict[int, WeakSet[ByteMatcher]] = {}
         """Row -> the unfinished requests' matchers, while which it stays as it is."""
 
-    def is_watched(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
+    def is_watched(
+        self, rows: NDArray[np.integer[Any]], tokens: NDArray[np.integer[Any]]
+    ) -> NDArray[np.bool_]:
         """Which tokens are to be looked at.
 
         Args:
