@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_async.errors import ConfigurationError, CoordinatorLost, RequestError
+from megatron_async.errors import CoordinatorLost, RequestError
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.connection import Connection
 from megatron_async.serving.failures import exception_of
@@ -24,6 +24,7 @@ from megatron_async.serving.messages import (
     Completion,
     Ended,
     Generate,
+    Goodbye,
     Pong,
     ToClient,
     TokenChunk,
@@ -241,6 +242,8 @@ class AsyncCoordinatorClient:
             self._reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reader
+        if self._connection is not None:
+            self._connection.send(Goodbye())
         self._lose(CoordinatorLost("this client was closed"))
 
     async def _ask(self, what: str, replica: str = "") -> dict[str, Any]:

@@ -105,9 +105,8 @@ class Dispatcher:
     def lost(self, identity: bytes, reason: str, now: float) -> None:
         """Somebody is gone."""
         if (client := self.clients.pop(identity, None)) is not None:
-            logger.warning(
-                "A client is lost (%s); %d requests aborted.", reason, len(client.requests)
-            )
+            if client.requests:
+                logger.warning("A client is gone: %s; its requests are aborted.", reason)
             for request in list(client.requests.values()):
                 self._abort_at_replica(request)
                 self._forget(request)
@@ -306,6 +305,8 @@ class Dispatcher:
                 except ValueError as error:
                     answer = Answer(message.number, failure=("ValueError", str(error)))
                 self._send(client.identity, answer)
+            case Goodbye():
+                self.lost(client.identity, message.failure or "it left", now)
             case Pong():
                 pass
             case _:

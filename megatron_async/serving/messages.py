@@ -214,10 +214,11 @@ class Leaving(Message):
 
 
 class Goodbye(Message):
-    """A replica is gone; what it had unfinished is to be served by others.
+    """A replica is gone, and what it had unfinished is to be served by others; or a client is, and
+    what it had unfinished is aborted.
 
     Attributes:
-        failure: why, or "" if it was asked to.
+        failure: why, or "" if it is in order.
     """
 
     failure: str = ""

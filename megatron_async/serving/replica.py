@@ -7,10 +7,11 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -40,6 +41,9 @@ from megatron_async.serving.messages import (
     completion_of,
     decode_for_replica,
 )
+
+if TYPE_CHECKING:
+    from megatron_async.llm import LLM
 
 logger = logging.getLogger("megatron_async")
 
@@ -239,6 +243,37 @@ class Replica:
             is_stopped=engine.is_stopped,
             engine=dict(engine.stats()),
         )
+
+
+def serve_replica(llm: LLM, address: str, model: str, name: str | None = None) -> None:
+    """Serve a coordinator with an LLM until it lets go; SIGTERM and Ctrl-C leave in order.
+
+    Every rank of the job calls it; the primary ones are replicas of their own, and have a number
+    behind their names if there are several.
+
+    Args:
+        llm: idle.
+        address: of the coordinator.
+        model: what is served, with its dtype: the coordinator takes replicas of one model only.
+        name: unique among the replicas; None: host and process id.
+
+    Raises:
+        ConfigurationError: the coordinator refuses the replica.
+    """
+    if not llm.is_primary_rank:
+        llm.follow()
+        return
+    if name is not None and llm.data_parallel_size > 1:
+        name = f"{name}-{llm.data_parallel_rank}"
+    replica = Replica(llm.engine, address, model, name)
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, replica.leave)
+        await replica.run()
+
+    asyncio.run(serve())
 
 
 def describe(engine: DynamicInferenceEngine, model: str, name: str | None) -> ReplicaInfo:
