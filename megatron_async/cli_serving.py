@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from megatron_async.llm import LLM
 
 ADDRESS = "tcp://127.0.0.1:9500"
+COLUMNS = {
+    "state": "state",
+    "unfinished_requests": "unfinished",
+    "unfinished_tokens": "tokens to do",
+    "free_blocks": "free blocks",
+    "completed_requests": "completed",
+}
 COMMANDS = ("pause", "drain", "resume", "remove")
 
 
@@ -93,9 +100,7 @@ def _add_replica(commands: Any, common: argparse.ArgumentParser, formatter: Any)
     replica.set_defaults(run=run_replica)
     replica.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     replica.add_argument("--coordinator", default=ADDRESS, metavar="ADDRESS", help="its address")
-    replica.add_argument(
-        "--name", help="unique among the replicas (default: host and process id)"
-    )
+    replica.add_argument("--name", help="unique among the replicas (default: host and process id)")
     engine = replica.add_argument_group("engine")
     for name, type_, metavar, text in ENGINE_OPTIONS:
         engine.add_argument(flag(name), type=type_, metavar=metavar, help=text)
@@ -187,10 +192,9 @@ def run_replicas(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(stats)
         return 0
-    rows = [("replica", "state", "unfinished", "tokens to do", "free blocks", "completed")]
-    keys = "state unfinished_requests unfinished_tokens free_blocks completed_requests".split()
+    rows = [("replica", *COLUMNS.values())]
     for name, replica in sorted(stats["replicas"].items()):
-        rows.append((name, *(str(replica[key]) for key in keys)))
+        rows.append((name, *(str(replica[key]) for key in COLUMNS)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)))
