@@ -167,15 +167,13 @@ def run_replica(arguments: argparse.Namespace) -> int:
     fields = {name: getattr(arguments, name) for name, *_ in ENGINE_OPTIONS}
     options = {name: value for name, value in fields.items() if value is not None}
     _log_to_stderr()
-    with LLM(
-        arguments.model,
-        dtype=arguments.dtype,
-        progress=not arguments.no_progress,
-        **parallel_sizes(arguments),
-        **options,
-    ) as llm:
-        with metrics_server(llm.engine, arguments.metrics_port):
-            serve_replica(llm, arguments.coordinator, _model_name(arguments, llm), arguments.name)
+    options |= parallel_sizes(arguments)
+    progress, port = not arguments.no_progress, arguments.metrics_port
+    with (
+        LLM(arguments.model, dtype=arguments.dtype, progress=progress, **options) as llm,
+        metrics_server(llm.engine, port),
+    ):
+        serve_replica(llm, arguments.coordinator, _model_name(arguments, llm), arguments.name)
     return 0
 
 

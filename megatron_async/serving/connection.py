@@ -113,7 +113,7 @@ class Connection[Heard]:
             self.send(self._on_ping())
 
     def _check(self) -> None:
-        if self._monitor.get(zmq.EVENTS) & zmq.POLLIN:
+        if int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             raise CoordinatorLost(
                 f"the coordinator at {self.address} is gone: its connection has ended."
             )

@@ -16,7 +16,7 @@ PROTOCOL = 1
 """Raised when messages change: both ends must have the same."""
 
 
-class Message(msgspec.Struct, tag=True, frozen=True):
+class Message(msgspec.Struct, tag=True):
     """Of all messages."""
 
 

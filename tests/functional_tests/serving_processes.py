@@ -26,8 +26,9 @@ def long_sampling(seed: int = 3) -> SamplingParams:
     return SamplingParams(num_tokens_to_generate=LONG, termination_id=-1, seed=seed)
 
 
-def replica_process(address: str, name: str) -> None:
-    with LLM("dummy:tiny", **ENGINE) as llm:
+def replica_process(address: str, name: str, tensor_model_parallel_size: int = 1) -> None:
+    sizes = {"tensor_model_parallel_size": tensor_model_parallel_size}
+    with LLM("dummy:tiny", **ENGINE, **sizes) as llm:
         serve_replica(llm, address, "tiny", name)
 
 
@@ -67,17 +68,21 @@ class Service:
     def names(self) -> set[str]:
         return set(self.client.stats()["replicas"])
 
+    def start(self, ranks: int = 1) -> str:
+        """Start a replica of so many tensor-parallel ranks; returns its name."""
+        name = f"r{self._started}"
+        self._started += 1
+        self.processes[name] = Ranks(ranks, replica_process, self.address, name, ranks)
+        eventually(lambda: name in self.names(), f"replica {name}")
+        return name
+
     def have(self, count: int) -> list[str]:
         """Names of exactly so many replicas, started or removed as need be."""
         while len(self.names()) > count:
             self.client.remove_replica(name := min(self.names()))
             self.processes.pop(name).join()
-        missing = count - len(self.names())
-        for _ in range(missing):
-            name = f"r{self._started}"
-            self._started += 1
-            self.processes[name] = Ranks(1, replica_process, self.address, name)
-        eventually(lambda: len(self.names()) == count, f"{count} replicas")
+        while len(self.names()) < count:
+            self.start()
         return sorted(self.names())
 
     def signal(self, name: str, number: signal.Signals) -> None:
@@ -93,6 +98,7 @@ class Service:
     def close(self) -> None:
         self.client.close()
         for process in self.processes.values():
-            process.kill(0)
+            for rank in range(process.world_size):
+                process.kill(rank)
         self.coordinator.stop()
         self._thread.join(10)

@@ -106,6 +106,22 @@ def test_a_hanging_replica_is_replaced_and_comes_back(
     eventually(lambda: victim in service.names(), "the replica to join again")
 
 
+def test_a_replica_of_two_ranks_loses_one(service: Service, long_answer: list[int]) -> None:
+    """Tensor-parallel ranks are one replica; when one dies, the whole of it is lost."""
+    service.have(0)
+    pair = service.start(ranks=2)
+    stream = service.client.stream([1, 2, 3], long_sampling())
+    tokens = list(next(stream).tokens)
+    service.processes[pair].kill(1)
+    service.start()
+    for chunk in stream:
+        tokens += chunk.tokens
+    assert tokens == long_answer
+    assert pair not in service.names()
+    leader = service.processes.pop(pair).join()[0]
+    assert "RankLost" in leader.error
+
+
 def test_a_paused_replica_stands_still_and_goes_on(
     service: Service, long_answer: list[int]
 ) -> None:
