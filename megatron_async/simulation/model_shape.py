@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -29,6 +29,9 @@ class ModelShape:
     """Of the KV cache: "float32", "bfloat16" or "float16"."""
     vocab_size: int
     layernorm_epsilon: float = 1e-5
+    tensor_model_parallel_size: ClassVar[int] = 1
+    pipeline_model_parallel_size: ClassVar[int] = 1
+    expert_model_parallel_size: ClassVar[int] = 1
 
     @property
     def params_dtype(self) -> torch.dtype:
