@@ -116,6 +116,19 @@ def ensure_process_groups(sizes: ParallelSizes | None = None) -> ProcessGroupCol
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
+def agree_on_least(value: int) -> int:
+    """The least of a number over all ranks that hold one model between them, for what they must
+    do alike and can only measure by themselves. All of them call it, at the start of an engine."""
+    if not parallel_state.model_parallel_is_initialized():
+        return value
+    group = parallel_state.get_model_parallel_group()
+    if dist.get_world_size(group) == 1:
+        return value
+    number = torch.tensor([value], dtype=torch.int64)
+    dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
+    return int(number.item())  # sync-ok: host memory, and no engine runs yet
+
+
 def _check_groups(sizes: ParallelSizes) -> None:
     found = {
         "tensor_model_parallel": parallel_state.get_tensor_model_parallel_world_size(),
