@@ -37,6 +37,7 @@ from megatron_async.checkpoints.source import (
     clear_padding,
     model_parameters,
     total_bytes,
+    weights_of_stage,
 )
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.tokenizer import Tokenizer
@@ -113,11 +114,13 @@ class TorchDistSource(ModelSource):
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
-        wanted = list(weights(self.architecture, Shard.of(model)))
+        wanted = weights_of_stage(model, list(weights(self.architecture, Shard.of(model))))
         parameters = model_parameters(model, wanted)
         planner = _DirectPlanner()
         for weight in wanted:
-            key, stacked = self._places[weight.name]
+            # The last pipeline stage's copy of a tied embedding has the embedding's place.
+            is_copy = weight.name not in self._places
+            key, stacked = self._places[weight.stored if is_copy else weight.name]
             parameter = parameters[weight.name]
             clear_padding(weight, parameter)
             for offset, target in weight.stored_regions(parameter):

@@ -29,9 +29,8 @@ class ModelShape:
     """Of the KV cache: "float32", "bfloat16" or "float16"."""
     vocab_size: int
     layernorm_epsilon: float = 1e-5
+    pipeline_model_parallel_size: int = 1
     tensor_model_parallel_size: ClassVar[int] = 1
-    pipeline_model_parallel_size: ClassVar[int] = 1
-    expert_model_parallel_size: ClassVar[int] = 1
 
     @property
     def params_dtype(self) -> torch.dtype:
@@ -61,6 +60,7 @@ class ModelShape:
             kv_channels=model.kv_channels,
             dtype=str(model.params_dtype).removeprefix("torch."),
             vocab_size=vocab_size,
+            pipeline_model_parallel_size=getattr(model, "pipeline_model_parallel_size", 1),
         )
 
     def to_dict(self) -> dict[str, Any]:
