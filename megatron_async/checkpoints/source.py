@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.mapping import Shape, Weight, weights
+from megatron_async.checkpoints.mapping import Region, Shape, Shard, Weight, weights
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT, stage_of
 from megatron_async.tokenizer import Tokenizer
@@ -79,12 +79,13 @@ class NamedTensorSource(ModelSource):
         """Shape of every stored tensor by Hugging Face name, without reading any."""
 
     @abstractmethod
-    def read_tensor(self, name: str, device: torch.device) -> Tensor:
-        """One tensor on a device, in its stored dtype or dequantised."""
+    def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
+        """A region of a tensor on a device, in its stored dtype or dequantised."""
 
-    def fill(self, place: Tensor, name: str) -> None:
-        """Read a tensor into its place in a parameter (see `Weight.places`), converting it."""
-        place.copy_(self.read_tensor(name, place.device).view(place.shape))
+    def fill(self, place: Tensor, name: str, region: Region) -> None:
+        """Read a region of a tensor into its place in a parameter (see `Weight.places`), converting
+        it."""
+        place.copy_(self.read_tensor(name, region, place.device).view(place.shape))
 
     @cached_property
     def checked_weights(self) -> list[Weight]:
@@ -105,15 +106,25 @@ class NamedTensorSource(ModelSource):
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
-        wanted = weights_of_stage(model, self.checked_weights)
+        _ = self.checked_weights
+        wanted = weights_of_stage(model, list(weights(self.architecture, Shard.of(model))))
         parameters = model_parameters(model, wanted)
         with byte_bar(total_bytes(parameters), progress) as bar:
             for weight in wanted:
+                parameter = parameters[weight.name]
+                clear_padding(weight, parameter)
                 # Each part goes to the device as it is stored; there it is converted and put in
                 # its place. On the host nothing is joined, converted or copied.
-                for name, place in weight.places(parameters[weight.name]).items():
-                    self.fill(place, name)
+                for name, place in weight.places(parameter).items():
+                    if place.numel():
+                        self.fill(place, name, weight.held(name))
                     bar.update(place.nbytes)
+
+
+def clear_padding(weight: Weight, parameter: Tensor) -> None:
+    """Zero a parameter that has rows of padding, before the rest is read."""
+    if sum(place.numel() for place in weight.places(parameter).values()) < parameter.numel():
+        parameter.zero_()
 
 
 def check_shapes(source: str, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:

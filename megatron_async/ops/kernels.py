@@ -20,6 +20,7 @@ from megatron_async.ops import (
     triton_log_probs,
     triton_logits,
     triton_sampling,
+    vocab_embedding,
 )
 
 
@@ -27,6 +28,7 @@ from megatron_async.ops import (
 class Kernels:
     """Ops of a step beside attention; see the modules of their names for shapes."""
 
+    vocab_embedding: Callable[[Tensor, Tensor, int], Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rope_append: Callable[..., Tensor]
     linear: Callable[..., Tensor]
@@ -42,6 +44,7 @@ class Kernels:
 
 
 TORCH_KERNELS = Kernels(
+    vocab_embedding.vocab_embedding_reference,
     rms_norm.add_rms_norm_reference,
     rope_append.rope_append_reference,
     skinny_linear.linear_reference,
@@ -56,6 +59,7 @@ TORCH_KERNELS = Kernels(
     token_mask.apply_token_mask_reference,
 )
 TRITON_KERNELS = Kernels(
+    vocab_embedding.vocab_embedding,
     rms_norm.add_rms_norm,
     rope_append.rope_append,
     skinny_linear.linear,
