@@ -6,6 +6,7 @@ on the device except the one copy of a step's bookkeeping.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron_async.contexts.plan_rollback import take_back
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
 from megatron_async.contexts.step_output import StepOutput, book_samples
 from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.contexts.step_shape import StepShape
 from megatron_async.devices import Device, make_device
 from megatron_async.inference_request import (
     DynamicInferenceEventType,
@@ -37,6 +39,11 @@ from megatron_async.profiling.tracer import Tracer
 ADMISSION_HORIZON = 32
 """Admission leaves the blocks that running requests will want within this many steps, so that a
 newcomer does not pause the requests it joins right away."""
+NO_SLOTS = np.empty(0, dtype=np.int32)
+
+
+def _alone(step: int, wanted: StepShape, has_work: bool) -> StepShape:
+    return wanted
 
 
 class DynamicInferenceContext:
@@ -57,6 +64,8 @@ class DynamicInferenceContext:
         waiting: requests without a slot.
         micro_batches: which of the requests the next step serves.
         graph_shapes: padded shapes that have, or will have, a captured graph.
+        agree: from a step's number, the shape that this rank wants for it, and whether it has
+            unfinished requests, to the shape in which all ranks launch it; at first it is alone.
         pauses, evictions: counts of events so far.
         recomputed_tokens: tokens that evictions took from the cache and that are prefilled again.
     """
@@ -100,6 +109,7 @@ class DynamicInferenceContext:
         )
         self._plan_builder = PlanBuilder(self.slots, self.graph_shapes)
         self._prefilling: list[int] = []
+        self.agree: Callable[[int, StepShape, bool], StepShape] = _alone
         self._arrivals = 0
         self.pauses = 0
         self.evictions = 0
@@ -144,8 +154,30 @@ class DynamicInferenceContext:
 
         Returns:
             the plan, already counted as launched; None when nothing can run before a step in
-            flight is resolved (or there is no work).
+            flight is resolved (or there is no work). A plan without rows is a dummy step.
         """
+        builder = self._plan_builder
+        decode, prefill = self._schedule()
+        wanted = builder.shape_of(decode, prefill)
+        shape = self.agree(builder.next_step, wanted, self.has_unfinished_requests())
+        if shape.is_empty:
+            return None
+        plan = builder.build(decode, prefill, shape)
+        if prefill:
+            state = self.slots.state
+            self._prefilling = [
+                slot for slot in self._prefilling if state[slot] == SlotState.PREFILLING
+            ]
+        return plan
+
+    def prepare_dummy_step(self) -> StepPlan | None:
+        """A step in which no request of this rank runs, if other ranks need one; else None."""
+        builder = self._plan_builder
+        shape = self.agree(builder.next_step, StepShape(), False)
+        return None if shape.is_empty else builder.build(NO_SLOTS, [], shape)
+
+    def _schedule(self) -> tuple[IntArray, list[PrefillChunk]]:
+        """Decode slots and prefill chunks of the next step; both empty if nothing can run."""
         while True:
             for micro_batch in self.micro_batches.in_turn():
                 with self.tracer.range("schedule", self._plan_builder.next_step):
@@ -153,18 +185,9 @@ class DynamicInferenceContext:
                     prefill = self._schedule_prefill(micro_batch, self.max_tokens - len(decode))
                 if len(decode) or prefill:
                     self.micro_batches.took(micro_batch, feeds_back=len(decode) > 0)
-                    return self._build_plan(decode, prefill)
+                    return decode, prefill
             if not self._make_room():
-                return None
-
-    def _build_plan(self, decode: IntArray, prefill: list[PrefillChunk]) -> StepPlan:
-        plan = self._plan_builder.build(decode, prefill)
-        if prefill:
-            state = self.slots.state
-            self._prefilling = [
-                slot for slot in self._prefilling if state[slot] == SlotState.PREFILLING
-            ]
-        return plan
+                return NO_SLOTS, []
 
     def _schedule_decode(self, micro_batch: int) -> IntArray:
         """Slots of a micro-batch that decode one token this step, each with a block for it.

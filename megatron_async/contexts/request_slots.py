@@ -76,8 +76,8 @@ class RequestSlots:
         self.stop_ids = np.full((capacity, 1), NO_TOKEN, dtype=np.int32)
         self.most_in_flight = np.full(capacity, MANY, dtype=np.int32)
         """Samples that may be unknown to the host when another step of the request is planned."""
-        self.is_watched = np.zeros(capacity, dtype=np.bool_)
-        """Whether every token is looked at when it is booked: stop words, or a grammar."""
+        self.watch_row = np.zeros(capacity, dtype=np.int32)
+        """Which tokens are looked at when they are booked; see `TokenWatch`."""
         self.temperature = np.zeros(capacity, dtype=np.float32)
         self.top_k = np.zeros(capacity, dtype=np.int32)
         self.top_p = np.zeros(capacity, dtype=np.float32)
@@ -146,6 +146,7 @@ class RequestSlots:
         self.num_blocks[slot] = 0
         self._set_sampling(slot, request.sampling_params, seed)
         self.features[slot] = request.row_features
+        self.watch_row[slot] = request.watch_row
         missing = request.log_probs is not None and request.log_probs.num_prompt_missing
         self.prompt_log_probs[slot] = len(prompt) - 1 if missing else 0
         if request.row_features:
@@ -176,7 +177,6 @@ class RequestSlots:
         if missing > 0:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
         self.most_in_flight[slot] = 2 if params.structured_output is not None else MANY
-        self.is_watched[slot] = bool(params.stop_words or params.structured_output)
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
 
@@ -210,7 +210,10 @@ class RequestSlots:
         # The sample of the step launched last has not been fed back.
         return int(min(self.num_launched[slot] - 1, self.num_known[slot]))
 
+    def generated(self, slot: int) -> IntArray:
+        """Booked generated tokens of `slot`, int32 `[n]`: a view."""
+        return self.tokens[slot, self.prompt_length[slot] : self.num_known[slot]]
+
     def generated_tokens(self, slot: int) -> list[int]:
         """Booked generated tokens of `slot`, as Python integers."""
-        tokens = self.tokens[slot, self.prompt_length[slot] : self.num_known[slot]]
-        return tokens.tolist()  # sync-ok: NumPy, at the end of a request
+        return self.generated(slot).tolist()  # sync-ok: NumPy, at the end of a request

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum, auto
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.kv_cache import GIB
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.engines.observer import EngineObserver
+from megatron_async.engines.rank_group import RankGroup
 from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.statistics import EngineStatistics
-from megatron_async.errors import EngineStopped, OutOfMemoryError
+from megatron_async.errors import EngineStopped, JobFailed, OutOfMemoryError
 from megatron_async.text_generation_controllers.text_generation_controller import (
     LaunchedStep,
     TextGenerationController,
@@ -34,6 +37,9 @@ class EngineState(Enum):
 class ControllableEngine(ABC):
     """The part of an engine that stops it.
 
+    With experts on other ranks that hold other requests, each rank must call them, and those that
+    stop return when all have stopped.
+
     All methods may be called from synchronous code and from a coroutine beside `run_engine`, on the
     thread that steps the engine. While it is stopped, requests may be added and aborted,
     `async_step` waits until there is something to do or to report, and `step_modern` and `generate`
@@ -47,6 +53,7 @@ class ControllableEngine(ABC):
     in_flight: deque[LaunchedStep]
     requests: RequestRegistry
     statistics: EngineStatistics
+    group: RankGroup
     observer: EngineObserver
 
     def __init__(self) -> None:
@@ -54,6 +61,20 @@ class ControllableEngine(ABC):
         self._is_suspended = False
         self._cache_is_released = False
         self._undelivered: list[StepOutput] = []
+        self._failure: JobFailed | None = None
+
+    @contextmanager
+    def _giving_up_with_the_job(self) -> Iterator[None]:
+        """When the other ranks are lost, so are this engine's requests: tell who waits for them."""
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args) from self._failure
+        try:
+            yield
+        except JobFailed as error:
+            self._failure = error
+            self.requests.fail_all(error)
+            self.group.close(error)
+            raise
 
     @property
     def state(self) -> EngineState:
@@ -72,10 +93,13 @@ class ControllableEngine(ABC):
             self._is_paused = True
             self.statistics.engine_pauses += 1
         self._drain()
+        self.group.controlled("pause")
 
     def unpause(self) -> None:
         """Take a `pause` back; without one, nothing happens. A suspended engine stays suspended."""
+        self.group.controlled("unpause")
         self._is_paused = False
+        self.group.stop_together(self.is_stopped)
         self.requests.news.notify()
 
     def suspend(self, free_kv_cache: bool = False) -> int:
@@ -96,6 +120,7 @@ class ControllableEngine(ABC):
             self._is_suspended = True
             self.statistics.engine_suspends += 1
         self._drain()
+        self.group.controlled("suspend", free_kv_cache)
         if not free_kv_cache or self._cache_is_released:
             return 0
         self._cache_is_released = True
@@ -115,6 +140,7 @@ class ControllableEngine(ABC):
         Raises:
             OutOfMemoryError: the cache does not fit any more; the engine stays suspended.
         """
+        self.group.controlled("resume")
         if self._cache_is_released:
             device, cache = self.context.device, self.context.gpu_view.kv_cache
             cache.release()  # of an attempt that failed behind this point
@@ -130,6 +156,7 @@ class ControllableEngine(ABC):
             self.controller.recapture_cuda_graphs()
             self._cache_is_released = False
         self._is_suspended = False
+        self.group.stop_together(self.is_stopped)
         self.requests.news.notify()
 
     @property
@@ -139,9 +166,13 @@ class ControllableEngine(ABC):
 
     def _drain(self) -> None:
         """Resolve all steps in flight; their outputs go to the next report."""
-        while self.in_flight:
-            self._wait(self.in_flight[0])
-            self._undelivered += self._resolve_oldest()
+        with self._giving_up_with_the_job():
+            self.group.stop_together(True)
+            while self.group.must_keep_up:
+                self._keep_up()
+            while self.in_flight:
+                self._wait(self.in_flight[0])
+                self._undelivered += self._resolve_oldest()
         self.statistics.drained = True
         self.requests.notify_streams()
 
@@ -171,6 +202,10 @@ class ControllableEngine(ABC):
         """Let nobody wait any longer: the engine is closed."""
         self._is_paused = self._is_suspended = False
         self.requests.news.notify()
+
+    @abstractmethod
+    def _keep_up(self) -> None:
+        """Launch a step without requests, and book what is due."""
 
     @abstractmethod
     def _wait(self, step: LaunchedStep) -> None:

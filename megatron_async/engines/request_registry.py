@@ -17,7 +17,7 @@ from megatron_async.inference_request import (
     DynamicInferenceRequest,
     Status,
 )
-from megatron_async.stop_words import StopWordMatcher
+from megatron_async.stop_words import StopWords
 from megatron_async.structured_output import TokenGrammar
 
 
@@ -27,7 +27,7 @@ class RequestEntry:
 
     request: DynamicInferenceRequest
     future: asyncio.Future[DynamicInferenceRequest]
-    stop_words: StopWordMatcher | None = None
+    stop_words: StopWords | None = None
     grammar: TokenGrammar | None = None
     streams: list[RequestStream] = field(default_factory=list)
 
@@ -145,6 +145,11 @@ class RequestRegistry:
     def free_id(self) -> int:
         """The next number that no unfinished request has."""
         return next(number for number in self._numbers if number not in self._entries)
+
+    def fail_all(self, error: Exception) -> None:
+        """End every unfinished request with the error of their engine."""
+        for entry in list(self._entries.values()):
+            self.end(entry.request, Status.FAILED, "error", error)
 
     def close(self) -> None:
         """Tell all who still wait that nothing more will come, and close the event loop if it is
