@@ -8,7 +8,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from harness import CPU, Job, drain, greedy, make_engine, random_prompts
+from harness import CPU, Job, assert_all_is_back, drain, greedy, make_engine, random_prompts
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -19,6 +19,7 @@ from megatron_async.devices.cpu import Chaos, CpuDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
+from megatron_async.models.pipeline import stage_of
 
 UNEVEN = ModelArchitecture("llama", 5, 32, 4, 2, 8, 64, 128, tie_word_embeddings=True)
 """Five layers: no number of stages divides them."""
@@ -149,22 +150,35 @@ def grammars(engine: DynamicInferenceEngine) -> list[Result]:
     return done
 
 
+ROOM = {"num_kv_blocks": 64, "block_size_tokens": 16}
 CASES: dict[str, tuple[Callable[[DynamicInferenceEngine], list[Result]], dict[str, Any]]] = {
-    "all at once": (all_at_once, {"max_tokens": 16, "max_requests": 5}),
+    "all at once": (all_at_once, {"max_tokens": 16, "max_requests": 5, **ROOM}),
     "small pool": (all_at_once, {"num_kv_blocks": 15, "block_size_tokens": 4, "max_tokens": 16,
                                  "max_requests": 7, "max_sequence_length": 60}),
-    "one request": (one_request, {"max_tokens": 8, "max_requests": 2}),
-    "arrivals": (arrivals, {"max_tokens": 32, "max_requests": 6}),
-    "aborts": (aborts, {"max_tokens": 12, "max_requests": 4}),
-    "grammars": (grammars, {"max_tokens": 64, "max_requests": 8}),
+    "one request": (one_request, {"max_tokens": 8, "max_requests": 2, **ROOM}),
+    "arrivals": (arrivals, {"max_tokens": 32, "max_requests": 6, **ROOM}),
+    "aborts": (aborts, {"max_tokens": 12, "max_requests": 4, **ROOM}),
+    "grammars": (grammars, {"max_tokens": 64, "max_requests": 8, **ROOM}),
 }  # fmt: skip
 
 
-def run_cases(stages: int, lookaheads: list[int], chaos: bool) -> dict[tuple[str, int], Any]:
-    """Outcomes of all cases on this rank, and its counters: (case, lookahead) -> both."""
+def run_cases(
+    stages: int, runs: dict[str, list[int]], chaos: bool = True
+) -> dict[tuple[str, int], tuple[list[Result], dict[str, float | int]]]:
+    """Outcomes of cases on this rank, and its counters.
+
+    Args:
+        stages: of the pipeline.
+        runs: case -> lookaheads.
+        chaos: delay launched work at random.
+
+    Returns:
+        (case, lookahead) -> both.
+    """
     model, tokenizer = stage_model(stages), letter_tokenizer()
     found = {}
-    for name, (case, settings) in CASES.items():
+    for name, lookaheads in runs.items():
+        case, settings = CASES[name]
         for lookahead in lookaheads:
             delays = Chaos(lookahead, 0.2, 0.001) if chaos else None
             engine = make_engine(
@@ -173,4 +187,38 @@ def run_cases(stages: int, lookaheads: list[int], chaos: bool) -> dict[tuple[str
             )  # fmt: skip
             found[name, lookahead] = case(engine), dict(engine.stats())
             engine.close()
+            assert_all_is_back(engine)
     return found
+
+
+def fail_once(stage: int, where: str) -> tuple[list[Result], list[str], list[Result]]:
+    """A step fails on one of two stages, in its forward or already when it is launched.
+
+    Returns:
+        what becomes of the requests, the causes of those that failed, and how later ones fare.
+    """
+    model = stage_model(2)
+    mine = stage_of(model.config).index == stage
+    engine = make_engine(model, lookahead=2, max_requests=6, max_tokens=64, **ROOM)
+    owner, name = {
+        "forward": (engine.controller.inference_wrapped_model, "forward"),
+        "launch": (engine.context, "transfer_bookkeeping_to_gpu"),
+    }[where]
+    works, calls = getattr(owner, name), 0
+
+    def fails(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 7:
+            raise ValueError("told to fail")
+        return works(*args)
+
+    if mine:
+        setattr(owner, name, fails)
+    requests = engine.generate(PROMPTS[:6], [greedy(12)] * 6)
+    later = everything(engine.generate(PROMPTS[:3], [greedy(12)] * 3))
+    causes = [repr(r.error.__cause__) for r in requests if r.error is not None]
+    drain(engine)
+    engine.close()
+    assert_all_is_back(engine)
+    return everything(requests), causes, later
