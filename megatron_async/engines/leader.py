@@ -126,7 +126,8 @@ class Leader(ConnectedGroup):
             self._raise_for(min(early))
 
     def release(self) -> None:
-        self._send(Release())
+        if not self._is_closed:
+            self._send(Release())
 
     def close(self, error: BaseException | None = None) -> None:
         if self._is_closed:
