@@ -60,3 +60,25 @@ def test_data_parallel_replicas(one_rank):
 def test_pipeline_stages(one_rank, lookahead):
     options = {"pipeline_model_parallel_size": 2, "lookahead": lookahead, "check_ranks_agree": True}
     assert run_ranks(2, _call, options) == [one_rank, None]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_tensor_parallel_ranks(one_rank, lookahead, sequence_parallel):
+    options = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": sequence_parallel,
+        "lookahead": lookahead,
+        "check_ranks_agree": True,
+    }
+    assert run_ranks(2, _call, options) == [one_rank, None]
+
+
+def test_tensor_parallel_replicas(one_rank):
+    options = {"tensor_model_parallel_size": 2}
+    assert run_ranks(4, _call, options) == [one_rank[0::2], None, one_rank[1::2], None]
+
+
+def test_tensor_parallel_stages(one_rank):
+    options = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    assert run_ranks(4, _call, options) == [one_rank, None, None, None]
