@@ -2,7 +2,7 @@
 
 | format | names |
 | --- | --- |
-| model | parameters of our `HybridModel`: layer i is `2i` (attention) and `2i + 1` (MLP) |
+| model | parameters of our `HybridModel`: layer i is `2i` (attention) and `2i + 1` (MLP, experts) |
 | Hugging Face | `model.layers.i...`, with q, k, v and gate, up apart; GGUF is translated to these |
 | Megatron checkpoint | as the model, but a norm bears the name of the linear layer behind it |
 | Megatron checkpoint of a `GPTModel` | layer i is `i`, or all layers are stacked in one tensor |
@@ -28,7 +28,7 @@ class Weight:
 
     The parameter consists of `groups` equal groups of rows; each group holds that group's share of
     every part, in order. So `linear_qkv` is, per KV group, [its q heads, k, v], and `linear_fc1`,
-    with one group, is [gate; up].
+    with one group, is [gate; up]. The parameter of several experts is theirs one after the other.
     """
 
     name: str
@@ -40,12 +40,16 @@ class Weight:
     """Key in a Megatron checkpoint of the `HybridModel`."""
     layer: int | None
     """Transformer layer, None outside the layers."""
+    experts: int = 0
+    """Experts that the parameter holds, `[experts, rows, ...]`; 0: it has no such dimension."""
 
     @property
     def shape(self) -> Shape:
         """Shape of the parameter."""
         shapes = list(self.parts.values())
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        rows = sum(shape[0] for shape in shapes)
+        lead = (self.experts, rows // self.experts) if self.experts else (rows,)
+        return (*lead, *shapes[0][1:])
 
     @property
     def stored_gpt(self) -> str:
@@ -62,7 +66,8 @@ class Weight:
     def places(self, parameter: Tensor) -> dict[str, Tensor]:
         """Where the parts lie in the parameter: Hugging Face name -> view
         `[groups, rows of the part / groups, ...]`."""
-        grouped = parameter.view(self.groups, -1, *parameter.shape[1:])
+        rest = next(iter(self.parts.values()))[1:]
+        grouped = parameter.view(self.groups, -1, *rest)
         rows = [shape[0] // self.groups for shape in self.parts.values()]
         return dict(zip(self.parts, grouped.split(rows, dim=1)))
 
@@ -76,8 +81,16 @@ class Weight:
         return math.prod(self.shape)
 
 
-def weights(architecture: ModelArchitecture) -> Iterator[Weight]:
-    """Every parameter of the architecture's `HybridModel`, in the order of the model."""
+def weights(
+    architecture: ModelArchitecture, stacked_experts: bool = False
+) -> Iterator[Weight]:
+    """Every parameter of the architecture's `HybridModel`, in the order of the model.
+
+    Args:
+        architecture: of the model.
+        stacked_experts: Hugging Face's names are those of transformers' modules, where a tensor
+            holds all experts, instead of those of published files, where it holds one.
+    """
     a = architecture
 
     def plain(name: str, huggingface: str, shape: Shape) -> Weight:
@@ -87,7 +100,10 @@ def weights(architecture: ModelArchitecture) -> Iterator[Weight]:
     yield plain("embedding.word_embeddings.weight", "model.embed_tokens.weight", embedding)
     for layer in range(a.num_layers):
         yield from _attention(a, layer)
-        yield from _mlp(a, layer)
+        if a.is_moe(layer):
+            yield from _moe(a, layer, stacked_experts)
+        else:
+            yield from _mlp(a, layer)
     yield plain("decoder.final_norm.weight", "model.norm.weight", (a.hidden_size,))
     if not a.tie_word_embeddings:
         yield plain("output_layer.weight", "lm_head.weight", embedding)
@@ -146,3 +162,32 @@ def _mlp(a: ModelArchitecture, layer: int) -> Iterator[Weight]:
     yield Weight(fc1 + "weight", gate_up, 1, fc1 + "weight", layer)
     down: dict[str, Shape] = {theirs + "mlp.down_proj.weight": (hidden, ffn)}
     yield Weight(fc2 + "weight", down, 1, fc2 + "weight", layer)
+
+
+def _moe(a: ModelArchitecture, layer: int, stacked: bool) -> Iterator[Weight]:
+    ours, theirs = f"decoder.layers.{2 * layer + 1}.", f"model.layers.{layer}."
+    hidden, ffn, experts = a.hidden_size, a.moe_ffn_hidden_size, a.num_moe_experts
+    mixtral = a.model_type == "mixtral" and not stacked
+    block = theirs + ("block_sparse_moe." if mixtral else "mlp.")
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    norm, router = ours + "pre_mlp_layernorm.weight", ours + "mlp.router.weight"
+    yield Weight(norm, {theirs + "post_attention_layernorm.weight": (hidden,)}, 1, norm, layer)
+    yield Weight(router, {block + "gate.weight": (experts, hidden)}, 1, router, layer)
+    for name, joint, parts, shape in (
+        ("fc1", "gate_up_proj", (gate, up), (ffn, hidden)),
+        ("fc2", "down_proj", (down,), (hidden, ffn)),
+    ):
+        linear = f"linear_{name}.weight"
+        if stacked:
+            named = {f"{block}experts.{joint}": (experts, len(parts) * shape[0], shape[1])}
+        else:
+            each = [(expert, part) for expert in range(experts) for part in parts]
+            named = {f"{block}experts.{expert}.{part}.weight": shape for expert, part in each}
+        yield Weight(
+            f"{ours}mlp.experts.{linear}",
+            dict(named),
+            1,
+            f"{ours}mlp.experts.experts.{linear}",
+            layer,
+            0 if stacked else experts,
+        )

@@ -87,7 +87,8 @@ class NamedTensorSource(ModelSource):
     @cached_property
     def checked_weights(self) -> list[Weight]:
         """The model's weights, once names and shapes of all stored tensors are known to fit."""
-        wanted = list(weights(self.architecture))
+        stacked = any(name.endswith(".experts.gate_up_proj") for name in self.tensor_shapes)
+        wanted = list(weights(self.architecture, stacked))
         expected = {name: shape for weight in wanted for name, shape in weight.parts.items()}
         check_shapes(self.name, expected, self.tensor_shapes)
         # A tied model may still carry its output projection: it is the embedding again.

@@ -33,6 +33,10 @@ class BatchDimensions:
     longest_sequence: int = 0
     """Longest sequence that a captured shape serves; 0 for others."""
 
+    dispatch_tokens: int = 0
+    """Tokens that each rank of an expert-parallel group brings to the experts, padding included,
+    agreed between them; 0: as many as this step has."""
+
     @property
     def prefill_rows(self) -> int:
         """Number of prefill chunks, dummy rows included."""

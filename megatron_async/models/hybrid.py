@@ -36,10 +36,12 @@ from megatron_async.models.linear import (
     InferenceRowParallelLinear,
 )
 from megatron_async.models.mlp import GatedMLP
+from megatron_async.models.moe import MoELayer
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.skinny_linear import Unnormed
 
+SERVED_LAYERS = {LayerSymbols.ATTENTION, LayerSymbols.MLP, LayerSymbols.MOE}
 TRANSFORMER_IMPLS = ("local", "transformer_engine")
 """Values of Megatron's `transformer_impl` that are served."""
 
@@ -104,22 +106,35 @@ def transformer_config(
         hybrid_layer_pattern=architecture.hybrid_layer_pattern,
         rotary_base=architecture.rotary_base,
         rope_scaling=architecture.rope_scaling,
+        **_moe_options(architecture),
     )
 
 
+def _moe_options(architecture: ModelArchitecture) -> dict[str, Any]:
+    if not architecture.num_moe_experts:
+        return {}
+    return {
+        "num_moe_experts": architecture.num_moe_experts,
+        "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
+        "moe_router_topk": architecture.moe_router_topk,
+        "moe_router_pre_softmax": architecture.moe_router_pre_softmax,
+        "moe_router_load_balancing_type": "none",
+    }
+
+
 class PagedHybridStack(HybridStack):
-    """Megatron's `HybridStack` for one pipeline stage of attention and gated-MLP layers.
+    """Megatron's `HybridStack` for one pipeline stage of attention, gated-MLP and expert layers.
 
     Its final norm is torch's (the stock one is TransformerEngine's).
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
-        unknown = set(self.layer_type_list) - {LayerSymbols.ATTENTION, LayerSymbols.MLP}
+        unknown = set(self.layer_type_list) - SERVED_LAYERS
         if unknown or not (self.pre_process and self.post_process):
             raise ConfigurationError(
                 f"layer kinds {sorted(unknown)} or pipeline stages are not served yet: build a "
-                "model of attention (*) and MLP (-) layers on one stage."
+                "model of attention (*), MLP (-) and expert (E) layers on one stage."
             )
         self.final_norm = WrappedTorchNorm(
             config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
@@ -147,8 +162,8 @@ class PagedHybridStack(HybridStack):
             attends = kind == LayerSymbols.ATTENTION
             norm = layer.input_layernorm if attends else layer.pre_mlp_layernorm
             block = layer.self_attention if attends else layer.mlp
-            product = block.linear_qkv if attends else block.linear_fc1
-            if product.takes_unnormed(output):
+            product = block.linear_qkv if attends else getattr(block, "linear_fc1", None)
+            if product is not None and product.takes_unnormed(output):
                 before = None if residual is None else residual.flatten(0, 1)
                 unnormed = Unnormed(output.flatten(0, 1), before, norm.weight, norm.eps)
                 output, bias = block(unnormed, inference_context=inference_context)
@@ -170,7 +185,8 @@ def _add_norm(x: Tensor, residual: Tensor | None, norm: torch.nn.RMSNorm) -> tup
 
 
 def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
-    """Layer spec of attention (`*`) and MLP (`-`) layers without any package beyond torch.
+    """Layer spec of attention (`*`), MLP (`-`) and expert (`E`) layers without any package beyond
+    torch.
 
     The key maps give norms the names that Megatron's TransformerEngine spec uses inside a
     checkpoint (there the norm is fused into the linear layer), so checkpoints are interchangeable.
@@ -212,9 +228,17 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
             sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
         ),
     )
+    moe_layer = ModuleSpec(
+        module=MLPLayer,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=WrappedTorchNorm, mlp=MoELayer, mlp_bda=get_bias_dropout_add
+        ),
+    )
     return ModuleSpec(
         module=PagedHybridStack,
-        submodules=HybridStackSubmodules(attention_layer=attention_layer, mlp_layer=mlp_layer),
+        submodules=HybridStackSubmodules(
+            attention_layer=attention_layer, mlp_layer=mlp_layer, moe_layer=moe_layer
+        ),
     )
 
 
