@@ -120,7 +120,7 @@ def expert_mlp_reference(
             activated = swiglu_reference(F.linear(x[pairs // topk], fc1[number]))
             outputs[pairs] = F.linear(activated, fc2[number]).float() * weights[pairs]
         start += count
-    return outputs.view(tokens, topk, -1).sum(1).to(x.dtype)
+    return outputs.view(tokens, topk, x.size(1)).sum(1).to(x.dtype)
 
 
 def _product(
