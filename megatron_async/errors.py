@@ -28,3 +28,19 @@ class ConfigurationError(ValueError):
 
 class OutOfMemoryError(ConfigurationError):
     """The KV pool that was asked for does not fit into the device's memory."""
+
+
+class JobFailed(RuntimeError):
+    """The ranks of a job can no longer work together; it has to be started again."""
+
+
+class RanksDisagree(JobFailed):
+    """Ranks that must do the same have done different things."""
+
+
+class RankLost(JobFailed):
+    """A rank died, was stopped, or was cut off from the network."""
+
+
+class CommunicationTimeout(JobFailed):
+    """A rank did not come to where others waited for it, or nothing came, in time."""

@@ -25,6 +25,10 @@ class Event(ABC):
         """Block the calling host thread until the work before the point is done."""
 
     @abstractmethod
+    def wait_for(self, seconds: float) -> bool:
+        """As `wait`, but no longer than so many seconds; whether the point is reached."""
+
+    @abstractmethod
     def time_us(self) -> float:
         """When the point was reached, microseconds on `time.perf_counter_ns`'s clock.
 

@@ -67,9 +67,14 @@ class CpuEvent(Event):
         return self._reached.is_set()
 
     def wait(self) -> None:
-        self._reached.wait()
+        self.wait_for(None)
+
+    def wait_for(self, seconds: float | None) -> bool:
+        if not self._reached.wait(seconds):
+            return False
         if self._failure is not None:
             raise RuntimeError("work on the CPU stream failed") from self._failure
+        return True
 
     def time_us(self) -> float:
         return self._time_us

@@ -25,6 +25,14 @@ class CudaEvent(Event):
     def wait(self) -> None:
         self.event.synchronize()  # sync-ok: the one wait in resolve
 
+    def wait_for(self, seconds: float) -> bool:
+        # It spins, as `synchronize` does by default.
+        end = time.perf_counter() + seconds
+        while not self.event.query():
+            if time.perf_counter() > end:
+                return False
+        return True
+
     def time_us(self) -> float:
         assert self._origin is not None, "time_us of an event made without timing=True"
         return self._origin.host_us + self._origin.event.elapsed_time(self.event) * 1e3

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum, auto
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.kv_cache import GIB
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.engines.observer import EngineObserver
+from megatron_async.engines.rank_group import RankGroup
 from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.statistics import EngineStatistics
-from megatron_async.errors import EngineStopped, OutOfMemoryError
+from megatron_async.errors import EngineStopped, JobFailed, OutOfMemoryError
 from megatron_async.text_generation_controllers.text_generation_controller import (
     LaunchedStep,
     TextGenerationController,
@@ -47,6 +50,7 @@ class ControllableEngine(ABC):
     in_flight: deque[LaunchedStep]
     requests: RequestRegistry
     statistics: EngineStatistics
+    group: RankGroup
     observer: EngineObserver
 
     def __init__(self) -> None:
@@ -54,6 +58,20 @@ class ControllableEngine(ABC):
         self._is_suspended = False
         self._cache_is_released = False
         self._undelivered: list[StepOutput] = []
+        self._failure: JobFailed | None = None
+
+    @contextmanager
+    def _giving_up_with_the_job(self) -> Iterator[None]:
+        """When the other ranks are lost, so are this engine's requests: tell who waits for them."""
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args) from self._failure
+        try:
+            yield
+        except JobFailed as error:
+            self._failure = error
+            self.requests.fail_all(error)
+            self.group.close(error)
+            raise
 
     @property
     def state(self) -> EngineState:
@@ -72,9 +90,11 @@ class ControllableEngine(ABC):
             self._is_paused = True
             self.statistics.engine_pauses += 1
         self._drain()
+        self.group.controlled("pause")
 
     def unpause(self) -> None:
         """Take a `pause` back; without one, nothing happens. A suspended engine stays suspended."""
+        self.group.controlled("unpause")
         self._is_paused = False
         self.requests.news.notify()
 
@@ -96,6 +116,7 @@ class ControllableEngine(ABC):
             self._is_suspended = True
             self.statistics.engine_suspends += 1
         self._drain()
+        self.group.controlled("suspend", free_kv_cache)
         if not free_kv_cache or self._cache_is_released:
             return 0
         self._cache_is_released = True
@@ -115,6 +136,7 @@ class ControllableEngine(ABC):
         Raises:
             OutOfMemoryError: the cache does not fit any more; the engine stays suspended.
         """
+        self.group.controlled("resume")
         if self._cache_is_released:
             device, cache = self.context.device, self.context.gpu_view.kv_cache
             cache.release()  # of an attempt that failed behind this point
@@ -139,9 +161,10 @@ class ControllableEngine(ABC):
 
     def _drain(self) -> None:
         """Resolve all steps in flight; their outputs go to the next report."""
-        while self.in_flight:
-            self._wait(self.in_flight[0])
-            self._undelivered += self._resolve_oldest()
+        with self._giving_up_with_the_job():
+            while self.in_flight:
+                self._wait(self.in_flight[0])
+                self._undelivered += self._resolve_oldest()
         self.statistics.drained = True
         self.requests.notify_streams()
 

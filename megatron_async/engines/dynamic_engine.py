@@ -17,11 +17,13 @@ import numpy as np
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.engines.control import ControllableEngine
+from megatron_async.engines.follower import follow
 from megatron_async.engines.generation import run_to_end
 from megatron_async.engines.grammar_masks import send_masks
 from megatron_async.engines.invalidation import Invalidation, Reconcile
 from megatron_async.engines.new_request import prepare_request
 from megatron_async.engines.observer import EngineObserver
+from megatron_async.engines.rank_group import Follower, RankGroup
 from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.rollback import Rollback
 from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
@@ -61,6 +63,7 @@ class DynamicInferenceEngine(ControllableEngine):
         in_flight: launched steps, oldest first.
         requests: the unfinished ones and who waits for them.
         invalidation: what becomes of steps in flight when a request of theirs ends.
+        group: the ranks that hold the model together.
         booking: books resolved steps.
     """
 
@@ -77,6 +80,7 @@ class DynamicInferenceEngine(ControllableEngine):
         self.invalidation: Invalidation = Reconcile()
         if context.config.invalidation == "rollback":
             self.invalidation = Rollback(context, self.in_flight, self.statistics)
+        self.group = RankGroup()
         self.tracer = controller.tracer
         self._grammars = GrammarCompiler(controller.tokenizer, controller.vocab_size)
         self._log = StepLog(context, self.statistics)
@@ -146,6 +150,7 @@ class DynamicInferenceEngine(ControllableEngine):
             self.requests.end(request, Status.FAILED, "error", error)
             return entry.future
         self.context.add_request(request, limits.seed, limits.max_length)
+        self.group.added(request)
         self.observer.added(request)
         return entry.future
 
@@ -156,6 +161,7 @@ class DynamicInferenceEngine(ControllableEngine):
             KeyError: no unfinished request has this id.
         """
         request = self.get_request(request_id)
+        self.group.aborted(request_id)
         self.observer.aborted(request_id)
         if self.context.waiting.remove(request_id) is None:
             self.booking.release(self.context.slots.slot_of[request_id])
@@ -199,12 +205,14 @@ class DynamicInferenceEngine(ControllableEngine):
 
         Raises:
             EngineStopped: the engine is paused or suspended, and nothing is left to report.
+            JobFailed: other ranks of the model are lost, and with them all requests.
         """
         if self._must_wait():
             self._check_is_running()
         start = time.perf_counter()
         outputs = []
-        with self.tracer.range("step", self.context.next_step):
+        step = self.context.next_step
+        with self._giving_up_with_the_job(), self.tracer.range("step", step):
             for _ in range(self._launch_next()):
                 self._wait(self.in_flight[0])
                 outputs += self._resolve_oldest()
@@ -216,7 +224,8 @@ class DynamicInferenceEngine(ControllableEngine):
         await self._wait_while_stopped()
         start = time.perf_counter()
         outputs = []
-        with self.tracer.range("step", self.context.next_step):
+        step = self.context.next_step
+        with self._giving_up_with_the_job(), self.tracer.range("step", step):
             for _ in range(self._launch_next()):
                 oldest = self.in_flight[0]
                 if not oldest.ready.query():
@@ -253,6 +262,7 @@ class DynamicInferenceEngine(ControllableEngine):
             # one: a further step would overwrite buffers that these steps still use.
             return overdue
         statistics, clock, start = self.statistics, time.thread_time_ns, time.thread_time_ns()
+        self.group.launching(self.context.next_step)
         with self.tracer.range("prepare_step", self.context.next_step):
             plan = self.context.prepare_step()
         prepared = clock()
@@ -263,6 +273,7 @@ class DynamicInferenceEngine(ControllableEngine):
             statistics.note_no_overlap(NoOverlapReason.NOTHING_TO_PLAN)
             self.observer.launched(None)
             return min(len(self.in_flight), 1)
+        self.group.planned(plan)
         logged, interrupt = self._log.begin(plan.step), None
         try:
             with self.tracer.range("transfer_bookkeeping_to_gpu", plan.step):
@@ -273,6 +284,7 @@ class DynamicInferenceEngine(ControllableEngine):
         except BaseException as error:
             # The plan counts as launched, so it becomes a step that failed: its resolve ends its
             # requests and no others. An interrupt (Ctrl-C) goes on to the caller besides.
+            self.group.launch_failed(plan.step, error)
             launched = self.controller.launch_failed_step(plan, error)
             interrupt = None if isinstance(error, Exception) else error
         statistics.count_launch(plan, bool(self.in_flight), self.lookahead)
@@ -293,7 +305,7 @@ class DynamicInferenceEngine(ControllableEngine):
     def _wait(self, step: LaunchedStep) -> None:
         """The one wait: until the samples of `step` are on the host."""
         with self.tracer.range("resolve", step.plan.step):
-            step.ready.wait()
+            self.group.wait(step.ready)
 
     def _resolve_oldest(self) -> list[StepOutput]:
         """Book the oldest step, whose samples have arrived.
@@ -303,6 +315,7 @@ class DynamicInferenceEngine(ControllableEngine):
         """
         start = time.thread_time_ns()
         step = self.in_flight.popleft()
+        self.group.resolving(step)
         if self.invalidation.discards(step):
             # Masks of the steps behind it would depend on tokens that are not booked now.
             for other in self.in_flight:
@@ -355,6 +368,21 @@ class DynamicInferenceEngine(ControllableEngine):
         self._check_is_running()
         return run_to_end(self, prompts, sampling_params, on_step)
 
+    def follow(self) -> bool:
+        """Do what the leader of this rank's group does, until it releases its followers (the end of
+        its `LLM.generate`) or closes its engine.
+
+        Returns:
+            whether it goes on: False when it has closed its engine, or if this rank leads.
+
+        Raises:
+            JobFailed: a rank died, or did something else than its leader.
+        """
+        if not isinstance(self.group, Follower):
+            return False
+        with self._giving_up_with_the_job():
+            return follow(self, self.group)
+
     def stats(self) -> Mapping[str, float | int]:
         """Counters and ratios since the engine was made; docs/statistics.md lists them."""
         return self.statistics.as_dict(self.lookahead, self.context)
@@ -362,6 +390,7 @@ class DynamicInferenceEngine(ControllableEngine):
     def close(self) -> None:
         """Finish what is launched, free the device's threads, and fail the requests that are
         unfinished, so that nobody waits for them for ever."""
+        self.group.close()
         self.context.device.close()
         self.tracer.collect()
         self.requests.close()

@@ -146,6 +146,11 @@ class RequestRegistry:
         """The next number that no unfinished request has."""
         return next(number for number in self._numbers if number not in self._entries)
 
+    def fail_all(self, error: Exception) -> None:
+        """End every unfinished request with the error of their engine."""
+        for entry in list(self._entries.values()):
+            self.end(entry.request, Status.FAILED, "error", error)
+
     def close(self) -> None:
         """Tell all who still wait that nothing more will come, and close the event loop if it is
         our own."""

@@ -50,6 +50,10 @@ class VirtualEvent(Event):
     def wait(self) -> None:
         self._clock.wait_until(self.reached_us)
 
+    def wait_for(self, seconds: float) -> bool:
+        self.wait()
+        return True
+
     def time_us(self) -> float:
         return self.reached_us
 
