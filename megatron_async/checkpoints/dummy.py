@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.mapping import weights
-from megatron_async.checkpoints.source import ModelSource, model_parameters
+from megatron_async.checkpoints.source import ModelSource, model_parameters, weights_of_stage
 from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
 
 PREFIX = "dummy:"
@@ -46,5 +46,5 @@ class DummySource(ModelSource):
         # Imports Megatron, which takes seconds and is not needed to describe a shape.
         from megatron_async.models.hybrid import init_dummy_weights
 
-        model_parameters(model, list(weights(self.architecture)))
+        model_parameters(model, weights_of_stage(model, list(weights(self.architecture))))
         init_dummy_weights(model)

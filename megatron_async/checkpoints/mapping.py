@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -42,14 +42,34 @@ class Weight:
     """Transformer layer, None outside the layers."""
     experts: int = 0
     """Experts that the parameter holds, `[experts, rows, ...]`; 0: it has no such dimension."""
+    first_expert: int = 0
+    """Number of the first of them."""
 
     @property
     def shape(self) -> Shape:
         """Shape of the parameter."""
         shapes = list(self.parts.values())
+        if self.is_stacked:
+            return shapes[0]
         rows = sum(shape[0] for shape in shapes)
         lead = (self.experts, rows // self.experts) if self.experts else (rows,)
         return (*lead, *shapes[0][1:])
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether one Hugging Face tensor holds all experts, `[experts, rows, ...]`."""
+        return self.experts > 0 and len(next(iter(self.parts.values()))) == 3
+
+    def of_experts(self, first: int, count: int) -> Weight:
+        """The same weight of some of its experts; a weight of no experts is returned as it is."""
+        if not self.experts:
+            return self
+        if self.is_stacked:
+            parts = {name: (count, *shape[1:]) for name, shape in self.parts.items()}
+        else:
+            each = len(self.parts) // self.experts
+            parts = dict(list(self.parts.items())[first * each : (first + count) * each])
+        return replace(self, parts=parts, experts=count, first_expert=first)
 
     @property
     def stored_gpt(self) -> str:
@@ -189,5 +209,5 @@ def _moe(a: ModelArchitecture, layer: int, stacked: bool) -> Iterator[Weight]:
             1,
             f"{ours}mlp.experts.experts.{linear}",
             layer,
-            0 if stacked else experts,
+            experts,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from tqdm import tqdm
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.mapping import Shape, Weight, weights
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.expert_share import local_experts
+from megatron_async.models.pipeline import EMBEDDING, OUTPUT, stage_of
 from megatron_async.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -84,6 +87,12 @@ class NamedTensorSource(ModelSource):
         """Read a tensor into its place in a parameter (see `Weight.places`), converting it."""
         place.copy_(self.read_tensor(name, place.device).view(place.shape))
 
+    def fill_experts(self, place: Tensor, name: str, first_expert: int) -> None:
+        """Read the experts that fill `place`, from `first_expert` on, from a tensor of all."""
+        experts = self.read_tensor(name, place.device)[first_expert:]
+        count = place.numel() // experts[0].numel()
+        place.copy_(experts[:count].view(place.shape))
+
     @cached_property
     def checked_weights(self) -> list[Weight]:
         """The model's weights, once names and shapes of all stored tensors are known to fit."""
@@ -104,13 +113,17 @@ class NamedTensorSource(ModelSource):
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
-        parameters = model_parameters(model, self.checked_weights)
+        wanted = weights_of_stage(model, self.checked_weights)
+        parameters = model_parameters(model, wanted)
         with byte_bar(total_bytes(parameters), progress) as bar:
-            for weight in self.checked_weights:
+            for weight in wanted:
                 # Each part goes to the device as it is stored; there it is converted and put in
                 # its place. On the host nothing is joined, converted or copied.
                 for name, place in weight.places(parameters[weight.name]).items():
-                    self.fill(place, name)
+                    if weight.is_stacked:
+                        self.fill_experts(place, name, weight.first_expert)
+                    else:
+                        self.fill(place, name)
                     bar.update(place.nbytes)
 
 
@@ -129,17 +142,34 @@ def check_shapes(source: str, expected: Mapping[str, Shape], found: Mapping[str,
             )
 
 
+def weights_of_stage(model: nn.Module, wanted: Sequence[Weight]) -> list[Weight]:
+    """Those of a whole model's weights that `model`, one of its pipeline stages, holds; of the
+    experts' weights the part that is on this rank.
+
+    Where embedding and output layer are tied, the last stage has a copy of the embedding in its
+    output layer.
+    """
+    stage = stage_of(model.config)
+    held = [weight for weight in wanted if stage.local_name(weight.name) is not None]
+    if stage.is_last and not stage.is_first and model.share_embeddings_and_output_weights:
+        held += [replace(weight, name=OUTPUT) for weight in wanted if weight.name == EMBEDDING]
+    experts = local_experts(model)
+    return held if experts is None else [weight.of_experts(*experts) for weight in held]
+
+
 def model_parameters(model: nn.Module, wanted: Sequence[Weight]) -> dict[str, Tensor]:
     """The model's parameters by `Weight.name`, once they are known to be just the wanted weights.
 
+    Of a pipeline stage, `wanted` is from `weights_of_stage`; its layers count from 0 in the model.
     A model of TransformerEngine layers holds a norm's weight in the linear layer behind it, under
     the name that Megatron's checkpoints have for it (`Weight.stored`).
     """
     unfilled = {name: parameter.detach() for name, parameter in model.named_parameters()}
     shapes = {weight.name: weight.shape for weight in wanted}
-    parameters = {}
+    parameters, stage = {}, stage_of(model.config)
     for weight in wanted:
-        name = weight.name if weight.name in unfilled else weight.stored
+        name = stage.local_name(weight.name)
+        name = name if name in unfilled else stage.local_name(weight.stored)
         if name in unfilled:
             parameters[weight.name] = unfilled.pop(name)
     check_shapes("the model", shapes, {name: tuple(p.shape) for name, p in parameters.items()})

@@ -36,6 +36,7 @@ from megatron_async.checkpoints.source import (
     check_shapes,
     model_parameters,
     total_bytes,
+    weights_of_stage,
 )
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.tokenizer import Tokenizer
@@ -112,13 +113,15 @@ class TorchDistSource(ModelSource):
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
-        wanted = list(weights(self.architecture))
+        wanted = weights_of_stage(model, list(weights(self.architecture)))
         parameters = model_parameters(model, wanted)
         planner = _DirectPlanner()
         for weight in wanted:
-            key, stacked = self._places[weight.name]
+            # The last pipeline stage's copy of a tied embedding has the embedding's place.
+            is_copy = weight.name not in self._places
+            key, stacked = self._places[weight.stored if is_copy else weight.name]
             target = parameters[weight.name]
-            offset = [0] * target.dim()
+            offset = [weight.first_expert, *[0] * (target.dim() - 1)]
             if stacked:
                 target, offset = target.unsqueeze(0), [weight.layer or 0, *offset]
             planner.add(key, offset, target, self._stored[key], str(self.folder))

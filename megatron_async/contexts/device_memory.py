@@ -11,6 +11,7 @@ from megatron_async.contexts.gpu_view import ContextGPUView
 from megatron_async.contexts.kv_cache import GIB, PagedKVCache, blocks_that_fit, bytes_per_block
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError
+from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.attention_backends.base import AttentionShape
 from megatron_async.ops.attention_backends.selection import choose_prefill
@@ -92,9 +93,11 @@ def block_bytes(model: Any, config: InferenceConfig) -> int:
 
 
 def attention_layers(model: Any) -> int:
-    """Layers with a KV cache: those marked `*` in a hybrid pattern, or all."""
-    pattern = getattr(model, "hybrid_layer_pattern", None)
-    return pattern.count("*") if pattern else model.num_layers
+    """Layers with a KV cache on this pipeline stage: those marked `*` in a hybrid pattern, or
+    all."""
+    if getattr(model, "hybrid_layer_pattern", None) is None:
+        return int(model.num_layers)
+    return stage_of(model).pattern.count("*")
 
 
 def _make_attention(

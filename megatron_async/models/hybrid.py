@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ from torch import Tensor
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
+from megatron_async.models.expert_share import expert_parts
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
@@ -38,6 +40,7 @@ from megatron_async.models.linear import (
 from megatron_async.models.mlp import GatedMLP
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
+from megatron_async.models.pipeline import EMBEDDING, OUTPUT, split_pattern, stage_of
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.skinny_linear import Unnormed
 
@@ -52,11 +55,13 @@ class ModelConfig(TransformerConfig):
     in the model's constructor arguments instead."""
 
     hybrid_layer_pattern: str | None = None
-    """Layer pattern of the `HybridModel`; None for a `GPTModel`."""
+    """Layer pattern of the `HybridModel`, "|" between pipeline stages; None for a `GPTModel`."""
     rotary_base: float = 10000.0
     """Rope base ("theta")."""
     rope_scaling: RopeScaling | None = None
     """Llama-3 frequency scaling."""
+    pipeline_stage: int = 0
+    """Which of the stages in `hybrid_layer_pattern` this is."""
 
 
 def transformer_config(
@@ -70,6 +75,7 @@ def transformer_config(
         sizes: over how many ranks it is split; None: one.
     """
     sizes = sizes or ParallelSizes()
+    stages = sizes.pipeline_model_parallel
     return ModelConfig(
         tensor_model_parallel_size=sizes.tensor_model_parallel,
         pipeline_model_parallel_size=sizes.pipeline_model_parallel,
@@ -103,7 +109,9 @@ def transformer_config(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        hybrid_layer_pattern=architecture.hybrid_layer_pattern,
+        hybrid_layer_pattern=split_pattern(architecture.hybrid_layer_pattern, stages),
+        # Or a tied embedding's copy would be filled by a collective on GPUs, before it has memory.
+        init_model_with_meta_device=stages > 1,
         rotary_base=architecture.rotary_base,
         rope_scaling=architecture.rope_scaling,
         **_moe_options(architecture),
@@ -131,17 +139,20 @@ class PagedHybridStack(HybridStack):
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
         unknown = set(self.layer_type_list) - SERVED_LAYERS
-        if unknown or not (self.pre_process and self.post_process):
+        if unknown:
             raise ConfigurationError(
-                f"layer kinds {sorted(unknown)} or pipeline stages are not served yet: build a "
-                "model of attention (*), MLP (-) and expert (E) layers on one stage."
+                f"layer kinds {sorted(unknown)} are not served yet: build a model of attention (*) "
+                "and MLP (-) or expert (E) layers."
             )
-        self.final_norm = WrappedTorchNorm(
-            config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
-        )
-        for module in self.modules():
-            if isinstance(module, InferenceRowParallelLinear):
-                module.may_split = True  # what follows is a norm, which adds up partial sums
+        if self.post_process:
+            self.final_norm = WrappedTorchNorm(
+                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
+        products = [m for m in self.modules() if isinstance(m, InferenceRowParallelLinear)]
+        for product in products:
+            product.may_split = True  # what follows is a norm, which adds up partial sums
+        if not self.post_process:
+            products[-1].may_split = False
 
     def forward(
         self,
@@ -154,9 +165,13 @@ class PagedHybridStack(HybridStack):
 
         The residual stream is carried beside the blocks' outputs, so that each addition is done
         together with the norm that follows it, and both, where that pays, by the product behind.
+        A pipeline stage hands on their sum: the next one's first norm would add them up and keep
+        the sum as the residual, so it computes the same, of half the data.
         """
         if isinstance(hidden_states, WrappedTensor):
             hidden_states = hidden_states.unwrap()
+        if not self.pre_process:
+            hidden_states = self.input_tensor
         output, residual = hidden_states, None
         for layer, kind in zip(self.layers, self.layer_type_list, strict=True):
             attends = kind == LayerSymbols.ATTENTION
@@ -174,6 +189,8 @@ class PagedHybridStack(HybridStack):
                 output, bias = block(output, inference_context=inference_context)
             if bias is not None:
                 output = output + bias
+        if not self.post_process:
+            return output + residual
         return _add_norm(output, residual, self.final_norm)[0]
 
 
@@ -286,13 +303,17 @@ def build_model(
     groups = ensure_process_groups(sizes)
     config = transformer_config(architecture, dtype, sizes)
     config.transformer_impl = transformer_impl
+    config.pipeline_stage = groups.pp.rank()
+    stage = stage_of(config)
     with torch.device("meta"):
         model = HybridModel(
             config=config,
             hybrid_stack_spec=stack_spec(config, device),
             vocab_size=architecture.vocab_size,
             max_sequence_length=architecture.max_position_embeddings,
-            hybrid_layer_pattern=architecture.hybrid_layer_pattern,
+            hybrid_layer_pattern=config.hybrid_layer_pattern,
+            pre_process=stage.is_first,
+            post_process=stage.is_last,
             parallel_output=False,
             share_embeddings_and_output_weights=architecture.tie_word_embeddings,
             # Rotary is applied by position inside PagedSelfAttention.
@@ -300,7 +321,8 @@ def build_model(
             pg_collection=groups,
         )
     # HybridModel builds its output layer without asking the spec; the class adds no state.
-    model.output_layer.__class__ = InferenceColumnParallelLinear
+    if stage.is_last:
+        model.output_layer.__class__ = InferenceColumnParallelLinear
     model = model.to(dtype=dtype).to_empty(device=device)
     return model.eval().requires_grad_(False)
 
@@ -308,15 +330,20 @@ def build_model(
 def init_dummy_weights(model: torch.nn.Module, seed: int = 0) -> None:
     """Fill a model with random weights, made on its own device.
 
-    Norms get 1; the rest N(0, 0.02), so that activations stay finite and logits differ.
+    Norms get 1; the rest N(0, 0.02), so that activations stay finite and logits differ. A weight
+    depends on its name in the whole model, and an expert's on its number, so that they are the same
+    whatever the pipeline stages and however experts are spread over ranks.
     """
-    generator: torch.Generator | None = None
+    stage = stage_of(model.config)
     for name, parameter in model.named_parameters():
-        if generator is None:
-            generator = torch.Generator(device=parameter.device).manual_seed(seed)
         if parameter.dim() == 1 and "norm" in name:
             parameter.data.fill_(1.0)
         elif parameter.dim() == 1:
             parameter.data.zero_()
         else:
-            parameter.data.normal_(0.0, 0.02, generator=generator)
+            is_tied = name == OUTPUT and model.share_embeddings_and_output_weights
+            known = EMBEDDING if is_tied else stage.global_name(name)
+            for suffix, part in expert_parts(model, name, parameter.data):
+                key = crc32((known + suffix).encode())
+                generator = torch.Generator(part.device).manual_seed(seed + key)
+                part.normal_(0.0, 0.02, generator=generator)

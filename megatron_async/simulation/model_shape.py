@@ -29,6 +29,7 @@ class ModelShape:
     """Of the KV cache: "float32", "bfloat16" or "float16"."""
     vocab_size: int
     layernorm_epsilon: float = 1e-5
+    pipeline_model_parallel_size: int = 1
 
     @property
     def params_dtype(self) -> torch.dtype:
@@ -58,6 +59,7 @@ class ModelShape:
             kv_channels=model.kv_channels,
             dtype=str(model.params_dtype).removeprefix("torch."),
             vocab_size=vocab_size,
+            pipeline_model_parallel_size=getattr(model, "pipeline_model_parallel_size", 1),
         )
 
     def to_dict(self) -> dict[str, Any]:
