@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.mapping import Shape, Weight, weights
+from megatron_async.checkpoints.mapping import Region, Shape, Shard, Weight, weights
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.expert_share import local_experts
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT, stage_of
 from megatron_async.tokenizer import Tokenizer
 
@@ -80,24 +79,23 @@ class NamedTensorSource(ModelSource):
         """Shape of every stored tensor by Hugging Face name, without reading any."""
 
     @abstractmethod
-    def read_tensor(self, name: str, device: torch.device) -> Tensor:
-        """One tensor on a device, in its stored dtype or dequantised."""
+    def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
+        """A region of a tensor on a device, in its stored dtype or dequantised."""
 
-    def fill(self, place: Tensor, name: str) -> None:
-        """Read a tensor into its place in a parameter (see `Weight.places`), converting it."""
-        place.copy_(self.read_tensor(name, place.device).view(place.shape))
+    def fill(self, place: Tensor, name: str, region: Region) -> None:
+        """Read a region of a tensor into its place in a parameter (see `Weight.places`), converting
+        it."""
+        place.copy_(self.read_tensor(name, region, place.device).view(place.shape))
 
-    def fill_experts(self, place: Tensor, name: str, first_expert: int) -> None:
-        """Read the experts that fill `place`, from `first_expert` on, from a tensor of all."""
-        experts = self.read_tensor(name, place.device)[first_expert:]
-        count = place.numel() // experts[0].numel()
-        place.copy_(experts[:count].view(place.shape))
+    @property
+    def has_stacked_experts(self) -> bool:
+        """Whether a tensor holds all experts of a layer (see `weights`)."""
+        return any(name.endswith(".experts.gate_up_proj") for name in self.tensor_shapes)
 
     @cached_property
     def checked_weights(self) -> list[Weight]:
         """The model's weights, once names and shapes of all stored tensors are known to fit."""
-        stacked = any(name.endswith(".experts.gate_up_proj") for name in self.tensor_shapes)
-        wanted = list(weights(self.architecture, stacked))
+        wanted = list(weights(self.architecture, stacked_experts=self.has_stacked_experts))
         expected = {name: shape for weight in wanted for name, shape in weight.parts.items()}
         check_shapes(self.name, expected, self.tensor_shapes)
         # A tied model may still carry its output projection: it is the embedding again.
@@ -113,18 +111,34 @@ class NamedTensorSource(ModelSource):
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
-        wanted = weights_of_stage(model, self.checked_weights)
+        shard = Shard.of(model)
+        if self.has_stacked_experts and shard.tensor_size > 1:
+            raise CheckpointError(
+                f"{self.name}: gates and ups of all experts are in one tensor, which is not split "
+                f"over {shard.tensor_size} tensor-parallel ranks. Write the model anew with "
+                "`megatron-async convert` (a tensor for each expert, or torch_dist), or use "
+                "tensor_model_parallel_size=1."
+            )
+        _ = self.checked_weights
+        whole = list(weights(self.architecture, shard, self.has_stacked_experts))
+        wanted = weights_of_stage(model, whole)
         parameters = model_parameters(model, wanted)
         with byte_bar(total_bytes(parameters), progress) as bar:
             for weight in wanted:
+                parameter = parameters[weight.name]
+                clear_padding(weight, parameter)
                 # Each part goes to the device as it is stored; there it is converted and put in
                 # its place. On the host nothing is joined, converted or copied.
-                for name, place in weight.places(parameters[weight.name]).items():
-                    if weight.is_stacked:
-                        self.fill_experts(place, name, weight.first_expert)
-                    else:
-                        self.fill(place, name)
+                for name, place in weight.places(parameter).items():
+                    if place.numel():
+                        self.fill(place, name, weight.held(name))
                     bar.update(place.nbytes)
+
+
+def clear_padding(weight: Weight, parameter: Tensor) -> None:
+    """Zero a parameter that has rows of padding, before the rest is read."""
+    if sum(place.numel() for place in weight.places(parameter).values()) < parameter.numel():
+        parameter.zero_()
 
 
 def check_shapes(source: str, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
@@ -143,8 +157,7 @@ def check_shapes(source: str, expected: Mapping[str, Shape], found: Mapping[str,
 
 
 def weights_of_stage(model: nn.Module, wanted: Sequence[Weight]) -> list[Weight]:
-    """Those of a whole model's weights that `model`, one of its pipeline stages, holds; of the
-    experts' weights the part that is on this rank.
+    """Those of a whole model's weights that `model`, one of its pipeline stages, holds.
 
     Where embedding and output layer are tied, the last stage has a copy of the embedding in its
     output layer.
@@ -153,8 +166,7 @@ def weights_of_stage(model: nn.Module, wanted: Sequence[Weight]) -> list[Weight]
     held = [weight for weight in wanted if stage.local_name(weight.name) is not None]
     if stage.is_last and not stage.is_first and model.share_embeddings_and_output_weights:
         held += [replace(weight, name=OUTPUT) for weight in wanted if weight.name == EMBEDDING]
-    experts = local_experts(model)
-    return held if experts is None else [weight.of_experts(*experts) for weight in held]
+    return held
 
 
 def model_parameters(model: nn.Module, wanted: Sequence[Weight]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from megatron_async.contexts.gpu_view import ContextGPUView
 from megatron_async.contexts.kv_cache import GIB, PagedKVCache, blocks_that_fit, bytes_per_block
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError
+from megatron_async.models.partition import local_heads
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.attention_backends.base import AttentionShape
@@ -45,7 +46,7 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
         attention_layers(model),
         num_blocks,
         config.block_size_tokens,
-        model.num_query_groups,
+        local_heads(model)[1],
         model.kv_channels,
         model.params_dtype,
         device.torch_device,
@@ -82,11 +83,11 @@ def max_paused_blocks(model: Any, config: InferenceConfig, num_blocks: int) -> i
 
 
 def block_bytes(model: Any, config: InferenceConfig) -> int:
-    """Bytes of one KV block over all layers."""
+    """Bytes of one KV block over all layers, on one rank."""
     return bytes_per_block(
         attention_layers(model),
         config.block_size_tokens,
-        model.num_query_groups,
+        local_heads(model)[1],
         model.kv_channels,
         model.params_dtype,
     )
@@ -116,9 +117,10 @@ def _make_attention(
             f"attention heads of dimension {dim} are not served on a GPU: the kernels take even "
             f"ones from {HEAD_TILE} to {MAX_DIM}. Use device='cpu'."
         )
+    heads, kv_heads = local_heads(model)
     shape = AttentionShape(
-        model.num_attention_heads,
-        model.num_query_groups,
+        heads,
+        kv_heads,
         dim,
         config.block_size_tokens,
         max_blocks,
@@ -129,8 +131,8 @@ def _make_attention(
         config.block_size_tokens,
         max_blocks,
         config.max_requests,
-        model.num_attention_heads,
-        model.num_query_groups,
+        heads,
+        kv_heads,
         dim,
         device.torch_device,
         choose_prefill(config.attention_backend, shape, device),

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,6 +20,7 @@ from megatron_async.models.moe_dispatch import TokenDispatcher
 from megatron_async.models.moe_experts import Experts
 from megatron_async.ops.expert_routing import Routing
 from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.tensor_collectives import Unreduced, collectives_of
 
 if TYPE_CHECKING:
     from megatron_async.contexts.gpu_view import ContextGPUView
@@ -63,8 +63,13 @@ class MoELayer(MegatronModule):
 
     Args:
         config: of the model.
-        pg_collection: process groups; `ep`, `expt_tp` and `tp` are used.
+        pg_collection: process groups; `ep` and `tp` are used.
+
+    Attributes:
+        may_split: set by a caller that takes an `Unreduced` output.
     """
+
+    may_split: bool = False
 
     def __init__(
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection, **_: Any
@@ -73,39 +78,27 @@ class MoELayer(MegatronModule):
         self.router = TopKRouter(config)
         self.experts = Experts(config, pg_collection)
         self.dispatcher = TokenDispatcher(pg_collection.ep)
-        self.tp_group = pg_collection.expt_tp
+        self.tp_group = pg_collection.tp
 
     def forward(
         self, hidden_states: Tensor, inference_context: ContextGPUView | None = None, **_: Any
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor | Unreduced, None]:
         """As Megatron's: `[tokens, 1, hidden]` -> the same, and no bias.
 
         With sequence parallelism the tokens are this rank's share of the group's, before and after.
         """
-        x = hidden_states.flatten(0, 1)
-        size = dist.get_world_size(self.tp_group)
-        scatter = size > 1 and self.config.sequence_parallel
+        collectives = collectives_of(self.tp_group)
+        scatter = collectives.size > 1 and self.config.sequence_parallel
         dispatched = 0 if inference_context is None else inference_context.dims.dispatch_tokens
+        x = hidden_states.flatten(0, 1)
         if scatter:
-            x = _gather(x, self.tp_group)
-            dispatched = -(-dispatched // size) * size
+            x = collectives.all_gather(x)
+            dispatched = -(-dispatched // collectives.size) * collectives.size
         routing = self.router(x, inference_context)
         gathered, routing = self.dispatcher.dispatch(x, routing, dispatched)
-        output = self.dispatcher.combine(self.experts(gathered, routing), x.size(0))
+        output = self.dispatcher.combine(self.experts(gathered, routing), x.size(0))[:, None]
         if scatter:
-            output = _reduce_scatter(output, self.tp_group)
-        elif size > 1:
-            dist.all_reduce(output, group=self.tp_group)
-        return output[:, None], None
-
-
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    gathered = x.new_empty((x.size(0) * dist.get_world_size(group), *x.shape[1:]))
-    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
-    return gathered
-
-
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    share = x.new_empty((x.size(0) // dist.get_world_size(group), *x.shape[1:]))
-    dist.reduce_scatter_tensor(share, x, group=group)
-    return share
+            return collectives.reduce_scatter(output), None
+        if self.may_split and collectives.size > 1 and collectives.adds_with_norm(output):
+            return Unreduced(output, collectives), None
+        return collectives.all_reduce(output), None

@@ -35,7 +35,7 @@ class Experts(MegatronModule):
 
     Args:
         config: of the model.
-        pg_collection: process groups: experts are spread over `ep`, each split over `expt_tp`.
+        pg_collection: process groups: experts are spread over `ep`, each split over `tp`.
 
     Attributes:
         first_expert: number of the first expert of this rank.
@@ -48,7 +48,7 @@ class Experts(MegatronModule):
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config)
-        self.ep_group, self.tp_group = pg_collection.ep, pg_collection.expt_tp
+        self.ep_group, self.tp_group = pg_collection.ep, pg_collection.tp
         self.replicas = pg_collection.expt_dp
         experts = _share(config.num_moe_experts, self.ep_group, "num_moe_experts", "expert")
         ffn = _share(config.moe_ffn_hidden_size, self.tp_group, "moe_ffn_hidden_size", "tensor")

@@ -22,6 +22,7 @@ from megatron_async.ops import (
     triton_log_probs,
     triton_logits,
     triton_sampling,
+    vocab_embedding,
 )
 
 
@@ -29,6 +30,7 @@ from megatron_async.ops import (
 class Kernels:
     """Ops of a step beside attention; see the modules of their names for shapes."""
 
+    vocab_embedding: Callable[[Tensor, Tensor, int], Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rope_append: Callable[..., Tensor]
     linear: Callable[..., Tensor]
@@ -46,6 +48,7 @@ class Kernels:
 
 
 TORCH_KERNELS = Kernels(
+    vocab_embedding.vocab_embedding_reference,
     rms_norm.add_rms_norm_reference,
     rope_append.rope_append_reference,
     skinny_linear.linear_reference,
@@ -62,6 +65,7 @@ TORCH_KERNELS = Kernels(
     expert_mlp.expert_mlp_reference,
 )
 TRITON_KERNELS = Kernels(
+    vocab_embedding.vocab_embedding,
     rms_norm.add_rms_norm,
     rope_append.rope_append,
     skinny_linear.linear,
