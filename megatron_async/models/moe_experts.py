@@ -13,7 +13,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_async.errors import ConfigurationError
 from megatron_async.ops.expert_routing import Routing
 from megatron_async.ops.kernels import kernels_for
 
@@ -35,23 +34,21 @@ class Experts(MegatronModule):
 
     Args:
         config: of the model.
-        pg_collection: process groups: experts are spread over `ep`, each split over `tp`.
+        pg_collection: process groups: experts are spread over `ep`, each split over `tp`, evenly
+            (`check_partition`).
 
     Attributes:
         first_expert: number of the first expert of this rank.
         linear_fc1: `[local experts, 2 * ffn, hidden]`, [gate; up].
         linear_fc2: `[local experts, hidden, ffn]`.
-
-    Raises:
-        ConfigurationError: experts or their inner dimension cannot be shared out evenly.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config)
         self.ep_group, self.tp_group = pg_collection.ep, pg_collection.tp
         self.replicas = pg_collection.expt_dp
-        experts = _share(config.num_moe_experts, self.ep_group, "num_moe_experts", "expert")
-        ffn = _share(config.moe_ffn_hidden_size, self.tp_group, "moe_ffn_hidden_size", "tensor")
+        experts = config.num_moe_experts // self.ep_group.size()
+        ffn = config.moe_ffn_hidden_size // self.tp_group.size()
         self.first_expert = dist.get_rank(self.ep_group) * experts
         hidden, dtype = config.hidden_size, config.params_dtype
         self.linear_fc1 = StackedLinear(experts, 2 * ffn, hidden, dtype)
@@ -104,14 +101,3 @@ class Experts(MegatronModule):
 
 def _place(group: dist.ProcessGroup) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
-
-
-def _share(count: int, group: dist.ProcessGroup, name: str, kind: str) -> int:
-    size = dist.get_world_size(group)
-    share, rest = divmod(count, size)
-    if rest:
-        raise ConfigurationError(
-            f"{kind}_model_parallel_size={size} does not divide {name}={count}: use a size that "
-            "does."
-        )
-    return share

@@ -13,11 +13,14 @@ import torch
 from checkpoint_models import assert_same_weights
 from ranks import run_ranks
 from safetensors.torch import save_file
+from torch import Tensor
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.convert import convert
+from megatron_async.checkpoints.huggingface import HuggingFaceSource
 from megatron_async.checkpoints.info import format_info, model_info
+from megatron_async.checkpoints.mapping import Shard, weights
 from megatron_async.models.architecture import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
@@ -71,8 +74,8 @@ def test_the_engine_says_what_transformers_says(
 
 
 def _experts_here(folders: list[str]) -> list[dict[str, np.ndarray]]:
-    """The experts' weights that this rank of two loads from each folder."""
-    sizes = ParallelSizes(expert_model_parallel=2)
+    """The experts' weights that this rank of TP 2 x EP 2 loads from each folder."""
+    sizes = ParallelSizes(tensor_model_parallel=2, expert_model_parallel=2)
     found = []
     for folder in folders:
         source = open_model(folder)
@@ -82,21 +85,48 @@ def _experts_here(folders: list[str]) -> list[dict[str, np.ndarray]]:
     return found
 
 
-def test_each_rank_loads_its_experts(family_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def part_of(name: str, weight: Tensor, tensor_rank: int, expert_rank: int, tensor_size: int = 2):
+    weight = weight.chunk(2)[expert_rank]
+    if name.endswith("fc2.weight"):
+        return weight.chunk(tensor_size, 2)[tensor_rank]
+    halves = [half.chunk(tensor_size, 1)[tensor_rank] for half in weight.chunk(2, 1)]
+    return torch.cat(halves, 1)
+
+
+@pytest.fixture
+def whole(family_folder: Callable[[str], Path]) -> dict[str, Tensor]:
+    """All experts' weights of a model."""
+    model = load_model(family_folder("qwen3-moe"), torch.float32, CPU).model
+    found = {n: p.detach() for n, p in model.named_parameters() if ".experts." in n}
+    assert len(found) == 4
+    return found
+
+
+def test_each_rank_loads_its_part_of_its_experts(
+    whole: dict[str, Tensor], family_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
     folder = family_folder("qwen3-moe")
     convert(folder, tmp_path / "megatron")
-    folders = [folder, stacked_folder(folder, tmp_path / "stacked"), tmp_path / "megatron"]
-    whole = {
-        name: parameter.detach()
-        for name, parameter in load_model(folder, torch.float32, CPU).model.named_parameters()
-        if ".experts." in name
-    }
-    assert len(whole) == 4
-    ranks = run_ranks(2, _experts_here, list(map(str, folders)))
-    for half, loaded in enumerate(ranks):
-        expected = {name: weight.chunk(2)[half] for name, weight in whole.items()}
+    ranks = run_ranks(4, _experts_here, [str(folder), str(tmp_path / "megatron")])
+    for rank, loaded in enumerate(ranks):
+        expected = {n: part_of(n, weight, rank % 2, rank // 2) for n, weight in whole.items()}
         for found in loaded:
             assert_same_weights({n: torch.from_numpy(w) for n, w in found.items()}, expected)
+
+
+def test_experts_in_one_tensor_are_spread_over_ranks(
+    whole: dict[str, Tensor], family_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = open_model(stacked_folder(family_folder("qwen3-moe"), tmp_path / "stacked"))
+    assert isinstance(source, HuggingFaceSource)
+    shard = Shard(expert_rank=1, expert_size=2)
+    found = {}
+    for weight in weights(source.architecture, shard, stacked_experts=True):
+        if weight.experts:
+            found[weight.name] = torch.empty(weight.shape)
+            for name, place in weight.places(found[weight.name]).items():
+                source.fill(place, name, weight.held(name))
+    assert_same_weights(found, {n: part_of(n, w, 0, 1, tensor_size=1) for n, w in whole.items()})
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from megatron_async.models.architecture import DUMMY_SHAPES
 from megatron_async.models.hybrid import transformer_config
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
+from megatron_async.models.partition import check_partition
 from megatron_async.ops.expert_mlp import expert_mlp_reference
 from megatron_async.ops.expert_routing import route_reference
 
@@ -120,22 +121,24 @@ def test_experts_on_other_ranks(tensor_parallel):
     assert max(run_ranks(2 * tensor_parallel, _layer_on_ranks, tensor_parallel)) < 1e-5
 
 
-def test_a_model_with_experts_on_two_ranks_says_the_same_tokens():
+@pytest.mark.parametrize("size", ["expert_model_parallel_size", "tensor_model_parallel_size"])
+def test_a_model_with_experts_on_two_ranks_says_the_same_tokens(size):
     expected = _generate("dummy:tiny-moe", {})
     assert len({tuple(tokens) for tokens in expected}) == 3
-    ranks = run_ranks(2, _generate, "dummy:tiny-moe", {"expert_model_parallel_size": 2})
-    assert ranks == [expected, expected]
+    assert run_ranks(2, _generate, "dummy:tiny-moe", {size: 2}) == [expected, expected]
 
 
-def _three_ranks() -> None:
-    make_layer(ParallelSizes(expert_model_parallel=3))
-
-
-def test_experts_that_cannot_be_shared_out():
-    from ranks import RankError
-
-    with pytest.raises(RankError, match="expert_model_parallel_size=3 does not divide"):
-        run_ranks(3, _three_ranks)
+@pytest.mark.parametrize(
+    ("shape", "sizes", "message"),
+    [
+        ("tiny-moe", {"expert_model_parallel": 3}, "=3 does not divide the model's 8 experts"),
+        ("tiny", {"expert_model_parallel": 2}, "this llama model has no experts"),
+        ("qwen3-30b-a3b", {"tensor_model_parallel": 5}, "does not divide"),
+    ],
+)
+def test_experts_that_cannot_be_shared_out(shape, sizes, message):
+    with pytest.raises(ConfigurationError, match=message):
+        check_partition(DUMMY_SHAPES[shape], ParallelSizes(**sizes), "local")
 
 
 def test_too_many_experts_a_token():
