@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options
 from megatron_async.ops.expert_kernels import combine_kernel, grouped_product_kernel, sort_kernel
-from megatron_async.ops.expert_plan import ProductPlan, plan_experts
+from megatron_async.ops.expert_plan import ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.expert_routing import Routing
 from megatron_async.ops.swiglu import swiglu_reference
 
@@ -47,23 +47,37 @@ def expert_mlp(
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
     """
+    plan = plan_experts(routing.experts.numel(), num_experts, x.element_size())
+    return expert_mlp_by_plan(x, routing, fc1, fc2, first_expert, plan)
+
+
+def expert_mlp_by_plan(
+    x: Tensor, routing: Routing, fc1: Tensor, fc2: Tensor, first_expert: int, plan: ExpertPlan
+) -> Tensor:
+    """`expert_mlp` by a given plan.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit, or the plan's tiles differ in height.
+    """
     _check(x, routing, fc1, fc2)
+    if plan.up.block_m != plan.down.block_m:
+        raise ValueError(f"expert_mlp: both products walk over the same tiles; found {plan}.")
     tokens, hidden = x.shape
     local, ffn, topk = fc1.size(0), fc2.size(2), routing.experts.size(1)
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     if not tokens:
         return out
     pairs = tokens * topk
-    plan = plan_experts(pairs, num_experts, x.element_size())
     tiles = min(pairs, min(pairs, local) + pairs // plan.up.block_m)
-    words = torch.empty(tiles * (plan.up.block_m + 1) + 1, dtype=torch.int32, device=x.device)
-    num_tiles, tile_experts, sorted_pairs = words.split([1, tiles, tiles * plan.up.block_m])
+    # Tensors of their own, because Triton compiles a kernel anew for another alignment.
+    sort = tuple(
+        torch.empty(size, dtype=torch.int32, device=x.device)
+        for size in (1, tiles, tiles * plan.up.block_m)
+    )
     sort_kernel[(local,)](
         routing.experts,
         routing.experts.stride(0),
-        num_tiles,
-        tile_experts,
-        sorted_pairs,
+        *sort,
         pairs,
         first_expert,
         local=local,
@@ -74,7 +88,6 @@ def expert_mlp(
         num_warps=4,
         **launch_options(x),
     )
-    sort = (num_tiles, tile_experts, sorted_pairs)
     activated = torch.empty((pairs, ffn), dtype=x.dtype, device=x.device)
     _product(x, fc1, activated, routing, sort, tiles, topk, plan.up, True)
     outputs = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
@@ -128,7 +141,7 @@ def _product(
     weight: Tensor,
     out: Tensor,
     routing: Routing,
-    sort: tuple[Tensor, Tensor, Tensor],
+    sort: tuple[Tensor, ...],
     tiles: int,
     pairs_per_row: int,
     plan: ProductPlan,

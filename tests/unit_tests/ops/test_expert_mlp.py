@@ -7,8 +7,12 @@ import torch
 import torch.nn.functional as F
 from triton_interpreter import INTERPRETED, run_in_interpreter
 
-from megatron_async.ops.expert_mlp import expert_mlp, expert_mlp_reference
-from megatron_async.ops.expert_plan import BY_HEIGHT, plan_experts
+from megatron_async.ops.expert_mlp import (
+    expert_mlp,
+    expert_mlp_by_plan,
+    expert_mlp_reference,
+)
+from megatron_async.ops.expert_plan import BY_HEIGHT, ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.expert_routing import NO_EXPERT, Routing, route, route_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -137,6 +141,18 @@ def test_experts_equal_torch(tokens, hidden, ffn, experts, topk, first, total, d
     check_mlp(tokens, hidden, ffn, experts, topk, torch.float32, device, first, total)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_any_height_of_tiles(dtype, device):
+    x = torch.randn(40, 48, device=device).to(dtype)
+    fc1, fc2 = make_weights(3, 48, 24, dtype, device)
+    routing = random_routing(40, 2, 3, device)
+    expected = expert_mlp_reference(x, routing, fc1, fc2, 0, 3)
+    for height in (16, 32):
+        plan = ExpertPlan(ProductPlan(height, 32, 32, 4, 2), ProductPlan(height, 16, 16, 4, 2))
+        found = expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan)
+        torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
+
+
 def test_tokens_that_go_nowhere_get_zeros(device):
     x = torch.full((3, 32), torch.nan, device=device)
     fc1, fc2 = make_weights(2, 32, 16, torch.float32, device)
@@ -153,6 +169,9 @@ def test_bad_input():
         expert_mlp(x, routing, fc2, fc2, 0, 2)
     with pytest.raises(ValueError, match="2 tokens, but experts"):
         expert_mlp(x[:2], routing, fc1, fc2, 0, 2)
+    plan = ExpertPlan(ProductPlan(16, 32, 32, 4, 2), ProductPlan(32, 16, 16, 4, 2))
+    with pytest.raises(ValueError, match="walk over the same tiles"):
+        expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan)
     with pytest.raises(ValueError, match="topk=3 must be between 1 and 2"):
         route(x, torch.randn(2, 32), 3, False)
 
