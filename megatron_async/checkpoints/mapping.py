@@ -312,6 +312,7 @@ def _moe(a: ModelArchitecture, layer: int, stacked: bool) -> Iterator[Weight]:
         ("fc2", "down_proj", (down,), (hidden, ffn), 1),
     ):
         linear = f"linear_{name}.weight"
+        named: dict[str, Shape]
         if stacked:
             named = {f"{block}experts.{joint}": (experts, len(parts) * shape[0], shape[1])}
         else:
@@ -319,7 +320,7 @@ def _moe(a: ModelArchitecture, layer: int, stacked: bool) -> Iterator[Weight]:
             named = {f"{block}experts.{expert}.{part}.weight": shape for expert, part in each}
         yield Weight(
             f"{ours}mlp.experts.{linear}",
-            dict(named),
+            named,
             1,
             f"{ours}mlp.experts.experts.{linear}",
             layer,

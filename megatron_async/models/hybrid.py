@@ -180,8 +180,8 @@ class PagedHybridStack(HybridStack):
             norm = layer.input_layernorm if attends else layer.pre_mlp_layernorm
             block = layer.self_attention if attends else layer.mlp
             product = block.linear_qkv if attends else getattr(block, "linear_fc1", None)
-            whole = isinstance(output, Tensor) and product is not None
-            if whole and product.takes_unnormed(output):
+            whole = product is not None and isinstance(output, Tensor)
+            if product is not None and whole and product.takes_unnormed(output):
                 before = None if residual is None else residual.flatten(0, 1)
                 unnormed = Unnormed(output.flatten(0, 1), before, norm.weight, norm.eps)
                 output, bias = block(unnormed, inference_context=inference_context)
