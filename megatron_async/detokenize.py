@@ -35,8 +35,7 @@ class IncrementalDetokenizer:
         """Take the next token; return the text that is settled by it, perhaps none."""
         self._window.append(token)
         text = self._detokenize(self._window) or ""
-        whole = text.rstrip(REPLACEMENT)
-        settled = text[: max(len(whole), len(text) - MOST_UNFINISHED)]
+        settled = settled_text(text)
         new = settled[self._num_returned :]
         self._num_returned = max(self._num_returned, len(settled))
         if len(self._window) > 2 * CONTEXT:
@@ -44,3 +43,9 @@ class IncrementalDetokenizer:
             unreturned = len(text) - self._num_returned
             self._num_returned = len(self._detokenize(self._window) or "") - unreturned
         return new
+
+
+def settled_text(text: str) -> str:
+    """The text of some tokens without the end of it that a next token may still complete."""
+    whole = text.rstrip(REPLACEMENT)
+    return text[: max(len(whole), len(text) - MOST_UNFINISHED)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class RequestError(ValueError):
     """A request that cannot be served as asked; only this request fails."""
@@ -16,6 +18,10 @@ class StepFailed(RuntimeError):
 
     `__cause__` is the exception itself.
     """
+
+
+class StageFailed(RuntimeError):
+    """A step failed on another pipeline stage; the rank there has the cause."""
 
 
 class EngineStopped(RuntimeError):
@@ -39,8 +45,24 @@ class RanksDisagree(JobFailed):
 
 
 class RankLost(JobFailed):
-    """A rank died, was stopped, or was cut off from the network."""
+    """A rank died, was stopped, was cut off from the network, or left while others waited for it.
+
+    Attributes:
+        ranks: who, in the order in which it was noticed; empty where that is not known.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class CommunicationTimeout(JobFailed):
-    """A rank did not come to where others waited for it, or nothing came, in time."""
+    """A rank did not come to where others waited for it, or nothing came, in time.
+
+    Attributes:
+        missing: the ranks that were waited for; empty where that is not known.
+    """
+
+    def __init__(self, message: str, missing: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)

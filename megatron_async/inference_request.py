@@ -68,7 +68,8 @@ class DynamicInferenceRequest:
         latency: seconds from arrival to the end.
         row_features: bits of `ops.slot_records.RowFeature` that its rows carry.
         record: see `ops.slot_records`; None without such features.
-        stop_words_from: see `StopWordMatcher.counts_from`.
+        watch_row: which of its tokens stop words or a grammar must see; see `TokenWatch`.
+        stop_words_from: see `StopWords.counts_from`.
         log_probs: what was booked of them, or None if they were not asked for; the properties
             below give them in Megatron's form.
     """
@@ -89,6 +90,7 @@ class DynamicInferenceRequest:
     detokenizer: Callable[[list[int]], str | None] | None = field(default=None, repr=False)
     row_features: int = field(default=0, repr=False)
     record: NDArray[np.int32] | None = field(default=None, repr=False)
+    watch_row: int = field(default=0, repr=False)
     stop_words_from: int = field(default=0, repr=False)
     log_probs: RequestLogProbs | None = field(default=None, repr=False)
     _text: str | None = field(default=None, init=False, repr=False)

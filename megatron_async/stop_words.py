@@ -3,20 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from megatron_async.detokenize import IncrementalDetokenizer
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_async.detokenize import IncrementalDetokenizer, settled_text
 
 
-class StopWordMatcher:
-    """Watches the text of one request's generated tokens.
-
-    Args:
-        words: not empty, none of them empty.
-        detokenize: text of token ids.
+class StopWords(Protocol):
+    """The stop words of one request.
 
     Attributes:
         counts_from: characters of the text that were there when words began to count; a word that
             is complete within them does not.
+    """
+
+    counts_from: int
+
+    def end_with(self, generated: NDArray[np.integer[Any]], min_tokens: int) -> bool:
+        """Whether the newest token completes a stop word.
+
+        Args:
+            generated: int32 `[generated tokens]`, the newest last.
+            min_tokens: words that are complete before this many tokens do not count.
+        """
+        ...
+
+
+class ByteMatcher:
+    """Stop words in a text that is the bytes of its tokens in a row; it remembers nothing, so it
+    need not be asked for tokens that cannot complete a word.
+
+    Args:
+        words: UTF-8 of the stop words, none empty.
+        pieces: bytes by token id.
+        detokenize: text of token ids.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[bytes],
+        pieces: Sequence[bytes],
+        detokenize: Callable[[list[int]], str],
+    ) -> None:
+        self._words = tuple(words)
+        self._longest = max(map(len, words))
+        self._pieces = pieces
+        self._detokenize = detokenize
+        self.counts_from = 0
+
+    def end_with(self, generated: NDArray[np.integer[Any]], min_tokens: int) -> bool:
+        """See `StopWords`."""
+        if len(generated) < min_tokens:
+            return False
+        newest = self._pieces[generated[-1]]
+        behind, wanted = [newest], self._longest - 1
+        for place in range(len(generated) - 2, -1, -1):
+            if wanted <= 0:
+                break
+            behind.append(self._pieces[generated[place]])
+            wanted -= len(behind[-1])
+        text = b"".join(reversed(behind))
+        known = len(text) - len(newest)
+        found = any(text.find(word, max(known - len(word) + 1, 0)) >= 0 for word in self._words)
+        if found and min_tokens > 1:
+            before = generated[: min_tokens - 1].tolist()  # sync-ok: NumPy, at the end of a request
+            self.counts_from = len(settled_text(self._detokenize(before)))
+        return found
+
+
+class StopWordMatcher:
+    """Watches the text of one request's generated tokens, for any tokenizer: it must be asked at
+    every token.
+
+    Args:
+        words: not empty, none of them empty.
+        detokenize: text of token ids.
     """
 
     def __init__(self, words: Sequence[str], detokenize: Callable[[list[int]], str]) -> None:
@@ -26,6 +89,10 @@ class StopWordMatcher:
         """End of the settled text in which a word may have begun."""
         self._length = 0
         self.counts_from = 0
+
+    def end_with(self, generated: NDArray[np.integer[Any]], min_tokens: int) -> bool:
+        """See `StopWords`."""
+        return self.push(int(generated[-1]), len(generated) >= min_tokens)
 
     def push(self, token: int, counts: bool = True) -> bool:
         """Take the next token; whether it completes a stop word.

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers.models import BPE
 
+from megatron_async.byte_level import byte_level_pieces
 from megatron_async.errors import ConfigurationError
 
 TOKENIZER = "tokenizer.json"
@@ -178,6 +179,14 @@ class Tokenizer:
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, num_tokens: int) -> list[bytes] | None:
+        """What each of the tokens 0 .. num_tokens - 1 adds to the bytes of a text; None where texts
+        are not the bytes of their tokens in a row, and where a subclass has its own
+        `detokenize`."""
+        if getattr(self.detokenize, "__func__", None) is not Tokenizer.detokenize:
+            return None
+        return byte_level_pieces(self.backend, num_tokens)
 
     @property
     def vocab_size(self) -> int:

@@ -56,10 +56,14 @@ class Layers:
         ]
         self.fc2 = [random(local, hidden, ffn, dtype=dtype, scale=ffn**-0.5) for _ in range(count)]
 
-    def route(self, x: Tensor) -> list[Routing]:
+    def routings(self, x: Tensor) -> list[Routing]:
         """Of the same tokens in each layer."""
         topk, pre_softmax = self.shape.moe_router_topk, self.shape.moe_router_pre_softmax
         return [route(x, router, topk, pre_softmax) for router in self.routers]
+
+    def route(self, x: Tensor) -> None:
+        """`routings`, to be timed."""
+        self.routings(x)
 
     def experts(self, x: Tensor, routings: list[Routing], plan: ExpertPlan) -> None:
         """The grouped products of each layer."""
@@ -104,7 +108,7 @@ def candidates(plan: ExpertPlan) -> Iterator[ExpertPlan]:
 
 def sweep(layers: Layers, x: Tensor, plan: ExpertPlan, replays: int) -> None:
     """Print the five best plans of `candidates`."""
-    routings = layers.route(x)
+    routings = layers.routings(x)
     found: list[tuple[float, ExpertPlan]] = []
     for candidate in candidates(plan):
         call: Callable[[], None] = partial(layers.experts, x, routings, candidate)
@@ -138,11 +142,11 @@ def main() -> None:
         count = len(layers.fc1)
         for tokens in args.tokens:
             x = random(tokens, layers.shape.hidden_size, dtype=torch.bfloat16)
-            routings = layers.route(x)
+            routings = layers.routings(x)
             pairs = tokens * layers.shape.moe_router_topk
             plan = plan_experts(pairs, layers.shape.num_moe_experts, x.element_size())
             hit, floor = layers.floor(routings)
-            calls: list[Callable[[], object]] = [
+            calls: list[Callable[[], None]] = [
                 partial(layers.whole, x, plan),
                 partial(layers.route, x),
                 partial(layers.experts, x, routings, plan),

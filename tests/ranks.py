@@ -6,11 +6,13 @@ them takes a fraction of a second instead of eight times four.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
 import queue
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -168,8 +170,11 @@ def _run(rank: int, call: bytes, variables: dict[str, str], results: Any) -> Non
     try:
         function, args = pickle.loads(call)
         value = function(*args)
-    except BaseException:
+    except BaseException as raised:
         error = traceback.format_exc()
+        sys.last_exc = raised
     results.put((rank, value, error))
     results.close()
     results.join_thread()  # or the result could be lost with the process
+    # As the interpreter does at the end of a process, but not of one of multiprocessing.
+    atexit._run_exitfuncs()

@@ -32,6 +32,9 @@ class BatchDimensions:
     """Prefill tokens of a captured shape, padding included."""
     longest_sequence: int = 0
     """Longest sequence that a captured shape serves; 0 for others."""
+    dispatch_tokens: int = 0
+    """Tokens that each rank of an expert-parallel group sends to the others, padding included, when
+    another rank has more than this one; 0: as many as this step has."""
 
     dispatch_tokens: int = 0
     """Tokens that each rank of an expert-parallel group brings to the experts, padding included,

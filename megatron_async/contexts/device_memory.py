@@ -10,7 +10,7 @@ from megatron_async.contexts.device_slots import DeviceSlots
 from megatron_async.contexts.gpu_view import ContextGPUView
 from megatron_async.contexts.kv_cache import GIB, PagedKVCache, blocks_that_fit, bytes_per_block
 from megatron_async.devices import Device
-from megatron_async.errors import ConfigurationError
+from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.partition import local_heads
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable
@@ -35,13 +35,7 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
         ConfigurationError: a shape that the device's kernels do not serve.
     """
     max_blocks = -(-config.max_sequence_length // config.block_size_tokens)
-    num_blocks = blocks_that_fit(
-        block_bytes(model, config),
-        device.free_memory(),
-        device.torch_device,
-        config.num_kv_blocks,
-        config.buffer_size_gb,
-    )
+    num_blocks = _num_blocks(model, config, device)
     kv_cache = PagedKVCache(
         attention_layers(model),
         num_blocks,
@@ -75,11 +69,46 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
     return view
 
 
-def max_paused_blocks(model: Any, config: InferenceConfig, num_blocks: int) -> int:
+def _num_blocks(model: Any, config: InferenceConfig, device: Device) -> int:
+    """Usable KV blocks: as many as fit on each of the ranks that hold the model between them."""
+    failure, num_blocks = None, 0
+    try:
+        num_blocks = blocks_that_fit(
+            block_bytes(model, config),
+            device.free_memory(),
+            device.torch_device,
+            config.num_kv_blocks,
+            config.buffer_size_gb,
+        )
+    except OutOfMemoryError as error:
+        failure = error
+    num_blocks = _agree_on_least(num_blocks, device)
+    if failure is not None:
+        raise failure
+    if num_blocks == 0:
+        raise OutOfMemoryError(
+            "the KV pool does not fit on another rank of this model, whose own error says what "
+            "would: give all ranks less (num_kv_blocks or buffer_size_gb)."
+        )
+    return num_blocks
+
+
+def max_paused_blocks(
+    model: Any, config: InferenceConfig, num_blocks: int, device: Device
+) -> int:
     """Blocks that paused requests may hold: `paused_buffer_size_gb`, or the whole pool."""
     if config.paused_buffer_size_gb is None:
         return num_blocks
-    return int(config.paused_buffer_size_gb * GIB) // block_bytes(model, config)
+    blocks = int(config.paused_buffer_size_gb * GIB) // block_bytes(model, config)
+    return _agree_on_least(blocks, device)
+
+
+def _agree_on_least(value: int, device: Device) -> int:
+    if device.torch_device.type == "meta":
+        return value  # a simulation has no ranks beside it, and starts without Megatron's imports
+    from megatron_async.models.parallel_state import agree_on_least
+
+    return agree_on_least(value)
 
 
 def block_bytes(model: Any, config: InferenceConfig) -> int:

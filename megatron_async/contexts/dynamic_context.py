@@ -6,6 +6,7 @@ on the device except the one copy of a step's bookkeeping.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,13 @@ from megatron_async.contexts.device_memory import make_gpu_view, max_paused_bloc
 from megatron_async.contexts.graph_shapes import make_graph_shapes
 from megatron_async.contexts.integrity import check_integrity
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
+from megatron_async.contexts.micro_batches import MicroBatches
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk, dummy_plan
 from megatron_async.contexts.plan_rollback import take_back
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
 from megatron_async.contexts.step_output import StepOutput, book_samples
 from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.contexts.step_shape import StepShape
 from megatron_async.devices import Device, make_device
 from megatron_async.inference_request import (
     DynamicInferenceEventType,
@@ -36,6 +39,11 @@ from megatron_async.profiling.tracer import Tracer
 ADMISSION_HORIZON = 32
 """Admission leaves the blocks that running requests will want within this many steps, so that a
 newcomer does not pause the requests it joins right away."""
+NO_SLOTS = np.empty(0, dtype=np.int32)
+
+
+def _alone(step: int, wanted: StepShape, has_work: bool) -> StepShape:
+    return wanted
 
 
 class DynamicInferenceContext:
@@ -54,7 +62,10 @@ class DynamicInferenceContext:
         slots: per-request state.
         blocks: ownership of KV blocks.
         waiting: requests without a slot.
+        micro_batches: which of the requests the next step serves.
         graph_shapes: padded shapes that have, or will have, a captured graph.
+        agree: from a step's number, the shape that this rank wants for it, and whether it has
+            unfinished requests, to the shape in which all ranks launch it; at first it is alone.
         pauses, evictions: counts of events so far.
         recomputed_tokens: tokens that evictions took from the cache and that are prefilled again.
     """
@@ -79,10 +90,12 @@ class DynamicInferenceContext:
         dummy_block = self.gpu_view.kv_cache.dummy_block
         self.blocks = KVBlockAllocator(dummy_block)
         self._max_paused_blocks = max_paused_blocks(
-            model_config, inference_config, self.blocks.total
+            model_config, inference_config, self.blocks.total, self.device
         )
         max_blocks = -(-self.max_sequence_length // self.block_size_tokens)
-        self.slots = RequestSlots(self.max_requests, self.max_sequence_length, max_blocks)
+        stages = getattr(model_config, "pipeline_model_parallel_size", 1)
+        self.slots = RequestSlots(self.max_requests, self.max_sequence_length, max_blocks, stages)
+        self.micro_batches = MicroBatches(self.slots, inference_config.steps_in_flight - 1)
         self.waiting = AdmissionQueue()
         self._staging = HostStaging(
             self.device,
@@ -96,6 +109,7 @@ class DynamicInferenceContext:
         )
         self._plan_builder = PlanBuilder(self.slots, self.graph_shapes)
         self._prefilling: list[int] = []
+        self.agree: Callable[[int, StepShape, bool], StepShape] = _alone
         self._arrivals = 0
         self.pauses = 0
         self.evictions = 0
@@ -140,25 +154,43 @@ class DynamicInferenceContext:
 
         Returns:
             the plan, already counted as launched; None when nothing can run before a step in
-            flight is resolved (or there is no work).
+            flight is resolved (or there is no work). A plan without rows is a dummy step.
         """
-        while True:
-            with self.tracer.range("schedule", self._plan_builder.next_step):
-                decode = self._schedule_decode()
-                prefill = self._schedule_prefill(self.max_tokens - len(decode))
-            if len(decode) or prefill:
-                plan = self._plan_builder.build(decode, prefill)
-                if prefill:
-                    state = self.slots.state
-                    self._prefilling = [
-                        slot for slot in self._prefilling if state[slot] == SlotState.PREFILLING
-                    ]
-                return plan
-            if not self._make_room():
-                return None
+        builder = self._plan_builder
+        decode, prefill = self._schedule()
+        wanted = builder.shape_of(decode, prefill)
+        shape = self.agree(builder.next_step, wanted, self.has_unfinished_requests())
+        if shape.is_empty:
+            return None
+        plan = builder.build(decode, prefill, shape)
+        if prefill:
+            state = self.slots.state
+            self._prefilling = [
+                slot for slot in self._prefilling if state[slot] == SlotState.PREFILLING
+            ]
+        return plan
 
-    def _schedule_decode(self) -> IntArray:
-        """Slots that decode one token this step, each with a block for it.
+    def prepare_dummy_step(self) -> StepPlan | None:
+        """A step in which no request of this rank runs, if other ranks need one; else None."""
+        builder = self._plan_builder
+        shape = self.agree(builder.next_step, StepShape(), False)
+        return None if shape.is_empty else builder.build(NO_SLOTS, [], shape)
+
+    def _schedule(self) -> tuple[IntArray, list[PrefillChunk]]:
+        """Decode slots and prefill chunks of the next step; both empty if nothing can run."""
+        while True:
+            for micro_batch in self.micro_batches.in_turn():
+                with self.tracer.range("schedule", self._plan_builder.next_step):
+                    decode = self._schedule_decode(micro_batch)
+                    prefill = self._schedule_prefill(micro_batch, self.max_tokens - len(decode))
+                if len(decode) or prefill:
+                    self.micro_batches.took(micro_batch, feeds_back=len(decode) > 0)
+                    return decode, prefill
+            if not self._make_room():
+                return NO_SLOTS, []
+
+    def _schedule_decode(self, micro_batch: int) -> IntArray:
+        """Slots of a micro-batch that decode one token this step, each with a block for it.
 
         When blocks run out, they go to the requests first in rank; the others pause.
         """
@@ -167,6 +199,8 @@ class DynamicInferenceContext:
         # Under a grammar the mask of a token needs the token before it: one may be in flight.
         wants &= slots.num_launched - slots.num_known < slots.most_in_flight
         rows = np.flatnonzero(wants).astype(np.int32)
+        if slots.num_micro_batches > 1:
+            rows = rows[rows % slots.num_micro_batches == micro_batch]
         # The token to be decoded stands at num_launched - 1, and needs a place in the cache.
         full = slots.num_launched[rows] > slots.num_blocks[rows] * self.block_size_tokens
         needy = rows[full]
@@ -189,14 +223,15 @@ class DynamicInferenceContext:
         self.slots.num_blocks[rows] = indices + 1
         self._plan_builder.add_block_updates(rows, indices, blocks)
 
-    def _schedule_prefill(self, budget: int) -> list[PrefillChunk]:
-        """Prefill chunks for at most `budget` tokens: prompts under way first, then new
-        requests."""
+    def _schedule_prefill(self, micro_batch: int, budget: int) -> list[PrefillChunk]:
+        """Prefill chunks for at most `budget` tokens of a micro-batch: prompts under way first,
+        then new requests."""
         chunks: list[PrefillChunk] = []
         for slot in self._prefilling:
-            budget -= self._add_chunk(chunks, slot, budget)
-        while budget > 0 and len(self.waiting) and self._may_admit(self.waiting.first(), budget):
-            budget -= self._add_chunk(chunks, self._admit(self.waiting.pop()), budget)
+            if slot % self.slots.num_micro_batches == micro_batch:
+                budget -= self._add_chunk(chunks, slot, budget)
+        while budget > 0 and self._may_admit(micro_batch, budget):
+            budget -= self._add_chunk(chunks, self._admit(self.waiting.pop(), micro_batch), budget)
         return chunks
 
     def _add_chunk(self, chunks: list[PrefillChunk], slot: int, budget: int) -> int:
@@ -206,11 +241,13 @@ class DynamicInferenceContext:
             chunks.append(PrefillChunk(slot, start, start + length))
         return max(length, 0)
 
-    def _may_admit(self, waiting: WaitingRequest, budget: int) -> bool:
-        slots = self.slots
-        if slots.num_free == 0 or np.any(slots.state == SlotState.PAUSED):
+    def _may_admit(self, micro_batch: int, budget: int) -> bool:
+        slots, queue = self.slots, len(self.waiting)
+        if not queue or not self.micro_batches.may_admit(micro_batch, queue):
             return False
-        known = waiting.num_known
+        if np.any(slots.state == SlotState.PAUSED):
+            return False
+        known = self.waiting.first().num_known
         splits = self.config.enable_chunked_prefill or known > self.max_tokens
         if known > budget and not splits:
             return False
@@ -219,10 +256,10 @@ class DynamicInferenceContext:
         reserve = int(np.count_nonzero(running & soon))
         return -(-known // self.block_size_tokens) + reserve <= self.blocks.free
 
-    def _admit(self, waiting: WaitingRequest) -> int:
+    def _admit(self, waiting: WaitingRequest, micro_batch: int) -> int:
         """Give a request its slot and the blocks of all its known tokens."""
         request, slots = waiting.request, self.slots
-        slot = slots.acquire(request, waiting.rank, waiting.seed, waiting.max_length)
+        slot = slots.acquire(request, waiting.rank, waiting.seed, waiting.max_length, micro_batch)
         count = -(-waiting.num_known // self.block_size_tokens)
         blocks = self.blocks.allocate(count)
         indices = np.arange(count, dtype=np.int32)
@@ -248,7 +285,10 @@ class DynamicInferenceContext:
             request = slots.request_at(slot)
             request.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
             request.add_event(DynamicInferenceEventType.PAUSE)
-        held = int(slots.num_blocks[starved].sum())
+        # Of this micro-batch the starved are all that are paused; others are asked in their turn.
+        others = slots.state == SlotState.PAUSED
+        others[starved[0] % slots.num_micro_batches :: slots.num_micro_batches] = False
+        held = int(slots.num_blocks[starved].sum() + slots.num_blocks[others].sum())
         first = slots.rank[slots.state != SlotState.FREE].min()
         for slot in starved[::-1]:
             # The first in rank is never evicted, so that it runs on to its end. Otherwise requests

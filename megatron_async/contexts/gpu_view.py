@@ -46,7 +46,8 @@ class ContextGPUView:
     Attributes (valid from `begin_step` until the next):
         dims: host-known shape of the batch.
         step: the unpacked `StepTensors`.
-        hidden_states: `[tokens, hidden]`, behind the last norm, from the model's forward on.
+        hidden_states: `[tokens, hidden]`, behind the last norm, from the model's forward on; only
+            on the last pipeline stage.
     """
 
     num_speculative_tokens = 0
@@ -176,6 +177,10 @@ class ContextGPUView:
         feed_back_tokens(
             sampled, step.slots, last_token, self.samples, step.entry, self._next_entry
         )
+
+    def move_on(self) -> None:
+        """End a step whose samples are made elsewhere: on the last pipeline stage."""
+        self._next_entry.copy_((self.step.entry + 1) % len(self.samples))
 
     # ---- Asked by the model ------------------------------------------------------------------
 

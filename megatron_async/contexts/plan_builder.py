@@ -11,6 +11,7 @@ from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.graph_shapes import GraphShapes
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
 from megatron_async.contexts.step_plan import BlockUpdates, IntArray, StepPlan
+from megatron_async.contexts.step_shape import StepShape
 from megatron_async.ops.sampling import SamplingMode
 from megatron_async.ops.slot_records import NO_TOKEN, RowFeature
 
@@ -48,8 +49,31 @@ class PlanBuilder:
         """Block `blocks[i]` becomes entry `indices[i]` of the table of `slots[i]`."""
         self._updates.append((slots, indices, blocks))
 
-    def build(self, decode: IntArray, chunks: list[PrefillChunk]) -> StepPlan:
-        """The plan of a step with these decode slots and prefill chunks (not both empty)."""
+    def shape_of(self, decode: IntArray, chunks: list[PrefillChunk]) -> StepShape:
+        """How large a step with these decode slots and prefill chunks is."""
+        if not chunks:
+            return StepShape(len(decode), tokens=len(decode))
+        prefill_tokens = sum(end - start for _, start, end in chunks)
+        wanted = self._slots.prompt_log_probs
+        return StepShape(
+            decode_rows=len(decode),
+            prefill_rows=len(chunks),
+            prefill_tokens=prefill_tokens,
+            tokens=len(decode) + prefill_tokens,
+            is_eager=int(any(start < wanted[slot] for slot, start, _ in chunks)),
+        )
+
+    def build(
+        self, decode: IntArray, chunks: list[PrefillChunk], shape: StepShape | None = None
+    ) -> StepPlan:
+        """The plan of a step with these decode slots and prefill chunks.
+
+        Args:
+            decode: slots.
+            chunks: of further slots.
+            shape: one that holds them; None: theirs.
+        """
+        shape = shape or self.shape_of(decode, chunks)
         slots = self._slots
         rows, kv_lengths = decode, slots.num_launched[decode]
         produces = np.ones(len(decode) + len(chunks), dtype=np.bool_)
@@ -87,10 +111,14 @@ class PlanBuilder:
             slots.state[done] = SlotState.DECODING
             rows = np.concatenate((rows, prefill_slots))
             kv_lengths = np.concatenate((kv_lengths, ends))
-        mode = SamplingMode(int(slots.sampling_mode[rows].max()))
+        mode = SamplingMode(int(slots.sampling_mode[rows].max(initial=SamplingMode.GREEDY)))
         plan = StepPlan(
             step=self.next_step,
-            dims=self._dimensions(kv_lengths, len(decode), chunks, bool(prompt_chunks)),
+            dims=shape.captured(self._graph_shapes)
+            or shape.eager(
+                kv_lengths[: len(decode)],
+                tuple((end - start, end) for _, start, end in chunks),
+            ),
             num_decode=len(decode),
             slots=rows,
             generations=slots.generation[rows],
@@ -111,19 +139,6 @@ class PlanBuilder:
         )
         self.next_step += 1
         return plan
-
-    def _dimensions(
-        self, kv_lengths: IntArray, decode: int, chunks: list[PrefillChunk], eager: bool
-    ) -> BatchDimensions:
-        prefill_tokens = sum(end - start for _, start, end in chunks)
-        captured = None
-        if not eager:
-            captured = self._graph_shapes.find(decode, len(chunks), prefill_tokens)
-        return captured or BatchDimensions(
-            decode_rows=decode,
-            prefill_lengths=tuple((end - start, end) for _, start, end in chunks),
-            max_decode_kv_length=int(kv_lengths[:decode].max(initial=0)),
-        )
 
     def _constrained(
         self, rows: IntArray, produces: NDArray[np.bool_], mode: SamplingMode

@@ -44,10 +44,18 @@ class RequestSlots:
         capacity: number of slots.
         max_sequence_length: longest sequence, tokens.
         max_blocks: blocks that the longest sequence takes.
+        num_micro_batches: groups that the slots form, `slot % num_micro_batches`.
     """
 
-    def __init__(self, capacity: int, max_sequence_length: int, max_blocks: int) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        max_sequence_length: int,
+        max_blocks: int,
+        num_micro_batches: int = 1,
+    ) -> None:
         self.capacity = capacity
+        self.num_micro_batches = num_micro_batches
         self.state = np.full(capacity, SlotState.FREE, dtype=np.int8)
         self.generation = np.zeros(capacity, dtype=np.int64)
         self.request_id = np.full(capacity, -1, dtype=np.int64)
@@ -68,8 +76,8 @@ class RequestSlots:
         self.stop_ids = np.full((capacity, 1), NO_TOKEN, dtype=np.int32)
         self.most_in_flight = np.full(capacity, MANY, dtype=np.int32)
         """Samples that may be unknown to the host when another step of the request is planned."""
-        self.is_watched = np.zeros(capacity, dtype=np.bool_)
-        """Whether every token is looked at when it is booked: stop words, or a grammar."""
+        self.watch_row = np.zeros(capacity, dtype=np.int32)
+        """Which tokens are looked at when they are booked; see `TokenWatch`."""
         self.temperature = np.zeros(capacity, dtype=np.float32)
         self.top_k = np.zeros(capacity, dtype=np.int32)
         self.top_p = np.zeros(capacity, dtype=np.float32)
@@ -83,15 +91,31 @@ class RequestSlots:
         self.requests: list[DynamicInferenceRequest | None] = [None] * capacity
         self.slot_of: dict[int, int] = {}
         """Request id -> slot; `requests` by slot, the other way round."""
-        self._free = list(range(capacity - 1, -1, -1))
+        self._members = [
+            range(group, capacity, num_micro_batches) for group in range(num_micro_batches)
+        ]
+        self._free = [list(reversed(members)) for members in self._members]
 
     @property
     def num_free(self) -> int:
         """Slots that no request holds."""
-        return len(self._free)
+        return sum(map(len, self._free))
+
+    def num_free_in(self, micro_batch: int) -> int:
+        """Slots of a micro-batch that no request holds."""
+        return len(self._free[micro_batch])
+
+    def num_held_in(self, micro_batch: int) -> int:
+        """Slots of a micro-batch that requests hold."""
+        return len(self._members[micro_batch]) - len(self._free[micro_batch])
 
     def acquire(
-        self, request: DynamicInferenceRequest, rank: int, seed: int, max_length: int
+        self,
+        request: DynamicInferenceRequest,
+        rank: int,
+        seed: int,
+        max_length: int,
+        micro_batch: int = 0,
     ) -> int:
         """Give a free slot to a request that starts, or starts again after an eviction.
 
@@ -100,11 +124,12 @@ class RequestSlots:
             rank: place in the order of service; kept over evictions.
             seed: resolved seed of its random numbers.
             max_length: sequence length at which it ends.
+            micro_batch: which the slot belongs to; it has a free one.
 
         Returns:
             the slot, in state PREFILLING, without blocks.
         """
-        slot = self._free.pop()
+        slot = self._free[micro_batch].pop()
         self.state[slot] = SlotState.PREFILLING
         self.requests[slot] = request
         self.slot_of[request.request_id] = slot
@@ -121,6 +146,7 @@ class RequestSlots:
         self.num_blocks[slot] = 0
         self._set_sampling(slot, request.sampling_params, seed)
         self.features[slot] = request.row_features
+        self.watch_row[slot] = request.watch_row
         missing = request.log_probs is not None and request.log_probs.num_prompt_missing
         self.prompt_log_probs[slot] = len(prompt) - 1 if missing else 0
         if request.row_features:
@@ -151,7 +177,6 @@ class RequestSlots:
         if missing > 0:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
         self.most_in_flight[slot] = 2 if params.structured_output is not None else MANY
-        self.is_watched[slot] = bool(params.stop_words or params.structured_output)
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
 
@@ -169,7 +194,7 @@ class RequestSlots:
         self.request_id[slot] = -1
         self.num_blocks[slot] = 0
         self.requests[slot] = None
-        self._free.append(slot)
+        self._free[slot % self.num_micro_batches].append(slot)
         return blocks
 
     def request_at(self, slot: int) -> DynamicInferenceRequest:
@@ -185,7 +210,10 @@ class RequestSlots:
         # The sample of the step launched last has not been fed back.
         return int(min(self.num_launched[slot] - 1, self.num_known[slot]))
 
+    def generated(self, slot: int) -> IntArray:
+        """Booked generated tokens of `slot`, int32 `[n]`: a view."""
+        return self.tokens[slot, self.prompt_length[slot] : self.num_known[slot]]
+
     def generated_tokens(self, slot: int) -> list[int]:
         """Booked generated tokens of `slot`, as Python integers."""
-        tokens = self.tokens[slot, self.prompt_length[slot] : self.num_known[slot]]
-        return tokens.tolist()  # sync-ok: NumPy, at the end of a request
+        return self.generated(slot).tolist()  # sync-ok: NumPy, at the end of a request

@@ -37,6 +37,9 @@ class EngineState(Enum):
 class ControllableEngine(ABC):
     """The part of an engine that stops it.
 
+    With experts on other ranks that hold other requests, each rank must call them, and those that
+    stop return when all have stopped.
+
     All methods may be called from synchronous code and from a coroutine beside `run_engine`, on the
     thread that steps the engine. While it is stopped, requests may be added and aborted,
     `async_step` waits until there is something to do or to report, and `step_modern` and `generate`
@@ -96,6 +99,7 @@ class ControllableEngine(ABC):
         """Take a `pause` back; without one, nothing happens. A suspended engine stays suspended."""
         self.group.controlled("unpause")
         self._is_paused = False
+        self.group.stop_together(self.is_stopped)
         self.requests.news.notify()
 
     def suspend(self, free_kv_cache: bool = False) -> int:
@@ -152,6 +156,7 @@ class ControllableEngine(ABC):
             self.controller.recapture_cuda_graphs()
             self._cache_is_released = False
         self._is_suspended = False
+        self.group.stop_together(self.is_stopped)
         self.requests.news.notify()
 
     @property
@@ -162,6 +167,9 @@ class ControllableEngine(ABC):
     def _drain(self) -> None:
         """Resolve all steps in flight; their outputs go to the next report."""
         with self._giving_up_with_the_job():
+            self.group.stop_together(True)
+            while self.group.must_keep_up:
+                self._keep_up()
             while self.in_flight:
                 self._wait(self.in_flight[0])
                 self._undelivered += self._resolve_oldest()
@@ -194,6 +202,10 @@ class ControllableEngine(ABC):
         """Let nobody wait any longer: the engine is closed."""
         self._is_paused = self._is_suspended = False
         self.requests.news.notify()
+
+    @abstractmethod
+    def _keep_up(self) -> None:
+        """Launch a step without requests, and book what is due."""
 
     @abstractmethod
     def _wait(self, step: LaunchedStep) -> None:

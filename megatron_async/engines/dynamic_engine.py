@@ -17,17 +17,17 @@ import numpy as np
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.engines.control import ControllableEngine
-from megatron_async.engines.follower import follow
+from megatron_async.engines.follower import Follower, follow
 from megatron_async.engines.generation import run_to_end
-from megatron_async.engines.grammar_masks import send_masks
 from megatron_async.engines.invalidation import Invalidation, Reconcile
 from megatron_async.engines.new_request import prepare_request
 from megatron_async.engines.observer import EngineObserver
-from megatron_async.engines.rank_group import Follower, RankGroup
+from megatron_async.engines.rank_group import RankGroup
 from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.rollback import Rollback
 from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.engines.step_booking import StepBooking
+from megatron_async.engines.step_launching import StepLaunching
 from megatron_async.engines.streaming import RequestStream
 from megatron_async.engines.validation import (
     check_request_id,
@@ -38,13 +38,13 @@ from megatron_async.inference_request import (
     DynamicInferenceRequest,
     Status,
 )
-from megatron_async.profiling.step_log import StepLog
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.structured_output import GrammarCompiler
 from megatron_async.text_generation_controllers.text_generation_controller import (
     LaunchedStep,
     TextGenerationController,
 )
+from megatron_async.token_watch import TokenWatch
 
 Prompt = str | Sequence[int] | Any
 """Text, or token ids (list, NumPy array or CPU tensor)."""
@@ -63,7 +63,7 @@ class DynamicInferenceEngine(ControllableEngine):
         in_flight: launched steps, oldest first.
         requests: the unfinished ones and who waits for them.
         invalidation: what becomes of steps in flight when a request of theirs ends.
-        group: the ranks that hold the model together.
+        launching: launches steps.
         booking: books resolved steps.
     """
 
@@ -83,9 +83,24 @@ class DynamicInferenceEngine(ControllableEngine):
         self.group = RankGroup()
         self.tracer = controller.tracer
         self._grammars = GrammarCompiler(controller.tokenizer, controller.vocab_size)
-        self._log = StepLog(context, self.statistics)
-        self.booking = StepBooking(context, self.requests, self.statistics, self.invalidation)
+        self._watch = TokenWatch(controller.tokenizer, controller.vocab_size)
+        self.launching = StepLaunching(
+            controller, self.in_flight, self.requests, self.statistics, self.invalidation
+        )
+        self.booking = StepBooking(
+            context, self.requests, self.statistics, self.invalidation, self._watch
+        )
         controller.create_cuda_graphs()
+
+    @property
+    def group(self) -> RankGroup:
+        """The ranks that hold the model together; at first this one alone."""
+        return self._group
+
+    @group.setter
+    def group(self, group: RankGroup) -> None:
+        self._group = group
+        self.context.agree = group.agree
 
     @property
     def observer(self) -> EngineObserver:
@@ -94,7 +109,7 @@ class DynamicInferenceEngine(ControllableEngine):
 
     @observer.setter
     def observer(self, observer: EngineObserver) -> None:
-        self.booking.observer = observer
+        self.booking.observer = self.launching.observer = observer
 
     # ---- Requests ----------------------------------------------------------------------------
 
@@ -143,7 +158,7 @@ class DynamicInferenceEngine(ControllableEngine):
         try:
             limits = prepare_request(
                 entry, prompt, sampling_params, priority, self.controller, self.context,
-                self._grammars,
+                self._grammars, self._watch,
             )  # fmt: skip
         except Exception as error:
             # Whatever it is, also from a user's own tokenizer, it is this request's alone.
@@ -190,7 +205,8 @@ class DynamicInferenceEngine(ControllableEngine):
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do, or ended requests to report."""
         to_report = self.requests.has_ended or self._undelivered or self.in_flight
-        return bool(to_report) or self.context.has_unfinished_requests()
+        is_busy = self.context.has_unfinished_requests() or self.group.others_work
+        return bool(to_report) or is_busy
 
     # ---- The loop ----------------------------------------------------------------------------
 
@@ -241,7 +257,7 @@ class DynamicInferenceEngine(ControllableEngine):
         Answers come by the futures of `add_request` and by `stream`.
         """
         while True:
-            await self.requests.wait_for_one()
+            await self.group.wait_for_work(self.requests)
             while self.has_unfinished_requests():
                 await self.async_step()
                 await asyncio.sleep(0)  # a step whose samples are there already never waits
@@ -261,46 +277,27 @@ class DynamicInferenceEngine(ControllableEngine):
             # A wait was interrupted (a cancelled `async_step`, Ctrl-C), or another coroutine is in
             # one: a further step would overwrite buffers that these steps still use.
             return overdue
-        statistics, clock, start = self.statistics, time.thread_time_ns, time.thread_time_ns()
+        statistics, start = self.statistics, time.thread_time_ns()
         self.group.launching(self.context.next_step)
         with self.tracer.range("prepare_step", self.context.next_step):
             plan = self.context.prepare_step()
-        prepared = clock()
-        statistics.count_prepare(prepared - start, self.context)
+        statistics.count_prepare(time.thread_time_ns() - start, self.context)
         if plan is None:
             stuck = not self.in_flight and self.context.has_unfinished_requests()
             assert not stuck, "requests are unfinished, but none can run: a bug in scheduling"
             statistics.note_no_overlap(NoOverlapReason.NOTHING_TO_PLAN)
             self.observer.launched(None)
             return min(len(self.in_flight), 1)
-        self.group.planned(plan)
-        logged, interrupt = self._log.begin(plan.step), None
-        try:
-            with self.tracer.range("transfer_bookkeeping_to_gpu", plan.step):
-                self.context.transfer_bookkeeping_to_gpu(plan)
-            self.invalidation.before_launch(plan)
-            with self.tracer.range("launch_step", plan.step):
-                launched = self.controller.launch_step(plan)
-        except BaseException as error:
-            # The plan counts as launched, so it becomes a step that failed: its resolve ends its
-            # requests and no others. An interrupt (Ctrl-C) goes on to the caller besides.
-            self.group.launch_failed(plan.step, error)
-            launched = self.controller.launch_failed_step(plan, error)
-            interrupt = None if isinstance(error, Exception) else error
-        statistics.count_launch(plan, bool(self.in_flight), self.lookahead)
-        self._log.end(plan, logged)
-        self.in_flight.append(launched)
-        self._send_masks(launched.awaits_masks)
-        statistics.count_launch_time(clock() - prepared)
-        self.observer.launched(plan)
-        if interrupt is not None:
-            raise interrupt
+        self.launching.launch(plan, self.group)
         return max(len(self.in_flight) - self.lookahead, 0)
 
-    def _send_masks(self, is_due: bool) -> None:
-        if is_due:
-            with self.tracer.range("send_masks", self.statistics.steps):
-                send_masks(self.in_flight, self.context.slots, self.requests, self.controller)
+    def _keep_up(self) -> None:
+        plan = self.context.prepare_dummy_step()
+        if plan is not None:
+            self.launching.launch(plan, self.group)
+        while len(self.in_flight) > (self.lookahead if plan else 0):
+            self._wait(self.in_flight[0])
+            self._undelivered += self._resolve_oldest()
 
     def _wait(self, step: LaunchedStep) -> None:
         """The one wait: until the samples of `step` are on the host."""
@@ -323,8 +320,9 @@ class DynamicInferenceEngine(ControllableEngine):
                     self.controller.sample_constrained(other, 0, is_last=True)
             return []
         output = self.booking.book(step)
-        self._send_masks(any(other.awaits_masks for other in self.in_flight))
-        is_zombie = step.error is None and output.zombie_rows == step.plan.num_rows
+        if any(other.awaits_masks for other in self.in_flight):
+            self.launching.send_masks()
+        is_zombie = step.error is None and 0 < output.zombie_rows == step.plan.num_rows
         self.statistics.count_resolve(time.thread_time_ns() - start, is_zombie)
         self.observer.resolved(step)
         return [output]

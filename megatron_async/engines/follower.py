@@ -1,27 +1,114 @@
-"""Replay a leader's log on an engine: the loop of a rank that has no callers of its own."""
+"""`Follower`: a rank that has no callers of its own and replays its leader's log."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
+from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.contexts.step_shape import StepShape
 from megatron_async.engines.actions import (
     Abort,
     Action,
     Add,
     Close,
     Control,
+    Digests,
+    Failed,
     Launch,
     Release,
     Resolve,
 )
-from megatron_async.engines.rank_group import Follower
-from megatron_async.errors import RanksDisagree
+from megatron_async.engines.plan_digest import plan_digest, sample_digest
+from megatron_async.engines.rank_group import WATCH_EVERY_S, Channel, ConnectedGroup
+from megatron_async.errors import CommunicationTimeout, RanksDisagree
+from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 
 METHODS = ("pause", "unpause", "suspend", "resume")
+
+
+class Follower(ConnectedGroup):
+    """A rank that replays its leader's log.
+
+    Args:
+        channel: to the leader.
+        check_agreement: report digests of plans and samples.
+
+    Attributes:
+        shape: of the step that is planned next, where the leader settled it with others.
+    """
+
+    is_leader = False
+
+    def __init__(self, channel: Channel, check_agreement: bool = False) -> None:
+        super().__init__(channel, check_agreement)
+        self.shape: StepShape | None = None
+        self._received: deque[Action] = deque()
+        self._reported = -1
+
+    @property
+    def leader(self) -> int:
+        """Its rank in the job."""
+        return self._channel.members[0]
+
+    def receive(self, oldest: LaunchedStep | None) -> Action:
+        """The leader's next action.
+
+        Args:
+            oldest: of the steps in flight. If it fails on this rank, the leader is told, who may be
+                waiting for this rank in it.
+
+        Raises:
+            RankLost: the leader died.
+            RanksDisagree: it gave up.
+        """
+        while not self._received:
+            if self._fetch(WATCH_EVERY_S if oldest else None):
+                continue
+            if oldest is not None and oldest.ready.query() and oldest.error is not None:
+                self.launch_failed(oldest.plan.step, oldest.error)
+        return self._received.popleft()
+
+    def agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
+        return wanted if self.shape is None else self.shape
+
+    def planned(self, plan: StepPlan) -> None:
+        if self._checks:
+            self._channel.report(Digests(plan.step, plan_digest(plan)))
+
+    def launch_failed(self, step: int, error: BaseException) -> None:
+        if step > self._reported:
+            self._reported = step
+            self._channel.report(Failed(step, repr(error)))
+
+    def resolving(self, step: LaunchedStep) -> None:
+        if step.error is not None:
+            self.launch_failed(step.plan.step, step.error)
+        elif self._checks:
+            self._channel.report(Digests(step.plan.step, sample_digest(step)))
+
+    def close(self, error: BaseException | None = None) -> None:
+        self._channel.close()
+
+    def _look(self) -> None:
+        while self._fetch(0.0):
+            pass
+
+    def _fetch(self, timeout_s: float | None) -> bool:
+        """Take in one message; whether one came in time."""
+        try:
+            turn = self._channel.receive(timeout_s)
+        except CommunicationTimeout:
+            return False
+        for action in turn.actions:
+            if isinstance(action, Close) and action.error is not None:
+                raise RanksDisagree(f"rank {self.leader}, which leads, gave up: {action.error}")
+        self._received += turn.actions
+        return True
 
 
 def follow(engine: DynamicInferenceEngine, group: Follower) -> bool:
@@ -39,16 +126,17 @@ def follow(engine: DynamicInferenceEngine, group: Follower) -> bool:
         action = group.receive(engine.in_flight[0] if engine.in_flight else None)
         if isinstance(action, Close | Release):
             return isinstance(action, Release)
-        _replay(engine, action)
+        _replay(engine, group, action)
         if isinstance(action, Resolve):
             # Nobody reads the reports here, but traces and statistics go with them.
             engine._report([], start)
 
 
-def _replay(engine: DynamicInferenceEngine, action: Action) -> None:
+def _replay(engine: DynamicInferenceEngine, group: Follower, action: Action) -> None:
     """Do what the leader did."""
     if isinstance(action, Launch):
         _check_step("launches", action.step, engine.context.next_step)
+        group.shape = None if action.shape is None else StepShape(*action.shape)
         engine._launch_next()
     elif isinstance(action, Resolve):
         in_flight = engine.in_flight[0].plan.step if engine.in_flight else None

@@ -33,7 +33,8 @@ def run_to_end(
         engine.add_request(engine.requests.free_id(), prompt, params)
         for prompt, params in zip(prompts, each, strict=True)
     ]
-    while not all(future.done() for future in futures):
+    engine.group.begin_together()
+    while not all(future.done() for future in futures) or engine.group.others_work:
         report = engine.step_modern()
         if on_step is not None:
             on_step(report)

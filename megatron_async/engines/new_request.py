@@ -12,15 +12,14 @@ from megatron_async.engines.validation import (
     check_priority,
     check_request,
     prompt_to_array,
-    require_detokenizer,
 )
 from megatron_async.log_probs import RequestLogProbs
 from megatron_async.sampling_features import features_and_record
-from megatron_async.stop_words import StopWordMatcher
 from megatron_async.structured_output import GrammarCompiler
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
+from megatron_async.token_watch import EVERYTHING, TokenWatch
 
 
 def prepare_request(
@@ -31,6 +30,7 @@ def prepare_request(
     controller: TextGenerationController,
     context: DynamicInferenceContext,
     grammars: GrammarCompiler,
+    watch: TokenWatch,
 ) -> RequestLimits:
     """Check what the caller gave, and fill in the entry and its request.
 
@@ -42,6 +42,7 @@ def prepare_request(
         controller: for its tokenizer and vocabulary.
         context: for its limits.
         grammars: for its tokenizer.
+        watch: likewise.
 
     Raises:
         RequestError: the request can never be served; other exceptions come from a user's own
@@ -63,8 +64,9 @@ def prepare_request(
     if params.return_log_probs:
         wanted = 0 if params.skip_prompt_log_probs else length
         request.log_probs = RequestLogProbs(min(params.top_n_logprobs, vocab_size), wanted)
+    if params.stop_words:
+        entry.stop_words, request.watch_row = watch.stop_words(params.stop_words)
     if params.structured_output is not None:
         entry.grammar = grammars.compile(params.structured_output)
-    if params.stop_words:
-        entry.stop_words = StopWordMatcher(params.stop_words, require_detokenizer(tokenizer))
+        request.watch_row = EVERYTHING
     return limits

@@ -17,7 +17,7 @@ from megatron_async.inference_request import (
     DynamicInferenceRequest,
     Status,
 )
-from megatron_async.stop_words import StopWordMatcher
+from megatron_async.stop_words import StopWords
 from megatron_async.structured_output import TokenGrammar
 
 
@@ -27,7 +27,7 @@ class RequestEntry:
 
     request: DynamicInferenceRequest
     future: asyncio.Future[DynamicInferenceRequest]
-    stop_words: StopWordMatcher | None = None
+    stop_words: StopWords | None = None
     grammar: TokenGrammar | None = None
     streams: list[RequestStream] = field(default_factory=list)
 

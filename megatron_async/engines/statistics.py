@@ -44,6 +44,8 @@ class EngineStatistics:
 
     steps: int = 0
     """Steps launched."""
+    dummy_steps: int = 0
+    """Of these, without rows: other ranks had work, and the experts of this one were needed."""
     resolved_steps: int = 0
     overlapped_steps: int = 0
     """Steps launched before the step before them was resolved."""
@@ -109,6 +111,7 @@ class EngineStatistics:
             lookahead: of the engine.
         """
         self.steps += 1
+        self.dummy_steps += plan.num_rows == 0
         self.captured_steps += plan.dims.is_captured
         self.rows += plan.num_rows
         self.prefill_tokens += len(plan.prefill_token_ids)
@@ -177,11 +180,13 @@ class EngineStatistics:
         blocks, slots = context.blocks, context.slots
         return {
             "steps": self.steps,
+            "dummy_steps": self.dummy_steps,
             "lookahead": lookahead,
             "overlap_ratio": self.overlap_ratio,
             "overlapped_steps": self.overlapped_steps,
             **{f"no_overlap_{reason}": count for reason, count in self.no_overlap.items()},
             "captured_steps": self.captured_steps,
+            "pipeline_bubble": context.micro_batches.bubble_share,
             "rows": self.rows,
             "zombie_rows": self.zombie_rows,
             "zombie_steps": self.zombie_steps,

@@ -16,6 +16,7 @@ from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.errors import StepFailed
 from megatron_async.inference_request import DynamicInferenceRequest, Status
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+from megatron_async.token_watch import TokenWatch
 
 
 class StepBooking:
@@ -26,6 +27,7 @@ class StepBooking:
         requests: the unfinished ones.
         statistics: counts.
         invalidation: is told before a request loses its slot.
+        watch: says which tokens may end a request by its text.
 
     Attributes:
         observer: is told what ends.
@@ -37,11 +39,13 @@ class StepBooking:
         requests: RequestRegistry,
         statistics: EngineStatistics,
         invalidation: Invalidation,
+        watch: TokenWatch,
     ) -> None:
         self._context = context
         self._requests = requests
         self._statistics = statistics
         self._invalidation = invalidation
+        self._watch = watch
         self.observer = EngineObserver()
 
     def book(self, step: LaunchedStep) -> StepOutput:
@@ -75,7 +79,7 @@ class StepBooking:
             request.ttft = time.perf_counter() - request.arrival_time
         if output.log_probs is not None:
             book_log_probs(output, slots)
-        watched = slots.is_watched[output.slots]
+        watched = self._watch.is_watched(slots.watch_row[output.slots], output.tokens)
         rows = np.flatnonzero(output.ended | watched)
         places = zip(rows.tolist(), output.slots[rows].tolist(), strict=True)  # sync-ok: NumPy
         for row, slot in places:
@@ -102,18 +106,13 @@ class StepBooking:
             is_termination = output.tokens[row] == request.sampling_params.termination_id
             return "termination_id" if is_termination else "stop_token"
         if matcher is not None:
-            least = request.sampling_params.min_tokens
-            counts = least == 0 or self._num_generated(output.slots[row]) >= least
-            if matcher.push(int(output.tokens[row]), counts):
+            generated = self._context.slots.generated(output.slots[row])
+            if matcher.end_with(generated, request.sampling_params.min_tokens):
                 request.stop_words_from = matcher.counts_from
                 return "stop_word"
         if output.ended[row]:
             return "length"
         return "grammar" if grammar is not None and grammar.is_complete else None
-
-    def _num_generated(self, slot: int) -> int:
-        slots = self._context.slots
-        return int(slots.num_known[slot] - slots.prompt_length[slot])
 
     def _fail(self, step: LaunchedStep, cause: BaseException) -> None:
         """The step's own work raised: fail the requests that it served, and no others."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_async.communication.bootstrap import join_job
 from megatron_async.errors import ConfigurationError
 
 COLLECTIVE_TIMEOUT_S = 60.0
@@ -96,12 +97,18 @@ def ensure_process_groups(sizes: ParallelSizes | None = None) -> ProcessGroupCol
     if sizes is not None:
         sizes.data_parallel(world_size())
     if not dist.is_initialized():
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        job = join_job()
+        if job.world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         else:
-            # A world of one never communicates; gloo is the backend that costs nothing.
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            backend = "gloo"  # a world of one never communicates; this one costs nothing
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("process_groups", job.store),
+            rank=job.rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        )
         atexit.register(_leave)
     if not parallel_state.model_parallel_is_initialized():
         wanted = sizes or ParallelSizes()
@@ -114,6 +121,19 @@ def ensure_process_groups(sizes: ParallelSizes | None = None) -> ProcessGroupCol
     if sizes is not None:
         _check_groups(sizes)
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def agree_on_least(value: int) -> int:
+    """The least of a number over all ranks that hold one model between them, for what they must
+    do alike and can only measure by themselves. All of them call it, at the start of an engine."""
+    if not parallel_state.model_parallel_is_initialized():
+        return value
+    group = parallel_state.get_model_parallel_group()
+    if dist.get_world_size(group) == 1:
+        return value
+    number = torch.tensor([value], dtype=torch.int64)
+    dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
+    return int(number.item())  # sync-ok: host memory, and no engine runs yet
 
 
 def _check_groups(sizes: ParallelSizes) -> None:

@@ -29,6 +29,10 @@ class LetterTokenizer:
         """One letter a token."""
         return "".join(LETTERS[token % len(LETTERS)] for token in ids)
 
+    def token_bytes(self, num_tokens: int) -> list[bytes]:
+        """The letter of each token."""
+        return [LETTERS[token % len(LETTERS)].encode() for token in range(num_tokens)]
+
 
 class EventfulChurn:
     """Random requests that keep an engine full and short of memory.

@@ -30,6 +30,7 @@ PREFIX = "megatron_async_"
 
 COUNTERS = {
     "steps": "Steps launched.",
+    "dummy_steps": "Steps launched without rows, for the experts of this rank.",
     "overlapped_steps": "Steps launched before the step before them was resolved.",
     "captured_steps": "Steps that replayed a graph.",
     "zombie_steps": "Resolved steps of which all rows were zombies.",

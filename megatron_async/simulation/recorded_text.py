@@ -7,6 +7,7 @@ from megatron_async.sampling_params import SamplingParams
 from megatron_async.simulation.recording import Added, Event, TextEnd
 from megatron_async.stop_words import StopWordMatcher
 from megatron_async.structured_output import TokenGrammar
+from megatron_async.token_watch import EVERYTHING
 
 
 def without_text(params: SamplingParams) -> SamplingParams:
@@ -29,6 +30,8 @@ def watch_as_recorded(entry: RequestEntry, params: SamplingParams, end: TextEnd 
         end: the recorded end; None if it was another than by text.
     """
     own = entry.request.sampling_params
+    if params.stop_words is not None or params.structured_output is not None:
+        entry.request.watch_row = EVERYTHING  # it is counted in tokens
     if params.stop_words is not None:
         own.stop_words = params.stop_words
         entry.stop_words = _RecordedStopWords(end)

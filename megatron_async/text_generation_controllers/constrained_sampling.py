@@ -86,6 +86,11 @@ class MaskEntry:
         """Copy rows to the device; launched work."""
         self.target[part].copy_(self._host[part], non_blocking=True)
 
+    def rows_and_slots(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Device rows and slots, int64, of entry rows that have been received."""
+        words = self.target[part]
+        return words[:, 0].long(), words[:, 1].long()
+
 
 class ConstrainedSampler:
     """The second part of steps with constrained rows.

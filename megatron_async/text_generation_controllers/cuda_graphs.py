@@ -17,6 +17,7 @@ from tqdm import tqdm
 from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.graph_shapes import GraphShapes
 from megatron_async.devices import Device, Graph
+from megatron_async.models.parallel_state import agree_on_least
 from megatron_async.ops.sampling import SamplingMode
 
 CAPTURED_MODES = (SamplingMode.GREEDY, SamplingMode.FILTERED, SamplingMode.PROCESSED)
@@ -109,7 +110,9 @@ class StepGraphs:
         for tokens, rows in shapes.mixed_sizes.items():
             dims = shapes.shape(rows[0], tokens)
             measured.append(self._measure(dims, prepare, step))
-            if measured[-1].device_ms > DEVICE_BOUND * measured[-1].host_ms:
+            is_bound = measured[-1].device_ms > DEVICE_BOUND * measured[-1].host_ms
+            # Ranks of one model pad their steps alike, and measure as many.
+            if agree_on_least(int(is_bound)):
                 shapes.keep_mixed_up_to(tokens - 1)
                 break
         return tuple(measured)

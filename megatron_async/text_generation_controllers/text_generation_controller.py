@@ -15,12 +15,14 @@ from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.devices import Device, Event
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_async.models.pipeline import stage_of
 from megatron_async.ops.sampling import SamplingMode
 from megatron_async.text_generation_controllers.constrained_sampling import (
     ConstrainedSampler,
     StepLogits,
 )
 from megatron_async.text_generation_controllers.cuda_graphs import CaptureReport, StepGraphs
+from megatron_async.text_generation_controllers.pipeline_stage import PipelineStage, make_stage
 from megatron_async.text_generation_controllers.prompt_log_probs import (
     PromptEntry,
     PromptLogProbs,
@@ -46,7 +48,7 @@ class LaunchedStep:
     Attributes:
         plan: immutable.
         ready: reached when the samples are on the host.
-        error: exception that the step's own work raised; read it after `ready`.
+        raised: exception that the step's own work raised on this rank; read it after `ready`.
         awaits_masks: whether its constrained rows are still to be sampled; until then `ready` has
             no meaning.
         unsampled_rows: constrained rows of the plan whose masks are not known yet.
@@ -54,15 +56,21 @@ class LaunchedStep:
         logits: from which they are sampled.
     """
 
-    def __init__(self, plan: StepPlan, buffers: _SampleBuffers) -> None:
+    def __init__(self, plan: StepPlan, buffers: _SampleBuffers, stage: PipelineStage) -> None:
         self.plan = plan
         self._buffers = buffers
+        self._stage = stage
         self.ready: Event = buffers.ready
-        self.error: BaseException | None = None
+        self.raised: BaseException | None = None
         self.awaits_masks = len(plan.constrained_rows) > 0
         self.unsampled_rows = plan.constrained_rows
         self.num_constrained = 0
         self.logits: StepLogits | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the step failed, here or on another pipeline stage; valid as long as `samples`."""
+        return self.raised or self._stage.failure(self.plan)
 
     @property
     def samples(self) -> IntArray:
@@ -123,7 +131,8 @@ class TextGenerationController:
         self.tracer = self.context.tracer
         view = self.context.gpu_view
         dtype = self.context.model_config.params_dtype
-        self.sampler = TokenSampler(view, self.vocab_size, dtype)
+        is_last = stage_of(self.context.model_config).is_last
+        self.sampler = TokenSampler(view, self.vocab_size if is_last else 0, dtype)
         self.constrained = ConstrainedSampler(view, self.sampler, self.vocab_size, self.device)
         self._prompt = PromptLogProbs(inference_wrapped_model, self.device)
         self._ring = [
@@ -132,6 +141,7 @@ class TextGenerationController:
                 view.samples, self.sampler.log_probs, self._prompt.ring, strict=True
             )
         ]
+        self.stage = make_stage(self.context, self.sampler.log_probs)
         self.graphs = StepGraphs(self.device)
         self.capture_report: CaptureReport | None = None
         self.device.fence()
@@ -146,8 +156,10 @@ class TextGenerationController:
             buffers.prompt.allocate()
         if len(plan.constrained_rows):
             self.constrained.entry_of(plan.step).allocate()
-        launched = LaunchedStep(plan, buffers)
+        launched = LaunchedStep(plan, buffers, self.stage)
+        self.stage.await_samples(plan)
         self.device.compute.launch(partial(self._run_guarded, launched))
+        self.stage.return_samples(plan, buffers.prompt)
         if not launched.awaits_masks:
             self._deliver(launched)
         return launched
@@ -159,9 +171,11 @@ class TextGenerationController:
             plan: of the step, of which any part may have been launched.
             error: why.
         """
-        launched = LaunchedStep(plan, self._ring[plan.step % len(self._ring)])
-        launched.error = error
+        buffers = self._ring[plan.step % len(self._ring)]
+        launched = LaunchedStep(plan, buffers, self.stage)
+        launched.raised = error
         launched.awaits_masks = False
+        self.stage.finish(plan, buffers.prompt)
         self.context.expect_step(plan.step + 1)
         self._deliver(launched)
         return launched
@@ -183,13 +197,16 @@ class TextGenerationController:
         behind the last of them, the sample copy. Nothing here waits."""
         device, first = self.device, launched.num_constrained
         if count:
-            part = slice(first, first + count)
-            entry = self.constrained.entry_of(launched.plan.step)
-            device.upload.launch(partial(entry.receive, part))
-            if device.upload is not device.compute:
-                device.upload.record(entry.arrived)
-                device.compute.wait(entry.arrived)
-            device.compute.launch(partial(self._sample_guarded, launched, part))
+            plan, part = launched.plan, slice(first, first + count)
+            entry = self.constrained.entry_of(plan.step)
+            if self.stage.is_last:
+                device.upload.launch(partial(entry.receive, part))
+                if device.upload is not device.compute:
+                    device.upload.record(entry.arrived)
+                    device.compute.wait(entry.arrived)
+                device.compute.launch(partial(self._sample_guarded, launched, part))
+            prompt = self._ring[plan.step % len(self._ring)].prompt
+            self.stage.return_samples(plan, prompt, (entry, part))
             launched.num_constrained += count
         if is_last:
             launched.awaits_masks = False
@@ -205,23 +222,27 @@ class TextGenerationController:
         copy.record(buffers.ready)
 
     def _run_guarded(self, launched: LaunchedStep) -> None:
+        plan, stage = launched.plan, self.stage
+        stage.receive(plan)
         try:
-            self._run_step(launched.plan)
-            if len(launched.plan.constrained_rows):
-                launched.logits = self.constrained.keep(launched.plan.dims.rows)
+            self._run_step(plan)
+            if len(plan.constrained_rows) and stage.is_last:
+                launched.logits = self.constrained.keep(plan.dims.rows)
         except Exception as error:
-            launched.error = error
+            launched.raised = error
             # It may not have come as far as to count itself.
-            self.context.gpu_view.expect_step(launched.plan.step + 1)
+            self.context.gpu_view.expect_step(plan.step + 1)
+        stage.send(plan, failed=launched.raised is not None)
 
     def _sample_guarded(self, launched: LaunchedStep, part: slice) -> None:
-        if launched.error is not None:
+        if launched.raised is not None:
             return
         try:
             assert launched.logits is not None, "its first part kept them"
             self.constrained.sample(launched.plan.step, launched.logits, part)
         except Exception as error:
-            launched.error = error
+            launched.raised = error
+            self.stage.send(launched.plan, failed=True)
 
     def _run_step(self, plan: StepPlan) -> None:
         """The step's device work, on the compute stream."""
@@ -233,7 +254,7 @@ class TextGenerationController:
                 graph.replay()
             else:
                 self._compute_step(plan.dims, plan.sampling_mode, plan.step)
-                if plan.num_prompt_log_probs:
+                if plan.num_prompt_log_probs and self.stage.is_last:
                     self._prompt.compute(plan)
         end = tracer.mark(self.device.compute, plan.step)
         tracer.device_span("device_step", plan.step, start, end)
@@ -241,16 +262,22 @@ class TextGenerationController:
     @torch.inference_mode()
     def _compute_step(self, dims: BatchDimensions, mode: SamplingMode, step: int = -1) -> None:
         """Unpack, forward, sample, feed back: what a graph captures. It depends on its arguments'
-        shapes and on device memory, and on nothing else."""
-        view, tracer = self.context.gpu_view, self.tracer
+        shapes and on device memory, and on nothing else. A pipeline stage that is not the last
+        ends with its forward."""
+        view, tracer, stage = self.context.gpu_view, self.tracer, self.stage
         start = tracer.mark(self.device.compute, step)
         with tracer.range("forward_pass", step):
             view.begin_step(dims)
-            self.sampler.begin_step(mode)
-            logits = self.inference_wrapped_model.forward(view)
+            if stage.is_last:
+                self.sampler.begin_step(mode)
+            output = self.inference_wrapped_model.forward(view, stage.hidden_states(dims))
+            if not stage.is_last:
+                stage.keep(output)
+                view.move_on()
         forwarded = tracer.mark(self.device.compute, step)
-        with tracer.range("sampling", step):
-            view.feed_back(self.sampler.sample(logits, mode))
+        if stage.is_last:
+            with tracer.range("sampling", step):
+                view.feed_back(self.sampler.sample(output, mode))
         end = tracer.mark(self.device.compute, step)
         tracer.device_span("forward_pass", step, start, forwarded)
         tracer.device_span("sampling", step, forwarded, end)
@@ -302,6 +329,7 @@ class TextGenerationController:
                 buffers.log_probs_host[: len(found)].copy_(found, non_blocking=True)
             if plan.num_prompt_log_probs:
                 buffers.prompt.transfer(plan.num_prompt_log_probs)
+            self.stage.transfer_failure(plan)
 
     # ---- Text --------------------------------------------------------------------------------
 

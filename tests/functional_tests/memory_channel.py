@@ -10,7 +10,8 @@ import msgspec
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.engines.actions import Report, Turn, to_builtin
-from megatron_async.engines.rank_group import Follower, Leader
+from megatron_async.engines.follower import Follower
+from megatron_async.engines.leader import Leader
 from megatron_async.errors import CommunicationTimeout, RankLost
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_builtin)

@@ -13,7 +13,7 @@ from harness import TINY, assert_all_is_back, drain, greedy, make_engine, make_m
 from memory_channel import FollowingEngine
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
-from megatron_async.engines import rank_group
+from megatron_async.engines import leader
 from megatron_async.errors import JobFailed, RankLost, RanksDisagree, StepFailed
 
 PROMPTS = random_prompts(5, (3, 40, 11, 1, 26), TINY.vocab_size)
@@ -179,7 +179,7 @@ def test_a_step_that_fails_on_all_ranks_ends_its_requests_alone(pair_of):
 
 @pytest.mark.parametrize("failing", ["leader", "follower"])
 def test_a_step_that_fails_on_one_rank_ends_the_job(pair_of, failing, monkeypatch):
-    monkeypatch.setattr(rank_group, "CONFIRMATION_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(leader, "CONFIRMATION_TIMEOUT_S", 0.3)
     pair = pair_of()
     _fail_in_step(getattr(pair, failing), 3)
     future = pair.leader.add_request(0, PROMPTS[0], PARAMS[0])
@@ -195,7 +195,7 @@ def test_a_step_that_fails_on_one_rank_ends_the_job(pair_of, failing, monkeypatc
 
 def test_who_waits_in_a_step_learns_that_another_rank_failed_in_it(pair_of, monkeypatch):
     """As in a collective: the leader's step ends only if the follower's does."""
-    monkeypatch.setattr(rank_group, "CONFIRMATION_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(leader, "CONFIRMATION_TIMEOUT_S", 0.3)
     pair = pair_of()
     _fail_in_step(pair.follower, 3)
     compute, stuck = pair.leader.controller._compute_step, []

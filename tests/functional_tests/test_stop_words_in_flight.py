@@ -23,6 +23,13 @@ class Letters:
         return "".join(chr(200 + token) for token in tokens)
 
 
+class ByteLetters(Letters):
+    """The same, and it tells the bytes of its tokens, so that few of them are looked at."""
+
+    def token_bytes(self, num_tokens: int) -> list[bytes]:
+        return [chr(200 + token).encode() for token in range(num_tokens)]
+
+
 @pytest.fixture
 def prompts() -> list[list[int]]:
     return random_prompts(5, PROMPT_LENGTHS, TINY.vocab_size)
@@ -69,8 +76,9 @@ def test_equal_at_every_lookahead(
     expected = expected_tokens(make_tiny_engine(lookahead=0, max_requests=8), prompts, words)
     assert sum(map(len, expected)) < len(expected) * TOKENS
     memory = {"num_kv_blocks": 10, "block_size_tokens": 8, "paused_buffer_size_gb": 1e-9}
+    tokenizer = Letters() if lookahead == 1 else ByteLetters()
     engine = make_tiny_engine(
-        lookahead=lookahead, max_requests=8, tokenizer=Letters(), **(memory if pressed else {})
+        lookahead=lookahead, max_requests=8, tokenizer=tokenizer, **(memory if pressed else {})
     )
     assert run_at(engine, jobs(prompts, words)) == expected
     stats = engine.stats()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import stamp_kv_layers
 from megatron_async.models.linear import pack_weights
+from megatron_async.models.pipeline import stage_of
 
 if TYPE_CHECKING:
     from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -61,23 +62,32 @@ class GPTInferenceWrapper:
                 f"for {cached}: build the model with megatron_async.models.hybrid (or with "
                 "PagedSelfAttention in its layer spec), and the context from its configuration."
             )
+        self._is_last_stage = stage_of(inference_context.model_config).is_last
         pack_weights(model, inference_context.device.free_memory())
         self.vocab_size: int = model.vocab_size  # type: ignore[assignment]
 
-    def forward(self, view: ContextGPUView) -> Tensor:
-        """Logits `[rows, vocabulary]` of the step in `view`, in the model's dtype.
+    def forward(self, view: ContextGPUView, hidden_states: Tensor | None = None) -> Tensor:
+        """Logits `[rows, vocabulary]` of the step in `view`, in the model's dtype; or, of a
+        pipeline stage that is not the last, hidden states `[tokens, 1, hidden]`.
 
         Runs inside launched work.
+
+        Args:
+            view: the step.
+            hidden_states: `[tokens, 1, hidden]`, from the pipeline stage before, if there is one.
         """
+        model: Any = self.model
+        if hidden_states is not None:
+            model.set_input_tensor(hidden_states)
         with inference_mode_active():
-            logits = self.model(
+            output: Tensor = model(
                 view.step.token_ids[None],
                 view.step.positions[None],
                 attention_mask=None,
                 inference_context=view,
                 runtime_gather_output=True,
             )
-        return logits.squeeze(0)
+        return output.squeeze(0) if self._is_last_stage else output
 
     def project(self, hidden_states: Tensor) -> Tensor:
         """Logits `[tokens, vocabulary]` of hidden states `[tokens, hidden]` behind the last norm.

@@ -1,0 +1,184 @@
+"""How the ranks of a job find each other, before torch.distributed does.
+
+Torch's own start waits for a number of processes; who is missing, or started twice, it cannot say.
+So the ranks meet first in the same store, tell each other who they are, and hand it on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+
+from megatron_async.communication.death_watch import DeathWatch
+from megatron_async.communication.exchange import Failure, StoreExchange
+from megatron_async.communication.host import host_identity, own_address
+from megatron_async.communication.job import Job
+from megatron_async.communication.record import RankRecord, decode_record, encode_record
+from megatron_async.communication.rendezvous import Launch, open_store
+from megatron_async.communication.waiting import Wait
+from megatron_async.errors import ConfigurationError
+
+JOIN_TIMEOUT_VARIABLE = "MEGATRON_ASYNC_JOIN_TIMEOUT_S"
+"""Environment: seconds that ranks wait for each other at the start (default 120)."""
+
+_job: Job | None = None
+_joins = 0
+
+
+def join_job(timeout_s: float | None = None) -> Job:
+    """Meet the other ranks that torchrun started, once in a process; later calls return the same.
+
+    A process without RANK and WORLD_SIZE is a job of one, without any socket. Where
+    torch.distributed is initialised already, its store and ranks are taken.
+
+    Args:
+        timeout_s: how long ranks may come after each other; None: MEGATRON_ASYNC_JOIN_TIMEOUT_S.
+
+    Raises:
+        CommunicationTimeout: ranks are missing (named), or the master does not answer.
+        ConfigurationError: a rank was started twice, ranks disagree about WORLD_SIZE or run
+            different versions, the master's port is in use, or the environment makes no sense.
+        RankLost: a rank died meanwhile.
+    """
+    global _job, _joins
+    if _job is not None and not _job.is_closed and _job.pid == os.getpid():
+        return _job
+    timeout = _join_timeout_s() if timeout_s is None else timeout_s
+    launch = Launch.from_environment()
+    if dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store() if world > 1 else dist.HashStore()
+    elif launch is not None and launch.world_size > 1:
+        rank, world = launch.rank, launch.world_size
+        store = open_store(launch, timeout)
+    else:
+        rank, world, store = 0, 1, dist.HashStore()
+    _joins += 1
+    if world == 1:
+        _job = Job([_record(0, 1, "127.0.0.1", [])], 0, store, None, DeathWatch(0))
+        return _job
+    own = dist.PrefixStore(f"megatron_async/{_joins}", store)
+    exchange = StoreExchange(own, rank, launch is not None and launch.hosts_store)
+    watch = DeathWatch(rank)
+    try:
+        records = _meet(rank, world, exchange, watch, timeout)
+    except BaseException:
+        watch.close("it could not join the job")
+        raise
+    watch.start()
+    _job = Job(records, rank, store, exchange, watch)
+    atexit.register(_leave_at_exit, _job)
+    return _job
+
+
+def _meet(
+    rank: int, world: int, exchange: StoreExchange, watch: DeathWatch, timeout_s: float
+) -> list[RankRecord]:
+    """Tell who we are, hear who the others are, and link the death watches."""
+    address = own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    me = _record(rank, world, address, watch.bind(address) if rank else [])
+    watch.know([me])
+    mine = encode_record(me)
+    there = decode_record(exchange.claim("ranks", mine))
+    if there != me:
+        exchange.fail(
+            Failure(
+                f"RANK={rank} was started twice: {there} and {me}. Give every process a rank of "
+                "its own (torchrun does; check --node-rank on each host), or another MASTER_PORT "
+                "if these are two jobs."
+            ),
+            "ranks",
+            world,
+        )
+    connected: set[int] = {0}
+    known = {rank: me}
+
+    def look(present: Collection[int]) -> None:
+        for other in sorted(set(present) - known.keys()):
+            known[other] = record = decode_record(exchange.peek("ranks", other))
+            if record.world_size != world:
+                exchange.fail(_world_sizes(me, record), "ranks", len(present))
+            watch.know([record])
+            if rank == 0 and other not in connected:
+                connected.add(other)
+                watch.connect(me, record)
+        watch.step(0.0)
+        if watch.losses:
+            lost = watch.losses[0]
+            text = f"{watch.describe([lost.rank])} died while the job started: {lost.reason}."
+            exchange.fail(Failure(text, [lost.rank]), "ranks", len(present))
+
+    wait = Wait(
+        f"all {world} ranks to start",
+        timeout_s,
+        None,
+        remedy="Check that it was started (torchrun on each host, with the same --nnodes and "
+        "--nproc-per-node, and its own --node-rank), that it did not fail before (see its "
+        "output), and that it reaches MASTER_ADDR:MASTER_PORT.",
+    )
+    values = exchange.gather("ranks", None, range(world), wait, look)
+    records = [decode_record(values[other]) for other in range(world)]
+    versions = {record.rank: record.versions for record in records}
+    if difference := exchange.require_same("their software", versions):
+        exchange.fail(Failure(difference), "ranks", world)
+    _link(watch, timeout_s)
+    return records
+
+
+def _link(watch: DeathWatch, timeout_s: float) -> None:
+    wait = Wait(
+        "the death watch's connections",
+        timeout_s,
+        watch,
+        remedy="The hosts must reach each other by TCP on any port: check the firewall, or name "
+        "the interface in MEGATRON_ASYNC_INTERFACE.",
+    )
+    while watch.unlinked():
+        watch.step(min(0.05, wait.seconds_to_sleep(watch.unlinked())))
+
+
+def _record(rank: int, world: int, address: str, endpoints: list[str]) -> RankRecord:
+    from megatron_async import __version__
+
+    return RankRecord(
+        rank=rank,
+        world_size=world,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        host=socket.gethostname(),
+        host_identity=host_identity(),
+        pid=os.getpid(),
+        address=address,
+        watch_endpoints=endpoints,
+        versions={"megatron_async": __version__, "torch": str(torch.__version__)},
+    )
+
+
+def _world_sizes(me: RankRecord, other: RankRecord) -> Failure:
+    return Failure(
+        f"{me} has WORLD_SIZE={me.world_size}, but {other} has WORLD_SIZE={other.world_size}: "
+        "ranks of one job need the same. Start it with the same --nnodes and --nproc-per-node on "
+        "each host, or another MASTER_PORT if these are two jobs."
+    )
+
+
+def _join_timeout_s() -> float:
+    text = os.environ.get(JOIN_TIMEOUT_VARIABLE, "120")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < 1e6:
+        raise ConfigurationError(f"{JOIN_TIMEOUT_VARIABLE}={text!r} must be seconds above 0.")
+    return seconds
+
+
+def _leave_at_exit(job: Job) -> None:
+    """Say goodbye at the end of the process; one that ends with an exception says which."""
+    error = getattr(sys, "last_exc", None)
+    job.close("" if error is None else f"{type(error).__name__}: {error}")

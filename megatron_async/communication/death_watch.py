@@ -1,0 +1,309 @@
+"""Which ranks of this job are gone, and an end to a process that waits for them in vain."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from megatron_async.communication.host import (
+    bind_addresses,
+    choose_endpoint,
+    list_ranks,
+    process_state,
+)
+from megatron_async.communication.record import RankRecord
+from megatron_async.communication.watch_link import Link
+from megatron_async.errors import ConfigurationError, RankLost
+
+logger = logging.getLogger("megatron_async")
+
+SILENCE_VARIABLE = "MEGATRON_ASYNC_SILENCE_S"
+"""Environment: seconds without any answer after which a rank counts as lost (default 4)."""
+
+GRACE_VARIABLE = "MEGATRON_ASYNC_LOSS_GRACE_S"
+"""Environment: seconds that a process has to end by itself after a loss (default 5), or "off"."""
+
+EXIT_CODE_RANK_LOST = 75
+"""Exit code of a process that the watch ended: it hung after a loss (EX_TEMPFAIL: start again)."""
+
+
+class Goodbye(msgspec.Struct, tag=True, frozen=True):
+    """I leave; in order, or because of `failure`."""
+
+    failure: str
+
+
+class Gone(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0 says: this rank is gone; lost because of `loss`, or in order where that is ""."""
+
+    rank: int
+    loss: str
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Goodbye | Gone).decode
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A rank that is gone without having left in order.
+
+    Attributes:
+        rank: which.
+        reason: what is known of its end.
+        noticed: on the clock of `time.monotonic`.
+    """
+
+    rank: int
+    reason: str
+    noticed: float
+
+
+class DeathWatch:
+    """Watches all ranks, from a thread of its own: rank 0 has a `Link` to each other rank and tells
+    the others whom it lost; its own end each sees by itself.
+
+    Before `start` the bootstrap drives it by `step`.
+
+    Args:
+        rank: this process.
+
+    Attributes:
+        end_process_after_s: a process that has not ended so long after a loss is ended, because it
+            hangs in a collective, which nothing else can interrupt; None for processes that fail
+            over. From MEGATRON_ASYNC_LOSS_GRACE_S.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._silence_s = _seconds(SILENCE_VARIABLE, "4") or 4.0
+        self.end_process_after_s = _seconds(GRACE_VARIABLE, "5")
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._links: dict[int, Link] = {}
+        self._poller = zmq.Poller()
+        self._records: dict[int, RankRecord] = {}
+        self._losses: dict[int, Loss] = {}
+        self._left: set[int] = set()
+        self._callbacks: list[Callable[[Loss], None]] = []
+        self._lock = threading.Lock()
+        self._goodbye: Goodbye | None = None
+        self._thread: threading.Thread | None = None
+        # Readable for good after the first loss: whoever sleeps polls it, and wakes.
+        self._loss_read, self._loss_write = os.pipe()
+        self._wake_read, self._wake_write = os.pipe()
+        self._poller.register(self._wake_read, zmq.POLLIN)
+
+    def bind(self, address: str) -> list[str]:
+        """Let rank 0 connect, whichever its host; returns where.
+
+        Args:
+            address: of this host, for other hosts.
+        """
+        addresses = bind_addresses(address, others_on_this_host=True, other_hosts=True)
+        return self._new_link(0).bind(addresses)
+
+    def connect(self, me: RankRecord, peer: RankRecord) -> None:
+        """On rank 0: watch a rank that has come."""
+        self.know([peer])
+        endpoint = choose_endpoint(peer.watch_endpoints, me.on_host_of(peer))
+        self._new_link(peer.rank).connect(endpoint)
+
+    def know(self, records: Iterable[RankRecord]) -> None:
+        """Learn names, for messages."""
+        self._records.update({record.rank: record for record in records})
+
+    def unlinked(self) -> list[int]:
+        """Ranks whose link is not up yet."""
+        return [rank for rank, link in self._links.items() if not link.is_up]
+
+    def start(self) -> None:
+        """Watch from a thread, from now on."""
+        if self._links:
+            self._thread = threading.Thread(target=self._watch, name="death-watch", daemon=True)
+            self._thread.start()
+
+    @property
+    def losses(self) -> list[Loss]:
+        """All losses, in the order in which they were noticed."""
+        return list(self._losses.values())
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has said goodbye."""
+        return rank in self._left
+
+    def fileno(self) -> int:
+        """Becomes readable at the first loss and stays so; never read it."""
+        return self._loss_read
+
+    def check(self, members: Sequence[int] | None = None, waiting_for: str = "") -> None:
+        """Raise if a rank was lost.
+
+        Args:
+            members: the ranks that matter; None: all.
+            waiting_for: named in the message.
+
+        Raises:
+            RankLost: naming ranks, hosts and reasons.
+        """
+        if not self._losses:
+            return
+        lost = [x for x in self.losses if members is None or x.rank in members]
+        if lost:
+            raise RankLost(self._message(lost, waiting_for), [x.rank for x in lost])
+
+    def on_loss(self, callback: Callable[[Loss], None]) -> None:
+        """Call back at each loss, from the watch's thread; at once for those there were."""
+        with self._lock:
+            known = self.losses
+            self._callbacks.append(callback)
+        for loss in known:
+            callback(loss)
+
+    def describe(self, ranks: Sequence[int]) -> str:
+        """As "rank 3 (host-b, pid 77)", with what is known of each."""
+        known = [str(self._records.get(rank, f"rank {rank}")) for rank in ranks]
+        return ", ".join(known) if known else list_ranks([])
+
+    def step(self, timeout_s: float) -> None:
+        """Wait for news, at most so long, and take them in."""
+        self._poller.poll(round(1000 * timeout_s))
+        for rank, link in self._links.items():
+            for message in link.read():
+                self._hear(rank, _decode(message))
+            if link.is_down and rank not in self._left and rank not in self._losses:
+                self._lose(rank, self._reason(rank, link))
+
+    def close(self, failure: str = "") -> None:
+        """Say goodbye and stop watching. May be called twice.
+
+        Args:
+            failure: why this rank does not end in order; others then count it as lost.
+        """
+        if self._context is None:
+            return
+        # Who fails because another was lost adds nothing to what all know.
+        self._goodbye = Goodbye("" if self._losses else failure)
+        os.write(self._wake_write, b"x")
+        if self._thread is not None:
+            self._thread.join(5.0)
+        else:
+            self._leave(self._goodbye)
+        self._context = None
+
+    def _new_link(self, peer: int) -> Link:
+        if self._context is None:
+            # Its own: data does not delay heartbeats.
+            self._context = zmq.Context()
+        self._links[peer] = link = Link(self._context, self._silence_s)
+        for socket in link.sockets:
+            self._poller.register(socket, zmq.POLLIN)
+        return link
+
+    def _watch(self) -> None:
+        while self._goodbye is None:
+            first = next(iter(self._losses.values()), None)
+            grace = self.end_process_after_s
+            left_s = 60.0
+            if first is not None and grace is not None:
+                left_s = first.noticed + grace - time.monotonic()
+                if left_s <= 0:
+                    self._end_process(grace)
+            # A grace period that is changed meanwhile is seen within a second.
+            self.step(min(left_s, 1.0) if first is not None else left_s)
+        self._leave(self._goodbye)
+
+    def _leave(self, goodbye: Goodbye) -> None:
+        message = _encode(goodbye)
+        self.step(0.0)
+        for link in self._links.values():
+            link.send(message)
+            link.close()
+        assert self._context is not None
+        self._context.term()
+
+    def _hear(self, peer: int, message: Goodbye | Gone) -> None:
+        match message:
+            case Goodbye(failure="") | Gone(loss=""):
+                rank = message.rank if isinstance(message, Gone) else peer
+                self._left.add(rank)
+                self._tell(Gone(rank, ""))
+            case Goodbye():
+                self._lose(peer, f"it ended with {message.failure}")
+            case Gone():
+                self._lose(message.rank, message.loss)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        if rank in self._losses or rank == self._rank:
+            return
+        loss = Loss(rank, reason, time.monotonic())
+        with self._lock:
+            self._losses[rank] = loss
+            callbacks = list(self._callbacks)
+        os.write(self._loss_write, b"x")
+        self._tell(Gone(rank, reason))
+        logger.error("%s", self._message([loss]))
+        for callback in callbacks:
+            try:
+                callback(loss)
+            except Exception:
+                logger.exception("A callback of the death watch raised.")
+
+    def _tell(self, news: Gone) -> None:
+        if self._rank == 0:
+            for rank, link in self._links.items():
+                if rank != news.rank:
+                    link.send(_encode(news))
+
+    def _reason(self, rank: int, link: Link) -> str:
+        if not link.is_up:
+            return "it ended while the job started"
+        me, peer = self._records.get(self._rank), self._records.get(rank)
+        if me is not None and peer is not None and me.on_host_of(peer):
+            state = process_state(peer.pid)
+            if state == "ended":
+                return "its process has ended without a goodbye"
+            if state == "stopped":
+                return f"its process was stopped (SIGSTOP?), silent for {self._silence_s:g} s"
+        return (
+            f"its connection closed, or it was silent for {self._silence_s:g} s: the process ended "
+            "or was stopped, or the network between the hosts is down"
+        )
+
+    def _message(self, lost: Sequence[Loss], waiting_for: str = "") -> str:
+        said = "; ".join(f"{self.describe([loss.rank])}: {loss.reason}" for loss in lost)
+        message = f"{self.describe([self._rank])} lost {said}."
+        return f"{message} It was waiting for {waiting_for}." if waiting_for else message
+
+    def _end_process(self, grace_s: float) -> None:
+        sys.stderr.write(
+            f"megatron_async: {self._message(self.losses)} This process has not ended by itself "
+            f"within {grace_s:g} s, so it is ended now, with exit code {EXIT_CODE_RANK_LOST} "
+            f"({GRACE_VARIABLE} changes this). Where its threads are:\n"
+        )
+        sys.stderr.flush()
+        try:
+            faulthandler.dump_traceback(sys.stderr.fileno())
+        finally:
+            os._exit(EXIT_CODE_RANK_LOST)
+
+
+def _seconds(variable: str, default: str) -> float | None:
+    text = os.environ.get(variable, default)
+    if text == "off":
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < 1e6:
+        raise ConfigurationError(f'{variable}={text!r} must be seconds above 0, or "off".')
+    return seconds

@@ -1,0 +1,48 @@
+"""What each rank tells all others of itself when a job starts."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RankRecord(msgspec.Struct, frozen=True):
+    """A rank, as all others know it.
+
+    Attributes:
+        rank: of all ranks of the job.
+        world_size: ranks that it believes to be in the job.
+        local_rank: of the ranks of its host.
+        host: name of its host.
+        host_identity: see `host.host_identity`.
+        pid: its process id, there.
+        address: IP address of its host, on the route to the master.
+        watch_endpoints: where rank 0 reaches its death watch; none for rank 0.
+        versions: of what must be the same everywhere.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    host_identity: str
+    pid: int
+    address: str
+    watch_endpoints: list[str] = []
+    versions: dict[str, str] = {}
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    def on_host_of(self, other: RankRecord) -> bool:
+        """Whether the two share a host."""
+        return self.host_identity == other.host_identity
+
+
+def encode_record(record: RankRecord) -> str:
+    """For a store, whose values are strings."""
+    return msgspec.json.encode(record).decode()
+
+
+def decode_record(text: str | bytes) -> RankRecord:
+    """The inverse of `encode_record`."""
+    return msgspec.json.decode(text, type=RankRecord)

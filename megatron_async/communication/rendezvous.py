@@ -1,0 +1,131 @@
+"""The store in which the ranks of a job first meet: torch's, found as torchrun says."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_async.communication.waiting import Wait
+from megatron_async.errors import CommunicationTimeout, ConfigurationError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Who torchrun says that we are.
+
+    Raises:
+        ConfigurationError: a variable is missing, no integer, or out of range.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_address: str
+    master_port: int
+
+    @classmethod
+    def from_environment(cls) -> Launch | None:
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; None where neither of
+        the first two is set: a process alone."""
+        if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+            return None
+        if missing := [name for name in VARIABLES if name not in os.environ]:
+            raise ConfigurationError(
+                f"{' and '.join(missing)} is not set, though RANK or WORLD_SIZE is: start the job "
+                "with torchrun, which sets all of them, or unset both to run alone."
+            )
+        rank, world_size, port = (_integer(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        local_rank = _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise ConfigurationError(
+                f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks count from 0."
+            )
+        if not 0 < port < 2**16:
+            raise ConfigurationError(f"MASTER_PORT={port} is no port (1 to 65535).")
+        return cls(rank, world_size, local_rank, os.environ["MASTER_ADDR"], port)
+
+    @property
+    def hosts_store(self) -> bool:
+        """Whether this process, rather than torchrun or another rank, keeps the store."""
+        return self.rank == 0 and not _of_agent()
+
+
+def open_store(launch: Launch, timeout_s: float) -> dist.Store:
+    """Connect to the job's store, or open it on rank 0.
+
+    Where torchrun keeps a store (TORCHELASTIC_USE_AGENT_STORE), that one. Unlike torch's own
+    rendezvous it does not wait for the other ranks, so that who waits can say for whom.
+
+    Raises:
+        ConfigurationError: the port is in use.
+        CommunicationTimeout: the master does not answer.
+    """
+    if not launch.hosts_store:
+        _knock(launch, timeout_s)
+    try:
+        return dist.TCPStore(
+            launch.master_address,
+            launch.master_port,
+            launch.world_size,
+            is_master=launch.hosts_store,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        if "EADDRINUSE" in str(error) or "already in use" in str(error):
+            raise ConfigurationError(
+                f"Port {launch.master_port} of this host is in use by another process (another "
+                "job, or a second process with RANK=0), so rank 0 cannot open the job's store "
+                "there: set MASTER_PORT (torchrun --master-port) to a free port."
+            ) from error
+        raise _no_store(launch, timeout_s, error) from error
+
+
+def _knock(launch: Launch, timeout_s: float) -> None:
+    """Wait until somebody listens at the master's port. Torch waits too, but for twice as long as
+    it is told, and prints a page about each attempt."""
+    where = (launch.master_address, launch.master_port)
+    wait = Wait(f"rank 0 to open {where[0]}:{where[1]}", timeout_s, None)
+    while True:
+        try:
+            socket.create_connection(where, timeout_s).close()
+            return
+        except OSError as error:
+            try:
+                time.sleep(min(0.1, wait.seconds_to_sleep([0])))
+            except CommunicationTimeout:
+                raise _no_store(launch, timeout_s, error) from error
+
+
+def _no_store(launch: Launch, timeout_s: float, error: Exception) -> CommunicationTimeout:
+    return CommunicationTimeout(
+        f"Rank {launch.rank} reached no store at {launch.master_address}:{launch.master_port} "
+        f"within {timeout_s:g} s ({_first_line(error)}). Check that rank 0 is running, that "
+        "MASTER_ADDR and MASTER_PORT are the same everywhere, and that no firewall is between the "
+        "hosts.",
+        [0],
+    )
+
+
+def _of_agent() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def _integer(name: str) -> int:
+    text = os.environ[name]
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigurationError(f"{name}={text!r} is not an integer.") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]

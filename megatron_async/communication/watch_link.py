@@ -1,0 +1,117 @@
+"""The line between rank 0 and one other rank, by which each learns of the other's end.
+
+Nothing travels here while all is well but ZMTP heartbeats, which libzmq's own threads send and
+answer: a Python thread that holds the GIL for a minute is not taken for dead, a process that was
+stopped is. The kernel closes a dead process' connection, which needs no heartbeat.
+"""
+
+from __future__ import annotations
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
+)
+
+HEARTBEATS_IN_SILENCE = 4
+"""A heartbeat is sent this often within the silence after which a peer counts as lost."""
+
+LINGER_MS = 500
+"""A goodbye that cannot be sent within this time is not sent."""
+
+NEVER_MS = 24 * 3600 * 1000
+"""A connection that is gone is not made again."""
+
+
+class Link:
+    """A ZMQ PAIR socket whose connection is watched. Belongs to one thread.
+
+    Args:
+        context: of the watch.
+        silence_s: without an answer for so long, the peer counts as lost.
+
+    Attributes:
+        is_up: the peer has answered.
+        is_down: it had answered, and its connection is gone; or it refused the connection.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], silence_s: float) -> None:
+        self._socket = context.socket(zmq.PAIR)
+        interval = silence_s / HEARTBEATS_IN_SILENCE
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * interval))
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * (silence_s - interval)))
+        # Not -1: it drops what the peer said last.
+        self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._monitor = self._socket.get_monitor_socket(EVENTS)
+        self._connects = False
+        self._descriptor: int | None = None
+        self.is_up = False
+        self.is_down = False
+
+    def bind(self, addresses: list[str]) -> list[str]:
+        """Bind to ZMQ addresses; returns what a peer connects to."""
+        endpoints = []
+        for address in addresses:
+            self._socket.bind(address)
+            endpoints.append(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        return endpoints
+
+    def connect(self, endpoint: str) -> None:
+        """Connect to where the peer is bound."""
+        self._connects = True
+        self._socket.connect(endpoint)
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """To poll for reading."""
+        return [self._socket, self._monitor]
+
+    def send(self, message: bytes) -> None:
+        """Send, unless the connection is gone."""
+        if self.is_up and not self.is_down:
+            try:
+                self._socket.send(message, zmq.NOBLOCK)
+            except zmq.Again:
+                self.is_down = True
+
+    def read(self) -> list[bytes]:
+        """Look at what happened: sets `is_up` and `is_down`, returns the messages that came.
+
+        What the peer sent before its connection closed is here when `is_down` is.
+        """
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            kind, descriptor = event["event"], event["value"]
+            if kind in (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED):
+                if not self.is_up:
+                    self._descriptor = descriptor
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.is_up = True
+            elif kind == zmq.EVENT_DISCONNECTED:
+                # Others that knock at a bound port (a scanner) come and go with another one.
+                self.is_down |= self.is_up and descriptor == self._descriptor
+            elif self._connects and not self.is_up:
+                self.is_down = True  # refused
+        messages = []
+        while True:
+            try:
+                messages.append(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return messages
+
+    def close(self) -> None:
+        """Close; what was sent to a peer that is there lingers for `LINGER_MS`."""
+        if self.is_down or not self.is_up:
+            self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()

@@ -1,0 +1,57 @@
+"""`StepShape`: how large a step is, as ranks agree on it that hold other requests."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.contexts.graph_shapes import GraphShapes
+from megatron_async.contexts.step_plan import IntArray
+
+
+class StepShape(NamedTuple):
+    """Sizes of one rank's step; of several ranks' steps, the largest of each.
+
+    Ranks that share experts launch their steps together, in one shape: who has less to do pads, and
+    who has nothing launches a dummy step.
+    """
+
+    decode_rows: int = 0
+    prefill_rows: int = 0
+    prefill_tokens: int = 0
+    tokens: int = 0
+    """Query tokens."""
+    is_eager: int = 0
+    """1: it cannot be captured."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to launch."""
+        return self.tokens == 0
+
+    def captured(self, graph_shapes: GraphShapes) -> BatchDimensions | None:
+        """The captured shape that holds such a step, the same on all ranks; None if there is
+        none."""
+        if self.is_eager:
+            return None
+        return graph_shapes.find(self.decode_rows, self.prefill_rows, self.prefill_tokens)
+
+    def eager(
+        self, kv_lengths: IntArray, prefill_lengths: tuple[tuple[int, int], ...]
+    ) -> BatchDimensions:
+        """The dimensions of one rank's part of such a step where it is not captured.
+
+        Args:
+            kv_lengths: of its decode rows; see `StepPlan`.
+            prefill_lengths: see `BatchDimensions`.
+        """
+        rows, longest = len(kv_lengths), int(kv_lengths.max(initial=0))
+        if not rows and not prefill_lengths:
+            rows = longest = 1  # a dummy row
+        tokens = rows + sum(query for query, _ in prefill_lengths)
+        return BatchDimensions(
+            decode_rows=rows,
+            prefill_lengths=prefill_lengths,
+            max_decode_kv_length=longest,
+            dispatch_tokens=self.tokens if self.tokens > tokens else 0,
+        )

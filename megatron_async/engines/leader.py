@@ -1,0 +1,181 @@
+"""`Leader`: the rank of a model whose callers add requests; it logs what it does to them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.contexts.step_shape import StepShape
+from megatron_async.engines.actions import (
+    Abort,
+    Action,
+    Add,
+    Close,
+    Control,
+    Failed,
+    Launch,
+    Release,
+    Resolve,
+    Turn,
+)
+from megatron_async.engines.expert_consensus import ExpertConsensus
+from megatron_async.engines.plan_digest import PlanComparer, plan_digest, sample_digest
+from megatron_async.engines.rank_group import Channel, ConnectedGroup
+from megatron_async.engines.request_registry import RequestRegistry
+from megatron_async.errors import RanksDisagree
+from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+
+CONFIRMATION_TIMEOUT_S = 5.0
+"""Ranks launch a step together, so what fails on all of them fails within a step's time."""
+LISTEN_EVERY_S = 0.002
+"""An idle engine whose experts others may need looks so often whether they do."""
+
+
+class Leader(ConnectedGroup):
+    """The rank whose callers add requests.
+
+    Args:
+        channel: to the followers.
+        check_agreement: compare the digests that followers report.
+        consensus: with the leaders that share its experts; None: there are none.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        check_agreement: bool = False,
+        consensus: ExpertConsensus | None = None,
+    ) -> None:
+        super().__init__(channel, check_agreement)
+        self._consensus = consensus
+        self._pending: list[Action] = []
+        self._comparer = PlanComparer()
+        self._failed: dict[int, dict[int, str]] = {}
+        """Step -> follower -> error, of steps that failed there and are not yet booked here."""
+        self._failed_since: dict[int, float] = {}
+        self._is_closed = False
+
+    def added(self, request: DynamicInferenceRequest) -> None:
+        tokens = request.prompt_tokens.astype("int32").tobytes()
+        params = request.sampling_params
+        self._pending.append(Add(request.request_id, tokens, params, request.priority))
+
+    def aborted(self, request_id: int) -> None:
+        self._pending.append(Abort(request_id))
+
+    def controlled(self, method: str, argument: bool | None = None) -> None:
+        self._send(Control(method, argument))
+
+    def launching(self, step: int) -> None:
+        if self._consensus is None:
+            self._send(Launch(step))
+
+    def agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
+        if self._consensus is None:
+            return wanted
+        shape = self._consensus.agree(wanted, has_work)
+        self._send(Launch(step, shape))
+        return shape
+
+    @property
+    def others_work(self) -> bool:
+        consensus = self._consensus
+        return consensus is not None and (consensus.any_work or consensus.has_started())
+
+    def begin_together(self) -> None:
+        if self._consensus is not None:
+            self._consensus.any_work = True
+
+    def stop_together(self, is_stopping: bool) -> None:
+        if self._consensus is not None:
+            self._consensus.is_stopping = is_stopping
+            self._consensus.any_running = True
+
+    @property
+    def must_keep_up(self) -> bool:
+        return self._consensus is not None and self._consensus.any_running
+
+    async def wait_for_work(self, requests: RequestRegistry) -> None:
+        while self._consensus is None or not self._consensus.has_started():
+            patience_s = None if self._consensus is None else LISTEN_EVERY_S
+            with suppress(TimeoutError):
+                await asyncio.wait_for(requests.wait_for_one(), patience_s)
+                return
+
+    def planned(self, plan: StepPlan) -> None:
+        if self._checks:
+            self._comparer.expect(plan.step, plan_digest(plan))
+
+    def resolving(self, step: LaunchedStep) -> None:
+        number, error = step.plan.step, step.error
+        self._send(Resolve(number))
+        if self._checks and error is None:
+            self._comparer.expect(number, sample_digest(step))
+        self._read_reports()
+        if error is not None and self._consensus is not None:
+            raise RanksDisagree(
+                f"step {number} failed on this rank ({error!r}), in which other ranks wait for its "
+                "experts: start the job again."
+            ) from error
+        if error is not None:
+            self._confirm_failure(number, error)
+        elif early := [failed for failed in self._failed if failed <= number]:
+            self._raise_for(min(early))
+
+    def release(self) -> None:
+        if not self._is_closed:
+            self._send(Release())
+
+    def close(self, error: BaseException | None = None) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._send(Close(None if error is None else repr(error)))
+        self._channel.close()
+
+    def _send(self, action: Action) -> None:
+        pending, self._pending = [*self._pending, action], []
+        self._channel.send(Turn(pending))
+
+    def _read_reports(self) -> None:
+        for rank, report in self._channel.reports():
+            if isinstance(report, Failed):
+                self._failed.setdefault(report.step, {})[rank] = report.error
+                self._failed_since.setdefault(report.step, time.monotonic())
+            else:
+                self._comparer.compare(rank, report)
+
+    def _look(self) -> None:
+        """A step that failed on a follower keeps this rank waiting in its collectives for ever,
+        unless it fails here too; which takes no longer than there."""
+        self._read_reports()
+        for step, since in self._failed_since.items():
+            if time.monotonic() - since > CONFIRMATION_TIMEOUT_S:
+                self._raise_for(step)
+
+    def _raise_for(self, step: int) -> None:
+        rank, error = next(iter(self._failed[step].items()))
+        raise RanksDisagree(
+            f"step {step} failed on rank {rank} alone: {error}. The ranks of its model are out of "
+            "step: start the job again."
+        )
+
+    def _confirm_failure(self, step: int, error: BaseException) -> None:
+        """It failed here: it must have failed everywhere, or others wait in its collectives."""
+        followers = set(self._channel.members[1:])
+        deadline = time.monotonic() + CONFIRMATION_TIMEOUT_S
+        while missing := followers - set(self._failed.get(step, ())):
+            if time.monotonic() > deadline:
+                ranks = ", ".join(map(str, sorted(missing)))
+                raise RanksDisagree(
+                    f"step {step} failed on this rank ({error!r}), but not on rank {ranks}: the "
+                    "ranks of its model are out of step, start the job again."
+                ) from error
+            self._channel.check()
+            time.sleep(1e-3)
+            self._read_reports()
+        self._failed.pop(step, None)
+        self._failed_since.pop(step, None)

@@ -1,0 +1,76 @@
+"""What travels between the stages of a pipeline, and in which process group.
+
+Hidden states go from stage to stage on the compute stream, through one group for each pair of
+neighbours; samples come back from the last stage to all others on the copy stream, through a group
+of their own. Each group is so used by one stream alone, in the order of the steps.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_async.models.parallel_state import COLLECTIVE_TIMEOUT_S
+
+
+class PipelineLinks:
+    """The groups of one engine. torch makes groups with all processes of the job, so all of them
+    make their engines at the same time, also those of other replicas.
+
+    Args:
+        pipeline: group of the stages, in their order.
+        device: where the tensors are.
+    """
+
+    def __init__(self, pipeline: dist.ProcessGroup, device: torch.device) -> None:
+        mine = dist.get_process_group_ranks(pipeline)
+        stage, self._count = mine.index(dist.get_rank()), len(mine)
+        all_pipelines: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(all_pipelines, mine)
+        backend = "gloo" if device.type == "cpu" else "nccl"
+        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        for ranks in sorted(set(map(tuple, all_pipelines))):
+            pairs = [dist.new_group(list(pair), timeout, backend) for pair in pairwise(ranks)]
+            samples = dist.new_group(list(ranks), timeout, backend)
+            if list(ranks) == mine:
+                self._before = pairs[stage - 1] if stage > 0 else None
+                self._after = pairs[stage] if stage + 1 < self._count else None
+                self._samples = samples
+        self._sent: list[dist.Work | None] = [None, None]
+        # NCCL makes a communicator at first use, and the host waits for that: not in a step.
+        word = torch.zeros(1, device=device)
+        if self._before is not None:
+            self.receive(word)
+        if self._after is not None:
+            self.send(word, 0)
+            self.await_sent(0)
+        self.share_samples(word)
+
+    def receive(self, hidden: Tensor) -> None:
+        """Fill `hidden` with what the stage before sends next; work of the compute stream."""
+        dist.recv(hidden, group=self._before, group_src=0)
+
+    def await_sent(self, place: int) -> None:
+        """Hold the compute stream back until what was sent from this of two places is sent."""
+        work = self._sent[place]
+        if work is not None:
+            work.wait()
+            self._sent[place] = None
+
+    def send(self, hidden: Tensor, place: int) -> None:
+        """Send to the stage behind, which may still compute the step before; the compute stream
+        goes on.
+
+        Args:
+            hidden: contiguous; left alone until `await_sent`.
+            place: 0 or 1, by turns.
+        """
+        self._sent[place] = dist.isend(hidden, group=self._after, group_dst=1)
+
+    def share_samples(self, words: Tensor) -> None:
+        """From the last stage to all others, in place; work of the copy stream."""
+        dist.broadcast(words, group=self._samples, group_src=self._count - 1)

@@ -1,0 +1,283 @@
+"""`PipelineStage`: a controller's place in a pipeline, and what its steps exchange with the others.
+
+A step of a model in p stages runs on all p ranks: stage 0 looks tokens up, each runs its layers and
+hands hidden states on, the last makes logits and samples. The samples come back to the others,
+whose next step of the same requests needs them, on the copy stream: the compute stream goes on with
+the steps of other requests meanwhile.
+
+Ranks stay in step also where one fails: with its data each message carries the number of the stage
+that failed, 0 for none, and every rank books the same.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
+from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.devices import Event
+from megatron_async.errors import ConfigurationError, StageFailed
+from megatron_async.models.parallel_state import ensure_process_groups
+from megatron_async.models.pipeline import stage_of
+from megatron_async.text_generation_controllers.pipeline_links import PipelineLinks
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+    from megatron_async.text_generation_controllers.constrained_sampling import MaskEntry
+    from megatron_async.text_generation_controllers.prompt_log_probs import PromptEntry
+
+
+class PipelineStage:
+    """The only stage of a model: nothing travels.
+
+    Attributes:
+        is_last: whether it makes logits and samples.
+    """
+
+    is_last = True
+
+    def await_samples(self, plan: StepPlan) -> None:
+        """Hold the compute stream back until the samples that the step's rows read are here."""
+        return
+
+    def receive(self, plan: StepPlan) -> None:
+        """Take what the stage before hands on; work of the compute stream."""
+        return
+
+    def hidden_states(self, dims: BatchDimensions) -> Tensor | None:
+        """Input of the stage's layers, `[tokens, 1, hidden]`; None where tokens are looked up."""
+        return None
+
+    def keep(self, hidden_states: Tensor) -> None:
+        """The output of the stage's layers, `[tokens, 1, hidden]`; a part of captured work."""
+        raise AssertionError("the last stage hands no hidden states on")
+
+    def send(self, plan: StepPlan, failed: bool) -> None:
+        """Hand on what was kept, or that the step failed here; work of the compute stream."""
+        return
+
+    def return_samples(
+        self, plan: StepPlan, prompt: PromptEntry, part: tuple[MaskEntry, slice] | None = None
+    ) -> None:
+        """Enqueue the samples' way back; every stage does for every step, in the same order.
+
+        Args:
+            plan: of the step.
+            prompt: where its prompt log probs are.
+            part: rows of an entry that were sampled apart; None: the rows that were not.
+        """
+        return
+
+    def finish(self, plan: StepPlan, prompt: PromptEntry) -> None:
+        """Take part in what is left of a step whose launch failed here."""
+        return
+
+    def transfer_failure(self, plan: StepPlan) -> None:
+        """Copy to the host which stage failed; work of the copy stream."""
+        return
+
+    def failure(self, plan: StepPlan) -> Exception | None:
+        """What another stage's failure makes of a step, once its samples are on the host."""
+        return None
+
+
+class LinkedStage(PipelineStage):
+    """One of several stages.
+
+    Args:
+        context: of the engine.
+        log_probs: the sampler's ring of log probs.
+        pipeline: group of the stages.
+
+    Raises:
+        ConfigurationError: a setting that pipelines do not serve.
+    """
+
+    def __init__(self, context: DynamicInferenceContext, log_probs: Tensor, pipeline: Any) -> None:
+        if context.config.invalidation == "rollback":
+            raise ConfigurationError(
+                "invalidation='rollback' is not served with pipeline_model_parallel_size > 1, "
+                "where samples arrive beside the steps that would be taken back: use 'reconcile'."
+            )
+        model, view = context.model_config, context.gpu_view
+        stage = stage_of(model)
+        self.is_first, self.is_last = stage.is_first, stage.is_last
+        self._number = stage.index + 1
+        self._context, self._view, self._device = context, view, context.device
+        self._log_probs = log_probs
+        target = self._device.torch_device
+        # A rank holds its share of the tokens where the residual stream is split.
+        sequence_parallel = getattr(model, "sequence_parallel", False)
+        self._shares = model.tensor_model_parallel_size if sequence_parallel else 1
+        tokens = context.max_requests + context.max_tokens
+        shape = 1 + -(-tokens // self._shares), model.hidden_size
+        # Row 0 of a message says who failed. Steps use these one after another, on the compute
+        # stream; what is being sent lies apart, so that the next step may begin.
+        self._input = torch.zeros(shape, dtype=model.params_dtype, device=target)
+        self._output = torch.zeros_like(self._input)
+        self._sending = torch.zeros(2, *shape, dtype=model.params_dtype, device=target)
+        # Ring: word 0 says who failed; then the samples. Written by the last stage's step (word 0)
+        # and on the copy stream; used again only after the host has resolved the step.
+        entries, rows = view.samples.shape
+        self._words = torch.zeros(entries, 1 + rows, dtype=torch.int32, device=target)
+        self._host = self._device.host_buffer(entries, torch.int32)
+        self._failed: IntArray = self._host.numpy()  # sync-ok: host memory
+        self._returned: dict[int, tuple[int, Event]] = {}
+        """Micro-batch -> the last step whose samples are on their way, and when they are here."""
+        self._last_computed = self._last_returned = -1
+        self._links = PipelineLinks(pipeline, target)
+        self._device.fence()
+
+    # ---- Forth: on the compute stream --------------------------------------------------------
+
+    def await_samples(self, plan: StepPlan) -> None:
+        """See `PipelineStage.await_samples`."""
+        self._last_computed = plan.step
+        if not self.is_first or plan.num_decode == 0:
+            return
+        step, event = self._returned.get(self._micro_batch(plan), (-1, None))
+        # The host has seen the samples of all steps but the last ones.
+        if event is not None and plan.step - step < len(self._words):
+            self._device.compute.wait(event)
+
+    def receive(self, plan: StepPlan) -> None:
+        """See `PipelineStage.receive`."""
+        if not self.is_first:
+            self._links.receive(self._input[: 1 + self._num_tokens(plan.dims)])
+
+    def hidden_states(self, dims: BatchDimensions) -> Tensor | None:
+        """See `PipelineStage.hidden_states`."""
+        return None if self.is_first else self._input[1 : 1 + self._num_tokens(dims), None]
+
+    def keep(self, hidden_states: Tensor) -> None:
+        """See `PipelineStage.keep`."""
+        self._output[1 : 1 + len(hidden_states)].copy_(hidden_states[:, 0])
+
+    def send(self, plan: StepPlan, failed: bool) -> None:
+        """See `PipelineStage.send`."""
+        if self.is_last:
+            word = self._words[plan.step % len(self._words), 0]
+            if failed:
+                word.fill_(self._number)
+            else:
+                word.copy_(self._input[0, 0])
+            return
+        place, end = plan.step % 2, 1 + self._num_tokens(plan.dims)
+        self._links.await_sent(place)
+        message = self._sending[place, :end]
+        if failed:
+            message.fill_(self._number)
+        else:
+            message[0] = self._input[0]
+            message[1:] = self._output[1:end]
+        self._links.send(message, place)
+
+    def _num_tokens(self, dims: BatchDimensions) -> int:
+        return -(-dims.tokens // self._shares)
+
+    # ---- Back: on the copy stream ------------------------------------------------------------
+
+    def return_samples(
+        self,
+        plan: StepPlan,
+        prompt: PromptEntry,
+        part: tuple[MaskEntry, slice] | None = None,
+        failed_here: bool = False,
+    ) -> None:
+        """See `PipelineStage.return_samples`."""
+        self._last_returned = plan.step
+        compute, copy = self._device.compute, self._device.copy
+        if self.is_last:
+            computed = self._device.event()
+            compute.record(computed)
+            copy.wait(computed)
+        elif part is not None:
+            copy.launch(partial(part[0].receive, part[1]))
+        copy.launch(partial(self._share, plan, prompt, part))
+        if not self.is_last:
+            copy.launch(partial(self._take, plan, part, failed_here))
+        if self.is_first:
+            returned = self._device.event()
+            copy.record(returned)
+            self._returned[self._micro_batch(plan)] = plan.step, returned
+
+    def _share(
+        self, plan: StepPlan, prompt: PromptEntry, part: tuple[MaskEntry, slice] | None
+    ) -> None:
+        view, rows = self._view, plan.dims.rows
+        entry = plan.step % len(self._words)
+        words, samples = self._words[entry, : 1 + rows], view.samples[entry, :rows]
+        if self.is_last:
+            words[1:] = samples
+        self._links.share_samples(words)
+        if plan.wants_log_probs:
+            self._links.share_samples(self._log_probs[entry, :rows])
+        if part is None and plan.num_prompt_log_probs:
+            self._links.share_samples(prompt.source[: plan.num_prompt_log_probs])
+
+    @torch.inference_mode()
+    def _take(
+        self, plan: StepPlan, part: tuple[MaskEntry, slice] | None, failed_here: bool
+    ) -> None:
+        """Store samples as `ContextGPUView.feed_back` does on the last stage."""
+        view, entry, rows = self._view, plan.step % len(self._words), plan.dims.rows
+        samples = view.samples[entry, :rows]
+        samples.copy_(self._words[entry, 1 : 1 + rows])
+        if failed_here:
+            return  # whose slots they are may never have come here
+        if part is None:
+            start, end, _ = BookkeepingLayout.for_batch(plan.dims, 0).spans["row_slots"]
+            slots = view.bookkeeping[entry, start:end].long()
+        else:
+            places, slots = part[0].rows_and_slots(part[1])
+            samples = samples.index_select(0, places)
+        view.slots.last_token.index_copy_(0, slots, samples.long())
+
+    def _micro_batch(self, plan: StepPlan) -> int:
+        return int(plan.slots[0]) % self._context.slots.num_micro_batches
+
+    # ---- Failures ----------------------------------------------------------------------------
+
+    def finish(self, plan: StepPlan, prompt: PromptEntry) -> None:
+        """See `PipelineStage.finish`."""
+        if self._last_computed < plan.step:
+            self.await_samples(plan)
+            self._device.compute.launch(partial(self._pass_on, plan))
+        if self._last_returned < plan.step:
+            self.return_samples(plan, prompt, failed_here=True)
+
+    def _pass_on(self, plan: StepPlan) -> None:
+        self.receive(plan)
+        self.send(plan, failed=True)
+
+    def transfer_failure(self, plan: StepPlan) -> None:
+        """See `PipelineStage.transfer_failure`."""
+        entry = plan.step % len(self._words)
+        self._host[entry : entry + 1].copy_(self._words[entry, :1], non_blocking=True)
+
+    def failure(self, plan: StepPlan) -> Exception | None:
+        """See `PipelineStage.failure`."""
+        number = int(self._failed[plan.step % len(self._failed)])
+        if number in (0, self._number):
+            return None
+        return StageFailed(f"it failed on pipeline stage {number - 1}, whose rank says why")
+
+
+def make_stage(context: DynamicInferenceContext, log_probs: Tensor) -> PipelineStage:
+    """The place of this process in the pipeline of the context's model.
+
+    Args:
+        context: of the engine; its model's configuration says how many stages there are.
+        log_probs: the sampler's ring of log probs.
+
+    Raises:
+        ConfigurationError: a setting that pipelines do not serve.
+    """
+    if stage_of(context.model_config).count == 1:
+        return PipelineStage()
+    return LinkedStage(context, log_probs, ensure_process_groups().pp)
