@@ -49,21 +49,22 @@ class DummySource(ModelSource):
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """Random weights, the same for the same dtype and device, however many ranks share them.
 
-        Every rank draws each weight whole, one at a time, and keeps its part.
+        Every rank draws each weight that it has a part of whole, one at a time, and keeps its part.
         """
         # Imports Megatron, which takes seconds and is not needed to describe a shape.
         from megatron_async.models.hybrid import fill_dummy_weight
 
-        wanted = weights_of_stage(model, list(weights(self.architecture, Shard.of(model))))
-        parameters = model_parameters(model, wanted)
-        for weight in wanted:
+        held = weights_of_stage(model, list(weights(self.architecture, Shard.of(model))))
+        parameters = model_parameters(model, held)
+        for weight in held:
             parameter = parameters[weight.name]
-            # The last pipeline stage's copy of a tied embedding bears the output layer's name.
+            # The copy of a tied embedding is stored under the embedding's name.
+            name = weight.stored if weight.layer is None else weight.name
             if weight.shape == weight.whole_shape:
-                fill_dummy_weight(weight.stored, parameter)
+                fill_dummy_weight(name, parameter)
                 continue
             whole = parameter.new_empty(weight.whole_shape)
-            fill_dummy_weight(weight.stored, whole)
+            fill_dummy_weight(name, whole)
             clear_padding(weight, parameter)
             for start, place in weight.stored_regions(parameter):
                 region = (slice(s, s + n) for s, n in zip(start, place.shape, strict=True))

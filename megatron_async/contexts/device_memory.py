@@ -140,6 +140,9 @@ def _make_attention(
                 "out."
             )
         return TorchPagedAttention(config.block_size_tokens, max_blocks, device.torch_device)
+    # Megatron's imports take seconds, and simulations do without them.
+    from megatron_async.models.parallel_state import agree_on_least
+
     dim = model.kv_channels
     if not HEAD_TILE <= dim <= MAX_DIM or dim % 2:
         raise ConfigurationError(
@@ -164,5 +167,5 @@ def _make_attention(
         kv_heads,
         dim,
         device.torch_device,
-        choose_prefill(config.attention_backend, shape, device),
+        choose_prefill(config.attention_backend, shape, device, agree_on_least),
     )

@@ -363,7 +363,7 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
 
 
 def fill_dummy_weight(name: str, weight: Tensor, seed: int = 0) -> None:
-    """The numbers of `init_dummy_weights` for one parameter, by its name in the whole model."""
+    """The numbers of `init_dummy_weights` for one whole weight, by its name in the whole model."""
     if weight.dim() == 1 and "norm" in name:
         weight.fill_(1.0)
     elif weight.dim() == 1:

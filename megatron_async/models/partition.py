@@ -7,11 +7,13 @@ is padded to a multiple of the ranks; everything else must divide.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.parallel_state import ParallelSizes
+
+if TYPE_CHECKING:
+    from megatron_async.models.parallel_state import ParallelSizes
 
 
 def padded_vocab_size(vocab_size: int, ranks: int) -> int:

@@ -31,7 +31,6 @@ class ModelShape:
     layernorm_epsilon: float = 1e-5
     pipeline_model_parallel_size: int = 1
     tensor_model_parallel_size: ClassVar[int] = 1
-    expert_model_parallel_size: ClassVar[int] = 1
 
     @property
     def params_dtype(self) -> torch.dtype:
