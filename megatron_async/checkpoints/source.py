@@ -162,7 +162,7 @@ def weights_of_stage(model: nn.Module, wanted: Sequence[Weight]) -> list[Weight]
     Where embedding and output layer are tied, the last stage has a copy of the embedding in its
     output layer.
     """
-    stage = stage_of(model.config)
+    stage = stage_of(getattr(model, "config", None))
     held = [weight for weight in wanted if stage.local_name(weight.name) is not None]
     if stage.is_last and not stage.is_first and model.share_embeddings_and_output_weights:
         held += [replace(weight, name=OUTPUT) for weight in wanted if weight.name == EMBEDDING]
@@ -178,7 +178,7 @@ def model_parameters(model: nn.Module, wanted: Sequence[Weight]) -> dict[str, Te
     """
     unfilled = {name: parameter.detach() for name, parameter in model.named_parameters()}
     shapes = {weight.name: weight.shape for weight in wanted}
-    parameters, stage = {}, stage_of(model.config)
+    parameters, stage = {}, stage_of(getattr(model, "config", None))
     for weight in wanted:
         name = stage.local_name(weight.name)
         name = name if name in unfilled else stage.local_name(weight.stored)
