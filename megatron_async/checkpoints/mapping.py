@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.pipeline import EMBEDDING, OUTPUT, Stage, stage_of
 
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]
@@ -35,12 +36,23 @@ class Shard:
     """Of the rank in its tensor-parallel group."""
     tensor_size: int = 1
     """Ranks of that group."""
+    stage: Stage | None = None
+    """Its pipeline stage; None: the only one."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Shard:
         """The part that a Megatron model was built for."""
         group = getattr(getattr(model, "pg_collection", None), "tp", None)
-        return cls() if group is None else cls(group.rank(), group.size())
+        stage = stage_of(getattr(model, "config", None))
+        return cls(
+            tensor_rank=0 if group is None else group.rank(),
+            tensor_size=1 if group is None else group.size(),
+            stage=stage if stage.count > 1 else None,
+        )
+
+    def local_name(self, name: str) -> str | None:
+        """A parameter's name in this rank's model, from that in the whole one; None: not held."""
+        return name if self.stage is None else self.stage.local_name(name)
 
     def range_of(self, size: int) -> range:
         """This rank's indices of an axis of that size: an equal share, the last ones less where it
@@ -60,12 +72,12 @@ class Weight:
     """
 
     name: str
-    """Parameter of the `HybridModel`."""
+    """Parameter of this rank's `HybridModel`."""
     parts: dict[str, Shape]
     """Hugging Face tensors that it is made of, with their shapes."""
     groups: int
     stored: str
-    """Key in a Megatron checkpoint of the `HybridModel`."""
+    """Key in a Megatron checkpoint of the `HybridModel`, which is that of the whole model."""
     layer: int | None
     """Transformer layer, None outside the layers."""
 
@@ -75,6 +87,12 @@ class Weight:
     divide (the vocabulary), the parameter has rows of padding at its end."""
     shard: Shard = Shard()
     """What this rank holds."""
+
+    @property
+    def fused_name(self) -> str | None:
+        """The parameter of a model of TransformerEngine layers, which hold a norm's weight in the
+        linear layer behind it, as Megatron's checkpoints do."""
+        return self.shard.local_name(self.stored)
 
     @property
     def whole_shape(self) -> Shape:
@@ -152,14 +170,24 @@ class Weight:
 
 
 def weights(architecture: ModelArchitecture, shard: Shard | None = None) -> Iterator[Weight]:
-    """Every parameter of the architecture's `HybridModel`, in the order of the model.
+    """Every parameter of a rank's `HybridModel`, in the order of the model.
+
+    Where embedding and output layer are tied, the last of several pipeline stages has a copy of the
+    embedding in its output layer.
 
     Args:
         architecture: of the whole model.
         shard: what this rank holds; None: all.
     """
+    shard = shard or Shard()
     for weight in _whole_weights(architecture):
-        yield weight if shard is None else replace(weight, shard=shard)
+        name = shard.local_name(weight.name)
+        if name is not None:
+            yield replace(weight, name=name, shard=shard)
+    stage = shard.stage
+    if stage is not None and stage.is_last and architecture.tie_word_embeddings:
+        embedding = next(_whole_weights(architecture))
+        yield replace(embedding, name=OUTPUT, shard=shard)
 
 
 def _whole_weights(a: ModelArchitecture) -> Iterator[Weight]:
@@ -167,13 +195,13 @@ def _whole_weights(a: ModelArchitecture) -> Iterator[Weight]:
         return Weight(name, {huggingface: shape}, 1, name, None, dim)
 
     embedding = (a.vocab_size, a.hidden_size)
-    yield plain("embedding.word_embeddings.weight", "model.embed_tokens.weight", embedding, 0)
+    yield plain(EMBEDDING, "model.embed_tokens.weight", embedding, 0)
     for layer in range(a.num_layers):
         yield from _attention(a, layer)
         yield from _mlp(a, layer)
     yield plain("decoder.final_norm.weight", "model.norm.weight", (a.hidden_size,), None)
     if not a.tie_word_embeddings:
-        yield plain("output_layer.weight", "lm_head.weight", embedding, 0)
+        yield plain(OUTPUT, "lm_head.weight", embedding, 0)
 
 
 def _attention(a: ModelArchitecture, layer: int) -> Iterator[Weight]:
