@@ -129,8 +129,8 @@ class Weight:
         return re.sub(r"layers\.\d+\.", "layers.", self.stored_gpt)
 
     def places(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Where what is held of the parts lies in the parameter: Hugging Face name -> view `[groups,
-        rows of the part / groups, ...]`. Rows of padding are in no place."""
+        """Where what is held of the parts lies in the parameter: Hugging Face name -> view
+        `[groups, rows of the part / groups, ...]`. Rows of padding are in no place."""
         groups = self.groups
         if self.partition_dim == 0 and groups > 1:
             groups //= self.shard.tensor_size

@@ -93,9 +93,7 @@ def _num_blocks(model: Any, config: InferenceConfig, device: Device) -> int:
     return num_blocks
 
 
-def max_paused_blocks(
-    model: Any, config: InferenceConfig, num_blocks: int, device: Device
-) -> int:
+def max_paused_blocks(model: Any, config: InferenceConfig, num_blocks: int, device: Device) -> int:
     """Blocks that paused requests may hold: `paused_buffer_size_gb`, or the whole pool."""
     if config.paused_buffer_size_gb is None:
         return num_blocks

@@ -185,8 +185,8 @@ class PagedHybridStack(HybridStack):
 
 
 def make_norm(config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> nn.RMSNorm:
-    """torch's RMSNorm, called as Megatron's `WrappedTorchNorm`, which refuses sequence parallelism
-    for the gradients' sake."""
+    """An RMSNorm of torch, called as Megatron's `WrappedTorchNorm`, which refuses sequence
+    parallelism for the gradients' sake."""
     return nn.RMSNorm(hidden_size, eps=eps)
 
 

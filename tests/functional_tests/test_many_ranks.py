@@ -54,3 +54,9 @@ def one_rank() -> list[list[int]]:
 
 def test_data_parallel_replicas(one_rank):
     assert run_ranks(2, _call, {}) == [one_rank[0::2], one_rank[1::2]]
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_pipeline_stages(one_rank, lookahead):
+    options = {"pipeline_model_parallel_size": 2, "lookahead": lookahead, "check_ranks_agree": True}
+    assert run_ranks(2, _call, options) == [one_rank, None]

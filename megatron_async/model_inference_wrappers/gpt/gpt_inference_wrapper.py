@@ -78,21 +78,20 @@ class GPTInferenceWrapper:
             inference_context.device.torch_device,
         )
 
-    def forward(self, view: ContextGPUView, hidden_states: Tensor | None = None) -> Tensor:
+    def set_input_tensor(self, hidden_states: Tensor) -> None:
+        """Give the next `forward` what the pipeline stage before computed, `[tokens, 1, hidden]`;
+        Megatron's name."""
+        model: Any = self.model
+        model.set_input_tensor(hidden_states)
+
+    def forward(self, view: ContextGPUView) -> Tensor:
         """Logits `[rows, vocabulary]` of the step in `view`, in the model's dtype; or, of a
         pipeline stage that is not the last, hidden states `[tokens, 1, hidden]`.
 
         Runs inside launched work.
-
-        Args:
-            view: the step.
-            hidden_states: `[tokens, 1, hidden]`, from the pipeline stage before, if there is one.
         """
-        model: Any = self.model
-        if hidden_states is not None:
-            model.set_input_tensor(hidden_states)
         with inference_mode_active():
-            output: Tensor = model(
+            output: Tensor = self.model(
                 view.step.token_ids[None],
                 view.step.positions[None],
                 attention_mask=None,
