@@ -85,10 +85,15 @@ class NamedTensorSource(ModelSource):
         it."""
         place.copy_(self.read_tensor(name, region, place.device).view(place.shape))
 
+    @property
+    def has_stacked_experts(self) -> bool:
+        """Whether a tensor holds all experts of a layer (see `weights`)."""
+        return any(name.endswith(".experts.gate_up_proj") for name in self.tensor_shapes)
+
     @cached_property
     def checked_weights(self) -> list[Weight]:
         """The model's weights, once names and shapes of all stored tensors are known to fit."""
-        wanted = list(weights(self.architecture))
+        wanted = list(weights(self.architecture, stacked_experts=self.has_stacked_experts))
         expected = {name: shape for weight in wanted for name, shape in weight.parts.items()}
         check_shapes(self.name, expected, self.tensor_shapes)
         # A tied model may still carry its output projection: it is the embedding again.
@@ -104,8 +109,16 @@ class NamedTensorSource(ModelSource):
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
+        shard = Shard.of(model)
+        if self.has_stacked_experts and shard.tensor_size > 1:
+            raise CheckpointError(
+                f"{self.name}: gates and ups of all experts are in one tensor, which is not split "
+                f"over {shard.tensor_size} tensor-parallel ranks. Write the model anew with "
+                "`megatron-async convert` (a tensor for each expert, or torch_dist), or use "
+                "tensor_model_parallel_size=1."
+            )
         _ = self.checked_weights
-        wanted = list(weights(self.architecture, Shard.of(model)))
+        wanted = list(weights(self.architecture, shard, self.has_stacked_experts))
         parameters = model_parameters(model, wanted)
         with byte_bar(total_bytes(parameters), progress) as bar:
             for weight in wanted:

@@ -37,6 +37,7 @@ from megatron_async.models.linear import (
     InferenceRowParallelLinear,
 )
 from megatron_async.models.mlp import GatedMLP
+from megatron_async.models.moe import MoELayer
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition, padded_vocab_size
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT, split_pattern, stage_of
@@ -44,6 +45,7 @@ from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.skinny_linear import Unnormed
 from megatron_async.ops.tensor_collectives import Unreduced, collectives_of
 
+SERVED_LAYERS = {LayerSymbols.ATTENTION, LayerSymbols.MLP, LayerSymbols.MOE}
 TRANSFORMER_IMPLS = ("local", "transformer_engine")
 """Values of Megatron's `transformer_impl` that are served."""
 
@@ -113,28 +115,42 @@ def transformer_config(
         init_model_with_meta_device=stages > 1,
         rotary_base=architecture.rotary_base,
         rope_scaling=architecture.rope_scaling,
+        **_moe_options(architecture),
     )
 
 
+def _moe_options(architecture: ModelArchitecture) -> dict[str, Any]:
+    if not architecture.num_moe_experts:
+        return {}
+    return {
+        "num_moe_experts": architecture.num_moe_experts,
+        "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
+        "moe_router_topk": architecture.moe_router_topk,
+        "moe_router_pre_softmax": architecture.moe_router_pre_softmax,
+        "moe_router_load_balancing_type": "none",
+    }
+
+
 class PagedHybridStack(HybridStack):
-    """Megatron's `HybridStack` for one pipeline stage of attention and gated-MLP layers.
+    """Megatron's `HybridStack` for one pipeline stage of attention, gated-MLP and expert layers.
 
     Its final norm is torch's (the stock one is TransformerEngine's).
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
-        unknown = set(self.layer_type_list) - {LayerSymbols.ATTENTION, LayerSymbols.MLP}
+        unknown = set(self.layer_type_list) - SERVED_LAYERS
         if unknown:
             raise ConfigurationError(
                 f"layer kinds {sorted(unknown)} are not served yet: build a model of attention (*) "
-                "and MLP (-) layers."
+                "and MLP (-) or expert (E) layers."
             )
         if self.post_process:
             self.final_norm = make_norm(
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
-        products = [m for m in self.modules() if isinstance(m, InferenceRowParallelLinear)]
+        kinds = InferenceRowParallelLinear | MoELayer
+        products = [module for module in self.modules() if isinstance(module, kinds)]
         for product in products:
             product.may_split = True  # what follows is a norm, which adds up partial sums
         if not self.post_process:
@@ -163,8 +179,9 @@ class PagedHybridStack(HybridStack):
             attends = kind == LayerSymbols.ATTENTION
             norm = layer.input_layernorm if attends else layer.pre_mlp_layernorm
             block = layer.self_attention if attends else layer.mlp
-            product = block.linear_qkv if attends else block.linear_fc1
-            if isinstance(output, Tensor) and product.takes_unnormed(output):
+            product = block.linear_qkv if attends else getattr(block, "linear_fc1", None)
+            whole = product is not None and isinstance(output, Tensor)
+            if product is not None and whole and product.takes_unnormed(output):
                 before = None if residual is None else residual.flatten(0, 1)
                 unnormed = Unnormed(output.flatten(0, 1), before, norm.weight, norm.eps)
                 output, bias = block(unnormed, inference_context=inference_context)
@@ -176,6 +193,7 @@ class PagedHybridStack(HybridStack):
             if bias is not None:
                 output = output + bias
         if not self.post_process:
+            assert residual is not None, "a stage has a layer"
             return output + residual
         normed, _residual = _add_norm(output, residual, self.final_norm)
         if self.config.sequence_parallel:
@@ -197,6 +215,7 @@ def _add_norm(
     flat = None if residual is None else residual.flatten(0, 1)
     if isinstance(x, Unreduced):
         assert flat is not None, "the embedding is reduced"
+        assert norm.eps is not None, "make_norm sets it"
         normed, total = x.collectives.all_reduce_add_rms_norm(
             x.product, flat, norm.weight, norm.eps
         )
@@ -206,7 +225,8 @@ def _add_norm(
 
 
 def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
-    """Layer spec of attention (`*`) and MLP (`-`) layers without any package beyond torch.
+    """Layer spec of attention (`*`), MLP (`-`) and expert (`E`) layers without any package beyond
+    torch.
 
     The key maps give norms the names that Megatron's TransformerEngine spec uses inside a
     checkpoint (there the norm is fused into the linear layer), so checkpoints are interchangeable.
@@ -248,9 +268,17 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
             sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
         ),
     )
+    moe_layer = ModuleSpec(
+        module=MLPLayer,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=make_norm, mlp=MoELayer, mlp_bda=get_bias_dropout_add
+        ),
+    )
     return ModuleSpec(
         module=PagedHybridStack,
-        submodules=HybridStackSubmodules(attention_layer=attention_layer, mlp_layer=mlp_layer),
+        submodules=HybridStackSubmodules(
+            attention_layer=attention_layer, mlp_layer=mlp_layer, moe_layer=moe_layer
+        ),
     )
 
 

@@ -51,6 +51,9 @@ def check_partition(
         "attention heads": a.num_attention_heads,
         "MLP units (ffn_hidden_size)": a.ffn_hidden_size,
     }
+    if a.num_moe_experts:
+        counts["units of an expert (moe_ffn_hidden_size)"] = a.moe_ffn_hidden_size
+    _check_experts(a, sizes.expert_model_parallel)
     for what, count in counts.items():
         if count % ranks:
             fitting = [str(n) for n in range(1, min(counts.values()) + 1) if _fits(counts, n)]
@@ -58,6 +61,19 @@ def check_partition(
                 f"tensor_model_parallel_size={ranks} does not divide the model's {count} {what}: "
                 f"use one of {', '.join(fitting)}. (Heads are never held twice.)"
             )
+
+
+def _check_experts(a: ModelArchitecture, ranks: int) -> None:
+    if ranks > 1 and not a.num_moe_experts:
+        raise ConfigurationError(
+            f"expert_model_parallel_size={ranks}, but this {a.model_type} model has no experts: "
+            "leave it out."
+        )
+    if a.num_moe_experts % ranks:
+        raise ConfigurationError(
+            f"expert_model_parallel_size={ranks} does not divide the model's {a.num_moe_experts} "
+            "experts (num_moe_experts): use a size that does."
+        )
 
 
 def _fits(counts: dict[str, int], ranks: int) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_async.ops import (
+    expert_mlp,
+    expert_routing,
     log_probs,
     logits_processing,
     rms_norm,
@@ -41,6 +43,8 @@ class Kernels:
     count_tokens: Callable[..., None]
     log_probs: Callable[..., None]
     apply_token_mask: Callable[[Tensor, Tensor], None]
+    route: Callable[..., expert_routing.Routing]
+    expert_mlp: Callable[..., Tensor]
 
 
 TORCH_KERNELS = Kernels(
@@ -57,6 +61,8 @@ TORCH_KERNELS = Kernels(
     logits_processing.count_tokens_reference,
     log_probs.log_probs_reference,
     token_mask.apply_token_mask_reference,
+    expert_routing.route_reference,
+    expert_mlp.expert_mlp_reference,
 )
 TRITON_KERNELS = Kernels(
     vocab_embedding.vocab_embedding,
@@ -72,6 +78,8 @@ TRITON_KERNELS = Kernels(
     triton_logits.count_tokens,
     triton_log_probs.log_probs,
     token_mask.apply_token_mask,
+    expert_routing.route,
+    expert_mlp.expert_mlp,
 )
 
 

@@ -81,8 +81,9 @@ class SymmetricAllReduce:
         elements = self._first_row + 2 * self.one_shot_rows * hidden
         self._rows, rows_handle = _share(elements, dtype, device, group)
         self._two_shot, _ = _share(max(self.two_shot_rows, 1) * hidden, dtype, device, group)
-        self._pointers = torch.tensor(
-            list(rows_handle.buffer_ptrs), dtype=torch.int64, device=device
+        addresses = [address + rows_handle.offset for address in rows_handle.buffer_ptrs]
+        self._pointers = torch.tensor(  # sync-ok: at the start
+            addresses, dtype=torch.int64, device=device
         )
         self._turns = torch.zeros(self.one_shot_rows, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # sync-ok: at the start
