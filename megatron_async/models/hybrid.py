@@ -193,6 +193,7 @@ class PagedHybridStack(HybridStack):
             if bias is not None:
                 output = output + bias
         if not self.post_process:
+            assert residual is not None, "a stage has a layer"
             return output + residual
         normed, _residual = _add_norm(output, residual, self.final_norm)
         if self.config.sequence_parallel:
@@ -202,8 +203,8 @@ class PagedHybridStack(HybridStack):
 
 
 def make_norm(config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> nn.RMSNorm:
-    """torch's RMSNorm, called as Megatron's `WrappedTorchNorm`, which refuses sequence parallelism
-    for the gradients' sake."""
+    """An RMSNorm of torch, called as Megatron's `WrappedTorchNorm`, which refuses sequence
+    parallelism for the gradients' sake."""
     return nn.RMSNorm(hidden_size, eps=eps)
 
 
@@ -214,6 +215,7 @@ def _add_norm(
     flat = None if residual is None else residual.flatten(0, 1)
     if isinstance(x, Unreduced):
         assert flat is not None, "the embedding is reduced"
+        assert norm.eps is not None, "make_norm sets it"
         normed, total = x.collectives.all_reduce_add_rms_norm(
             x.product, flat, norm.weight, norm.eps
         )
