@@ -11,9 +11,15 @@ from ranks import RankError, run_ranks
 
 from megatron_async import LLM
 
-RUNS = {name: [1, 3] for name in CASES} | {
-    name: [0, 1, 2, 3] for name in ("all at once", "small pool")
+RUNS = {
+    "all at once": [0, 1, 2, 3],
+    "small pool": [0, 1, 2, 3],
+    "one request": [2],
+    "arrivals": [1, 2],
+    "aborts": [2, 3],
+    "grammars": [1, 3],
 }
+"""Case -> lookaheads."""
 FOUR_STAGES = {"all at once": [4], "grammars": [1]}
 Found = dict[tuple[str, int], Any]
 
@@ -110,8 +116,9 @@ def dummy_tokens(**settings: Any) -> tuple[list[list[int]], int, int]:
 
 def test_llm_splits_a_model_that_ties_its_embeddings() -> None:
     tokens, _, block = dummy_tokens(num_kv_blocks=8)
-    for rank in run_ranks(2, pipelined_dummy):
-        assert rank == (tokens, 2, block // 2)
+    leader, follower = run_ranks(2, pipelined_dummy)
+    assert leader == (tokens, 2, block // 2)
+    assert follower == ([], 2, block // 2)
 
 
 def pipelined_dummy() -> tuple[list[list[int]], int, int]:
