@@ -174,7 +174,7 @@ class PagedHybridStack(HybridStack):
             if bias is not None:
                 output = output + bias
         if not self.post_process:
-            return output + residual
+            return output if residual is None else output + residual
         return _add_norm(output, residual, self.final_norm)[0]
 
 

@@ -159,7 +159,7 @@ def uneven_memory(rank_of_less: str) -> tuple[int, str]:
         free = 0 if rank_of_less == "none" else 2_000_000
         device.free_memory = lambda: free  # type: ignore[method-assign]
     try:
-        return make_engine(model, device=device).context.blocks.total, ""
+        return make_engine(model, device=device, num_kv_blocks=None).context.blocks.total, ""
     except Exception as error:
         return 0, str(error)
 
