@@ -104,10 +104,13 @@ class LLM:
         self.tokenizer = source.tokenizer
         self.timeline = Timeline() if timeline else None
         context = DynamicInferenceContext(weights.config, config, self._device, self.timeline)
-        controller = TextGenerationController(
-            GPTInferenceWrapper(weights, context), self.tokenizer
-        )
-        reports = [context.gpu_view.attention_report, controller.create_cuda_graphs(progress)]
+        wrapper = GPTInferenceWrapper(weights, context)
+        controller = TextGenerationController(wrapper, self.tokenizer)
+        reports = [
+            context.gpu_view.attention_report,
+            wrapper.collectives.report,
+            controller.create_cuda_graphs(progress),
+        ]
         for report in reports:
             if progress and report is not None:
                 tqdm.write(str(report), file=sys.stderr)

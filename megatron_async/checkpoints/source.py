@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.mapping import Shape, Weight, weights
+from megatron_async.checkpoints.mapping import Region, Shape, Shard, Weight, weights
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT, stage_of
 from megatron_async.tokenizer import Tokenizer
@@ -79,17 +79,23 @@ class NamedTensorSource(ModelSource):
         """Shape of every stored tensor by Hugging Face name, without reading any."""
 
     @abstractmethod
-    def read_tensor(self, name: str, device: torch.device) -> Tensor:
-        """One tensor on a device, in its stored dtype or dequantised."""
+    def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
+        """A region of a tensor on a device, in its stored dtype or dequantised."""
 
-    def fill(self, place: Tensor, name: str) -> None:
-        """Read a tensor into its place in a parameter (see `Weight.places`), converting it."""
-        place.copy_(self.read_tensor(name, place.device).view(place.shape))
+    def fill(self, place: Tensor, name: str, region: Region) -> None:
+        """Read a region of a tensor into its place in a parameter (see `Weight.places`), converting
+        it."""
+        place.copy_(self.read_tensor(name, region, place.device).view(place.shape))
+
+    @property
+    def has_stacked_experts(self) -> bool:
+        """Whether a tensor holds all experts of a layer (see `weights`)."""
+        return any(name.endswith(".experts.gate_up_proj") for name in self.tensor_shapes)
 
     @cached_property
     def checked_weights(self) -> list[Weight]:
         """The model's weights, once names and shapes of all stored tensors are known to fit."""
-        wanted = list(weights(self.architecture))
+        wanted = list(weights(self.architecture, stacked_experts=self.has_stacked_experts))
         expected = {name: shape for weight in wanted for name, shape in weight.parts.items()}
         check_shapes(self.name, expected, self.tensor_shapes)
         # A tied model may still carry its output projection: it is the embedding again.
@@ -105,15 +111,34 @@ class NamedTensorSource(ModelSource):
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
-        wanted = weights_of_stage(model, self.checked_weights)
+        shard = Shard.of(model)
+        if self.has_stacked_experts and shard.tensor_size > 1:
+            raise CheckpointError(
+                f"{self.name}: gates and ups of all experts are in one tensor, which is not split "
+                f"over {shard.tensor_size} tensor-parallel ranks. Write the model anew with "
+                "`megatron-async convert` (a tensor for each expert, or torch_dist), or use "
+                "tensor_model_parallel_size=1."
+            )
+        _ = self.checked_weights
+        whole = list(weights(self.architecture, shard, self.has_stacked_experts))
+        wanted = weights_of_stage(model, whole)
         parameters = model_parameters(model, wanted)
         with byte_bar(total_bytes(parameters), progress) as bar:
             for weight in wanted:
+                parameter = parameters[weight.name]
+                clear_padding(weight, parameter)
                 # Each part goes to the device as it is stored; there it is converted and put in
                 # its place. On the host nothing is joined, converted or copied.
-                for name, place in weight.places(parameters[weight.name]).items():
-                    self.fill(place, name)
+                for name, place in weight.places(parameter).items():
+                    if place.numel():
+                        self.fill(place, name, weight.held(name))
                     bar.update(place.nbytes)
+
+
+def clear_padding(weight: Weight, parameter: Tensor) -> None:
+    """Zero a parameter that has rows of padding, before the rest is read."""
+    if sum(place.numel() for place in weight.places(parameter).values()) < parameter.numel():
+        parameter.zero_()
 
 
 def check_shapes(source: str, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:

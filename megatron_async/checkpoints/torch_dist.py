@@ -28,12 +28,13 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.json_files import read_json, write_json
-from megatron_async.checkpoints.mapping import weights
+from megatron_async.checkpoints.mapping import Shard, weights
 from megatron_async.checkpoints.megatron_args import architecture_from_args
 from megatron_async.checkpoints.source import (
     ModelSource,
     byte_bar,
     check_shapes,
+    clear_padding,
     model_parameters,
     total_bytes,
     weights_of_stage,
@@ -113,18 +114,19 @@ class TorchDistSource(ModelSource):
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
-        wanted = weights_of_stage(model, list(weights(self.architecture)))
+        wanted = weights_of_stage(model, list(weights(self.architecture, Shard.of(model))))
         parameters = model_parameters(model, wanted)
         planner = _DirectPlanner()
         for weight in wanted:
             # The last pipeline stage's copy of a tied embedding has the embedding's place.
             is_copy = weight.name not in self._places
             key, stacked = self._places[weight.stored if is_copy else weight.name]
-            target = parameters[weight.name]
-            offset = [0] * target.dim()
-            if stacked:
-                target, offset = target.unsqueeze(0), [weight.layer or 0, *offset]
-            planner.add(key, offset, target, self._stored[key], str(self.folder))
+            parameter = parameters[weight.name]
+            clear_padding(weight, parameter)
+            for offset, target in weight.stored_regions(parameter):
+                if stacked:
+                    target, offset = target.unsqueeze(0), [weight.layer or 0, *offset]
+                planner.add(key, offset, target, self._stored[key], str(self.folder))
         with byte_bar(total_bytes(parameters), progress) as bar:
             planner.bar = bar
             self._read(planner)
@@ -253,6 +255,8 @@ class _DirectPlanner(DefaultLoadPlanner):
         where: str,
     ) -> None:
         """Read the region of `key` that begins at `offset` and has the shape of `target`."""
+        if not target.numel():
+            return
         region = ChunkStorageMetadata(torch.Size(offset), target.size())
         items = create_read_items_for_chunk_list(key, stored, [region])
         if sum(item.lengths.numel() for item in items) != target.numel():

@@ -10,11 +10,11 @@ from ranks import run_ranks
 PROMPTS = [[1, 2, 3], list(range(40, 90)), [7], list(range(30))]
 
 
-def _llm(**options: Any) -> Any:
+def _llm(model: str = "dummy:tiny", **options: Any) -> Any:
     from megatron_async import LLM
 
     settings = {"num_kv_blocks": 64, "block_size_tokens": 16, "max_sequence_length": 256, **options}
-    return LLM("dummy:tiny", device="cpu", **settings)
+    return LLM(model, device="cpu", **settings)
 
 
 def _params(count: int) -> Any:
@@ -60,3 +60,50 @@ def test_data_parallel_replicas(one_rank):
 def test_pipeline_stages(one_rank, lookahead):
     options = {"pipeline_model_parallel_size": 2, "lookahead": lookahead, "check_ranks_agree": True}
     assert run_ranks(2, _call, options) == [one_rank, None]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_tensor_parallel_ranks(one_rank, lookahead, sequence_parallel):
+    options = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": sequence_parallel,
+        "lookahead": lookahead,
+        "check_ranks_agree": True,
+    }
+    assert run_ranks(2, _call, options) == [one_rank, None]
+
+
+def test_tensor_parallel_replicas(one_rank):
+    options = {"tensor_model_parallel_size": 2}
+    assert run_ranks(4, _call, options) == [one_rank[0::2], None, one_rank[1::2], None]
+
+
+def test_tensor_parallel_stages(one_rank):
+    options = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    assert run_ranks(4, _call, options) == [one_rank, None, None, None]
+
+
+@pytest.fixture(scope="module")
+def one_rank_of_experts() -> list[list[int]]:
+    tokens = generate(model="dummy:tiny-moe")
+    assert tokens is not None
+    return tokens
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_expert_parallel_replicas(one_rank_of_experts, lookahead):
+    options = {"expert_model_parallel_size": 2, "lookahead": lookahead, "model": "dummy:tiny-moe"}
+    tokens = one_rank_of_experts
+    assert run_ranks(2, _call, options) == [tokens[0::2], tokens[1::2]]
+
+
+def test_tensor_and_expert_parallel_ranks(one_rank_of_experts):
+    options = {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "model": "dummy:tiny-moe",
+        "check_ranks_agree": True,
+    }
+    tokens = one_rank_of_experts
+    assert run_ranks(4, _call, options) == [tokens[0::2], None, tokens[1::2], None]

@@ -69,10 +69,11 @@ def test_round_trip_is_bit_exact(
     assert len(architectures) == 1
 
 
+@pytest.mark.parametrize("family", ["qwen3-tied", "mixtral"])
 def test_megatron_itself_reads_what_we_write(
-    family_folder: Callable[[str], Path], tmp_path: Path
+    family: str, family_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    folder = family_folder("qwen3-tied")
+    folder = family_folder(family)
     convert(folder, tmp_path / "m")
     expected = load_model(folder, torch.float32, CPU)
     model = build_model(expected.architecture, torch.float32, CPU)
@@ -175,7 +176,8 @@ def test_hybrid_model_checkpoints_of_training_load(
     ("args", "message"),
     [
         (None, "says nothing about the model's architecture; place an architecture.json"),
-        (ARGS | {"num_experts": 8}, "num_experts = 8 is not supported"),
+        (ARGS | {"num_experts": 8}, "add_qkv_bias together with qk_layernorm or experts"),
+        (ARGS | {"moe_shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8"),
         (ARGS | {"normalization": "LayerNorm"}, "normalization = 'LayerNorm' .*'RMSNorm'"),
         (ARGS | {"rotary_percent": 0.5}, "rotary_percent = 0.5"),
         (ARGS | {"qk_layernorm": True}, "add_qkv_bias together with qk_layernorm"),
