@@ -1,5 +1,5 @@
-"""The command line: `megatron-async generate`, `convert`, `info`, `profile`, `replay` and
-`simulate`.
+"""The command line: `megatron-async generate`, `convert`, `info`, `profile`, `replay`,
+`simulate`, `coordinator`, `replica` and `replicas`.
 
 Everything heavy (torch, Megatron-Core) is imported inside the commands, so that `--help` and a
 mistyped option answer at once. A user's error ends in one line on stderr and exit status 2; with
@@ -26,8 +26,10 @@ from megatron_async.cli_options import (
     PROGRAM,
     HelpFormatter,
     add_dtype,
+    add_parallel,
     flag,
     metrics_server,
+    parallel_sizes,
     show_logged_steps,
 )
 from megatron_async.cli_output import (
@@ -39,6 +41,7 @@ from megatron_async.cli_output import (
 )
 from megatron_async.cli_profile import add_profile
 from megatron_async.cli_sampling import add_sampling_options, sampling_params
+from megatron_async.cli_serving import add_serving
 from megatron_async.cli_simulate import add_record_option, add_replay_and_simulate
 
 if TYPE_CHECKING:
@@ -73,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_info(commands, common)
     add_profile(commands, common)
     add_replay_and_simulate(commands, common, HelpFormatter)
+    add_serving(commands, common, HelpFormatter)
     return parser
 
 
@@ -117,6 +121,8 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--no-chunked-prefill", action="store_true", help="prefill each prompt in a single step"
     )
+
+    add_parallel(generate)
 
     output = generate.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON document: results and stats")
@@ -192,7 +198,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     options = {name: value for name, value in fields.items() if value is not None}
     if arguments.no_chunked_prefill:
         options["enable_chunked_prefill"] = False
-    progress = not arguments.no_progress
+    progress = not arguments.no_progress and os.environ.get("RANK", "0") == "0"
     if arguments.logging_step_interval:
         show_logged_steps()
     with LLM(
@@ -202,14 +208,18 @@ def run_generate(arguments: argparse.Namespace) -> int:
         progress=progress,
         timeline=arguments.timeline is not None,
         record=arguments.record,
+        **parallel_sizes(arguments),
         **options,
     ) as llm:
+        prompts = prompts[llm.data_parallel_rank :: llm.data_parallel_size]
         inputs = chat_prompts(llm, prompts, arguments.system) if arguments.chat else prompts
         if llm.tokenizer is None:
             inputs = [token_ids(prompt) for prompt in prompts]
         with metrics_server(llm.engine, arguments.metrics_port):
             results = llm.generate(inputs, sampling, progress=progress)
         stats, timeline = llm.engine.stats(), llm.timeline
+        if not llm.is_primary_rank:
+            return 0
     if arguments.json:
         records = [as_record(*pair) for pair in zip(prompts, results, strict=True)]
         print_json({"results": records, "stats": dict(stats)})

@@ -38,6 +38,36 @@ ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
 """Options of `generate` that are fields of `InferenceConfig`; those not given keep its defaults."""
 
 
+PARALLEL_OPTIONS: tuple[tuple[str, str], ...] = (
+    ("tensor_model_parallel_size", "ranks that split each layer between them (default: 1)"),
+    ("pipeline_model_parallel_size", "stages that split the layers between them (default: 1)"),
+    ("expert_model_parallel_size", "replicas that split a MoE model's experts (default: 1)"),
+)
+"""Options under torchrun, by the names of `LLM`."""
+
+
+def add_parallel(parser: Any) -> None:
+    """The options of `PARALLEL_OPTIONS`, and `--sequence-parallel`."""
+    group = parser.add_argument_group(
+        "several ranks",
+        "Start them with torchrun: `torchrun --nproc-per-node 2 -m megatron_async generate ...`.\n"
+        "Ranks beyond one model's are data-parallel replicas, which divide the prompts.",
+    )
+    for name, text in PARALLEL_OPTIONS:
+        group.add_argument(flag(name), type=int, default=1, metavar="N", help=text)
+    group.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="divide tokens between tensor-parallel ranks outside attention and MLP",
+    )
+
+
+def parallel_sizes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `add_parallel`'s options are to `LLM`."""
+    names = [*(name for name, _ in PARALLEL_OPTIONS), "sequence_parallel"]
+    return {name: getattr(arguments, name) for name in names}
+
+
 class HelpFormatter(argparse.RawTextHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     """Line breaks as written, and the default where there is one to tell."""
 

@@ -122,6 +122,10 @@ class InferenceConfig:
     """Check after every step that each KV block and slot has exactly one owner (slow: for
     tests)."""
 
+    check_ranks_agree: bool = False
+    """Let followers report a checksum of every plan and of all samples to their leader, which
+    compares them with its own; for debugging several ranks."""
+
     def __post_init__(self) -> None:
         self._resolve_lookahead()
         for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.devices import make_device, resolve_device_name
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine, Prompt
+from megatron_async.engines.join_group import join_group
 from megatron_async.errors import ConfigurationError
 from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
@@ -103,14 +104,23 @@ class LLM:
         self.tokenizer = source.tokenizer
         self.timeline = Timeline() if timeline else None
         context = DynamicInferenceContext(weights.config, config, self._device, self.timeline)
-        controller = TextGenerationController(
-            GPTInferenceWrapper(weights, context), self.tokenizer
-        )
-        reports = [context.gpu_view.attention_report, controller.create_cuda_graphs(progress)]
+        wrapper = GPTInferenceWrapper(weights, context)
+        controller = TextGenerationController(wrapper, self.tokenizer)
+        reports = [
+            context.gpu_view.attention_report,
+            wrapper.collectives.report,
+            controller.create_cuda_graphs(progress),
+        ]
         for report in reports:
             if progress and report is not None:
                 tqdm.write(str(report), file=sys.stderr)
         self.engine = DynamicInferenceEngine(controller, context)
+        facts = {
+            "model": source.architecture.to_dict() | {"dtype": self.dtype},
+            "parallel sizes": asdict(sizes),
+            "InferenceConfig": asdict(config) | {"device": self._device.torch_device.type},
+        }
+        self.engine.group, self._place = join_group(facts, config.check_ranks_agree)
         self._recorder = None if record is None else Recorder(self.engine, record)
 
     def generate(
@@ -121,6 +131,9 @@ class LLM:
     ) -> list[DynamicInferenceRequest]:
         """Generate for one prompt or many, all at once.
 
+        On several ranks each of them calls it. Prompts are taken from the primary rank of each
+        data-parallel replica, and differ from replica to replica if they are to be divided.
+
         Args:
             prompts: a text, a list of token ids, or a list of those.
             sampling_params: for all prompts, or one for each.
@@ -128,8 +141,50 @@ class LLM:
 
         Returns:
             one request for each prompt, in order; see `DynamicInferenceRequest`. One that could not
-            be served has status FAILED and its `error`; the others are not affected.
+            be served has status FAILED and its `error`; the others are not affected. Nothing on
+            ranks that are not primary.
+
+        Raises:
+            JobFailed: another rank died, or did something else than this one.
         """
+        if not self.is_primary_rank:
+            self.engine.follow()
+            return []
+        try:
+            return self._generate(prompts, sampling_params, progress)
+        finally:
+            self.engine.group.release()
+
+    @property
+    def is_primary_rank(self) -> bool:
+        """Whether this process speaks for its data-parallel replica: requests are given to it, and
+        results are found there. The others do what it does, in `generate` or `follow`."""
+        return self._place.is_primary
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Number of this process's replica."""
+        return self._place.data_parallel_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas in the job."""
+        return self._place.data_parallel_size
+
+    def follow(self) -> None:
+        """On a rank that is not primary: serve the primary rank until it closes its LLM.
+
+        For programs whose primary rank uses `engine` itself (event loops, servers).
+        """
+        while self.engine.follow():
+            pass
+
+    def _generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool,
+    ) -> list[DynamicInferenceRequest]:
         batch = [prompts] if _is_one_prompt(prompts) else list(prompts)
         with tqdm(total=len(batch), unit="prompt", disable=not progress, desc="generate") as bar:
             statistics = self.engine.statistics

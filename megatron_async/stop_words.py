@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ class StopWords(Protocol):
 
     counts_from: int
 
-    def end_with(self, generated: NDArray[np.int32], min_tokens: int) -> bool:
+    def end_with(self, generated: NDArray[np.integer[Any]], min_tokens: int) -> bool:
         """Whether the newest token completes a stop word.
 
         Args:
@@ -53,7 +53,7 @@ class ByteMatcher:
         self._detokenize = detokenize
         self.counts_from = 0
 
-    def end_with(self, generated: NDArray[np.int32], min_tokens: int) -> bool:
+    def end_with(self, generated: NDArray[np.integer[Any]], min_tokens: int) -> bool:
         """See `StopWords`."""
         if len(generated) < min_tokens:
             return False
@@ -90,7 +90,7 @@ class StopWordMatcher:
         self._length = 0
         self.counts_from = 0
 
-    def end_with(self, generated: NDArray[np.int32], min_tokens: int) -> bool:
+    def end_with(self, generated: NDArray[np.integer[Any]], min_tokens: int) -> bool:
         """See `StopWords`."""
         return self.push(int(generated[-1]), len(generated) >= min_tokens)
 

@@ -48,7 +48,7 @@ class TokenWatch:
         """Row -> the unfinished requests' matchers, while which it stays as it is."""
 
     def is_watched(
-        self, rows: NDArray[np.int32], tokens: NDArray[np.int32]
+        self, rows: NDArray[np.integer[Any]], tokens: NDArray[np.integer[Any]]
     ) -> NDArray[np.bool_]:
         """Which tokens are to be looked at.
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.ops.sampling import SamplingMode
 from megatron_async.profiling.benchmark_record import write_record
+from megatron_async.profiling.replay_time import replay_ms
 from megatron_async.profiling.step_times import time_steps
 from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
 
@@ -63,35 +63,10 @@ def measure(
         steps = WINDOWS * args.steps
         start_steady_decode(llm.engine, batch, args.prompt_tokens, steps, sampling=sampling)
         result = asdict(time_steps(llm.engine, WINDOWS, args.steps))
-        limit = replay_ms(llm, batch, mode)
+        limit = replay_ms(llm.engine, batch, mode)
     if limit is not None:
         result |= {"replay_ms": limit, "over_replay": result["step_ms"] / limit}
     return result
-
-
-def replay_ms(llm: LLM, batch: int, mode: SamplingMode, replays: int = 100) -> float | None:
-    """Milliseconds a step when the captured step is replayed back to back, without bookkeeping: the
-    limit for the engine. None where nothing is captured."""
-    engine = llm.engine
-    if not engine.context.graph_shapes.decode_sizes:
-        return None
-    for step in engine.in_flight:
-        step.ready.wait()
-    dims = engine.context.graph_shapes.find(batch, 0, 0)
-    assert dims is not None
-    graph = engine.controller.graphs.find(dims, mode)
-    assert graph is not None
-    times = []
-    device = engine.context.device
-    for _ in range(WINDOWS):
-        start, end = device.event(timing=True), device.event(timing=True)
-        device.compute.record(start)
-        for _ in range(replays):
-            device.compute.launch(graph.replay)
-        device.compute.record(end)
-        end.wait()
-        times.append((end.time_us() - start.time_us()) / 1e3 / replays)
-    return statistics.median(times)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,8 +6,12 @@ import torch
 from torch import nn
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.mapping import weights
-from megatron_async.checkpoints.source import ModelSource, model_parameters, weights_of_stage
+from megatron_async.checkpoints.mapping import Shard, weights
+from megatron_async.checkpoints.source import (
+    ModelSource,
+    clear_padding,
+    model_parameters,
+)
 from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
 
 PREFIX = "dummy:"
@@ -42,9 +46,23 @@ class DummySource(ModelSource):
         return torch.bfloat16
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
-        """Random weights, the same for the same dtype and device."""
-        # Imports Megatron, which takes seconds and is not needed to describe a shape.
-        from megatron_async.models.hybrid import init_dummy_weights
+        """Random weights, the same for the same dtype and device, however many ranks share them.
 
-        model_parameters(model, weights_of_stage(model, list(weights(self.architecture))))
-        init_dummy_weights(model)
+        Every rank draws each weight that it has a part of whole, one at a time, and keeps its part.
+        """
+        # Imports Megatron, which takes seconds and is not needed to describe a shape.
+        from megatron_async.models.hybrid import fill_dummy_weight
+
+        held = list(weights(self.architecture, Shard.of(model)))
+        parameters = model_parameters(model, held)
+        for weight in held:
+            parameter = parameters[weight.name]
+            if weight.shape == weight.whole_shape:
+                fill_dummy_weight(weight.stored, parameter)
+                continue
+            whole = parameter.new_empty(weight.whole_shape)
+            fill_dummy_weight(weight.stored, whole)
+            clear_padding(weight, parameter)
+            for start, place in weight.stored_regions(parameter):
+                region = (slice(s, s + n) for s, n in zip(start, place.shape, strict=True))
+                place.copy_(whole[tuple(region)])

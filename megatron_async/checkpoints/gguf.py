@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.gguf_quants import dequantise
 from megatron_async.checkpoints.huggingface_config import family_of
-from megatron_async.checkpoints.mapping import Shape
+from megatron_async.checkpoints.mapping import Region, Shape
 from megatron_async.checkpoints.source import NamedTensorSource
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 from megatron_async.models.rotary import inverse_frequencies
@@ -127,25 +127,31 @@ class GGUFSource(NamedTensorSource):
         """See `NamedTensorSource.tensor_shapes`."""
         return {name: _shape(tensor) for name, tensor in self._by_huggingface_name.items()}
 
-    def read_tensor(self, name: str, device: torch.device) -> Tensor:
+    def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
         """See `NamedTensorSource.read_tensor`."""
-        stored = self._by_huggingface_name[name]
-        tensor = self._values(stored, slice(None), device)
+        rows, *columns = region
+        # Quantised blocks lie along a row, so whole rows are dequantised.
+        tensor = self._values(self._by_huggingface_name[name], rows, device)
         heads = self._permuted_heads(name)
-        return tensor if heads is None else _unpermute(tensor, heads)
+        if heads is not None:
+            dim = self.tensor_shapes[name][0] // heads
+            tensor = _unpermute(tensor, len(tensor) // dim)
+        return tensor[(slice(None), *columns)]
 
-    def fill(self, place: Tensor, name: str) -> None:
+    def fill(self, place: Tensor, name: str, region: Region) -> None:
         """See `NamedTensorSource.fill`: in pieces, where rows lie in the parameter as in the file,
         so that a large embedding never exists in float32."""
-        stored = self._by_huggingface_name[name]
         if place.dim() < 3 or place.size(0) > 1 or self._permuted_heads(name) is not None:
-            super().fill(place, name)
+            super().fill(place, name, region)
             return
-        target = place[0]
-        step = max(PIECE_VALUES // target.size(1), 1)
+        target, first = place[0], region[0].start
+        step = max(PIECE_VALUES // self.tensor_shapes[name][1], 1)
         for start in range(0, len(target), step):
-            rows = slice(start, start + step)
-            target[rows].copy_(self._values(stored, rows, place.device))
+            stop = min(start + step, len(target))
+            rows = slice(first + start, first + stop)
+            target[start:stop].copy_(
+                self.read_tensor(name, (rows, *region[1:]), place.device)
+            )
 
     def _values(self, stored: Any, rows: slice, device: torch.device) -> Tensor:
         try:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_config import read_architecture, write_config
 from megatron_async.checkpoints.json_files import read_json, write_json
-from megatron_async.checkpoints.mapping import Shape, weights
+from megatron_async.checkpoints.mapping import Region, Shape, weights
 from megatron_async.checkpoints.source import (
     NamedTensorSource,
     byte_bar,
@@ -89,11 +89,15 @@ class HuggingFaceSource(NamedTensorSource):
             if not name.endswith("rotary_emb.inv_freq")
         }
 
-    def read_tensor(self, name: str, device: torch.device) -> Tensor:
-        """See `NamedTensorSource.read_tensor`."""
+    def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
+        """See `NamedTensorSource.read_tensor`: no byte of the file outside the region's rows is
+        read."""
         path = self._tensor_files[name]
         try:
-            tensor: Tensor = self._file(path).get_tensor(name)
+            if tuple(part.stop - part.start for part in region) == self.tensor_shapes[name]:
+                tensor: Tensor = self._file(path).get_tensor(name)
+            else:
+                tensor = self._file(path).get_slice(name)[region]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from error
         return tensor.to(device)

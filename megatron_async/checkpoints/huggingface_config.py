@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.huggingface_experts import read_experts, write_experts
+from megatron_async.checkpoints.json_files import read_size
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 
 
@@ -24,6 +26,7 @@ class Family:
     default_head_dim: int | None = None
     default_max_positions: int = 32768
     default_sliding_window: int | None = None
+    has_experts: bool = False
 
 
 FAMILIES = {
@@ -38,6 +41,14 @@ FAMILIES = {
         ),
         Family("qwen2", "Qwen2ForCausalLM", add_qkv_bias=True, default_sliding_window=4096),
         Family("qwen3", "Qwen3ForCausalLM", False, True, 128, default_sliding_window=4096),
+        Family("mixtral", "MixtralForCausalLM", default_max_positions=131072, has_experts=True),
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            qk_layernorm=True,
+            default_sliding_window=4096,
+            has_experts=True,
+        ),
     )
 }
 """Supported families by Hugging Face class name."""
@@ -85,15 +96,15 @@ def read_architecture(
         if value is not None and value not in supported:
             allowed = " or ".join(map(repr, supported)) or "none"
             raise CheckpointError(f"{where}: {key} = {value!r} is not supported (only {allowed})")
-    heads = _size(config, "num_attention_heads", where)
-    hidden = _size(config, "hidden_size", where)
-    groups = _size(config, "num_key_value_heads", where, heads)
+    heads = read_size(config, "num_attention_heads", where)
+    hidden = read_size(config, "hidden_size", where)
+    groups = read_size(config, "num_key_value_heads", where, heads)
     if heads % groups:
         raise CheckpointError(
             f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = "
             f"{groups}"
         )
-    layers = _size(config, "num_hidden_layers", where)
+    layers = read_size(config, "num_hidden_layers", where)
     base, scaling = _rope(config, where)
     return ModelArchitecture(
         model_type=family.model_type,
@@ -101,21 +112,24 @@ def read_architecture(
         hidden_size=hidden,
         num_attention_heads=heads,
         num_query_groups=groups,
-        kv_channels=_size(config, "head_dim", where, family.default_head_dim or hidden // heads),
-        ffn_hidden_size=_size(config, "intermediate_size", where),
-        vocab_size=_size(config, "vocab_size", where),
+        kv_channels=read_size(
+            config, "head_dim", where, family.default_head_dim or hidden // heads
+        ),
+        ffn_hidden_size=read_size(config, "intermediate_size", where),
+        vocab_size=read_size(config, "vocab_size", where),
         layernorm_epsilon=_number(config, "rms_norm_eps", where, 1e-6),
         rotary_base=base,
         rope_scaling=scaling,
         add_qkv_bias=family.add_qkv_bias,
         qk_layernorm=family.qk_layernorm,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        max_position_embeddings=_size(
+        max_position_embeddings=read_size(
             config, "max_position_embeddings", where, family.default_max_positions
         ),
         sliding_window=_sliding_window(config, family, layers, where),
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
+        **(read_experts(config, family.model_type, layers, where) if family.has_experts else {}),
     )
 
 
@@ -127,10 +141,12 @@ def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
     """
     a = architecture
     family = family_of(a.model_type)
-    if (a.add_qkv_bias, a.qk_layernorm) != (family.add_qkv_bias, family.qk_layernorm):
+    features = (a.add_qkv_bias, a.qk_layernorm, a.num_moe_experts > 0)
+    if features != (family.add_qkv_bias, family.qk_layernorm, family.has_experts):
         raise CheckpointError(
-            f"a {a.model_type} model with add_qkv_bias = {a.add_qkv_bias} and qk_layernorm = "
-            f"{a.qk_layernorm} has no Hugging Face form; convert to torch_dist instead"
+            f"a {a.model_type} model with add_qkv_bias = {a.add_qkv_bias}, qk_layernorm = "
+            f"{a.qk_layernorm} and {a.num_moe_experts} experts has no Hugging Face form; convert "
+            "to torch_dist instead"
         )
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": a.rotary_base}
     if a.rope_scaling is not None:
@@ -164,7 +180,7 @@ def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
     if a.model_type.startswith("qwen"):
         config["use_sliding_window"] = a.sliding_window is not None
         config["max_window_layers"] = 0 if a.sliding_window is not None else a.num_layers
-    return config
+    return config | write_experts(a)
 
 
 def token_id_field(ids: tuple[int, ...]) -> int | list[int] | None:
@@ -184,15 +200,6 @@ def _family(config: dict[str, Any], where: str) -> Family:
                 return family
     value = f"architectures = {names!r}" if names else f"model_type = {config.get('model_type')!r}"
     raise CheckpointError(f"{where}: {value} is not supported; supported: {', '.join(FAMILIES)}")
-
-
-def _size(config: dict[str, Any], key: str, where: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise CheckpointError(f"{where}: {key} = {value!r} must be a positive integer")
-    return value
 
 
 def _number(config: dict[str, Any], key: str, where: str, default: float | None = None) -> float:
@@ -226,7 +233,7 @@ def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None
         _number(rope, "factor", where),
         _number(rope, "low_freq_factor", where),
         _number(rope, "high_freq_factor", where),
-        _size(rope, "original_max_position_embeddings", where, context),
+        read_size(rope, "original_max_position_embeddings", where, context),
     )
 
 
@@ -235,8 +242,8 @@ def _sliding_window(config: dict[str, Any], family: Family, layers: int, where: 
         return None
     if config.get("sliding_window", family.default_sliding_window) is None:
         return None
-    window = _size(config, "sliding_window", where, family.default_sliding_window)
-    if family.model_type == "mistral":
+    window = read_size(config, "sliding_window", where, family.default_sliding_window)
+    if family.model_type in ("mistral", "mixtral"):
         return window
     if not config.get("use_sliding_window", False):
         return None

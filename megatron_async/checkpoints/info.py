@@ -127,10 +127,12 @@ def format_info(info: ModelInfo) -> str:
         f"ffn {a.ffn_hidden_size}",
         "attention": f"{a.num_attention_heads} heads, {a.num_query_groups} KV heads, "
         f"head size {a.kv_channels}, rope base {a.rotary_base:g}",
+        **_expert_rows(a),
         "features": ", ".join(features) or "none beyond the family's",
         "vocabulary": f"{a.vocab_size:,}",
         "context": f"{a.max_position_embeddings:,} tokens",
-        "parameters": f"{info.parameters:,}",
+        "parameters": f"{info.parameters:,}"
+        + (f", of which a token meets {a.num_active_parameters:,}" if a.num_moe_experts else ""),
         f"weights, {info.dtype}": _size(info.weight_bytes),
         "KV cache": f"{_size(info.kv_bytes_per_token)} a token, {_size(info.kv_bytes_per_block)} a "
         f"block of {info.block_size_tokens}",
@@ -139,6 +141,14 @@ def format_info(info: ModelInfo) -> str:
     }
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def _expert_rows(a: ModelArchitecture) -> dict[str, str]:
+    if not a.num_moe_experts:
+        return {}
+    dense = f", layers {', '.join(map(str, a.dense_layers))} dense" if a.dense_layers else ""
+    experts = f"{a.num_moe_experts}, {a.moe_router_topk} a token, ffn {a.moe_ffn_hidden_size}"
+    return {"experts": experts + dense}
 
 
 def _free_memory(device: str) -> int:

@@ -29,3 +29,23 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write an object as indented JSON."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_size(config: dict[str, Any], key: str, where: str, default: int | None = None) -> int:
+    """A positive integer of a JSON object.
+
+    Args:
+        config: the object.
+        key: name of the value.
+        where: file name for error messages.
+        default: what null or a missing value mean; None: they are errors.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise CheckpointError(f"{where}: {key} = {value!r} must be a positive integer")
+    return value

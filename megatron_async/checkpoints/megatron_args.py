@@ -18,7 +18,12 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "apply_layernorm_1p": (False,),
-    "num_experts": (None, 0),
+    "moe_router_score_function": ("softmax",),
+    "moe_router_enable_expert_bias": (False,),
+    "moe_router_num_groups": (None,),
+    "moe_router_topk_scaling_factor": (None,),
+    "moe_shared_expert_intermediate_size": (None, 0),
+    "moe_latent_size": (None,),
     "multi_latent_attention": (False,),
     "qk_l2_norm": (False,),
     "attention_output_gate": (False,),
@@ -63,22 +68,25 @@ def architecture_from_args(
     hidden = _size(args, "hidden_size", where)
     grouped = args.get("group_query_attention", False)
     biases, norms = bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm"))
+    experts = args.get("num_experts") or 0
+    features = (biases, norms, experts > 0)
     families = [
         family.model_type
         for family in FAMILIES.values()
-        if (family.add_qkv_bias, family.qk_layernorm) == (biases, norms)
+        if (family.add_qkv_bias, family.qk_layernorm, family.has_experts) == features
     ]
     if not families:
         raise CheckpointError(
-            f"{where}: add_qkv_bias together with qk_layernorm is not supported (either or none)"
+            f"{where}: add_qkv_bias together with qk_layernorm or experts is not supported"
         )
+    layers, dense = _layers(args, where)
     scaling = None
     if args.get("use_rope_scaling"):
         factor = float(args.get("rope_scaling_factor", 8.0))
         scaling = RopeScaling(factor, LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL)
     return ModelArchitecture(
         model_type=families[0],
-        num_layers=_num_layers(args, where),
+        num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
         num_query_groups=_size(args, "num_query_groups", where) if grouped else heads,
@@ -93,6 +101,7 @@ def architecture_from_args(
         tie_word_embeddings=not args.get("untie_embeddings_and_output_weights", False),
         max_position_embeddings=_size(args, "max_position_embeddings", where),
         eos_token_ids=eos_token_ids,
+        **(_experts(args, dense, where) if experts else {}),
     )
 
 
@@ -103,15 +112,36 @@ def _size(args: Mapping[str, Any], name: str, where: str) -> int:
     return value
 
 
-def _num_layers(args: Mapping[str, Any], where: str) -> int:
-    """Transformer layers; a `HybridModel` counts attention and MLP apart."""
+def _experts(
+    args: Mapping[str, Any], dense_layers: tuple[int, ...], where: str
+) -> dict[str, Any]:
+    ffn = args.get("moe_ffn_hidden_size") or args.get("ffn_hidden_size")
+    return {
+        "num_moe_experts": _size(args, "num_experts", where),
+        "moe_router_topk": _size({"moe_router_topk": 2, **args}, "moe_router_topk", where),
+        "moe_ffn_hidden_size": _size({"moe_ffn_hidden_size": ffn}, "moe_ffn_hidden_size", where),
+        "moe_router_pre_softmax": bool(args.get("moe_router_pre_softmax")),
+        "dense_layers": dense_layers,
+    }
+
+
+def _layers(args: Mapping[str, Any], where: str) -> tuple[int, tuple[int, ...]]:
+    """Number of transformer layers, and which of them have a dense MLP beside others' experts. A
+    `HybridModel` counts attention and MLP apart."""
     pattern = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    has_experts = bool(args.get("num_experts"))
     if not pattern:
-        return _size(args, "num_layers", where)
-    layers = len(pattern) // 2
-    if pattern != "*-" * layers:
+        layers = _size(args, "num_layers", where)
+        frequency = args.get("moe_layer_freq", 1)
+        if isinstance(frequency, int):
+            frequency = [int(layer % frequency == 0) for layer in range(layers)]
+        dense = tuple(layer for layer in range(layers) if not frequency[layer])
+        return layers, dense if has_experts else ()
+    kinds = pattern[1::2]
+    if pattern[::2] != "*" * len(kinds) or set(kinds) - {"-", "E"}:
         raise CheckpointError(
-            f"{where}: hybrid layer pattern {pattern!r} is not supported (only '*-' repeated: "
-            "dense transformer layers)"
+            f"{where}: hybrid layer pattern {pattern!r} is not supported (only '*-' and '*E' "
+            "repeated: transformer layers, dense or with experts)"
         )
-    return layers
+    dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "-")
+    return len(kinds), dense if has_experts else ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.mapping import Shape, Weight, weights
+from megatron_async.checkpoints.mapping import Region, Shape, Shard, Weight, weights
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.pipeline import EMBEDDING, OUTPUT, stage_of
 from megatron_async.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -79,17 +77,23 @@ class NamedTensorSource(ModelSource):
         """Shape of every stored tensor by Hugging Face name, without reading any."""
 
     @abstractmethod
-    def read_tensor(self, name: str, device: torch.device) -> Tensor:
-        """One tensor on a device, in its stored dtype or dequantised."""
+    def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
+        """A region of a tensor on a device, in its stored dtype or dequantised."""
 
-    def fill(self, place: Tensor, name: str) -> None:
-        """Read a tensor into its place in a parameter (see `Weight.places`), converting it."""
-        place.copy_(self.read_tensor(name, place.device).view(place.shape))
+    def fill(self, place: Tensor, name: str, region: Region) -> None:
+        """Read a region of a tensor into its place in a parameter (see `Weight.places`), converting
+        it."""
+        place.copy_(self.read_tensor(name, region, place.device).view(place.shape))
+
+    @property
+    def has_stacked_experts(self) -> bool:
+        """Whether a tensor holds all experts of a layer (see `weights`)."""
+        return any(name.endswith(".experts.gate_up_proj") for name in self.tensor_shapes)
 
     @cached_property
     def checked_weights(self) -> list[Weight]:
         """The model's weights, once names and shapes of all stored tensors are known to fit."""
-        wanted = list(weights(self.architecture))
+        wanted = list(weights(self.architecture, stacked_experts=self.has_stacked_experts))
         expected = {name: shape for weight in wanted for name, shape in weight.parts.items()}
         check_shapes(self.name, expected, self.tensor_shapes)
         # A tied model may still carry its output projection: it is the embedding again.
@@ -105,15 +109,33 @@ class NamedTensorSource(ModelSource):
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
-        wanted = weights_of_stage(model, self.checked_weights)
+        shard = Shard.of(model)
+        if self.has_stacked_experts and shard.tensor_size > 1:
+            raise CheckpointError(
+                f"{self.name}: gates and ups of all experts are in one tensor, which is not split "
+                f"over {shard.tensor_size} tensor-parallel ranks. Write the model anew with "
+                "`megatron-async convert` (a tensor for each expert, or torch_dist), or use "
+                "tensor_model_parallel_size=1."
+            )
+        _ = self.checked_weights
+        wanted = list(weights(self.architecture, shard, self.has_stacked_experts))
         parameters = model_parameters(model, wanted)
         with byte_bar(total_bytes(parameters), progress) as bar:
             for weight in wanted:
+                parameter = parameters[weight.name]
+                clear_padding(weight, parameter)
                 # Each part goes to the device as it is stored; there it is converted and put in
                 # its place. On the host nothing is joined, converted or copied.
-                for name, place in weight.places(parameters[weight.name]).items():
-                    self.fill(place, name)
+                for name, place in weight.places(parameter).items():
+                    if place.numel():
+                        self.fill(place, name, weight.held(name))
                     bar.update(place.nbytes)
+
+
+def clear_padding(weight: Weight, parameter: Tensor) -> None:
+    """Zero a parameter that has rows of padding, before the rest is read."""
+    if sum(place.numel() for place in weight.places(parameter).values()) < parameter.numel():
+        parameter.zero_()
 
 
 def check_shapes(source: str, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
@@ -131,32 +153,16 @@ def check_shapes(source: str, expected: Mapping[str, Shape], found: Mapping[str,
             )
 
 
-def weights_of_stage(model: nn.Module, wanted: Sequence[Weight]) -> list[Weight]:
-    """Those of a whole model's weights that `model`, one of its pipeline stages, holds.
-
-    Where embedding and output layer are tied, the last stage has a copy of the embedding in its
-    output layer.
-    """
-    stage = stage_of(model.config)
-    held = [weight for weight in wanted if stage.local_name(weight.name) is not None]
-    if stage.is_last and not stage.is_first and model.share_embeddings_and_output_weights:
-        held += [replace(weight, name=OUTPUT) for weight in wanted if weight.name == EMBEDDING]
-    return held
-
-
 def model_parameters(model: nn.Module, wanted: Sequence[Weight]) -> dict[str, Tensor]:
     """The model's parameters by `Weight.name`, once they are known to be just the wanted weights.
 
-    Of a pipeline stage, `wanted` is from `weights_of_stage`; its layers count from 0 in the model.
-    A model of TransformerEngine layers holds a norm's weight in the linear layer behind it, under
-    the name that Megatron's checkpoints have for it (`Weight.stored`).
+    A model of TransformerEngine layers has some of them under another name (`Weight.fused_name`).
     """
     unfilled = {name: parameter.detach() for name, parameter in model.named_parameters()}
     shapes = {weight.name: weight.shape for weight in wanted}
-    parameters, stage = {}, stage_of(model.config)
+    parameters = {}
     for weight in wanted:
-        name = stage.local_name(weight.name)
-        name = name if name in unfilled else stage.local_name(weight.stored)
+        name = weight.name if weight.name in unfilled else weight.fused_name
         if name in unfilled:
             parameters[weight.name] = unfilled.pop(name)
     check_shapes("the model", shapes, {name: tuple(p.shape) for name, p in parameters.items()})

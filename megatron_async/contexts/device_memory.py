@@ -11,6 +11,7 @@ from megatron_async.contexts.gpu_view import ContextGPUView
 from megatron_async.contexts.kv_cache import GIB, PagedKVCache, blocks_that_fit, bytes_per_block
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
+from megatron_async.models.partition import local_heads
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.attention_backends.base import AttentionShape
@@ -39,7 +40,7 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
         attention_layers(model),
         num_blocks,
         config.block_size_tokens,
-        model.num_query_groups,
+        local_heads(model)[1],
         model.kv_channels,
         model.params_dtype,
         device.torch_device,
@@ -92,9 +93,7 @@ def _num_blocks(model: Any, config: InferenceConfig, device: Device) -> int:
     return num_blocks
 
 
-def max_paused_blocks(
-    model: Any, config: InferenceConfig, num_blocks: int, device: Device
-) -> int:
+def max_paused_blocks(model: Any, config: InferenceConfig, num_blocks: int, device: Device) -> int:
     """Blocks that paused requests may hold: `paused_buffer_size_gb`, or the whole pool."""
     if config.paused_buffer_size_gb is None:
         return num_blocks
@@ -111,11 +110,11 @@ def _agree_on_least(value: int, device: Device) -> int:
 
 
 def block_bytes(model: Any, config: InferenceConfig) -> int:
-    """Bytes of one KV block over all layers."""
+    """Bytes of one KV block over all layers, on one rank."""
     return bytes_per_block(
         attention_layers(model),
         config.block_size_tokens,
-        model.num_query_groups,
+        local_heads(model)[1],
         model.kv_channels,
         model.params_dtype,
     )
@@ -139,15 +138,19 @@ def _make_attention(
                 "out."
             )
         return TorchPagedAttention(config.block_size_tokens, max_blocks, device.torch_device)
+    # Megatron's imports take seconds, and simulations do without them.
+    from megatron_async.models.parallel_state import agree_on_least
+
     dim = model.kv_channels
     if not HEAD_TILE <= dim <= MAX_DIM or dim % 2:
         raise ConfigurationError(
             f"attention heads of dimension {dim} are not served on a GPU: the kernels take even "
             f"ones from {HEAD_TILE} to {MAX_DIM}. Use device='cpu'."
         )
+    heads, kv_heads = local_heads(model)
     shape = AttentionShape(
-        model.num_attention_heads,
-        model.num_query_groups,
+        heads,
+        kv_heads,
         dim,
         config.block_size_tokens,
         max_blocks,
@@ -158,9 +161,9 @@ def _make_attention(
         config.block_size_tokens,
         max_blocks,
         config.max_requests,
-        model.num_attention_heads,
-        model.num_query_groups,
+        heads,
+        kv_heads,
         dim,
         device.torch_device,
-        choose_prefill(config.attention_backend, shape, device),
+        choose_prefill(config.attention_backend, shape, device, agree_on_least),
     )

@@ -164,10 +164,8 @@ class DynamicInferenceContext:
             return None
         plan = builder.build(decode, prefill, shape)
         if prefill:
-            state = self.slots.state
-            self._prefilling = [
-                slot for slot in self._prefilling if state[slot] == SlotState.PREFILLING
-            ]
+            is_under_way = self.slots.state == SlotState.PREFILLING
+            self._prefilling = [slot for slot in self._prefilling if is_under_way[slot]]
         return plan
 
     def prepare_dummy_step(self) -> StepPlan | None:
@@ -198,9 +196,7 @@ class DynamicInferenceContext:
         wants = (slots.state >= SlotState.DECODING) & (slots.num_launched < slots.max_length)
         # Under a grammar the mask of a token needs the token before it: one may be in flight.
         wants &= slots.num_launched - slots.num_known < slots.most_in_flight
-        rows = np.flatnonzero(wants).astype(np.int32)
-        if slots.num_micro_batches > 1:
-            rows = rows[rows % slots.num_micro_batches == micro_batch]
+        rows = self.micro_batches.members(np.flatnonzero(wants).astype(np.int32), micro_batch)
         # The token to be decoded stands at num_launched - 1, and needs a place in the cache.
         full = slots.num_launched[rows] > slots.num_blocks[rows] * self.block_size_tokens
         needy = rows[full]
@@ -285,10 +281,8 @@ class DynamicInferenceContext:
             request = slots.request_at(slot)
             request.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
             request.add_event(DynamicInferenceEventType.PAUSE)
-        # Of this micro-batch the starved are all that are paused; others are asked in their turn.
-        others = slots.state == SlotState.PAUSED
-        others[starved[0] % slots.num_micro_batches :: slots.num_micro_batches] = False
-        held = int(slots.num_blocks[starved].sum() + slots.num_blocks[others].sum())
+        held = int(slots.num_blocks[starved].sum())
+        held += self.micro_batches.blocks_paused_beside(starved)
         first = slots.rank[slots.state != SlotState.FREE].min()
         for slot in starved[::-1]:
             # The first in rank is never evicted, so that it runs on to its end. Otherwise requests

@@ -97,6 +97,11 @@ class ContextGPUView:
         """Which attention backends were chosen, and why; None where there was no choice."""
         return self._attention.report
 
+    @property
+    def first_dummy_place(self) -> int:
+        """Tokens of no request write to this place of the flat KV cache or a later one."""
+        return self.kv_cache.dummy_block * self.kv_cache.block_size
+
     # ---- One step ----------------------------------------------------------------------------
 
     def receive(self, staged: Tensor, step: int) -> None:

@@ -122,7 +122,13 @@ class CudaDevice(Device):
         if self._graph_pool is None:
             self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool, stream=self.compute.stream):
+        # "thread_local": NCCL's watchdog thread asks for events of its own meanwhile.
+        with torch.cuda.graph(
+            graph,
+            pool=self._graph_pool,
+            stream=self.compute.stream,
+            capture_error_mode="thread_local",
+        ):
             work()
         return graph
 

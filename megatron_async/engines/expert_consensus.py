@@ -9,6 +9,7 @@ before; so does this.
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 from megatron_async.contexts.step_shape import StepShape
@@ -36,7 +37,7 @@ class ExpertConsensus:
         any_work: whether a rank had an unfinished request in the last round.
         any_running: whether a rank's engine was neither paused nor suspended in the last round.
         is_stopping: whether this rank's engine is to stop.
-        rounds: so far.
+        wait_ns: nanoseconds spent in rounds so far.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -44,7 +45,7 @@ class ExpertConsensus:
         self.any_work = False
         self.any_running = True
         self.is_stopping = False
-        self.rounds = 0
+        self.wait_ns = 0
 
     def agree(self, wanted: StepShape, has_work: bool) -> StepShape:
         """The shape in which all launch their next step; empty if none has anything to launch.
@@ -57,10 +58,11 @@ class ExpertConsensus:
             CommunicationTimeout: a rank did not come.
             RankLost: one died.
         """
-        self.rounds += 1
+        start = time.perf_counter_ns()
         *shape, work, running = self._communicator.sync_all_reduce_max(
             *wanted, int(has_work), int(not self.is_stopping)
         )
+        self.wait_ns += time.perf_counter_ns() - start
         self.any_work, self.any_running = bool(work), bool(running)
         return StepShape(*shape)
 

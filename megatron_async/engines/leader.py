@@ -81,6 +81,10 @@ class Leader(ConnectedGroup):
         return shape
 
     @property
+    def agreement_ns(self) -> int:
+        return 0 if self._consensus is None else self._consensus.wait_ns
+
+    @property
     def others_work(self) -> bool:
         consensus = self._consensus
         return consensus is not None and (consensus.any_work or consensus.has_started())
@@ -126,7 +130,8 @@ class Leader(ConnectedGroup):
             self._raise_for(min(early))
 
     def release(self) -> None:
-        self._send(Release())
+        if not self._is_closed:
+            self._send(Release())
 
     def close(self, error: BaseException | None = None) -> None:
         if self._is_closed:

@@ -58,6 +58,11 @@ class RankGroup:
 
     is_leader = True
 
+    @property
+    def agreement_ns(self) -> int:
+        """Nanoseconds spent in `agree` so far."""
+        return 0
+
     def added(self, request: DynamicInferenceRequest) -> None:
         """A servable request was queued."""
 

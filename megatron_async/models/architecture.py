@@ -22,15 +22,15 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelArchitecture:
-    """Shape and conventions of a dense decoder-only transformer.
+    """Shape and conventions of a decoder-only transformer, dense or a mixture of experts.
 
     All sizes are counts of elements; `kv_channels` is the size of one attention head.
     """
 
     model_type: str
-    """Hugging Face family name: "llama", "mistral", "qwen2" or "qwen3"."""
+    """Hugging Face family name: "llama", "mistral", "qwen2", "qwen3", "mixtral" or "qwen3_moe"."""
     num_layers: int
-    """Transformer layers (each one attention and one MLP)."""
+    """Transformer layers (each one attention and one MLP or mixture of experts)."""
     hidden_size: int
     num_attention_heads: int
     num_query_groups: int
@@ -38,6 +38,7 @@ class ModelArchitecture:
     kv_channels: int
     """Dimension of one head."""
     ffn_hidden_size: int
+    """Of a dense MLP."""
     vocab_size: int
     """Rows of the embedding matrix."""
     layernorm_epsilon: float = 1e-5
@@ -57,15 +58,38 @@ class ModelArchitecture:
     eos_token_ids: tuple[int, ...] = field(default=())
     """Tokens that end a generation, the tokenizer's own first; may be empty."""
     bos_token_id: int | None = None
+    num_moe_experts: int = 0
+    """Experts of a mixture-of-experts layer; 0: the model is dense."""
+    moe_router_topk: int = 0
+    """Experts that a token goes to."""
+    moe_ffn_hidden_size: int = 0
+    """Of one expert."""
+    moe_router_pre_softmax: bool = False
+    """The chosen experts' weights are their softmax among all experts; else among the chosen (which
+    Hugging Face calls `norm_topk_prob`)."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers of a mixture-of-experts model that have a dense MLP."""
 
     @property
     def hybrid_layer_pattern(self) -> str:
-        """Megatron's layer pattern: attention (`*`) and MLP (`-`) alternate."""
-        return "*-" * self.num_layers
+        """Megatron's layer pattern: attention (`*`), then MLP (`-`) or experts (`E`)."""
+        return "".join("*E" if self.is_moe(layer) else "*-" for layer in range(self.num_layers))
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer has experts instead of a dense MLP."""
+        return self.num_moe_experts > 0 and layer not in self.dense_layers
 
     @property
     def num_parameters(self) -> int:
         """Number of weights, tied ones counted once."""
+        return self._parameters(self.num_moe_experts)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Number of weights that one token meets: of the experts, those that it goes to."""
+        return self._parameters(self.moe_router_topk)
+
+    def _parameters(self, experts: int) -> int:
         q = self.num_attention_heads * self.kv_channels
         kv = self.num_query_groups * self.kv_channels
         attention = self.hidden_size * (q + 2 * kv) + q * self.hidden_size
@@ -73,10 +97,14 @@ class ModelArchitecture:
             attention += q + 2 * kv
         if self.qk_layernorm:
             attention += 2 * self.kv_channels
-        mlp = 3 * self.hidden_size * self.ffn_hidden_size
-        layer = attention + mlp + 2 * self.hidden_size
+        dense = 3 * self.hidden_size * self.ffn_hidden_size
+        expert = 3 * self.hidden_size * self.moe_ffn_hidden_size
+        moe = self.num_moe_experts * self.hidden_size + experts * expert
+        moe_layers = sum(map(self.is_moe, range(self.num_layers)))
+        layers = self.num_layers * (attention + 2 * self.hidden_size)
+        layers += moe_layers * moe + (self.num_layers - moe_layers) * dense
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+        return layers + embeddings + self.hidden_size
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Bytes of KV cache that one token takes over all layers."""
@@ -92,7 +120,8 @@ class ModelArchitecture:
         values = dict(values)
         if values.get("rope_scaling") is not None:
             values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
-        values["eos_token_ids"] = tuple(values.get("eos_token_ids") or ())
+        for name in ("eos_token_ids", "dense_layers"):
+            values[name] = tuple(values.get(name) or ())
         return cls(**values)
 
 
@@ -124,6 +153,20 @@ DUMMY_SHAPES: dict[str, ModelArchitecture] = {
     "qwen3-8b": ModelArchitecture(
         "qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 1e-6, 1000000.0, qk_layernorm=True,
         max_position_embeddings=40960,
+    ),
+    "tiny-moe": ModelArchitecture(
+        "mixtral", 2, 64, 4, 2, 16, 128, 512, tie_word_embeddings=True,
+        max_position_embeddings=4096, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=64,
+    ),
+    "mixtral-8x7b": ModelArchitecture(
+        "mixtral", 32, 4096, 32, 8, 128, 14336, 32000, 1e-5, 1000000.0,
+        max_position_embeddings=32768, num_moe_experts=8, moe_router_topk=2,
+        moe_ffn_hidden_size=14336,
+    ),
+    "qwen3-30b-a3b": ModelArchitecture(
+        "qwen3_moe", 48, 2048, 32, 4, 128, 6144, 151936, 1e-6, 1000000.0, qk_layernorm=True,
+        max_position_embeddings=40960, num_moe_experts=128, moe_router_topk=8,
+        moe_ffn_hidden_size=768,
     ),
 }
 """Shapes for `dummy:SHAPE` models (random weights), from the models' public `config.json` files."""

@@ -65,7 +65,8 @@ class PagedSelfAttention(SelfAttention):
         q_norm, k_norm = self.q_layernorm, self.k_layernorm
         context = inference_context.attention(
             self.kv_layer_index,
-            mixed_qkv.squeeze(1),
+            # With sequence parallelism rows of padding stand behind the step's tokens.
+            mixed_qkv.squeeze(1)[: inference_context.dims.tokens],
             q_norm.weight if q_norm is not None else None,
             k_norm.weight if k_norm is not None else None,
         )

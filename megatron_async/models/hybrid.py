@@ -23,25 +23,29 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.utils import WrappedTensor
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
+from megatron_async.models.embedding import shard_vocabulary
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
 )
 from megatron_async.models.mlp import GatedMLP
+from megatron_async.models.moe import MoELayer
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
+from megatron_async.models.partition import check_partition, padded_vocab_size
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT, split_pattern, stage_of
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.skinny_linear import Unnormed
+from megatron_async.ops.tensor_collectives import Unreduced, collectives_of
 
+SERVED_LAYERS = {LayerSymbols.ATTENTION, LayerSymbols.MLP, LayerSymbols.MOE}
 TRANSFORMER_IMPLS = ("local", "transformer_engine")
 """Values of Megatron's `transformer_impl` that are served."""
 
@@ -77,7 +81,7 @@ def transformer_config(
         tensor_model_parallel_size=sizes.tensor_model_parallel,
         pipeline_model_parallel_size=sizes.pipeline_model_parallel,
         expert_model_parallel_size=sizes.expert_model_parallel,
-        sequence_parallel=sizes.sequence_parallel,
+        sequence_parallel=sizes.sequence_parallel and sizes.tensor_model_parallel > 1,
         num_layers=len(architecture.hybrid_layer_pattern),
         hidden_size=architecture.hidden_size,
         num_attention_heads=architecture.num_attention_heads,
@@ -111,32 +115,46 @@ def transformer_config(
         init_model_with_meta_device=stages > 1,
         rotary_base=architecture.rotary_base,
         rope_scaling=architecture.rope_scaling,
+        **_moe_options(architecture),
     )
 
 
+def _moe_options(architecture: ModelArchitecture) -> dict[str, Any]:
+    if not architecture.num_moe_experts:
+        return {}
+    return {
+        "num_moe_experts": architecture.num_moe_experts,
+        "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
+        "moe_router_topk": architecture.moe_router_topk,
+        "moe_router_pre_softmax": architecture.moe_router_pre_softmax,
+        "moe_router_load_balancing_type": "none",
+    }
+
+
 class PagedHybridStack(HybridStack):
-    """Megatron's `HybridStack` for one pipeline stage of attention and gated-MLP layers.
+    """Megatron's `HybridStack` for one pipeline stage of attention, gated-MLP and expert layers.
 
     Its final norm is torch's (the stock one is TransformerEngine's).
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
-        unknown = set(self.layer_type_list) - {LayerSymbols.ATTENTION, LayerSymbols.MLP}
+        unknown = set(self.layer_type_list) - SERVED_LAYERS
         if unknown:
             raise ConfigurationError(
                 f"layer kinds {sorted(unknown)} are not served yet: build a model of attention (*) "
-                "and MLP (-) layers."
+                "and MLP (-) or expert (E) layers."
             )
         if self.post_process:
-            self.final_norm = WrappedTorchNorm(
+            self.final_norm = make_norm(
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
-        products = [m for m in self.modules() if isinstance(m, InferenceRowParallelLinear)]
+        kinds = InferenceRowParallelLinear | MoELayer
+        products = [module for module in self.modules() if isinstance(module, kinds)]
         for product in products:
             product.may_split = True  # what follows is a norm, which adds up partial sums
-        if not self.post_process:
-            products[-1].may_split = False
+        for product in products[-1:] if not self.post_process else ():
+            product.may_split = False  # but the next stage's norm is not here
 
     def forward(
         self,
@@ -161,8 +179,9 @@ class PagedHybridStack(HybridStack):
             attends = kind == LayerSymbols.ATTENTION
             norm = layer.input_layernorm if attends else layer.pre_mlp_layernorm
             block = layer.self_attention if attends else layer.mlp
-            product = block.linear_qkv if attends else block.linear_fc1
-            if product.takes_unnormed(output):
+            product = block.linear_qkv if attends else getattr(block, "linear_fc1", None)
+            whole = product is not None and isinstance(output, Tensor)
+            if product is not None and whole and product.takes_unnormed(output):
                 before = None if residual is None else residual.flatten(0, 1)
                 unnormed = Unnormed(output.flatten(0, 1), before, norm.weight, norm.eps)
                 output, bias = block(unnormed, inference_context=inference_context)
@@ -174,28 +193,48 @@ class PagedHybridStack(HybridStack):
             if bias is not None:
                 output = output + bias
         if not self.post_process:
-            return output + residual
-        return _add_norm(output, residual, self.final_norm)[0]
+            return output if residual is None else output + residual
+        normed, _residual = _add_norm(output, residual, self.final_norm)
+        if self.config.sequence_parallel:
+            rows = collectives_of(self.pg_collection.tp).all_gather(normed)
+            return rows[: inference_context.dims.tokens]
+        return normed
 
 
-def _add_norm(x: Tensor, residual: Tensor | None, norm: torch.nn.RMSNorm) -> tuple[Tensor, Tensor]:
+def make_norm(config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> nn.RMSNorm:
+    """An RMSNorm of torch, called as Megatron's `WrappedTorchNorm`, which refuses sequence
+    parallelism for the gradients' sake."""
+    return nn.RMSNorm(hidden_size, eps=eps)
+
+
+def _add_norm(
+    x: Tensor | Unreduced, residual: Tensor | None, norm: nn.RMSNorm
+) -> tuple[Tensor, Tensor]:
     """`add_rms_norm` on Megatron's `[tokens, 1, hidden]`, or on partial sums of that."""
     flat = None if residual is None else residual.flatten(0, 1)
+    if isinstance(x, Unreduced):
+        assert flat is not None, "the embedding is reduced"
+        assert norm.eps is not None, "make_norm sets it"
+        normed, total = x.collectives.all_reduce_add_rms_norm(
+            x.product, flat, norm.weight, norm.eps
+        )
+        return normed[:, None], total[:, None]
     normed, total = kernels_for(x).add_rms_norm(x.flatten(-3, -2), flat, norm.weight, norm.eps)
     return normed[:, None], total[:, None]
 
 
 def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
-    """Layer spec of attention (`*`) and MLP (`-`) layers without any package beyond torch.
+    """Layer spec of attention (`*`), MLP (`-`) and expert (`E`) layers without any package beyond
+    torch.
 
     The key maps give norms the names that Megatron's TransformerEngine spec uses inside a
     checkpoint (there the norm is fused into the linear layer), so checkpoints are interchangeable.
     """
-    norm = WrappedTorchNorm if config.qk_layernorm else None
+    norm = make_norm if config.qk_layernorm else None
     attention_layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=WrappedTorchNorm,
+            input_layernorm=make_norm,
             self_attention=ModuleSpec(
                 module=PagedSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
@@ -216,7 +255,7 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
     mlp_layer = ModuleSpec(
         module=MLPLayer,
         submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=WrappedTorchNorm,
+            pre_mlp_layernorm=make_norm,
             mlp=partial(
                 GatedMLP.as_mlp_submodule,
                 submodules=MLPSubmodules(
@@ -228,9 +267,17 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
             sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
         ),
     )
+    moe_layer = ModuleSpec(
+        module=MLPLayer,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=make_norm, mlp=MoELayer, mlp_bda=get_bias_dropout_add
+        ),
+    )
     return ModuleSpec(
         module=PagedHybridStack,
-        submodules=HybridStackSubmodules(attention_layer=attention_layer, mlp_layer=mlp_layer),
+        submodules=HybridStackSubmodules(
+            attention_layer=attention_layer, mlp_layer=mlp_layer, moe_layer=moe_layer
+        ),
     )
 
 
@@ -273,8 +320,9 @@ def build_model(
         sizes: over how many ranks the model is split; this process gets its part. None: one.
 
     Raises:
-        ConfigurationError: see `stack_spec` and `ensure_process_groups`.
+        ConfigurationError: see `stack_spec`, `check_partition` and `ensure_process_groups`.
     """
+    check_partition(architecture, sizes or ParallelSizes(), transformer_impl)
     groups = ensure_process_groups(sizes)
     config = transformer_config(architecture, dtype, sizes)
     config.transformer_impl = transformer_impl
@@ -284,7 +332,9 @@ def build_model(
         model = HybridModel(
             config=config,
             hybrid_stack_spec=stack_spec(config, device),
-            vocab_size=architecture.vocab_size,
+            vocab_size=padded_vocab_size(
+                architecture.vocab_size, config.tensor_model_parallel_size
+            ),
             max_sequence_length=architecture.max_position_embeddings,
             hybrid_layer_pattern=config.hybrid_layer_pattern,
             pre_process=stage.is_first,
@@ -295,14 +345,12 @@ def build_model(
             position_embedding_type="none",
             pg_collection=groups,
         )
-    # HybridModel builds its output layer without asking the spec; the class adds no state.
-    if stage.is_last:
-        model.output_layer.__class__ = InferenceColumnParallelLinear
+    shard_vocabulary(model, architecture.vocab_size)
     model = model.to(dtype=dtype).to_empty(device=device)
     return model.eval().requires_grad_(False)
 
 
-def init_dummy_weights(model: torch.nn.Module, seed: int = 0) -> None:
+def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
     """Fill a model with random weights, made on its own device.
 
     Norms get 1; the rest N(0, 0.02), so that activations stay finite and logits differ. A weight
@@ -310,12 +358,17 @@ def init_dummy_weights(model: torch.nn.Module, seed: int = 0) -> None:
     """
     stage = stage_of(model.config)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 and "norm" in name:
-            parameter.data.fill_(1.0)
-        elif parameter.dim() == 1:
-            parameter.data.zero_()
-        else:
-            is_tied = name == OUTPUT and model.share_embeddings_and_output_weights
-            known = EMBEDDING if is_tied else stage.global_name(name)
-            generator = torch.Generator(parameter.device).manual_seed(seed + crc32(known.encode()))
-            parameter.data.normal_(0.0, 0.02, generator=generator)
+        is_tied = name == OUTPUT and model.share_embeddings_and_output_weights
+        known = EMBEDDING if is_tied else stage.global_name(name)
+        fill_dummy_weight(known, parameter.data, seed)
+
+
+def fill_dummy_weight(name: str, weight: Tensor, seed: int = 0) -> None:
+    """The numbers of `init_dummy_weights` for one whole weight, by its name in the whole model."""
+    if weight.dim() == 1 and "norm" in name:
+        weight.fill_(1.0)
+    elif weight.dim() == 1:
+        weight.zero_()
+    else:
+        generator = torch.Generator(weight.device).manual_seed(seed + crc32(name.encode()))
+        weight.normal_(0.0, 0.02, generator=generator)

@@ -1,6 +1,11 @@
 """Parallel linear layers for inference: Megatron's parameters, a forward without training's
 detours.
 
+A column-parallel layer holds a share of the outputs and gives that share; a row-parallel one holds
+a share of the inputs, and its product is one summand of the sum over the ranks, which is done here.
+With sequence parallelism (Korthikanti et al. 2022) the residual stream between the two is split by
+tokens: the sum leaves each rank its rows, and the next column-parallel layer gathers them.
+
 On a CPU in float32 the weight is also kept in oneDNN's blocked layout, which reads a small batch's
 weights near memory speed: on a 2-core EPYC the matrix products of a SmolLM2-135M step take 25 to
 32 ms at batch 8 that way, and 55 to 63 with torch's linear (docs/performance.md). On a GPU decode
@@ -17,7 +22,9 @@ from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
 from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.partial_sums import add_partial_sums
 from megatron_async.ops.skinny_linear import Unnormed, takes_unnormed
+from megatron_async.ops.tensor_collectives import TensorCollectives, Unreduced, collectives_of
 
 PACKING_BATCH_HINT = 256
 """oneDNN picks a layout for this many rows. Measured: 256 serves 1 to 256 rows well, 1 does not."""
@@ -58,9 +65,18 @@ def linear(
 
 
 class InferenceColumnParallelLinear(ColumnParallelLinear):
-    """Megatron's `ColumnParallelLinear`; alone in its group it is a plain linear layer."""
+    """Megatron's `ColumnParallelLinear`.
+
+    With `sequence_parallel` it takes this rank's rows and works on all: tokens, padded to a
+    multiple of the ranks.
+    """
 
     packed_weight: Tensor | None = None
+
+    @property
+    def collectives(self) -> TensorCollectives:
+        """Of the ranks that share this layer."""
+        return collectives_of(self.tp_group)
 
     def forward(
         self,
@@ -68,57 +84,92 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As Megatron's: `[..., in]` -> `[..., out]`, and the bias if it is to be added later.
+        """As Megatron's: `[..., in]` -> `[..., out of this rank]`, and the bias if it is to be
+        added later.
 
         Where `takes_unnormed`, the input may be the arguments of the norm before this layer.
         """
-        if get_pg_size(self.tp_group) > 1:
-            return super().forward(input_, weight, runtime_gather_output)
         bias = None if self.skip_bias_add else self.bias
         weight = self.weight if weight is None else weight
-        output = linear(input_, weight, bias, self.packed_weight)
+        output = linear(self._all_rows(input_), weight, bias, self.packed_weight)
+        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        if gather:
+            output = self.collectives.all_gather_columns(output, self.output_size)
         return output, self.bias if self.skip_bias_add else None
 
     def forward_swiglu(self, input_: Tensor | Unnormed) -> Tensor | None:
         """SwiGLU of the output, `[tokens, 1, out / 2]`, where one kernel does both; else None."""
         row = input_.x if isinstance(input_, Unnormed) else input_
-        if not row.is_cuda or self.bias is not None or get_pg_size(self.tp_group) > 1:
+        if not row.is_cuda or self.bias is not None:
             return None
+        input_ = self._all_rows(input_)
         rows = input_ if isinstance(input_, Unnormed) else input_.flatten(0, -2)
         return kernels_for(row).linear_swiglu(rows, self.weight)[:, None]
 
     def takes_unnormed(self, hidden_states: Tensor) -> bool:
         """Whether `forward` should be given the arguments of the norm before it."""
-        alone = hidden_states.is_cuda and get_pg_size(self.tp_group) == 1
-        return alone and takes_unnormed(hidden_states.flatten(0, -2))
+        whole = hidden_states.is_cuda and not self.sequence_parallel
+        return whole and takes_unnormed(hidden_states.flatten(0, -2))
+
+    def _all_rows(self, input_: Tensor | Unnormed) -> Tensor | Unnormed:
+        if not self.sequence_parallel or isinstance(input_, Unnormed):
+            return input_
+        return self.collectives.all_gather(input_)
 
 
 class InferenceRowParallelLinear(RowParallelLinear):
-    """Megatron's `RowParallelLinear`; alone in its group it is a plain linear layer.
+    """Megatron's `RowParallelLinear`.
+
+    With `sequence_parallel` it takes all rows and gives this rank's, of the tokens padded to a
+    multiple of the ranks.
 
     Attributes:
-        may_split: set by a caller that takes partial sums, `[splits, tokens, 1, out]`.
+        may_split: set by a caller that takes partial sums: `[splits, tokens, 1, out]` of a layer
+            that is alone in its group, `Unreduced` of one that is not.
     """
 
     packed_weight: Tensor | None = None
     may_split: bool = False
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As Megatron's: `[..., in]` -> `[..., out]`, and the bias if it is to be added later."""
-        if get_pg_size(self.tp_group) > 1:
-            return super().forward(input_)
+    @property
+    def collectives(self) -> TensorCollectives:
+        """Of the ranks that share this layer."""
+        return collectives_of(self.tp_group)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor | Unreduced, Tensor | None]:
+        """As Megatron's: `[..., in of this rank]` -> `[..., out]`, and the bias if it is to be
+        added later."""
+        alone = get_pg_size(self.tp_group) == 1
         may_split = self.may_split and self.bias is None
-        bias = None if self.skip_bias_add else self.bias
+        bias = self.bias if alone and not self.skip_bias_add else None
+        # Among ranks, partial sums are added up on their way into the sum over the ranks.
+        may_split = may_split or not alone
+        output: Tensor | Unreduced
         output = linear(input_, self.weight, bias, self.packed_weight, may_split)
+        if not alone:
+            output = self._reduced(output, input_.dtype)
+            if self.bias is not None and not self.skip_bias_add:
+                assert isinstance(output, Tensor), "a sum with a bias is done here"
+                output = output + self.bias
         return output, self.bias if self.skip_bias_add else None
+
+    def _reduced(self, product: Tensor, dtype: torch.dtype) -> Tensor | Unreduced:
+        collectives = self.collectives
+        if self.explicit_expert_comm:
+            return add_partial_sums(product, dtype)
+        if self.sequence_parallel:
+            return collectives.reduce_scatter(add_partial_sums(product, dtype))
+        if self.may_split and self.bias is None and collectives.adds_with_norm(product):
+            return Unreduced(product, collectives)
+        return collectives.all_reduce(product, dtype)
 
 
 def pack_weights(model: nn.Module, free_memory: int) -> int:
     """Keep a blocked copy of every linear weight, where that is possible and pays.
 
-    Call it again when the weights have changed. Layers on a GPU, in another dtype than float32 or
-    in a tensor-parallel group keep to their plain weights, and so do all layers when the copies
-    would take more than `PACKING_MEMORY_SHARE` of `free_memory` bytes.
+    Call it again when the weights have changed. Layers on a GPU or in another dtype than float32
+    keep to their plain weights, and so do all layers when the copies would take more than
+    `PACKING_MEMORY_SHARE` of `free_memory` bytes.
 
     Returns:
         bytes of the copies, 0 if nothing was packed.
@@ -133,7 +184,7 @@ def pack_weights(model: nn.Module, free_memory: int) -> int:
             if weight is None and tied:
                 weight = model.shared_embedding_or_output_weight()  # type: ignore[operator]
             plain = weight.device.type == "cpu" and weight.dtype == torch.float32
-            if plain and get_pg_size(module.tp_group) == 1:
+            if plain:
                 jobs.append((module, weight))
     total = sum(weight.numel() * weight.itemsize for _, weight in jobs)
     if total > PACKING_MEMORY_SHARE * free_memory:

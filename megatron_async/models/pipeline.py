@@ -76,6 +76,8 @@ class Stage:
     def local_name(self, name: str) -> str | None:
         """A parameter's name inside the stage, from its global one; None if it is elsewhere."""
         found = _LAYER.match(name)
+        if self.count == 1:
+            return name
         if found:
             layer = int(found[1]) - self.first_layer
             if not 0 <= layer < len(self.pattern):

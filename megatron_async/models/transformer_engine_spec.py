@@ -37,6 +37,7 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
 from megatron_async.models.hybrid import PagedHybridStack
 from megatron_async.models.mlp import GatedMLP
+from megatron_async.models.moe import MoELayer
 
 
 def require_transformer_engine(device: torch.device) -> None:
@@ -63,9 +64,10 @@ class TransformerEngineHybridStack(PagedHybridStack):
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.final_norm = _on_meta_device(TENorm, config)(
-            hidden_size=config.hidden_size, config=config, eps=config.layernorm_epsilon
-        )
+        if self.post_process:
+            self.final_norm = _on_meta_device(TENorm, config)(
+                hidden_size=config.hidden_size, config=config, eps=config.layernorm_epsilon
+            )
 
     def forward(
         self,
@@ -74,27 +76,35 @@ class TransformerEngineHybridStack(PagedHybridStack):
         inference_context: Any = None,
         **_: Any,
     ) -> Tensor:
-        """As `HybridStack.forward`: hidden states `[tokens, 1, hidden]`, normalised at the end."""
+        """As `HybridStack.forward`: hidden states `[tokens, 1, hidden]`, normalised at the end of
+        the last stage."""
         if isinstance(hidden_states, WrappedTensor):
             hidden_states = hidden_states.unwrap()
+        if not self.pre_process:
+            hidden_states = self.input_tensor
         for layer, kind in zip(self.layers, self.layer_type_list, strict=True):
             block = layer.self_attention if kind == LayerSymbols.ATTENTION else layer.mlp
-            output, bias = block(hidden_states, inference_context=inference_context)
+            # The norms of the others are inside their first linear layers.
+            is_moe = kind == LayerSymbols.MOE
+            x = layer.pre_mlp_layernorm(hidden_states) if is_moe else hidden_states
+            output, bias = block(x, inference_context=inference_context)
             if bias is not None:
                 output = output + bias
             hidden_states = hidden_states + output
-        return self.final_norm(hidden_states)
+        return self.final_norm(hidden_states) if self.post_process else hidden_states
 
 
 def transformer_engine_stack_spec(config: TransformerConfig) -> ModuleSpec:
-    """Layer spec of attention (`*`) and MLP (`-`) layers of TransformerEngine's modules.
+    """Layer spec of attention (`*`) and MLP (`-`) layers of TransformerEngine's modules, and of
+    expert layers (`E`), which are ours behind its norm.
 
     Parameters bear the names that Megatron's checkpoints have: a norm's weight is
     `linear_qkv.layer_norm_weight` or `linear_fc1.layer_norm_weight`.
     """
     column = _on_meta_device(TELayerNormColumnParallelLinear, config)
     row = _on_meta_device(TERowParallelLinear, config)
-    norm = _on_meta_device(TENorm, config) if config.qk_layernorm else None
+    any_norm = _on_meta_device(TENorm, config)
+    norm = any_norm if config.qk_layernorm else None
     attention_layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -122,9 +132,17 @@ def transformer_engine_stack_spec(config: TransformerConfig) -> ModuleSpec:
             mlp_bda=get_bias_dropout_add,
         ),
     )
+    moe_layer = ModuleSpec(
+        module=MLPLayer,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=any_norm, mlp=MoELayer, mlp_bda=get_bias_dropout_add
+        ),
+    )
     return ModuleSpec(
         module=TransformerEngineHybridStack,
-        submodules=HybridStackSubmodules(attention_layer=attention_layer, mlp_layer=mlp_layer),
+        submodules=HybridStackSubmodules(
+            attention_layer=attention_layer, mlp_layer=mlp_layer, moe_layer=moe_layer
+        ),
     )
 
 

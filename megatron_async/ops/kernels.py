@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_async.ops import (
+    expert_mlp,
+    expert_routing,
     log_probs,
     logits_processing,
     rms_norm,
@@ -20,6 +22,7 @@ from megatron_async.ops import (
     triton_log_probs,
     triton_logits,
     triton_sampling,
+    vocab_embedding,
 )
 
 
@@ -27,6 +30,7 @@ from megatron_async.ops import (
 class Kernels:
     """Ops of a step beside attention; see the modules of their names for shapes."""
 
+    vocab_embedding: Callable[[Tensor, Tensor, int], Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rope_append: Callable[..., Tensor]
     linear: Callable[..., Tensor]
@@ -39,9 +43,12 @@ class Kernels:
     count_tokens: Callable[..., None]
     log_probs: Callable[..., None]
     apply_token_mask: Callable[[Tensor, Tensor], None]
+    route: Callable[..., expert_routing.Routing]
+    expert_mlp: Callable[..., Tensor]
 
 
 TORCH_KERNELS = Kernels(
+    vocab_embedding.vocab_embedding_reference,
     rms_norm.add_rms_norm_reference,
     rope_append.rope_append_reference,
     skinny_linear.linear_reference,
@@ -54,8 +61,11 @@ TORCH_KERNELS = Kernels(
     logits_processing.count_tokens_reference,
     log_probs.log_probs_reference,
     token_mask.apply_token_mask_reference,
+    expert_routing.route_reference,
+    expert_mlp.expert_mlp_reference,
 )
 TRITON_KERNELS = Kernels(
+    vocab_embedding.vocab_embedding,
     rms_norm.add_rms_norm,
     rope_append.rope_append,
     skinny_linear.linear,
@@ -68,6 +78,8 @@ TRITON_KERNELS = Kernels(
     triton_logits.count_tokens,
     triton_log_probs.log_probs,
     token_mask.apply_token_mask,
+    expert_routing.route,
+    expert_mlp.expert_mlp,
 )
 
 

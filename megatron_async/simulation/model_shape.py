@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -30,6 +30,7 @@ class ModelShape:
     vocab_size: int
     layernorm_epsilon: float = 1e-5
     pipeline_model_parallel_size: int = 1
+    tensor_model_parallel_size: ClassVar[int] = 1
 
     @property
     def params_dtype(self) -> torch.dtype:

@@ -201,7 +201,7 @@ class LinkedStage(PipelineStage):
         copy.launch(partial(self._share, plan, prompt, part))
         if not self.is_last:
             copy.launch(partial(self._take, plan, part, failed_here))
-        if self.is_first:
+        if self.is_first and plan.num_rows:
             returned = self._device.event()
             copy.record(returned)
             self._returned[self._micro_batch(plan)] = plan.step, returned

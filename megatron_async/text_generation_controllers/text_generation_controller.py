@@ -270,7 +270,9 @@ class TextGenerationController:
             view.begin_step(dims)
             if stage.is_last:
                 self.sampler.begin_step(mode)
-            output = self.inference_wrapped_model.forward(view, stage.hidden_states(dims))
+            if (hidden_states := stage.hidden_states(dims)) is not None:
+                self.inference_wrapped_model.set_input_tensor(hidden_states)
+            output = self.inference_wrapped_model.forward(view)
             if not stage.is_last:
                 stage.keep(output)
                 view.move_on()

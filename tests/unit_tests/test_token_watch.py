@@ -131,7 +131,8 @@ def test_rows_are_used_again_when_their_requests_are_gone() -> None:
     watch = TokenWatch(tokenizer, tokenizer.vocab_size)
     kept = [watch.stop_words([f"word {number}"]) for number in range(MOST_SETS)]
     rows = {row for _, row in kept}
-    assert len(rows) == MOST_SETS and not rows & {NOTHING, EVERYTHING}
+    assert len(rows) == MOST_SETS
+    assert not rows & {NOTHING, EVERYTHING}
     assert watch.stop_words(["word 3"])[1] == kept[3][1]
     assert watch.stop_words(["another"])[1] == EVERYTHING
     row = kept.pop(5)[1]

@@ -14,6 +14,7 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import stamp_kv_layers
 from megatron_async.models.linear import pack_weights
 from megatron_async.models.pipeline import stage_of
+from megatron_async.ops.tensor_collectives import collectives_of
 
 if TYPE_CHECKING:
     from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -46,6 +47,9 @@ class GPTInferenceWrapper:
         model: a `HybridModel` or `GPTModel` on the context's device.
         inference_context: the context that it will run in.
 
+    Attributes:
+        collectives: of the ranks that hold the model's layers between them.
+
     Raises:
         ConfigurationError: the model's attention layers are not paged, or their number differs from
             what the context has a KV cache for.
@@ -65,22 +69,29 @@ class GPTInferenceWrapper:
         self._is_last_stage = stage_of(inference_context.model_config).is_last
         pack_weights(model, inference_context.device.free_memory())
         self.vocab_size: int = model.vocab_size  # type: ignore[assignment]
+        self.collectives = collectives_of(model.pg_collection.tp)  # type: ignore[union-attr]
+        config, settings = inference_context.model_config, inference_context.config
+        self.collectives.prepare(
+            settings.max_requests + settings.max_tokens,
+            config.hidden_size,
+            config.params_dtype,
+            inference_context.device.torch_device,
+        )
 
-    def forward(self, view: ContextGPUView, hidden_states: Tensor | None = None) -> Tensor:
+    def set_input_tensor(self, hidden_states: Tensor) -> None:
+        """Give the next `forward` what the pipeline stage before computed, `[tokens, 1, hidden]`;
+        Megatron's name."""
+        model: Any = self.model
+        model.set_input_tensor(hidden_states)
+
+    def forward(self, view: ContextGPUView) -> Tensor:
         """Logits `[rows, vocabulary]` of the step in `view`, in the model's dtype; or, of a
         pipeline stage that is not the last, hidden states `[tokens, 1, hidden]`.
 
         Runs inside launched work.
-
-        Args:
-            view: the step.
-            hidden_states: `[tokens, 1, hidden]`, from the pipeline stage before, if there is one.
         """
-        model: Any = self.model
-        if hidden_states is not None:
-            model.set_input_tensor(hidden_states)
         with inference_mode_active():
-            output: Tensor = model(
+            output: Tensor = self.model(
                 view.step.token_ids[None],
                 view.step.positions[None],
                 attention_mask=None,

@@ -110,7 +110,12 @@ _measured: dict[AttentionShape, tuple[tuple[dict[str, float], ...], tuple[str, .
 """Times of this process, by shape (which names the device)."""
 
 
-def choose_prefill(name: str | None, shape: AttentionShape, device: Device) -> PrefillChoice:
+def choose_prefill(
+    name: str | None,
+    shape: AttentionShape,
+    device: Device,
+    agree_on_least: Callable[[int], int] = int,
+) -> PrefillChoice:
     """The backends of an engine's prefill steps.
 
     Args:
@@ -118,6 +123,7 @@ def choose_prefill(name: str | None, shape: AttentionShape, device: Device) -> P
             one candidate.
         shape: of the engine's attention.
         device: a GPU.
+        agree_on_least: gives the least of a number over all ranks of the model.
 
     Raises:
         BackendUnavailable: the backend that was asked for cannot be had; says why and the remedy.
@@ -135,13 +141,27 @@ def choose_prefill(name: str | None, shape: AttentionShape, device: Device) -> P
             at_hand[candidate] = BACKENDS[candidate](shape)
         except BackendUnavailable as reason:
             logger.debug("%s", reason)
+    # Ranks of one model capture the same steps, so they choose from what all of them have.
+    at_hand = {
+        candidate: at_hand[candidate]
+        for candidate in CANDIDATES
+        if agree_on_least(int(candidate in at_hand))
+    }
     if len(at_hand) == 1:
         return PrefillChoice(tuple(at_hand.values()) * len(STEP_CLASSES))
     if shape not in _measured:
         _measured[shape] = _measure(at_hand, shape, device)
     times, dropped = _measured[shape]
-    backends = tuple(at_hand[min(t, key=lambda backend: t[backend])] for t in times)
+    backends = tuple(at_hand[_agreed_fastest(by_name, agree_on_least)] for by_name in times)
     return PrefillChoice(backends, times, dropped)
+
+
+def _agreed_fastest(times: dict[str, float], agree_on_least: Callable[[int], int]) -> str:
+    """The fastest backend by its microseconds; where ranks of one model differ, the first in
+    `CANDIDATES` of those that they name, or triton if it failed on one of them."""
+    wanted = CANDIDATES[agree_on_least(CANDIDATES.index(min(times, key=lambda name: times[name])))]
+    everywhere = agree_on_least(int(wanted in times))
+    return wanted if everywhere else CANDIDATES[0]
 
 
 def _measure(

@@ -53,10 +53,27 @@ def plain_logits(model: nn.Module, a: ModelArchitecture, ids: Tensor) -> Tensor:
         x = x + F.linear(out.transpose(0, 1).flatten(1), p[attention + "linear_proj.weight"])
         name = f"decoder.layers.{2 * layer + 1}."
         hidden = norm(x, name + "pre_mlp_layernorm.weight")
+        if a.is_moe(layer):
+            x = x + plain_experts(hidden, {n: p[name + "mlp." + n] for n in EXPERT_WEIGHTS}, a)
+            continue
         gate, up = F.linear(hidden, p[name + "mlp.linear_fc1.weight"]).chunk(2, -1)
         x = x + F.linear(F.silu(gate) * up, p[name + "mlp.linear_fc2.weight"])
     head = "embedding.word_embeddings" if a.tie_word_embeddings else "output_layer"
     return F.linear(norm(x, "decoder.final_norm.weight"), p[head + ".weight"])
+
+
+EXPERT_WEIGHTS = ("router.weight", "experts.linear_fc1.weight", "experts.linear_fc2.weight")
+
+
+def plain_experts(x: Tensor, p: dict[str, Tensor], a: ModelArchitecture) -> Tensor:
+    """Every expert for every token, most of them with weight 0."""
+    router, fc1, fc2 = (p[name] for name in EXPERT_WEIGHTS)
+    scores = F.linear(x, router).softmax(1)
+    scores = scores * (scores >= scores.sort(1).values[:, -a.moe_router_topk, None])
+    if not a.moe_router_pre_softmax:
+        scores = scores / scores.sum(1, keepdim=True)
+    gate, up = torch.einsum("th,efh->tef", x, fc1).chunk(2, -1)
+    return torch.einsum("tef,ehf,te->th", F.silu(gate) * up, fc2, scores)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,65 @@
+"""Connect the ranks of a job that torchrun started: who leads, who follows, who shares experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_async.communication.bootstrap import join_job
+from megatron_async.communication.channel import StepChannel
+from megatron_async.communication.communicator import AsyncZMQCommunicator
+from megatron_async.engines.actions import Report, Turn, to_builtin
+from megatron_async.engines.expert_consensus import ExpertConsensus
+from megatron_async.engines.follower import Follower
+from megatron_async.engines.leader import Leader
+from megatron_async.engines.rank_group import RankGroup
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where this process stands in its job."""
+
+    data_parallel_rank: int = 0
+    """Of its replica."""
+    data_parallel_size: int = 1
+    """Replicas in the job."""
+    is_primary: bool = True
+    """Whether it is its replica's leader, which callers talk to."""
+
+
+def join_group(
+    facts: Mapping[str, Mapping[str, Any]], check_agreement: bool
+) -> tuple[RankGroup, RankPlace]:
+    """The group of this rank; every rank of the job calls it, once its model is there.
+
+    Args:
+        facts: kind -> name -> value: what must be the same on all ranks.
+        check_agreement: compare plans and samples of followers with their leader's.
+
+    Raises:
+        ConfigurationError: the facts differ; the message names the first that does.
+        CommunicationTimeout, RankLost: a rank did not come.
+    """
+    job = join_job()
+    if job.world_size == 1:
+        return RankGroup(), RankPlace()
+    for kind, mapping in facts.items():
+        job.check_same(kind, mapping)
+    members = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
+    place = RankPlace(
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+        job.rank == members[0],
+    )
+    channel: StepChannel[Turn, Report] = StepChannel(job, members, Turn, Report, to_builtin)
+    if not place.is_primary:
+        return Follower(channel, check_agreement), place
+    consensus = None
+    experts = dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())
+    if len(experts) > 1:
+        consensus = ExpertConsensus(AsyncZMQCommunicator(job, experts, "the shape of a step"))
+    return Leader(channel, check_agreement, consensus), place

@@ -1,0 +1,90 @@
+"""Embedding and output layer: both hold this rank's rows of the vocabulary.
+
+`HybridModel` builds the two without asking the layer spec. They get our classes afterwards, which
+have the same parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from torch import Tensor
+
+from megatron_async.models.linear import InferenceColumnParallelLinear
+from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.skinny_linear import Unnormed
+from megatron_async.ops.tensor_collectives import TensorCollectives, collectives_of
+
+
+class InferenceEmbedding(LanguageModelEmbedding):
+    """Megatron's `LanguageModelEmbedding` without position embeddings."""
+
+    @property
+    def collectives(self) -> TensorCollectives:
+        """Of the ranks that share the vocabulary."""
+        return collectives_of(self.tp_group)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, tokentype_ids: Any = None
+    ) -> Tensor:
+        """Embeddings of a step's tokens.
+
+        Args:
+            input_ids: int64 `[1, tokens]`.
+            position_ids: not read: positions enter in attention.
+            tokentype_ids: None.
+
+        Returns:
+            `[tokens, 1, hidden]`; with sequence parallelism this rank's rows of it.
+        """
+        words, collectives = self.word_embeddings, self.collectives
+        lookup = kernels_for(words.weight).vocab_embedding
+        rows = lookup(input_ids.flatten(), words.weight, words.vocab_start_index)[:, None]
+        if collectives.size == 1:
+            return rows
+        if self.config.sequence_parallel:
+            return collectives.reduce_scatter(rows)
+        # It begins the residual stream, so it is kept beyond the next collective.
+        return collectives.keep(collectives.all_reduce(rows))
+
+
+class InferenceOutputLayer(InferenceColumnParallelLinear):
+    """The output layer: logits of the whole vocabulary, without its padding, on every rank.
+
+    Attributes:
+        vocab_size: columns of the logits.
+    """
+
+    vocab_size: int
+
+    def forward(
+        self,
+        input_: Tensor | Unnormed,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits `[rows, 1, vocabulary]` of hidden states `[rows, 1, hidden]`, and None.
+
+        A column is computed by one rank and copied to the others, so all have the same bits.
+        """
+        logits, bias = super().forward(input_, weight, runtime_gather_output=False)
+        return self.collectives.all_gather_columns(logits, self.vocab_size), bias
+
+
+def shard_vocabulary(model: HybridModel, vocab_size: int) -> None:
+    """Give a model's embedding and output layer the classes of this file.
+
+    Args:
+        model: with as many rows of embedding as the padded vocabulary has.
+        vocab_size: of the tokenizer; the model's `vocab_size` from now on.
+    """
+    model.vocab_size = vocab_size
+    if hasattr(model, "embedding"):
+        model.embedding.__class__ = InferenceEmbedding
+    if hasattr(model, "output_layer"):
+        model.output_layer.__class__ = InferenceOutputLayer
+        model.output_layer.vocab_size = vocab_size
+        # The stack gathers all rows, because the last row of a chunk may be on any rank.
+        model.output_layer.sequence_parallel = False

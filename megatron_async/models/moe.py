@@ -1,0 +1,104 @@
+"""A mixture-of-experts layer for inference: Megatron's weights, experts stacked in one tensor.
+
+Megatron's own modules need a GPU at several places (`TopKRouter.gating` moves weights there, its
+dispatchers make CUDA streams), and sizes of what they send are read by the host. Here all shapes
+follow from the number of tokens, so that a step with experts is captured like any other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.moe_dispatch import TokenDispatcher
+from megatron_async.models.moe_experts import Experts
+from megatron_async.ops.expert_routing import Routing
+from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.tensor_collectives import Unreduced, collectives_of
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.gpu_view import ContextGPUView
+
+
+class TopKRouter(MegatronModule):
+    """Chooses each token's experts by the largest softmax of a linear layer, in float32.
+
+    Attributes:
+        weight: `[experts, hidden]`; every rank has all of it.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        experts = config.num_moe_experts
+        shape = (experts, config.hidden_size)
+        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+        self.topk: int = config.moe_router_topk
+        self.pre_softmax: bool = config.moe_router_pre_softmax
+        if not 0 < self.topk <= experts:
+            raise ConfigurationError(
+                f"moe_router_topk={self.topk} must be between 1 and num_moe_experts={experts}."
+            )
+
+    def forward(self, hidden_states: Tensor, view: ContextGPUView | None) -> Routing:
+        """Experts of `[tokens, hidden]`; tokens that belong to no request of `view` get none."""
+        places = None if view is None else view.step.write_index
+        limit = 0 if view is None else view.first_dummy_place
+        return kernels_for(hidden_states).route(
+            hidden_states, self.weight, self.topk, self.pre_softmax, places, limit
+        )
+
+
+class MoELayer(MegatronModule):
+    """Router, experts, and the ways between them.
+
+    Each rank of the expert-parallel group has its own tokens and its share of the experts: rank r
+    of n the r-th n-th. Inside a tensor-parallel group all have the same tokens and experts, and a
+    share of each expert's inner dimension.
+
+    Args:
+        config: of the model.
+        pg_collection: process groups; `ep` and `tp` are used.
+
+    Attributes:
+        may_split: set by a caller that takes an `Unreduced` output.
+    """
+
+    may_split: bool = False
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, **_: Any
+    ) -> None:
+        super().__init__(config)
+        self.router = TopKRouter(config)
+        self.experts = Experts(config, pg_collection)
+        self.dispatcher = TokenDispatcher(pg_collection.ep)
+        self.tp_group = pg_collection.tp
+
+    def forward(
+        self, hidden_states: Tensor, inference_context: ContextGPUView | None = None, **_: Any
+    ) -> tuple[Tensor | Unreduced, None]:
+        """As Megatron's: `[tokens, 1, hidden]` -> the same, and no bias.
+
+        With sequence parallelism the tokens are this rank's share of the group's, before and after.
+        """
+        collectives = collectives_of(self.tp_group)
+        scatter = collectives.size > 1 and self.config.sequence_parallel
+        dispatched = 0 if inference_context is None else inference_context.dims.dispatch_tokens
+        x = hidden_states.flatten(0, 1)
+        if scatter:
+            x = collectives.all_gather(x)
+            dispatched = -(-dispatched // collectives.size) * collectives.size
+        routing = self.router(x, inference_context)
+        gathered, routing = self.dispatcher.dispatch(x, routing, dispatched)
+        output = self.dispatcher.combine(self.experts(gathered, routing), x.size(0))[:, None]
+        if scatter:
+            return collectives.reduce_scatter(output), None
+        if self.may_split and collectives.size > 1 and collectives.adds_with_norm(output):
+            return Unreduced(output, collectives), None
+        return collectives.all_reduce(output), None

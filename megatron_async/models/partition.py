@@ -1,0 +1,80 @@
+"""What one tensor-parallel rank holds of a model, and which models can be split at all.
+
+Attention is split by KV heads (each with its query heads), the MLP by its hidden units, embedding
+and output layer by rows of the vocabulary (Shoeybi et al. 2019, Megatron-LM). Only the vocabulary
+is padded to a multiple of the ranks; everything else must divide.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.architecture import ModelArchitecture
+
+if TYPE_CHECKING:
+    from megatron_async.models.parallel_state import ParallelSizes
+
+
+def padded_vocab_size(vocab_size: int, ranks: int) -> int:
+    """Rows of the embedding over all ranks: the vocabulary, rounded up to a multiple of them."""
+    return -(-vocab_size // ranks) * ranks
+
+
+def local_heads(model: Any) -> tuple[int, int]:
+    """Query heads and KV heads of one rank.
+
+    Args:
+        model: Megatron's `TransformerConfig`.
+    """
+    ranks = model.tensor_model_parallel_size
+    return model.num_attention_heads // ranks, model.num_query_groups // ranks
+
+
+def check_partition(
+    architecture: ModelArchitecture, sizes: ParallelSizes, transformer_impl: str
+) -> None:
+    """Check that a model can be split over so many ranks.
+
+    Raises:
+        ConfigurationError: a size does not divide; names it, and the sizes that would.
+    """
+    ranks = sizes.tensor_model_parallel
+    if sizes.sequence_parallel and transformer_impl != "local":
+        raise ConfigurationError(
+            f"sequence_parallel=True is not served with transformer_impl={transformer_impl!r}: use "
+            "transformer_impl='local', or leave sequence_parallel out."
+        )
+    a = architecture
+    counts = {
+        "key/value heads (num_query_groups)": a.num_query_groups,
+        "attention heads": a.num_attention_heads,
+        "MLP units (ffn_hidden_size)": a.ffn_hidden_size,
+    }
+    if a.num_moe_experts:
+        counts["units of an expert (moe_ffn_hidden_size)"] = a.moe_ffn_hidden_size
+    _check_experts(a, sizes.expert_model_parallel)
+    for what, count in counts.items():
+        if count % ranks:
+            fitting = [str(n) for n in range(1, min(counts.values()) + 1) if _fits(counts, n)]
+            raise ConfigurationError(
+                f"tensor_model_parallel_size={ranks} does not divide the model's {count} {what}: "
+                f"use one of {', '.join(fitting)}. (Heads are never held twice.)"
+            )
+
+
+def _check_experts(a: ModelArchitecture, ranks: int) -> None:
+    if ranks > 1 and not a.num_moe_experts:
+        raise ConfigurationError(
+            f"expert_model_parallel_size={ranks}, but this {a.model_type} model has no experts: "
+            "leave it out."
+        )
+    if a.num_moe_experts % ranks:
+        raise ConfigurationError(
+            f"expert_model_parallel_size={ranks} does not divide the model's {a.num_moe_experts} "
+            "experts (num_moe_experts): use a size that does."
+        )
+
+
+def _fits(counts: dict[str, int], ranks: int) -> bool:
+    return all(count % ranks == 0 for count in counts.values())

@@ -1,0 +1,235 @@
+"""Which experts each token goes to, and with what weights.
+
+The router's linear layer is computed with float32 sums that are not rounded in between: experts
+whose logits are equal in bfloat16 would otherwise be told apart by chance. Among equals the one
+with the lower number is chosen. On a GPU two kernels: logits, split along their inputs so that a
+few tokens fill the device, then their sum in order, softmax and choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.ops.dependent_launch import (
+    await_previous,
+    launch_options,
+    let_next_start,
+    wait_for_previous,
+)
+
+NO_EXPERT = -1
+"""Expert of a token that goes nowhere."""
+IN_KERNEL_NO_EXPERT = tl.constexpr(NO_EXPERT)
+BLOCK_TOKENS = 16
+BLOCK_K = 64
+PROGRAMS = 128
+"""Programs of the logits' kernel that fill a device."""
+MAX_SPLITS = 16
+
+
+@dataclass
+class Routing:
+    """Experts of tokens.
+
+    Attributes:
+        experts: int32 `[tokens, topk]`, best first; `NO_EXPERT` where a token goes nowhere.
+        weights: float32 `[tokens, topk]`, what the experts' outputs are multiplied by; 0 there.
+    """
+
+    experts: Tensor
+    weights: Tensor
+
+
+def route(
+    x: Tensor,
+    weight: Tensor,
+    topk: int,
+    pre_softmax: bool,
+    places: Tensor | None = None,
+    limit: int = 0,
+) -> Routing:
+    """Choose experts.
+
+    Args:
+        x: `[tokens, hidden]` on a GPU, its rows contiguous.
+        weight: `[experts, hidden]`, same dtype, contiguous.
+        topk: experts a token.
+        pre_softmax: weights are the softmax over all experts, not over the chosen ones.
+        places: int64 `[tokens or fewer]`, where in the KV cache tokens are written; None: all
+            tokens are real.
+        limit: tokens with this place or a later one, and those without a place, are dummies: they
+            go nowhere.
+    """
+    tokens, hidden = x.shape
+    experts = weight.size(0)
+    _check(x, weight, topk)
+    out = Routing(
+        torch.empty((tokens, topk), dtype=torch.int32, device=x.device),
+        torch.empty((tokens, topk), dtype=torch.float32, device=x.device),
+    )
+    if not tokens:
+        return out
+    tiles = triton.cdiv(tokens, BLOCK_TOKENS)
+    steps = triton.cdiv(hidden, BLOCK_K)
+    splits = max(1, min(MAX_SPLITS, steps, PROGRAMS // tiles))
+    share = triton.cdiv(steps, splits) * BLOCK_K
+    splits = triton.cdiv(hidden, share)
+    logits = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
+    block = max(16, triton.next_power_of_2(experts))
+    _logits_kernel[(tiles, splits)](
+        x,
+        weight,
+        logits,
+        x.stride(0),
+        tokens,
+        hidden=hidden,
+        experts=experts,
+        share=share,
+        block_tokens=BLOCK_TOKENS,
+        block_experts=block,
+        block_k=BLOCK_K,
+        num_warps=4 if block <= 128 else 8,
+        **launch_options(x),
+    )
+    _choose_kernel[(tokens,)](
+        logits,
+        out.experts if places is None else places,
+        out.experts,
+        out.weights,
+        tokens,
+        0 if places is None else len(places),
+        limit,
+        splits=splits,
+        experts=experts,
+        topk=topk,
+        block=block,
+        block_topk=triton.next_power_of_2(topk),
+        pre_softmax=pre_softmax,
+        has_places=places is not None,
+        num_warps=1 if block <= 256 else 4,
+        **launch_options(x),
+    )
+    return out
+
+
+def route_reference(
+    x: Tensor,
+    weight: Tensor,
+    topk: int,
+    pre_softmax: bool,
+    places: Tensor | None = None,
+    limit: int = 0,
+) -> Routing:
+    """The same in plain torch."""
+    _check(x, weight, topk)
+    logits = x.float() @ weight.float().t()
+    chosen, experts = logits.sort(dim=1, descending=True, stable=True)
+    weights = chosen.softmax(1)[:, :topk] if pre_softmax else chosen[:, :topk].softmax(1)
+    experts = experts[:, :topk].to(torch.int32)
+    if places is not None:
+        real = torch.zeros((x.size(0), 1), dtype=torch.bool, device=x.device)
+        real[: len(places), 0] = places < limit
+        experts, weights = experts.where(real, NO_EXPERT), weights.where(real, 0.0)
+    return Routing(experts.contiguous(), weights.contiguous())
+
+
+def _check(x: Tensor, weight: Tensor, topk: int) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or x.size(1) != weight.size(1) or x.dtype != weight.dtype:
+        raise ValueError(
+            f"route: x must be [tokens, hidden] and weight [experts, hidden] of one dtype; found "
+            f"{tuple(x.shape)} ({x.dtype}) and {tuple(weight.shape)} ({weight.dtype})."
+        )
+    if x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError("route: rows of x and the weight must be contiguous: call .contiguous().")
+    if not 0 < topk <= weight.size(0):
+        raise ValueError(f"route: topk={topk} must be between 1 and {weight.size(0)} experts.")
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _logits_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    logits: tl.tensor,
+    x_stride: tl.tensor,
+    tokens: tl.tensor,
+    hidden: tl.constexpr,
+    experts: tl.constexpr,
+    share: tl.constexpr,
+    block_tokens: tl.constexpr,
+    block_experts: tl.constexpr,
+    block_k: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    """Partial logits of `block_tokens` tokens over one share of the inputs."""
+    let_next_start(overlap)
+    token = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)
+    part = tl.program_id(1)
+    expert = tl.arange(0, block_experts)
+    column = part * share + tl.arange(0, block_k)
+    is_token, is_expert = (token < tokens)[:, None], (expert < experts)[:, None]
+    source = x + token[:, None].to(tl.int64) * x_stride
+    rows = weight + expert[:, None] * hidden
+    sums = tl.zeros((block_tokens, block_experts), tl.float32)
+    await_previous(overlap)
+    for at in range(0, share, block_k):
+        inside = (column + at < hidden)[None, :]
+        v = tl.load(source + (column + at)[None, :], mask=is_token & inside, other=0.0)
+        w = tl.load(rows + (column + at)[None, :], mask=is_expert & inside, other=0.0)
+        sums = tl.dot(v, tl.trans(w), sums, input_precision="ieee")
+    target = logits + (part * tokens + token[:, None]).to(tl.int64) * experts + expert[None, :]
+    tl.store(target, sums, mask=is_token & (expert < experts)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens", "num_places", "limit"])
+def _choose_kernel(
+    logits: tl.tensor,
+    places: tl.tensor,
+    out_experts: tl.tensor,
+    out_weights: tl.tensor,
+    tokens: tl.tensor,
+    num_places: tl.tensor,
+    limit: tl.tensor,
+    splits: tl.constexpr,
+    experts: tl.constexpr,
+    topk: tl.constexpr,
+    block: tl.constexpr,
+    block_topk: tl.constexpr,
+    pre_softmax: tl.constexpr,
+    has_places: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    """One token: the `topk` largest of its logits, in order."""
+    wait_for_previous(overlap)
+    token = tl.program_id(0)
+    expert = tl.arange(0, block)
+    inside = expert < experts
+    scores = tl.zeros((block,), tl.float32)
+    for part in range(splits):
+        start = logits + (part * tokens + token).to(tl.int64) * experts
+        scores += tl.load(start + expert, mask=inside, other=0.0)
+    scores = tl.where(inside, scores, float("-inf"))
+    largest = tl.max(scores, 0)
+    every = tl.sum(tl.exp(scores - largest), 0)
+    rank = tl.arange(0, block_topk)
+    chosen = tl.zeros((block_topk,), tl.int32)
+    powers = tl.zeros((block_topk,), tl.float32)
+    for nth in tl.static_range(topk):
+        best = tl.max(scores, 0)
+        # Logits that are no numbers are equal to nothing, and the choice must still exist.
+        index = tl.minimum(tl.min(tl.where(scores == best, expert, block), 0), experts - 1)
+        chosen = tl.where(rank == nth, index, chosen)
+        powers = tl.where(rank == nth, tl.exp(best - largest), powers)
+        scores = tl.where(expert == index, float("-inf"), scores)
+    total = every if pre_softmax else tl.sum(powers, 0)
+    real = token < tokens
+    if has_places:
+        real = token < num_places
+        real = real & (tl.load(places + token, mask=real, other=0) < limit)
+    target = token * topk + rank
+    tl.store(out_experts + target, tl.where(real, chosen, IN_KERNEL_NO_EXPERT), mask=rank < topk)
+    tl.store(out_weights + target, tl.where(real, powers / total, 0.0), mask=rank < topk)

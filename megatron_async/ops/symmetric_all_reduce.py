@@ -1,0 +1,179 @@
+"""All-reduce over symmetric memory: GPUs of one host that read and write each other's memory.
+
+On H200s over NVLink, in a CUDA graph, the sum of a decode step's rows takes 6 to 9 microseconds so,
+and NCCL's takes 11 to 19 (65 of them are in a step of an 8B model; docs/parallelism.md). Two
+kernels, by size:
+
+- **one shot** (`ops/all_reduce_norm.py`): every rank reads all summands, adds them in the order of
+  ranks, and does the residual add and the norm behind it. For few bytes.
+- **two shot** (torch's `symm_mem.two_shot_all_reduce_`): every rank adds up its share of the
+  elements and writes it to all. Each element is added on one rank, so all have the same bits.
+
+No multicast: it is not available everywhere, and leaves the order of additions to the switch.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory
+
+from megatron_async.ops.all_reduce_norm import all_reduce_add_rms_norm
+from megatron_async.ops.partial_sums import add_partial_sums
+from megatron_async.ops.rms_norm import MAX_HIDDEN
+
+logger = logging.getLogger(__name__)
+
+TWO_SHOT_BYTES = 16 << 20
+"""Largest sum of the two-shot kernel. Measured on 2 and 4 H200s: it beats NCCL up to there (58
+against 79 and 91 against 98 microseconds at 16 MiB); beyond, nothing was measured."""
+TWO_SHOT_DTYPES = (torch.bfloat16, torch.float32)
+"""What torch's kernel adds."""
+ONE_SHOT_BYTES = 3 << 19
+"""Most bytes that a rank reads from others in the one-shot kernel. By the measurements of torch's
+one-shot kernel, whose times beyond are longer than two-shot plus copy and norm."""
+ALIGNMENT = 256
+"""Bytes; workspaces begin at multiples of it."""
+
+
+class SymmetricAllReduce:
+    """Workspaces of a group, made once, and the kernels on them.
+
+    Flags and rows of the one-shot kernel lie in one symmetric tensor, the two-shot kernel's
+    elements in another. Writers and readers of a row of the first take turns by its flags (see the
+    kernel). The second is written by this rank's copy, then by the kernel on any rank, which ends
+    only when all ranks are done with it; the result is read before the next sum overwrites it.
+
+    Args:
+        group: the ranks, all on this host.
+        max_rows: most tokens of a step.
+        hidden: elements of a row.
+        dtype: of the rows.
+        device: of this rank.
+
+    Raises:
+        RuntimeError: the memory cannot be shared.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        max_rows: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._group_name = group.group_name
+        self._ranks, self._rank = group.size(), group.rank()
+        self._hidden, self._dtype = hidden, dtype
+        row_bytes = hidden * dtype.itemsize
+        most = ONE_SHOT_BYTES // (row_bytes * (self._ranks - 1))
+        self.one_shot_rows = min(max_rows, max(most, 1)) if hidden <= MAX_HIDDEN else 0
+        self.two_shot_rows = 0
+        if dtype in TWO_SHOT_DTYPES:
+            self.two_shot_rows = min(max_rows, TWO_SHOT_BYTES // row_bytes)
+        flag_bytes = -(-self.one_shot_rows * self._ranks * 4 // ALIGNMENT) * ALIGNMENT
+        self._first_row = flag_bytes // dtype.itemsize
+        elements = self._first_row + 2 * self.one_shot_rows * hidden
+        self._rows, rows_handle = _share(elements, dtype, device, group)
+        self._two_shot, _ = _share(max(self.two_shot_rows, 1) * hidden, dtype, device, group)
+        addresses = [address + rows_handle.offset for address in rows_handle.buffer_ptrs]
+        self._pointers = torch.tensor(  # sync-ok: at the start
+            addresses, dtype=torch.int64, device=device
+        )
+        self._turns = torch.zeros(self.one_shot_rows, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)  # sync-ok: at the start
+        dist.barrier(group)  # nobody writes flags before all have cleared theirs
+
+    def __str__(self) -> str:
+        return (
+            f"one shot up to {self.one_shot_rows} rows, two shot up to {self.two_shot_rows}, over "
+            "symmetric memory"
+        )
+
+    def serves(self, hidden: int, dtype: torch.dtype) -> bool:
+        """Whether the workspaces are for such rows."""
+        return self._hidden == hidden and self._dtype == dtype
+
+    def adds_with_norm(self, product: Tensor) -> bool:
+        """Whether `add_rms_norm` takes a product `[tokens, 1, hidden]` or its partial sums."""
+        return product.size(-1) == self._hidden and product.size(-3) <= self.one_shot_rows
+
+    def add_rms_norm(
+        self, product: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `ops.all_reduce_norm.all_reduce_add_rms_norm`."""
+        return all_reduce_add_rms_norm(
+            product.flatten(-3, -2),
+            residual,
+            weight,
+            eps,
+            self._pointers,
+            self._turns,
+            self._rank,
+            self._first_row,
+        )
+
+    def takes(self, product: Tensor, dtype: torch.dtype) -> bool:
+        """Whether `all_reduce` takes a product `[tokens, 1, hidden]` or its partial sums."""
+        fits = product.size(-1) == self._hidden and product.size(-3) <= self.two_shot_rows
+        return fits and dtype == self._dtype
+
+    def all_reduce(self, product: Tensor) -> Tensor:
+        """The sum over the ranks, `[tokens, 1, hidden]`, in the workspace: valid until the next."""
+        shape = product.shape[-3:]
+        place = self._two_shot[: shape.numel()]
+        add_partial_sums(product, self._dtype, place.view(shape))
+        torch.ops.symm_mem.two_shot_all_reduce_(place, "sum", self._group_name)
+        return place.view(shape)
+
+
+def make_symmetric_all_reduce(
+    group: dist.ProcessGroup,
+    max_rows: int,
+    hidden: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[SymmetricAllReduce | None, str]:
+    """Workspaces for a group, if all of its ranks can have them.
+
+    Returns:
+        them and "", or None and why there are none; the same on all ranks.
+    """
+    made, reason = None, ""
+    hosts: list[object] = [None] * group.size()
+    dist.all_gather_object(hosts, _host(), group=group)
+    if len(set(hosts)) > 1:
+        return None, "the ranks are on several hosts"
+    try:
+        made = SymmetricAllReduce(group, max_rows, hidden, dtype, device)
+    except (RuntimeError, AttributeError, ImportError) as error:
+        logger.warning("symmetric memory is not available: %s", error)
+        reason = f"symmetric memory is not available: {str(error).splitlines()[0]}"
+    reasons: list[str | None] = [None] * group.size()
+    dist.all_gather_object(reasons, reason, group=group)
+    failed = next((found for found in reasons if found), "")
+    return (None, failed) if failed else (made, "")
+
+
+def _share(
+    elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+) -> tuple[Tensor, Any]:
+    """Zeroed memory that all ranks of the group can reach, and its handle."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    # Not `_symmetric_memory.empty`: that takes it from a pool, where it may begin inside an
+    # allocation, and torch's kernels count from the allocation's begin.
+    tensor = _SymmetricMemory.empty_strided_p2p((elements,), (1,), dtype, device)
+    tensor.zero_()
+    return tensor, _symmetric_memory.rendezvous(tensor, group)
+
+
+def _host() -> str:
+    """Names this machine: its boot, which containers share, and not its name, which they do not."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()

@@ -1,0 +1,71 @@
+"""Embedding lookup in one rank's rows of the vocabulary; tokens of other ranks give zeros.
+
+The sum over all ranks is the embedding: one summand of each element is not zero, so no rounding
+happens, whatever the dtype and the order.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+
+BLOCK = 1024
+
+
+def vocab_embedding(token_ids: Tensor, weight: Tensor, first: int) -> Tensor:
+    """Look tokens up.
+
+    Args:
+        token_ids: int64 `[tokens]` on a GPU.
+        weight: `[rows, hidden]`, contiguous: the embeddings of tokens from `first` on.
+        first: token id of the first row.
+
+    Returns:
+        `[tokens, hidden]`, the weight's dtype.
+
+    Raises:
+        ValueError: the weight is not contiguous.
+    """
+    if not weight.is_contiguous():
+        raise ValueError("vocab_embedding: the weight must be contiguous: call .contiguous().")
+    tokens, (rows, hidden) = token_ids.numel(), weight.shape
+    out = torch.empty((tokens, hidden), dtype=weight.dtype, device=weight.device)
+    if tokens:
+        _vocab_embedding_kernel[(tokens, triton.cdiv(hidden, BLOCK))](
+            token_ids, weight, out, first, rows, hidden=hidden, block=BLOCK, **launch_options(out)
+        )
+    return out
+
+
+def vocab_embedding_reference(token_ids: Tensor, weight: Tensor, first: int) -> Tensor:
+    """The same in plain torch."""
+    row = token_ids - first
+    elsewhere = (row < 0) | (row >= len(weight))
+    found = F.embedding(row.masked_fill(elsewhere, 0), weight)
+    return found.masked_fill_(elsewhere[:, None], 0.0)
+
+
+@triton.jit
+def _vocab_embedding_kernel(
+    token_ids: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    first: tl.tensor,
+    rows: tl.tensor,
+    hidden: tl.constexpr,
+    block: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    wait_for_previous(overlap)
+    row = tl.load(token_ids + token) - first
+    here = (row >= 0) & (row < rows)
+    inside = column < hidden
+    value = tl.load(weight + row * hidden + column, mask=inside & here, other=0.0)
+    tl.store(out + token * hidden + column, value, mask=inside)

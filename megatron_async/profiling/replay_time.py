@@ -1,0 +1,49 @@
+"""The limit of an engine: its captured decode step replayed back to back, without bookkeeping."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from megatron_async.ops.sampling import SamplingMode
+
+if TYPE_CHECKING:
+    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+
+
+def replay_ms(
+    engine: DynamicInferenceEngine,
+    batch: int,
+    mode: SamplingMode = SamplingMode.GREEDY,
+    windows: int = 5,
+    replays: int = 100,
+) -> float | None:
+    """Milliseconds a step, the median of windows; None where nothing is captured.
+
+    Requests in flight lose their meaning: use the engine for nothing else behind it. With several
+    ranks each of them calls it, because a step's collectives are replayed too.
+
+    Args:
+        engine: with steps in flight, or none.
+        batch: decode rows.
+        mode: of the graph.
+        windows: the median is taken over them.
+        replays: in each window.
+    """
+    for step in engine.in_flight:
+        step.ready.wait()
+    dims = engine.context.graph_shapes.find(batch, 0, 0)
+    graph = None if dims is None else engine.controller.graphs.find(dims, mode)
+    if graph is None:
+        return None
+    times = []
+    device = engine.context.device
+    for _ in range(windows):
+        start, end = device.event(timing=True), device.event(timing=True)
+        device.compute.record(start)
+        for _ in range(replays):
+            device.compute.launch(graph.replay)
+        device.compute.record(end)
+        end.wait()
+        times.append((end.time_us() - start.time_us()) / 1e3 / replays)
+    return statistics.median(times)

@@ -1,0 +1,196 @@
+"""Models split over tensor-parallel ranks say what one rank says, on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import (
+    CPU,
+    Job,
+    greedy,
+    make_engine,
+    make_model,
+    random_prompts,
+    run_at,
+    run_together,
+)
+from ranks import run_ranks
+
+from megatron_async import LLM
+from megatron_async.checkpoints import open_model
+from megatron_async.checkpoints.huggingface import save_huggingface
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
+from megatron_async.models.hybrid import build_model
+from megatron_async.models.parallel_state import ParallelSizes
+
+ODD = ModelArchitecture(
+    "qwen2", 2, 32, 4, 2, 8, 64, 131, add_qkv_bias=True, max_position_embeddings=1024
+)
+"""Two KV heads, and a vocabulary that two ranks cannot halve."""
+JOBS = [Job(prompt, greedy(20)) for prompt in random_prompts(3, (3, 40, 11, 1, 26, 7), 131)]
+ARRIVALS = {0: JOBS[:2], 3: JOBS[2:3], 4: JOBS[3:5], 9: JOBS[5:]}
+DEMO_TOKENS = 8
+PLENTY: dict[str, Any] = {"num_kv_blocks": 64, "block_size_tokens": 16, "max_requests": 6}
+SCARCE: dict[str, Any] = {
+    "num_kv_blocks": 9,
+    "block_size_tokens": 8,
+    "max_requests": 6,
+    "max_tokens": 9,
+}
+"""Chunked prefill, pauses and evictions."""
+CASES: list[tuple[bool, dict[str, Any]]] = [
+    (False, {"lookahead": 0, **SCARCE}),
+    (False, {"lookahead": 1, **SCARCE}),
+    (False, {"lookahead": 2, **PLENTY}),
+    (True, {"lookahead": 1, **PLENTY}),
+    (True, {"lookahead": 2, **SCARCE}),
+]
+"""With and without sequence parallelism, by settings of the engine."""
+
+
+def load(name: str, ranks: int, sequence_parallel: bool = False) -> torch.nn.Module:
+    source = open_model(name)
+    sizes = ParallelSizes(ranks, sequence_parallel=sequence_parallel)
+    model = build_model(source.architecture, torch.float32, CPU, sizes=sizes)
+    source.load_weights(model)
+    return model
+
+
+def run_case(model: torch.nn.Module, config: dict[str, Any], staggered: bool) -> dict[str, Any]:
+    """Tokens, events and a digest of all logits of one engine."""
+    engine = make_engine(model, **config)
+    wrapper, digest = engine.controller.inference_wrapped_model, hashlib.sha256()
+    forward = wrapper.forward
+
+    def watched(view: Any, *stage: Any) -> torch.Tensor:
+        logits = forward(view, *stage)
+        assert logits.shape == (view.dims.rows, wrapper.vocab_size)
+        digest.update(logits.numpy().tobytes())
+        return logits
+
+    wrapper.forward = watched
+    tokens = run_at(engine, ARRIVALS) if staggered else run_together(engine, JOBS)
+    stats = engine.stats()
+    engine.close()
+    return {
+        "tokens": tokens,
+        "logits": digest.hexdigest(),
+        "events": {name: stats[name] for name in ("steps", "pauses", "evictions")},
+    }
+
+
+def run_cases(name: str, ranks: int) -> list[dict[str, Any]]:
+    models = {shard: load(name, ranks, shard) for shard in (False, True)}
+    return [
+        run_case(models[sequence_parallel], config, staggered=number % 2 == 1)
+        for number, (sequence_parallel, config) in enumerate(CASES)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with lively weights, biases included."""
+    model = make_model(ODD)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(0.0, 0.3, generator=generator)
+    path = tmp_path_factory.mktemp("odd")
+    save_huggingface(model, ODD, None, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path) -> list[list[int]]:
+    found = run_case(load(str(folder), 1), {"lookahead": 0, **PLENTY}, staggered=False)
+    assert len(set(map(tuple, found["tokens"]))) == len(JOBS), "the model tells prompts apart"
+    return found["tokens"]
+
+
+def test_two_ranks_say_what_one_says(folder: Path, one_rank: list[list[int]]) -> None:
+    first, second = run_ranks(2, run_cases, str(folder), 2)
+    assert first == second  # logits too, bit for bit
+    for number, case in enumerate(first):
+        assert case["tokens"] == one_rank, CASES[number]
+    for case, (_, config) in zip(first, CASES, strict=True):
+        if "max_tokens" in config:
+            assert case["events"]["pauses"] > 0
+            assert case["events"]["evictions"] > 0
+
+
+def log_probs(name: str, ranks: int, sequence_parallel: bool) -> dict[str, list[float]]:
+    engine = make_engine(load(name, ranks, sequence_parallel), max_tokens=13, **PLENTY)
+    params = greedy(6, return_log_probs=True, top_n_logprobs=3)
+    found = engine.generate([job.prompt for job in JOBS[:3]], [params] * 3)
+    engine.close()
+    return {
+        "prompt": [p for r in found for p in r.prompt_log_probs],
+        "generated": [p for r in found for p in r.generated_log_probs],
+    }
+
+
+def both_log_probs(name: str) -> list[dict[str, list[float]]]:
+    return [log_probs(name, 2, sequence_parallel) for sequence_parallel in (False, True)]
+
+
+def test_log_probs_are_those_of_one_rank(folder: Path) -> None:
+    expected = log_probs(str(folder), 1, False)
+    for found in run_ranks(2, both_log_probs, str(folder)):
+        for kind in found:
+            assert kind["prompt"] == pytest.approx(expected["prompt"], abs=1e-4)
+            assert kind["generated"] == pytest.approx(expected["generated"], abs=1e-4)
+
+
+def demo_tokens(folder: str, prompts: list[list[int]]) -> list[list[int]]:
+    engine = make_engine(load(folder, 3), max_tokens=24, **PLENTY)
+    tokens = run_together(engine, [Job(prompt, greedy(DEMO_TOKENS)) for prompt in prompts])
+    engine.close()
+    return tokens
+
+
+def test_three_ranks_share_the_demo_model(
+    smollm2_llm: LLM,
+    smollm2_prompts: list[list[int]],
+    transformers_tokens: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    """Nine heads, three KV heads."""
+    model = smollm2_llm.engine.controller.inference_wrapped_model.model
+    # Its GGUF file takes each rank seconds to read; test_sharded_loading.py reads shards of one.
+    save_huggingface(model, DUMMY_SHAPES["smollm2-135m"], None, tmp_path)
+    chosen = (1, 2, 6)
+    found = run_ranks(
+        3, demo_tokens, str(tmp_path), [smollm2_prompts[number] for number in chosen]
+    )
+    assert found == [[transformers_tokens[number][:DEMO_TOKENS] for number in chosen]] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "message"),
+    [
+        ({}, 3, r"tensor_model_parallel_size=3 does not divide .* 2 key/value heads.*one of 1, 2"),
+        ({}, 4, r"does not divide the model's 2 key/value heads"),
+        ({"ffn_hidden_size": 63}, 2, r"does not divide the model's 63 MLP units.*use one of 1\."),
+    ],
+)
+def test_sizes_that_do_not_divide(changes: dict[str, int], ranks: int, message: str) -> None:
+    architecture = replace(ODD, **changes)
+    with pytest.raises(ConfigurationError, match=message):
+        build_model(architecture, torch.float32, CPU, sizes=ParallelSizes(ranks))
+
+
+def test_an_llm_refuses_before_it_loads() -> None:
+    with pytest.raises(ConfigurationError, match="key/value heads"):
+        LLM("dummy:tiny", device="cpu", tensor_model_parallel_size=4)
+
+
+def test_sequence_parallelism_of_transformer_engine_layers_is_refused() -> None:
+    sizes = ParallelSizes(2, sequence_parallel=True)
+    with pytest.raises(ConfigurationError, match="transformer_impl='local'"):
+        build_model(ODD, torch.float32, CPU, "transformer_engine", sizes)

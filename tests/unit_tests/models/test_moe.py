@@ -1,0 +1,166 @@
+"""Experts spread over ranks: tokens go there and come back as if all experts were here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from megatron_async import LLM, SamplingParams
+from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.architecture import DUMMY_SHAPES
+from megatron_async.models.hybrid import transformer_config
+from megatron_async.models.moe import MoELayer
+from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
+from megatron_async.models.partition import check_partition
+from megatron_async.ops.expert_mlp import expert_mlp_reference
+from megatron_async.ops.expert_routing import NO_EXPERT, route_reference
+
+ARCHITECTURE = DUMMY_SHAPES["tiny-moe"]
+HIDDEN, EXPERTS, FFN = 64, 8, 64
+LIMIT = 100
+
+
+@dataclass
+class Step:
+    write_index: Tensor
+
+
+@dataclass
+class View:
+    """What a MoE layer reads of a `ContextGPUView`."""
+
+    step: Step
+    dims: BatchDimensions
+    first_dummy_place: int = LIMIT
+
+
+def all_weights() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((EXPERTS, HIDDEN), (EXPERTS, 2 * FFN, HIDDEN), (EXPERTS, HIDDEN, FFN))
+    router, fc1, fc2 = (torch.randn(shape, generator=generator) / 8 for shape in shapes)
+    return router, fc1, fc2
+
+
+def tokens_of(rank: int, count: int) -> Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(rank))
+
+
+def make_layer(sizes: ParallelSizes) -> tuple[MoELayer, nn.Module]:
+    """This rank's part of a layer with `all_weights`, and its groups."""
+    groups = ensure_process_groups(sizes)
+    layer = MoELayer(transformer_config(ARCHITECTURE, torch.float32, sizes), groups)
+    router, fc1, fc2 = all_weights()
+    local, ffn = EXPERTS // groups.ep.size(), FFN // groups.expt_tp.size()
+    experts = slice(groups.ep.rank() * local, (groups.ep.rank() + 1) * local)
+    share = slice(groups.expt_tp.rank() * ffn, (groups.expt_tp.rank() + 1) * ffn)
+    gate, up = fc1[experts].chunk(2, 1)
+    with torch.no_grad():
+        layer.router.weight.copy_(router)
+        layer.experts.linear_fc1.weight.copy_(torch.cat((gate[:, share], up[:, share]), 1))
+        layer.experts.linear_fc2.weight.copy_(fc2[experts][:, :, share])
+    return layer, groups
+
+
+def expected_output(x: Tensor, write_index: Tensor) -> Tensor:
+    router, fc1, fc2 = all_weights()
+    routing = route_reference(x, router, 2, False, write_index, LIMIT)
+    return expert_mlp_reference(x, routing, fc1, fc2, 0, EXPERTS)
+
+
+def _layer_on_ranks(tensor_parallel: int) -> float:
+    """Largest error of this rank's outputs, over several batches that differ between ranks."""
+    worst = _layer_error(tensor_parallel, False)
+    return max(worst, _layer_error(tensor_parallel, True)) if tensor_parallel > 1 else worst
+
+
+@torch.no_grad()
+def _layer_error(tensor_parallel: int, sequence_parallel: bool) -> float:
+    sizes = ParallelSizes(
+        tensor_model_parallel=tensor_parallel,
+        expert_model_parallel=2,
+        sequence_parallel=sequence_parallel,
+    )
+    layer, groups = make_layer(sizes)
+    worst = 0.0
+    for counts, dispatched in (((4, 4), 0), ((2, 6), 6), ((8, 2), 12), ((0, 2), 2)):
+        count = counts[groups.ep.rank()]
+        x = tokens_of(groups.ep.rank(), count)
+        write_index = torch.arange(count) * 20  # of 8 tokens the last 3 are dummies
+        view = View(Step(write_index), BatchDimensions(count, dispatch_tokens=dispatched))
+        expected = expected_output(x, write_index)
+        if sequence_parallel:
+            rank, size = groups.tp.rank(), groups.tp.size()
+            x, expected = x.chunk(size)[rank], expected.chunk(size)[rank]
+        output, bias = layer(x[:, None], inference_context=view)
+        assert bias is None
+        assert output.shape == (len(x), 1, HIDDEN)
+        worst = max([worst, *(output[:, 0] - expected).abs().flatten().tolist()])
+        if count == 8 and not sequence_parallel:
+            assert output[5:].abs().max() == 0
+    x = tokens_of(0, 2)
+    routing = layer.router(x, None)
+    padded = layer.dispatcher.dispatch(x, routing, 3)[1].experts
+    assert padded.eq(NO_EXPERT).all(1).tolist() == [False, False, True] * 2
+    with pytest.raises(ValueError, match="dispatch_tokens=1, but this rank has 2"):
+        layer.dispatcher.dispatch(x, routing, 1)
+    return worst
+
+
+PROMPTS = ([3, 1, 4], list(range(40, 60)), [7] * 5)
+WORK = {0: ((0, 1, 2), ()), 1: ((1,), (2, 0))}
+"""Prompts of ranks that have requests of their own, in two calls; one rank rests in the second."""
+
+
+def _generate(sizes: dict[str, int], work: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+    params = SamplingParams(num_tokens_to_generate=12, temperature=1.0, seed=3)
+    with LLM("dummy:tiny-moe", device="cpu", max_tokens=16, max_requests=8, **sizes) as llm:
+        return [
+            [request.generated_tokens for request in llm.generate(prompts, params)]
+            for prompts in ([PROMPTS[number] for number in call] for call in work)
+        ]
+
+
+def _generate_on_ranks(kind: str) -> list[list[list[int]]]:
+    work = WORK[int(os.environ["RANK"])] if kind == "expert" else WORK[0]
+    return _generate({f"{kind}_model_parallel_size": 2}, work)
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_experts_on_other_ranks(tensor_parallel):
+    assert max(run_ranks(2 * tensor_parallel, _layer_on_ranks, tensor_parallel)) < 1e-5
+
+
+def test_a_model_with_experts_on_two_ranks_says_the_same_tokens():
+    alone = _generate({}, WORK[0])[0]
+    assert len({tuple(tokens) for tokens in alone}) == 3
+    expected = {rank: [[alone[n] for n in call] for call in work] for rank, work in WORK.items()}
+    assert run_ranks(2, _generate_on_ranks, "expert") == [expected[0], expected[1]]
+    # Of a tensor-parallel pair the first rank answers.
+    assert run_ranks(2, _generate_on_ranks, "tensor") == [expected[0], [[], []]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "message"),
+    [
+        ("tiny-moe", {"expert_model_parallel": 3}, "=3 does not divide the model's 8 experts"),
+        ("tiny", {"expert_model_parallel": 2}, "this llama model has no experts"),
+        ("qwen3-30b-a3b", {"tensor_model_parallel": 5}, "does not divide"),
+    ],
+)
+def test_experts_that_cannot_be_shared_out(shape, sizes, message):
+    with pytest.raises(ConfigurationError, match=message):
+        check_partition(DUMMY_SHAPES[shape], ParallelSizes(**sizes), "local")
+
+
+def test_too_many_experts_a_token():
+    config = transformer_config(ARCHITECTURE, torch.float32)
+    config.moe_router_topk = 9
+    with pytest.raises(ConfigurationError, match="moe_router_topk=9 must be between 1 and"):
+        MoELayer(config, ensure_process_groups())
