@@ -53,6 +53,9 @@ COMMON_KEY = "common_state/shard_0_1"
 COMMON_FILE = "common.pt"
 """Where what is not a tensor is kept: the key since Megatron-Core 0.19, the file before it."""
 
+NORM_OF_EXPERTS = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+"""The norm before experts, and its name where training used Megatron's local layer spec."""
+
 REMEDY = (
     f"place an {ARCHITECTURE} beside it (the fields of megatron_async.models.architecture."
     "ModelArchitecture as a JSON object)"
@@ -142,6 +145,9 @@ class TorchDistSource(ModelSource):
         for weight in wanted:
             inside = stacked and weight.layer is not None
             key = weight.stored_stacked if inside else weight.stored_gpt if gpt else weight.stored
+            other_name = key.replace(*NORM_OF_EXPERTS)
+            if key not in found and other_name in found:
+                key = other_name
             places[weight.stored] = (key, inside)
             expected[key] = (layers, *weight.shape) if inside else weight.shape
         check_shapes(str(self.folder), expected, found)

@@ -153,8 +153,8 @@ class PagedHybridStack(HybridStack):
         products = [module for module in self.modules() if isinstance(module, kinds)]
         for product in products:
             product.may_split = True  # what follows is a norm, which adds up partial sums
-        if not self.post_process:
-            products[-1].may_split = False
+        for product in products[-1:] if not self.post_process else ():
+            product.may_split = False  # but the next stage's norm is not here
 
     def forward(
         self,
@@ -193,8 +193,7 @@ class PagedHybridStack(HybridStack):
             if bias is not None:
                 output = output + bias
         if not self.post_process:
-            assert residual is not None, "a stage has a layer"
-            return output + residual
+            return output if residual is None else output + residual
         normed, _residual = _add_norm(output, residual, self.final_norm)
         if self.config.sequence_parallel:
             rows = collectives_of(self.pg_collection.tp).all_gather(normed)
