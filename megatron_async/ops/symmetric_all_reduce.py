@@ -69,7 +69,7 @@ class SymmetricAllReduce:
     ) -> None:
         self._group_name = group.group_name
         self._ranks, self._rank = group.size(), group.rank()
-        self._hidden, self._dtype = hidden, dtype
+        self._dtype = dtype
         row_bytes = hidden * dtype.itemsize
         most = ONE_SHOT_BYTES // (row_bytes * (self._ranks - 1))
         self.one_shot_rows = min(max_rows, max(most, 1)) if hidden <= MAX_HIDDEN else 0
