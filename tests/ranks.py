@@ -19,7 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-_context = multiprocessing.get_context("forkserver")
+import torch
+
+# Some module initialises CUDA when it is imported, and a process that has cannot be forked.
+_context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 _context.set_forkserver_preload(["megatron_async.models.hybrid", "megatron_async"])
 
 
@@ -163,8 +166,6 @@ def free_port() -> int:
 
 def _run(rank: int, call: bytes, variables: dict[str, str], results: Any) -> None:
     os.environ.update(variables)
-    import torch
-
     torch.set_num_threads(1)
     value, error = None, ""
     try:

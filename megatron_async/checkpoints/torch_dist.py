@@ -37,7 +37,6 @@ from megatron_async.checkpoints.source import (
     clear_padding,
     model_parameters,
     total_bytes,
-    weights_of_stage,
 )
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.tokenizer import Tokenizer
@@ -117,13 +116,11 @@ class TorchDistSource(ModelSource):
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
-        wanted = weights_of_stage(model, list(weights(self.architecture, Shard.of(model))))
+        wanted = list(weights(self.architecture, Shard.of(model)))
         parameters = model_parameters(model, wanted)
         planner = _DirectPlanner()
         for weight in wanted:
-            # The last pipeline stage's copy of a tied embedding has the embedding's place.
-            is_copy = weight.name not in self._places
-            key, stacked = self._places[weight.stored if is_copy else weight.name]
+            key, stacked = self._places[weight.stored]
             parameter = parameters[weight.name]
             clear_padding(weight, parameter)
             for offset, target in weight.stored_regions(parameter):
@@ -136,7 +133,7 @@ class TorchDistSource(ModelSource):
 
     @cached_property
     def _places(self) -> dict[str, tuple[str, bool]]:
-        """Parameter -> its key here, and whether all layers are stacked under that key."""
+        """`Weight.stored` -> its key here, and whether all layers are stacked under that key."""
         found = {key: tuple(item.size) for key, item in self._stored.items()}
         wanted = list(weights(self.architecture))
         layers = self.architecture.num_layers
@@ -151,7 +148,7 @@ class TorchDistSource(ModelSource):
             other_name = key.replace(*NORM_OF_EXPERTS)
             if key not in found and other_name in found:
                 key = other_name
-            places[weight.name] = (key, inside)
+            places[weight.stored] = (key, inside)
             expected[key] = (layers, *weight.shape) if inside else weight.shape
         check_shapes(str(self.folder), expected, found)
         # Optimizer states are other tensors; a decoder weight that nobody wants is a missing part

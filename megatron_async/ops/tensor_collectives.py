@@ -5,10 +5,10 @@ calls them, which is the same on all ranks. On a CPU they are gloo's and block t
 thread. On a GPU small sums go through symmetric memory (`ops/symmetric_all_reduce.py`), the rest
 through NCCL; both are captured with the step.
 
-Every rank gets the same bits from `all_reduce`. Gloo and NCCL add each element on a way that depends
-on its place alone (a ring, or a tree), and hand the sum out as it is, so does the two-shot kernel;
-the one-shot kernel adds in the order of ranks everywhere. Logits do not even depend on that: each
-column is computed by one rank and copied to the others.
+Every rank gets the same bits from `all_reduce`. Gloo and NCCL add up an element along one way (a
+ring, or a tree), and hand the sum out as it is; so does the two-shot kernel, on one rank for each
+element; the one-shot kernel adds in the order of ranks everywhere. Logits do not even depend on
+that: each column is computed by one rank and copied to the others.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class TensorCollectives:
         """Sum over the ranks.
 
         Args:
-            x: this rank's summand, contiguous, `[tokens, 1, hidden]`, or partial sums of it, `[splits,
-                tokens, 1, hidden]`; it may be overwritten.
+            x: this rank's summand, contiguous, `[tokens, 1, hidden]`, or partial sums of it,
+                `[splits, tokens, 1, hidden]`; it may be overwritten.
             dtype: of the sum; None: as `x`.
 
         Returns:

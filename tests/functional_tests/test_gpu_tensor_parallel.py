@@ -139,6 +139,7 @@ def generate(name: str, ranks: int, sequence_parallel: bool, config: dict[str, A
         num_kv_blocks=64,
         block_size_tokens=16,
         max_sequence_length=256,
+        check_ranks_agree=True,
         **config,
     ) as llm:
         found = llm.generate([job.prompt for job in JOBS], [job.params for job in JOBS])
@@ -156,8 +157,9 @@ def test_two_gpus_say_what_one_says(tmp_path: Path) -> None:
     save_huggingface(make_model(SMALL), SMALL, None, tmp_path)
     expected, _, _ = generate(str(tmp_path), 1, False, CASES[0][1])
     assert len(set(map(tuple, expected))) == len(JOBS)
-    for rank in run_ranks(RANKS, generate_cases, str(tmp_path), timeout_s=300):
-        for (tokens, calls, graphs), case in zip(rank, CASES, strict=True):
-            assert tokens == expected, case
+    ranks = run_ranks(RANKS, generate_cases, str(tmp_path), timeout_s=300)
+    for found, wanted in zip(ranks, (expected, []), strict=True):
+        for (tokens, calls, graphs), case in zip(found, CASES, strict=True):
+            assert tokens == wanted, case  # the follower's are compared by `check_ranks_agree`
             assert graphs > 0
             assert calls.get("one shot", 0) > 0 or case[0]
