@@ -94,10 +94,11 @@ class Layers:
 
 
 def candidates(height: int) -> Iterator[ExpertPlan]:
-    """Plans with tiles of this height and the one below it that fit a processor; one product's
+    """Plans with tiles of this height and the ones beside it that fit a processor; one product's
     differs from `BY_HEIGHT`."""
-    heights = [found for found in BY_HEIGHT if found in (height, height // 2)]
-    for tall, width, depth, stages in itertools.product(heights, (32, 64, 128), (64, 128), (3, 5)):
+    heights = [found for found in BY_HEIGHT if height // 2 <= found <= height * 2]
+    widths, depths = (16, 32, 64, 128), (64, 128)
+    for tall, width, depth, stages in itertools.product(heights, widths, depths, (3, 5)):
         base = BY_HEIGHT[tall]
         part = ProductPlan(tall, width, depth, 8 if tall * width >= 8192 else 4, stages)
         for plan, rows in (
