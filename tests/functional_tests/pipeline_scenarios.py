@@ -26,10 +26,12 @@ UNEVEN = ModelArchitecture("llama", 5, 32, 4, 2, 8, 64, 128, tie_word_embeddings
 Result = dict[str, Any]
 
 
-def stage_model(stages: int, architecture: ModelArchitecture = UNEVEN) -> torch.nn.Module:
+def stage_model(
+    stages: int, architecture: ModelArchitecture = UNEVEN, device: torch.device = CPU
+) -> torch.nn.Module:
     """This rank's stage of a float32 model with large random weights (see `harness.make_model`)."""
     model = build_model(
-        architecture, torch.float32, CPU, sizes=ParallelSizes(pipeline_model_parallel=stages)
+        architecture, torch.float32, device, sizes=ParallelSizes(pipeline_model_parallel=stages)
     )
     wanted = weights_of_stage(model, list(weights(architecture)))
     parameters = model_parameters(model, wanted)
