@@ -8,6 +8,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from capturing_cpu import CapturingCpu
 from harness import CPU, Job, assert_all_is_back, drain, greedy, make_engine, random_prompts
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -190,6 +191,17 @@ def run_cases(
             found[name, lookahead] = case(engine), dict(engine.stats())
             engine.close()
             assert_all_is_back(engine)
+    return found
+
+
+def run_captured() -> tuple[list[Result], dict[str, float | int]]:
+    """Outcome and counters of "arrivals" on two stages, steps padded and replayed."""
+    case, settings = CASES["arrivals"]
+    engine = make_engine(
+        stage_model(2), device=CapturingCpu(), lookahead=2, num_cuda_graphs=2, **settings
+    )
+    found = case(engine), dict(engine.stats())
+    engine.close()
     return found
 
 

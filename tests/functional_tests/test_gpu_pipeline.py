@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from harness import drain, greedy, make_engine, random_prompts
-from pipeline_scenarios import JOBS, everything, stage_model
+from harness import Job, drain, greedy, make_engine, random_prompts
+from pipeline_scenarios import JOBS, Result, everything, stage_model
 from ranks import run_ranks
 
-from megatron_async.devices import make_device
+from megatron_async.devices import CpuDevice, Device, make_device
 from megatron_async.models.architecture import ModelArchitecture
 
 pytestmark = [
@@ -21,27 +23,31 @@ pytestmark = [
 SHAPE = ModelArchitecture(
     "llama", 3, 128, 4, 2, 32, 256, 128, tie_word_embeddings=True, max_position_embeddings=1024
 )
-PRESSURE = {"num_kv_blocks": 14, "block_size_tokens": 16, "max_tokens": 48, "max_requests": 7,
-            "max_sequence_length": 128}  # fmt: skip
 ROOM = {"num_kv_blocks": 64, "block_size_tokens": 16, "max_tokens": 64, "max_requests": 6}
-CASES = [(lookahead, graphs, settings) for lookahead, graphs, settings in (
-    (0, 4, ROOM), (1, 4, ROOM), (3, 4, ROOM), (2, 0, ROOM), (2, 4, PRESSURE),
-)]  # fmt: skip
+PRESSURE = {**ROOM, "num_kv_blocks": 12}
+LONG = [Job(prompt, greedy(80)) for prompt in random_prompts(4, [5, 19, 1, 40, 33, 8], 127)]
+CASES = [
+    (0, 4, ROOM, JOBS),
+    (1, 4, ROOM, JOBS),
+    (3, 4, ROOM, JOBS),
+    (2, 0, ROOM, JOBS),
+    (2, 4, PRESSURE, LONG),
+]
+"""Lookahead, graphs, settings, requests."""
 
 
-def run(stages: int, device_name: str, cases: list[Any]) -> list[Any]:
-    """Outcomes and counters of all jobs, for (lookahead, graphs, settings)."""
-    device = make_device(device_name)
-    if device_name == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = False
-    model = stage_model(stages, SHAPE, device.torch_device)
+def run(
+    stages: int, cases: list[Any], device_of: Callable[[], Device]
+) -> list[tuple[list[Result], dict[str, float | int]]]:
+    """Outcomes and counters of cases."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = stage_model(stages, SHAPE, device_of().torch_device)
     found = []
-    for lookahead, graphs, settings in cases:
+    for lookahead, graphs, settings, jobs in cases:
         engine = make_engine(
-            model, device=make_device(device_name), lookahead=lookahead, num_cuda_graphs=graphs,
-            **settings,
-        )  # fmt: skip
-        done = everything(engine.generate(*zip(*((job.prompt, job.params) for job in JOBS))))
+            model, device=device_of(), lookahead=lookahead, num_cuda_graphs=graphs, **settings
+        )
+        done = everything(engine.generate(*zip(*((job.prompt, job.params) for job in jobs))))
         drain(engine)
         found.append((done, dict(engine.stats())))
         engine.close()
@@ -50,13 +56,14 @@ def run(stages: int, device_name: str, cases: list[Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def two_stages() -> list[list[Any]]:
-    return run_ranks(2, run, 2, "cuda", CASES, timeout_s=300)
+    return run_ranks(2, run, 2, CASES, partial(make_device, "cuda"), timeout_s=300)
 
 
 def test_two_stages_say_what_the_cpu_says(two_stages: list[list[Any]]) -> None:
-    [(wanted, _)] = run(1, "cpu", [(0, 0, ROOM)])
+    alone = run(1, [(0, 0, ROOM, jobs) for jobs in (JOBS, LONG)], CpuDevice)
     for rank in two_stages:
         for case, (requests, _) in zip(CASES, rank, strict=True):
+            wanted, _ = alone[case[3] is LONG]
             for got, expected in zip(requests, wanted, strict=True):
                 assert got["tokens"] == expected["tokens"], case
                 for key in ("log probs", "prompt log probs"):

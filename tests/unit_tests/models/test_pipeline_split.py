@@ -25,7 +25,7 @@ def test_split(pattern, stages, expected):
 
 
 def test_more_stages_than_layers():
-    with pytest.raises(ConfigurationError, match="size=3, but this model has 2 layers.*at most 2"):
+    with pytest.raises(ConfigurationError, match=r"size=3, but this model has 2 layers.*at most 2"):
         split_pattern("*-*-", 3)
 
 
