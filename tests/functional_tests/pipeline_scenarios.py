@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -153,6 +154,21 @@ def grammars(engine: DynamicInferenceEngine) -> list[Result]:
     return done
 
 
+def stops(engine: DynamicInferenceEngine) -> list[Result]:
+    """The engine is paused, and suspended without its KV cache, with steps in flight."""
+    futures = [engine.add_request(n, job.prompt, job.params) for n, job in enumerate(JOBS)]
+    for stop, go_on in (
+        (engine.pause, engine.unpause),
+        (partial(engine.suspend, free_kv_cache=True), engine.resume),
+    ):
+        for _ in range(5):
+            engine.step_modern()
+        stop()
+        go_on()
+    drain(engine)
+    return everything(future.result() for future in futures)
+
+
 ROOM = {"num_kv_blocks": 64, "block_size_tokens": 16}
 CASES: dict[str, tuple[Callable[[DynamicInferenceEngine], list[Result]], dict[str, Any]]] = {
     "all at once": (all_at_once, {"max_tokens": 16, "max_requests": 5, **ROOM}),
@@ -161,6 +177,7 @@ CASES: dict[str, tuple[Callable[[DynamicInferenceEngine], list[Result]], dict[st
     "one request": (one_request, {"max_tokens": 8, "max_requests": 2, **ROOM}),
     "arrivals": (arrivals, {"max_tokens": 32, "max_requests": 6, **ROOM}),
     "aborts": (aborts, {"max_tokens": 12, "max_requests": 4, **ROOM}),
+    "stops": (stops, {"max_tokens": 24, "max_requests": 5, **ROOM}),
     "grammars": (grammars, {"max_tokens": 64, "max_requests": 8, **ROOM}),
 }  # fmt: skip
 
@@ -198,8 +215,9 @@ def run_captured() -> tuple[list[Result], dict[str, float | int]]:
     """Outcome and counters of "arrivals" on two stages, steps padded and replayed."""
     case, settings = CASES["arrivals"]
     engine = make_engine(
-        stage_model(2), device=CapturingCpu(), lookahead=2, num_cuda_graphs=2, **settings
-    )
+        stage_model(2), tokenizer=letter_tokenizer(), device=CapturingCpu(), lookahead=2,
+        num_cuda_graphs=2, **settings,
+    )  # fmt: skip
     found = case(engine), dict(engine.stats())
     engine.close()
     return found

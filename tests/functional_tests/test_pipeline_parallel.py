@@ -17,7 +17,8 @@ RUNS = {
     "one request": [2],
     "arrivals": [1, 2],
     "aborts": [2, 3],
-    "grammars": [1, 3],
+    "stops": [2],
+    "grammars": [1, 3, 5],
 }
 """Case -> lookaheads."""
 FOUR_STAGES = {"all at once": [4], "grammars": [1]}
