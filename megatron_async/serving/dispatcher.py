@@ -194,10 +194,7 @@ class Dispatcher:
         for request in list(replica.requests.values()):
             if request.is_aborted:
                 self._end_here(request, "RequestAborted", "aborted by its client")
-            elif in_order or (
-                self._config.on_replica_death == "retry"
-                and request.attempts <= self._config.max_retries
-            ):
+            elif in_order or request.attempts <= self._config.most_retries:
                 self.counters["retried"] += 1
                 request.give_to(None)
                 self._enqueue(request, now)
@@ -206,8 +203,7 @@ class Dispatcher:
                 self._end_here(
                     request, "ReplicaLost",
                     f"replica {replica.name}, which served the request, is gone: {reason}{tries} "
-                    f"(on_replica_death={self._config.on_replica_death}, "
-                    f"max_retries={self._config.max_retries}).",
+                    f"({self._config.what_a_death_means}).",
                 )  # fmt: skip
 
     def _let_go(self, replica: ReplicaRecord) -> None:

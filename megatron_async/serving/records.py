@@ -52,6 +52,16 @@ class CoordinatorConfig:
     no_replica_timeout_s: float = 30.0
     policy: RoutingPolicy = field(default_factory=RoutingPolicy)
 
+    @property
+    def most_retries(self) -> int:
+        """Times that a request of a lost replica is served again."""
+        return self.max_retries if self.on_replica_death == "retry" else 0
+
+    @property
+    def what_a_death_means(self) -> str:
+        """For messages."""
+        return f"on_replica_death={self.on_replica_death}, max_retries={self.max_retries}"
+
     def __post_init__(self) -> None:
         if self.on_replica_death not in ("retry", "fail"):
             raise ConfigurationError(
