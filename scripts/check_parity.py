@@ -120,9 +120,9 @@ class LogitsKeeper(GPTInferenceWrapper):
 
     logits: Tensor
 
-    def forward(self, view: Any, hidden_states: Tensor | None = None) -> Tensor:
+    def forward(self, view: Any) -> Tensor:
         """See `GPTInferenceWrapper.forward`."""
-        self.logits = super().forward(view, hidden_states)
+        self.logits = super().forward(view)
         return self.logits
 
 

@@ -153,8 +153,8 @@ class PagedHybridStack(HybridStack):
         products = [module for module in self.modules() if isinstance(module, kinds)]
         for product in products:
             product.may_split = True  # what follows is a norm, which adds up partial sums
-        if not self.post_process:
-            products[-1].may_split = False
+        for product in products[-1:] if not self.post_process else ():
+            product.may_split = False  # but the next stage's norm is not here
 
     def forward(
         self,
@@ -193,7 +193,7 @@ class PagedHybridStack(HybridStack):
             if bias is not None:
                 output = output + bias
         if not self.post_process:
-            return output + residual
+            return output if residual is None else output + residual
         normed, _residual = _add_norm(output, residual, self.final_norm)
         if self.config.sequence_parallel:
             rows = collectives_of(self.pg_collection.tp).all_gather(normed)
@@ -202,8 +202,8 @@ class PagedHybridStack(HybridStack):
 
 
 def make_norm(config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> nn.RMSNorm:
-    """torch's RMSNorm, called as Megatron's `WrappedTorchNorm`, which refuses sequence parallelism
-    for the gradients' sake."""
+    """An RMSNorm of torch, called as Megatron's `WrappedTorchNorm`, which refuses sequence
+    parallelism for the gradients' sake."""
     return nn.RMSNorm(hidden_size, eps=eps)
 
 
@@ -214,6 +214,7 @@ def _add_norm(
     flat = None if residual is None else residual.flatten(0, 1)
     if isinstance(x, Unreduced):
         assert flat is not None, "the embedding is reduced"
+        assert norm.eps is not None, "make_norm sets it"
         normed, total = x.collectives.all_reduce_add_rms_norm(
             x.product, flat, norm.weight, norm.eps
         )

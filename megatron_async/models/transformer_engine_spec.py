@@ -64,9 +64,10 @@ class TransformerEngineHybridStack(PagedHybridStack):
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.final_norm = _on_meta_device(TENorm, config)(
-            hidden_size=config.hidden_size, config=config, eps=config.layernorm_epsilon
-        )
+        if self.post_process:
+            self.final_norm = _on_meta_device(TENorm, config)(
+                hidden_size=config.hidden_size, config=config, eps=config.layernorm_epsilon
+            )
 
     def forward(
         self,
@@ -75,9 +76,12 @@ class TransformerEngineHybridStack(PagedHybridStack):
         inference_context: Any = None,
         **_: Any,
     ) -> Tensor:
-        """As `HybridStack.forward`: hidden states `[tokens, 1, hidden]`, normalised at the end."""
+        """As `HybridStack.forward`: hidden states `[tokens, 1, hidden]`, normalised at the end of
+        the last stage."""
         if isinstance(hidden_states, WrappedTensor):
             hidden_states = hidden_states.unwrap()
+        if not self.pre_process:
+            hidden_states = self.input_tensor
         for layer, kind in zip(self.layers, self.layer_type_list, strict=True):
             block = layer.self_attention if kind == LayerSymbols.ATTENTION else layer.mlp
             # The norms of the others are inside their first linear layers.
@@ -87,7 +91,7 @@ class TransformerEngineHybridStack(PagedHybridStack):
             if bias is not None:
                 output = output + bias
             hidden_states = hidden_states + output
-        return self.final_norm(hidden_states)
+        return self.final_norm(hidden_states) if self.post_process else hidden_states
 
 
 def transformer_engine_stack_spec(config: TransformerConfig) -> ModuleSpec:

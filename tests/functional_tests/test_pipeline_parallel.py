@@ -6,14 +6,21 @@ from typing import Any
 
 import pytest
 from harness import greedy, make_engine
-from pipeline_scenarios import CASES, PROMPTS, fail_once, run_cases, stage_model
+from pipeline_scenarios import CASES, PROMPTS, fail_once, run_captured, run_cases, stage_model
 from ranks import RankError, run_ranks
 
 from megatron_async import LLM
 
-RUNS = {name: [1, 3] for name in CASES} | {
-    name: [0, 1, 2, 3] for name in ("all at once", "small pool")
+RUNS = {
+    "all at once": [0, 1, 2, 3],
+    "small pool": [0, 1, 2, 3],
+    "one request": [2],
+    "arrivals": [1, 2],
+    "aborts": [2, 3],
+    "stops": [2],
+    "grammars": [1, 3, 5],
 }
+"""Case -> lookaheads."""
 FOUR_STAGES = {"all at once": [4], "grammars": [1]}
 Found = dict[tuple[str, int], Any]
 
@@ -76,6 +83,12 @@ def test_four_stages_of_five_layers(alone: Found) -> None:
         assert_same(found, alone)
 
 
+def test_captured_steps(alone: Found) -> None:
+    for found in run_ranks(2, run_captured):
+        assert found[1]["captured_steps"] > 20
+        assert_same({("arrivals", 2): found}, alone)
+
+
 @pytest.mark.parametrize(("stage", "where"), [(0, "forward"), (1, "forward"), (1, "launch")])
 def test_a_failed_step_fails_on_every_stage(stage: int, where: str) -> None:
     ranks = run_ranks(2, fail_once, stage, where)
@@ -110,8 +123,9 @@ def dummy_tokens(**settings: Any) -> tuple[list[list[int]], int, int]:
 
 def test_llm_splits_a_model_that_ties_its_embeddings() -> None:
     tokens, _, block = dummy_tokens(num_kv_blocks=8)
-    for rank in run_ranks(2, pipelined_dummy):
-        assert rank == (tokens, 2, block // 2)
+    leader, follower = run_ranks(2, pipelined_dummy)
+    assert leader == (tokens, 2, block // 2)
+    assert follower == ([], 2, block // 2)
 
 
 def pipelined_dummy() -> tuple[list[list[int]], int, int]:
@@ -152,7 +166,7 @@ def uneven_memory(rank_of_less: str) -> tuple[int, str]:
         free = 0 if rank_of_less == "none" else 2_000_000
         device.free_memory = lambda: free  # type: ignore[method-assign]
     try:
-        return make_engine(model, device=device).context.blocks.total, ""
+        return make_engine(model, device=device, num_kv_blocks=None).context.blocks.total, ""
     except Exception as error:
         return 0, str(error)
 
