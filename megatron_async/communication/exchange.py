@@ -127,7 +127,10 @@ class StoreExchange:
             others: ranks that may still want to read it.
         """
         try:
-            self._store.set("exchange/failure", msgspec.json.encode(failure).decode())
+            # The first failure stands: what others see of it is a rank that ends.
+            mine = msgspec.json.encode(failure).decode()
+            stands = self._store.compare_set("exchange/failure", "", mine)
+            failure = msgspec.json.decode(stands, type=Failure)
             self._let_others_read(name, others)
         except dist.DistNetworkError:
             pass  # nobody is left to tell

@@ -60,8 +60,9 @@ class Launch:
 def open_store(launch: Launch, timeout_s: float) -> dist.Store:
     """Connect to the job's store, or open it on rank 0.
 
-    Where torchrun keeps a store (TORCHELASTIC_USE_AGENT_STORE), that one. Unlike torch's own
-    rendezvous it does not wait for the other ranks, so that who waits can say for whom.
+    Where torchrun keeps a store (TORCHELASTIC_USE_AGENT_STORE), that one; it outlives the ranks
+    that torchrun starts again (--max-restarts), so each attempt has keys of its own. Unlike torch's
+    own rendezvous it does not wait for the other ranks, so that who waits can say for whom.
 
     Raises:
         ConfigurationError: the port is in use.
@@ -70,7 +71,7 @@ def open_store(launch: Launch, timeout_s: float) -> dist.Store:
     if not launch.hosts_store:
         _knock(launch, timeout_s)
     try:
-        return dist.TCPStore(
+        store = dist.TCPStore(
             launch.master_address,
             launch.master_port,
             launch.world_size,
@@ -79,6 +80,8 @@ def open_store(launch: Launch, timeout_s: float) -> dist.Store:
             wait_for_workers=False,
             multi_tenant=True,
         )
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"attempt_{attempt}", store)
     except (dist.DistError, RuntimeError, ValueError) as error:
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise ConfigurationError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -63,8 +64,6 @@ def _join_as(changes, timeout_s=30.0):
     ],
 )
 def test_ranks_that_do_not_fit_together(changes, message):
-    import re
-
     for name, text, seconds in run_ranks(3, _join_as, changes):
         assert name == "ConfigurationError"
         assert re.search(message, text)
@@ -144,6 +143,15 @@ def test_a_port_in_use():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"Port {port} .*in use.*MASTER_PORT"):
             open_store(Launch(0, 2, 0, "127.0.0.1", port), 10.0)
+
+
+def test_an_attempt_of_torchrun_sees_nothing_of_the_one_before(monkeypatch):
+    launch = Launch(0, 2, 0, "127.0.0.1", free_port())
+    first = open_store(launch, 10.0)
+    first.set("key", "value")
+    assert open_store(launch, 10.0).check(["key"])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not open_store(launch, 10.0).check(["key"])
 
 
 def test_an_unreachable_master():

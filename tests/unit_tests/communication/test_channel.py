@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.channel import StepChannel
-from megatron_async.errors import CommunicationTimeout
+from megatron_async.errors import CommunicationTimeout, RankLost
 
 
 class Add(msgspec.Struct, tag="add", array_like=True):
@@ -84,6 +84,24 @@ def _last_words():
 
 def test_what_was_sent_before_the_goodbye_arrives():
     assert run_ranks(2, _last_words) == [None, True]
+
+
+def _lose_a_message():
+    job = join_job(timeout_s=30)
+    channel = StepChannel(job, [0, 1], int)
+    if job.rank == 0:
+        channel.send(1)
+        channel._bus._sent += 2  # as if a connection had broken, and been made again
+        channel.send(2)
+        return
+    assert channel.receive(20.0) == 1
+    with pytest.raises(RankLost, match=r"message 4 of 'steps' from rank 0 \(.*, but 2 is the next"):
+        channel.receive(20.0)
+    return
+
+
+def test_lost_messages_are_noticed():
+    run_ranks(2, _lose_a_message)
 
 
 def _wrong_way(members):
