@@ -33,8 +33,8 @@ def main() -> None:
     names = [f"replica-{number}" for number in range(arguments.replicas)]
     replicas = [
         subprocess.Popen(
-            [*MEGATRON_ASYNC, "replica", arguments.model, "--name", name, "--no-progress"]
-            + ["--coordinator", arguments.address]
+            [*MEGATRON_ASYNC, "replica", arguments.model, "--name", name, "--no-progress",
+             "--coordinator", arguments.address]
         )
         for name in names
     ]
