@@ -87,7 +87,6 @@ class SymmetricAllReduce:
         )
         self._turns = torch.zeros(self.one_shot_rows, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # sync-ok: at the start
-        dist.barrier(group)  # nobody writes flags before all have cleared theirs
 
     def __str__(self) -> str:
         return (
@@ -149,6 +148,7 @@ def make_symmetric_all_reduce(
     except (RuntimeError, AttributeError, ImportError) as error:
         logger.warning("symmetric memory is not available: %s", error)
         reason = f"symmetric memory is not available: {str(error).splitlines()[0]}"
+    # This is a barrier, too: nobody writes flags before all have cleared theirs.
     reasons: list[str | None] = [None] * group.size()
     dist.all_gather_object(reasons, reason, group=group)
     failed = next((found for found in reasons if found), "")

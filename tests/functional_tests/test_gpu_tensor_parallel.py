@@ -76,9 +76,9 @@ def sums(dtype_name: str) -> list[list[float]]:
             if not collectives.adds_with_norm(mine, dtype):
                 assert rows > symmetric.one_shot_rows
                 continue
-            residual = torch.randn(
-                rows, HIDDEN, generator=torch.Generator().manual_seed(rows)
-            ).to(dtype)
+            residual = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows)).to(
+                dtype
+            )
             weight = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
             residual, weight = residual.cuda(), weight.cuda()
             reference = add_rms_norm_reference(expected[:, 0], residual, weight, EPS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,9 +166,9 @@ def test_three_ranks_share_the_demo_model(
     # Its GGUF file takes each rank seconds to read; test_sharded_loading.py reads shards of one.
     save_huggingface(model, DUMMY_SHAPES["smollm2-135m"], None, tmp_path)
     chosen = (1, 2, 6)
-    found = run_ranks(
-        3, demo_tokens, str(tmp_path), [smollm2_prompts[number] for number in chosen]
-    )
+    prompts = [smollm2_prompts[number] for number in chosen]
+    found = run_ranks(3, demo_tokens, str(tmp_path), prompts, timeout_s=120)
+    shutil.rmtree(tmp_path)  # half a gigabyte
     assert found == [[transformers_tokens[number][:DEMO_TOKENS] for number in chosen]] * 3
 
 

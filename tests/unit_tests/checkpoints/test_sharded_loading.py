@@ -46,9 +46,7 @@ def load(name: str, ranks: int) -> dict[str, Tensor]:
 
 
 def load_shards(names: list[str]) -> list[dict[str, list[float]]]:
-    return [
-        {key: tensor.tolist() for key, tensor in load(name, RANKS).items()} for name in names
-    ]
+    return [{key: tensor.tolist() for key, tensor in load(name, RANKS).items()} for name in names]
 
 
 @pytest.fixture(scope="module")
