@@ -1,5 +1,5 @@
-"""The command line: `megatron-async generate`, `convert`, `info`, `profile`, `replay` and
-`simulate`.
+"""The command line: `megatron-async generate`, `convert`, `info`, `profile`, `replay`,
+`simulate`, `coordinator`, `replica` and `replicas`.
 
 Everything heavy (torch, Megatron-Core) is imported inside the commands, so that `--help` and a
 mistyped option answer at once. A user's error ends in one line on stderr and exit status 2; with
@@ -41,6 +41,7 @@ from megatron_async.cli_output import (
 )
 from megatron_async.cli_profile import add_profile
 from megatron_async.cli_sampling import add_sampling_options, sampling_params
+from megatron_async.cli_serving import add_serving
 from megatron_async.cli_simulate import add_record_option, add_replay_and_simulate
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_info(commands, common)
     add_profile(commands, common)
     add_replay_and_simulate(commands, common, HelpFormatter)
+    add_serving(commands, common, HelpFormatter)
     return parser
 
 

@@ -28,6 +28,18 @@ class EngineStopped(RuntimeError):
     """The engine is paused or suspended, and was asked for what only a running one can do."""
 
 
+class Overloaded(RuntimeError):
+    """As many requests as are allowed wait for replicas: send this one again later."""
+
+
+class ReplicaLost(RuntimeError):
+    """The replica that served a request died, hung or left, and no other was to serve it again."""
+
+
+class CoordinatorLost(RuntimeError):
+    """The coordinator died, hung or cannot be reached."""
+
+
 class ConfigurationError(ValueError):
     """A configuration value that cannot work, alone or together with another."""
 

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node=4 scripts/benchmark_all_reduce.py
 
-Each way is captured in a CUDA graph, many calls in a row, and replayed on all ranks at once; columns
-are microseconds a call, the slowest rank's. `nccl` and `two shot` are the sum and then our norm
-kernel, `one shot` is one kernel for all; `alone` is the norm without any sum. The limits in
+Each way is captured in a CUDA graph, many calls in a row, and replayed on all ranks at once.
+Columns are microseconds a call, the slowest rank's. `nccl` and `two shot` are the sum and then our
+norm kernel, `one shot` is one kernel for all; `alone` is the norm without any sum. The limits in
 `ops/symmetric_all_reduce.py` should be where the columns cross.
 """
 
@@ -52,7 +52,9 @@ def microseconds(device: Device, call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def ways(rows: int, hidden: int, dtype: torch.dtype, splits: int) -> dict[str, Callable[[], object]]:
+def ways(
+    rows: int, hidden: int, dtype: torch.dtype, splits: int
+) -> dict[str, Callable[[], object]]:
     """The calls by name, of those that can be had at this size."""
     groups = ensure_process_groups(ParallelSizes(world_size()))
     collectives = collectives_of(groups.tp)
@@ -75,12 +77,12 @@ def ways(rows: int, hidden: int, dtype: torch.dtype, splits: int) -> dict[str, C
         return norm(summand)
 
     found: dict[str, Callable[[], object]] = {"alone": lambda: norm(product), "nccl": nccl}
-    symmetric = collectives.symmetric
+    symmetric = collectives.symmetric.get((hidden, dtype))
     if symmetric is None:
         return found
     if symmetric.adds_with_norm(product):
         found["one shot"] = lambda: symmetric.add_rms_norm(product, residual, weight, EPS)
-    if symmetric.takes(product, dtype):
+    if symmetric.takes(product):
         found["two shot"] = lambda: norm(symmetric.all_reduce(product))
     return found
 

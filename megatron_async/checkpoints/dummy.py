@@ -11,7 +11,6 @@ from megatron_async.checkpoints.source import (
     ModelSource,
     clear_padding,
     model_parameters,
-    weights_of_stage,
 )
 from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
 
@@ -54,17 +53,15 @@ class DummySource(ModelSource):
         # Imports Megatron, which takes seconds and is not needed to describe a shape.
         from megatron_async.models.hybrid import fill_dummy_weight
 
-        held = weights_of_stage(model, list(weights(self.architecture, Shard.of(model))))
+        held = list(weights(self.architecture, Shard.of(model)))
         parameters = model_parameters(model, held)
         for weight in held:
             parameter = parameters[weight.name]
-            # The copy of a tied embedding is stored under the embedding's name.
-            name = weight.stored if weight.layer is None else weight.name
             if weight.shape == weight.whole_shape:
-                fill_dummy_weight(name, parameter)
+                fill_dummy_weight(weight.stored, parameter)
                 continue
             whole = parameter.new_empty(weight.whole_shape)
-            fill_dummy_weight(name, whole)
+            fill_dummy_weight(weight.stored, whole)
             clear_padding(weight, parameter)
             for start, place in weight.stored_regions(parameter):
                 region = (slice(s, s + n) for s, n in zip(start, place.shape, strict=True))

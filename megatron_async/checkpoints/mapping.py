@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.pipeline import EMBEDDING, OUTPUT, Stage, stage_of
 
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]
@@ -39,15 +40,23 @@ class Shard:
     """Of the rank in its expert-parallel group."""
     expert_size: int = 1
     """Ranks of that group."""
+    stage: Stage | None = None
+    """Its pipeline stage; None: the only one."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Shard:
         """The part that a Megatron model was built for."""
         groups = getattr(model, "pg_collection", None)
+        stage = stage_of(getattr(model, "config", None))
+        stage_or_none = stage if stage.count > 1 else None
         if groups is None:
-            return cls()
+            return cls(stage=stage_or_none)
         tensor, expert = groups.tp, groups.ep
-        return cls(tensor.rank(), tensor.size(), expert.rank(), expert.size())
+        return cls(tensor.rank(), tensor.size(), expert.rank(), expert.size(), stage_or_none)
+
+    def local_name(self, name: str) -> str | None:
+        """A parameter's name in this rank's model, from that in the whole one; None: not held."""
+        return name if self.stage is None else self.stage.local_name(name)
 
     def experts_of(self, count: int) -> range:
         """This rank's of so many experts; they divide."""
@@ -72,12 +81,12 @@ class Weight:
     """
 
     name: str
-    """Parameter of the `HybridModel`."""
+    """Parameter of this rank's `HybridModel`."""
     parts: dict[str, Shape]
     """Hugging Face tensors that it is made of, with their shapes."""
     groups: int
     stored: str
-    """Key in a Megatron checkpoint of the `HybridModel`."""
+    """Key in a Megatron checkpoint of the `HybridModel`, which is that of the whole model."""
     layer: int | None
     """Transformer layer, None outside the layers."""
     partition_dim: int | None = None
@@ -105,6 +114,12 @@ class Weight:
         each = len(parts) // self.experts
         held = self.shard.experts_of(self.experts)
         return parts[held.start * each : held.stop * each]
+
+    @property
+    def fused_name(self) -> str | None:
+        """The parameter of a model of TransformerEngine layers, which hold a norm's weight in the
+        linear layer behind it, as Megatron's checkpoints do."""
+        return self.shard.local_name(self.stored)
 
     @property
     def whole_shape(self) -> Shape:
@@ -209,7 +224,10 @@ class Weight:
 def weights(
     architecture: ModelArchitecture, shard: Shard | None = None, stacked_experts: bool = False
 ) -> Iterator[Weight]:
-    """Every parameter of the architecture's `HybridModel`, in the order of the model.
+    """Every parameter of a rank's `HybridModel`, in the order of the model.
+
+    Where embedding and output layer are tied, the last of several pipeline stages has a copy of the
+    embedding in its output layer.
 
     Args:
         architecture: of the whole model.
@@ -217,8 +235,15 @@ def weights(
         stacked_experts: Hugging Face's names are those of transformers' modules, where a tensor
             holds all experts, instead of those of published files, where it holds one's.
     """
+    shard = shard or Shard()
     for weight in _whole_weights(architecture, stacked_experts):
-        yield weight if shard is None else replace(weight, shard=shard)
+        name = shard.local_name(weight.name)
+        if name is not None:
+            yield replace(weight, name=name, shard=shard)
+    stage = shard.stage
+    if stage is not None and stage.is_last and architecture.tie_word_embeddings:
+        embedding = next(_whole_weights(architecture, stacked_experts))
+        yield replace(embedding, name=OUTPUT, shard=shard)
 
 
 def _whole_weights(a: ModelArchitecture, stacked: bool) -> Iterator[Weight]:
@@ -226,13 +251,13 @@ def _whole_weights(a: ModelArchitecture, stacked: bool) -> Iterator[Weight]:
         return Weight(name, {huggingface: shape}, 1, name, None, dim)
 
     embedding = (a.vocab_size, a.hidden_size)
-    yield plain("embedding.word_embeddings.weight", "model.embed_tokens.weight", embedding, 0)
+    yield plain(EMBEDDING, "model.embed_tokens.weight", embedding, 0)
     for layer in range(a.num_layers):
         yield from _attention(a, layer)
         yield from _moe(a, layer, stacked) if a.is_moe(layer) else _mlp(a, layer)
     yield plain("decoder.final_norm.weight", "model.norm.weight", (a.hidden_size,), None)
     if not a.tie_word_embeddings:
-        yield plain("output_layer.weight", "lm_head.weight", embedding, 0)
+        yield plain(OUTPUT, "lm_head.weight", embedding, 0)
 
 
 def _attention(a: ModelArchitecture, layer: int) -> Iterator[Weight]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ from tqdm import tqdm
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.mapping import Region, Shape, Shard, Weight, weights
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.pipeline import EMBEDDING, OUTPUT, stage_of
 from megatron_async.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -120,8 +118,7 @@ class NamedTensorSource(ModelSource):
                 "tensor_model_parallel_size=1."
             )
         _ = self.checked_weights
-        whole = list(weights(self.architecture, shard, self.has_stacked_experts))
-        wanted = weights_of_stage(model, whole)
+        wanted = list(weights(self.architecture, shard, self.has_stacked_experts))
         parameters = model_parameters(model, wanted)
         with byte_bar(total_bytes(parameters), progress) as bar:
             for weight in wanted:
@@ -156,32 +153,16 @@ def check_shapes(source: str, expected: Mapping[str, Shape], found: Mapping[str,
             )
 
 
-def weights_of_stage(model: nn.Module, wanted: Sequence[Weight]) -> list[Weight]:
-    """Those of a whole model's weights that `model`, one of its pipeline stages, holds.
-
-    Where embedding and output layer are tied, the last stage has a copy of the embedding in its
-    output layer.
-    """
-    stage = stage_of(getattr(model, "config", None))
-    held = [weight for weight in wanted if stage.local_name(weight.name) is not None]
-    if stage.is_last and not stage.is_first and model.share_embeddings_and_output_weights:
-        held += [replace(weight, name=OUTPUT) for weight in wanted if weight.name == EMBEDDING]
-    return held
-
-
 def model_parameters(model: nn.Module, wanted: Sequence[Weight]) -> dict[str, Tensor]:
     """The model's parameters by `Weight.name`, once they are known to be just the wanted weights.
 
-    Of a pipeline stage, `wanted` is from `weights_of_stage`; its layers count from 0 in the model.
-    A model of TransformerEngine layers holds a norm's weight in the linear layer behind it, under
-    the name that Megatron's checkpoints have for it (`Weight.stored`).
+    A model of TransformerEngine layers has some of them under another name (`Weight.fused_name`).
     """
     unfilled = {name: parameter.detach() for name, parameter in model.named_parameters()}
     shapes = {weight.name: weight.shape for weight in wanted}
-    parameters, stage = {}, stage_of(getattr(model, "config", None))
+    parameters = {}
     for weight in wanted:
-        name = stage.local_name(weight.name)
-        name = name if name in unfilled else stage.local_name(weight.stored)
+        name = weight.name if weight.name in unfilled else weight.fused_name
         if name in unfilled:
             parameters[weight.name] = unfilled.pop(name)
     check_shapes("the model", shapes, {name: tuple(p.shape) for name, p in parameters.items()})

@@ -37,7 +37,6 @@ from megatron_async.checkpoints.source import (
     clear_padding,
     model_parameters,
     total_bytes,
-    weights_of_stage,
 )
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.tokenizer import Tokenizer
@@ -53,6 +52,9 @@ EMBEDDING = "embedding.word_embeddings.weight"
 COMMON_KEY = "common_state/shard_0_1"
 COMMON_FILE = "common.pt"
 """Where what is not a tensor is kept: the key since Megatron-Core 0.19, the file before it."""
+
+NORM_OF_EXPERTS = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+"""The norm before experts, and its name where training used Megatron's local layer spec."""
 
 REMEDY = (
     f"place an {ARCHITECTURE} beside it (the fields of megatron_async.models.architecture."
@@ -114,13 +116,11 @@ class TorchDistSource(ModelSource):
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
-        wanted = weights_of_stage(model, list(weights(self.architecture, Shard.of(model))))
+        wanted = list(weights(self.architecture, Shard.of(model)))
         parameters = model_parameters(model, wanted)
         planner = _DirectPlanner()
         for weight in wanted:
-            # The last pipeline stage's copy of a tied embedding has the embedding's place.
-            is_copy = weight.name not in self._places
-            key, stacked = self._places[weight.stored if is_copy else weight.name]
+            key, stacked = self._places[weight.stored]
             parameter = parameters[weight.name]
             clear_padding(weight, parameter)
             for offset, target in weight.stored_regions(parameter):
@@ -133,7 +133,7 @@ class TorchDistSource(ModelSource):
 
     @cached_property
     def _places(self) -> dict[str, tuple[str, bool]]:
-        """Parameter -> its key here, and whether all layers are stacked under that key."""
+        """`Weight.stored` -> its key here, and whether all layers are stacked under that key."""
         found = {key: tuple(item.size) for key, item in self._stored.items()}
         wanted = list(weights(self.architecture))
         layers = self.architecture.num_layers
@@ -145,7 +145,10 @@ class TorchDistSource(ModelSource):
         for weight in wanted:
             inside = stacked and weight.layer is not None
             key = weight.stored_stacked if inside else weight.stored_gpt if gpt else weight.stored
-            places[weight.name] = (key, inside)
+            other_name = key.replace(*NORM_OF_EXPERTS)
+            if key not in found and other_name in found:
+                key = other_name
+            places[weight.stored] = (key, inside)
             expected[key] = (layers, *weight.shape) if inside else weight.shape
         check_shapes(str(self.folder), expected, found)
         # Optimizer states are other tensors; a decoder weight that nobody wants is a missing part

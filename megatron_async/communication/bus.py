@@ -206,3 +206,5 @@ class Bus:
                 heard = publisher.recv()
                 if heard.startswith(_SUBSCRIBER):
                     missing.discard(int(heard[len(_SUBSCRIBER) :]))
+        # Or a member that leaves at once would be missed by one whose subscribers are not all here.
+        job.exchange(f"connections of {self._name}", "", self.members, timeout_s)

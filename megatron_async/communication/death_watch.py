@@ -268,7 +268,7 @@ class DeathWatch:
             return "it ended while the job started"
         me, peer = self._records.get(self._rank), self._records.get(rank)
         if me is not None and peer is not None and me.on_host_of(peer):
-            state = process_state(peer.pid)
+            state = _final_state(peer.pid)
             if state == "ended":
                 return "its process has ended without a goodbye"
             if state == "stopped":
@@ -294,6 +294,15 @@ class DeathWatch:
             faulthandler.dump_traceback(sys.stderr.fileno())
         finally:
             os._exit(EXIT_CODE_RANK_LOST)
+
+
+def _final_state(pid: int) -> str:
+    """`process_state`; the kernel closes a dying process' connections before it is dead."""
+    for _ in range(20):
+        if (state := process_state(pid)) != "running":
+            break
+        time.sleep(0.01)
+    return state
 
 
 def _seconds(variable: str, default: str) -> float | None:

@@ -78,6 +78,14 @@ def _interface_address(chosen: str) -> str:
     )
 
 
+def interface_of(address: str) -> str:
+    """Name of the interface that has this IP address."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in found):
+            return str(name)
+    raise ConfigurationError(f"No interface of this host has the address {address}.")
+
+
 def is_loopback(address: str) -> bool:
     """True for an address that only its own host reaches."""
     return ipaddress.ip_address(address.split("%")[0]).is_loopback

@@ -12,7 +12,12 @@ import zmq
 
 from megatron_async.communication.death_watch import DeathWatch
 from megatron_async.communication.exchange import Failure, StoreExchange
-from megatron_async.communication.host import is_loopback, own_address
+from megatron_async.communication.host import (
+    INTERFACE_VARIABLE,
+    interface_of,
+    is_loopback,
+    own_address,
+)
 from megatron_async.communication.record import RankRecord
 from megatron_async.communication.waiting import Wait
 
@@ -93,6 +98,19 @@ class Job:
                 if not record.on_host_of(self.me) and not is_loopback(record.address):
                     return own_address(record.address)
         return self.me.address
+
+    def route_collectives(self) -> None:
+        """Tell torch's backends the interface to use, where the job spans hosts and the user has
+        not; call it before they start.
+
+        Gloo takes the address of the host's name, which often is a loopback address.
+        """
+        if all(record.on_host_of(self.me) for record in self.records):
+            return
+        interface = interface_of(self.address())
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if INTERFACE_VARIABLE in os.environ:  # NCCL chooses well by itself
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
     def exchange(
         self,

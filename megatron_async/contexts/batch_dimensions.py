@@ -36,10 +36,6 @@ class BatchDimensions:
     """Tokens that each rank of an expert-parallel group sends to the others, padding included, when
     another rank has more than this one; 0: as many as this step has."""
 
-    dispatch_tokens: int = 0
-    """Tokens that each rank of an expert-parallel group brings to the experts, padding included,
-    agreed between them; 0: as many as this step has."""
-
     @property
     def prefill_rows(self) -> int:
         """Number of prefill chunks, dummy rows included."""

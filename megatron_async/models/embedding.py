@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_async.models.linear import InferenceColumnParallelLinear
 from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.skinny_linear import Unnormed
 from megatron_async.ops.tensor_collectives import TensorCollectives, collectives_of
 
 
@@ -60,7 +61,7 @@ class InferenceOutputLayer(InferenceColumnParallelLinear):
 
     def forward(
         self,
-        input_: Tensor,
+        input_: Tensor | Unnormed,
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:

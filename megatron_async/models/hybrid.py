@@ -202,8 +202,8 @@ class PagedHybridStack(HybridStack):
 
 
 def make_norm(config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> nn.RMSNorm:
-    """torch's RMSNorm, called as Megatron's `WrappedTorchNorm`, which refuses sequence parallelism
-    for the gradients' sake."""
+    """An RMSNorm of torch, called as Megatron's `WrappedTorchNorm`, which refuses sequence
+    parallelism for the gradients' sake."""
     return nn.RMSNorm(hidden_size, eps=eps)
 
 
@@ -214,6 +214,7 @@ def _add_norm(
     flat = None if residual is None else residual.flatten(0, 1)
     if isinstance(x, Unreduced):
         assert flat is not None, "the embedding is reduced"
+        assert norm.eps is not None, "make_norm sets it"
         normed, total = x.collectives.all_reduce_add_rms_norm(
             x.product, flat, norm.weight, norm.eps
         )

@@ -1,8 +1,8 @@
 """Parallel linear layers for inference: Megatron's parameters, a forward without training's
 detours.
 
-A column-parallel layer holds a share of the outputs and gives that share; a row-parallel one holds a
-share of the inputs, and its product is one summand of the sum over the ranks, which is done here.
+A column-parallel layer holds a share of the outputs and gives that share; a row-parallel one holds
+a share of the inputs, and its product is one summand of the sum over the ranks, which is done here.
 With sequence parallelism (Korthikanti et al. 2022) the residual stream between the two is split by
 tokens: the sum leaves each rank its rows, and the next column-parallel layer gathers them.
 
@@ -67,8 +67,8 @@ def linear(
 class InferenceColumnParallelLinear(ColumnParallelLinear):
     """Megatron's `ColumnParallelLinear`.
 
-    With `sequence_parallel` it takes this rank's rows and works on all: tokens, padded to a multiple
-    of the ranks.
+    With `sequence_parallel` it takes this rank's rows and works on all: tokens, padded to a
+    multiple of the ranks.
     """
 
     packed_weight: Tensor | None = None
@@ -84,8 +84,8 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As Megatron's: `[..., in]` -> `[..., out of this rank]`, and the bias if it is to be added
-        later.
+        """As Megatron's: `[..., in]` -> `[..., out of this rank]`, and the bias if it is to be
+        added later.
 
         Where `takes_unnormed`, the input may be the arguments of the norm before this layer.
         """
@@ -137,8 +137,8 @@ class InferenceRowParallelLinear(RowParallelLinear):
         return collectives_of(self.tp_group)
 
     def forward(self, input_: Tensor) -> tuple[Tensor | Unreduced, Tensor | None]:
-        """As Megatron's: `[..., in of this rank]` -> `[..., out]`, and the bias if it is to be added
-        later."""
+        """As Megatron's: `[..., in of this rank]` -> `[..., out]`, and the bias if it is to be
+        added later."""
         alone = get_pg_size(self.tp_group) == 1
         may_split = self.may_split and self.bias is None
         bias = self.bias if alone and not self.skip_bias_add else None
@@ -159,7 +159,7 @@ class InferenceRowParallelLinear(RowParallelLinear):
             return add_partial_sums(product, dtype)
         if self.sequence_parallel:
             return collectives.reduce_scatter(add_partial_sums(product, dtype))
-        if self.may_split and self.bias is None and collectives.adds_with_norm(product):
+        if self.may_split and self.bias is None and collectives.adds_with_norm(product, dtype):
             return Unreduced(product, collectives)
         return collectives.all_reduce(product, dtype)
 

@@ -98,6 +98,7 @@ def ensure_process_groups(sizes: ParallelSizes | None = None) -> ProcessGroupCol
         sizes.data_parallel(world_size())
     if not dist.is_initialized():
         job = join_job()
+        job.route_collectives()
         if job.world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         else:

@@ -4,11 +4,11 @@ One program a row. It puts this rank's summand into this rank's memory, says so 
 until all have said so, and reads the summands of all. They are added in the order of ranks, in
 float32, so every rank gets the same bits; then follows what `ops/rms_norm.py` does.
 
-Who may write when. A row has two places, used in turn. Its flags, one for each rank, count the turns
-that the rank has begun (has written its summand of). A program writes a place again two turns later,
-when it has been through the turn between: it saw there that every rank had begun that turn, and a
-rank begins a turn only when it has left the one before, reads included. So no barrier is needed
-behind the reads. All ranks must launch the same rows in the same order, as collectives must.
+Who may write when. A row has two places, used in turn. Its flags, one for each rank, count the
+turns that the rank has begun (has written its summand of). A program writes a place again two turns
+later, when it has been through the turn between: it saw there that every rank had begun that turn,
+and a rank begins a turn only when it has left the one before, reads included. So no barrier is
+needed behind the reads. All ranks must launch the same rows in the same order, as collectives must.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def all_reduce_add_rms_norm(
         weight: `[hidden]`, the norm's weight.
         eps: added to the mean square.
         pointers: int64 `[ranks]`: addresses of the ranks' symmetric memory: int32 flags `[rows,
-            ranks]`, zero at first, then, at `first_row` elements, two places for each row, `[2, rows,
-            hidden]`.
+            ranks]`, zero at first, then, at `first_row` elements, two places for each row,
+            `[2, rows, hidden]`.
         turns: int32 `[rows]`, this rank's own memory, zero at first.
         rank: of this process.
         first_row: elements of the residual's dtype before the rows.

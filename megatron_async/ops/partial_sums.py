@@ -45,8 +45,8 @@ def launch_sum(product: Tensor, parts: int, out: Tensor) -> Tensor:
     count = out.numel()
     if not product.is_contiguous() or not out.is_contiguous() or product.numel() != parts * count:
         raise ValueError(
-            f"add_partial_sums: {parts} parts of {tuple(out.shape)} must be contiguous, and so must "
-            f"the result; found {tuple(product.shape)}, strides {product.stride()}."
+            f"add_partial_sums: {parts} parts of {tuple(out.shape)} must be contiguous, and so "
+            f"must the result; found {tuple(product.shape)}, strides {product.stride()}."
         )
     if count:
         _sum_kernel[(triton.cdiv(count, BLOCK),)](

@@ -15,7 +15,6 @@ No multicast: it is not available everywhere, and leaves the order of additions 
 from __future__ import annotations
 
 import logging
-
 from typing import Any
 
 import torch
@@ -44,10 +43,10 @@ ALIGNMENT = 256
 class SymmetricAllReduce:
     """Workspaces of a group, made once, and the kernels on them.
 
-    Flags and rows of the one-shot kernel lie in one symmetric tensor, the two-shot kernel's elements
-    in another. Writers and readers of a row of the first take turns by its flags (see the kernel).
-    The second is written by this rank's copy, then by the kernel on any rank, which ends only when
-    all ranks are done with it; the result is read before the next sum overwrites it.
+    Flags and rows of the one-shot kernel lie in one symmetric tensor, the two-shot kernel's
+    elements in another. Writers and readers of a row of the first take turns by its flags (see the
+    kernel). The second is written by this rank's copy, then by the kernel on any rank, which ends
+    only when all ranks are done with it; the result is read before the next sum overwrites it.
 
     Args:
         group: the ranks, all on this host.
@@ -70,7 +69,7 @@ class SymmetricAllReduce:
     ) -> None:
         self._group_name = group.group_name
         self._ranks, self._rank = group.size(), group.rank()
-        self._hidden, self._dtype = hidden, dtype
+        self._dtype = dtype
         row_bytes = hidden * dtype.itemsize
         most = ONE_SHOT_BYTES // (row_bytes * (self._ranks - 1))
         self.one_shot_rows = min(max_rows, max(most, 1)) if hidden <= MAX_HIDDEN else 0
@@ -82,8 +81,9 @@ class SymmetricAllReduce:
         elements = self._first_row + 2 * self.one_shot_rows * hidden
         self._rows, rows_handle = _share(elements, dtype, device, group)
         self._two_shot, _ = _share(max(self.two_shot_rows, 1) * hidden, dtype, device, group)
-        self._pointers = torch.tensor(
-            list(rows_handle.buffer_ptrs), dtype=torch.int64, device=device
+        addresses = [address + rows_handle.offset for address in rows_handle.buffer_ptrs]
+        self._pointers = torch.tensor(  # sync-ok: at the start
+            addresses, dtype=torch.int64, device=device
         )
         self._turns = torch.zeros(self.one_shot_rows, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # sync-ok: at the start
@@ -95,13 +95,9 @@ class SymmetricAllReduce:
             "symmetric memory"
         )
 
-    def serves(self, hidden: int, dtype: torch.dtype) -> bool:
-        """Whether the workspaces are for such rows."""
-        return self._hidden == hidden and self._dtype == dtype
-
     def adds_with_norm(self, product: Tensor) -> bool:
         """Whether `add_rms_norm` takes a product `[tokens, 1, hidden]` or its partial sums."""
-        return product.size(-1) == self._hidden and product.size(-3) <= self.one_shot_rows
+        return product.size(-3) <= self.one_shot_rows
 
     def add_rms_norm(
         self, product: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -118,10 +114,9 @@ class SymmetricAllReduce:
             self._first_row,
         )
 
-    def takes(self, product: Tensor, dtype: torch.dtype) -> bool:
+    def takes(self, product: Tensor) -> bool:
         """Whether `all_reduce` takes a product `[tokens, 1, hidden]` or its partial sums."""
-        fits = product.size(-1) == self._hidden and product.size(-3) <= self.two_shot_rows
-        return fits and dtype == self._dtype
+        return product.size(-3) <= self.two_shot_rows
 
     def all_reduce(self, product: Tensor) -> Tensor:
         """The sum over the ranks, `[tokens, 1, hidden]`, in the workspace: valid until the next."""

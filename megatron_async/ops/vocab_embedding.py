@@ -22,7 +22,7 @@ def vocab_embedding(token_ids: Tensor, weight: Tensor, first: int) -> Tensor:
 
     Args:
         token_ids: int64 `[tokens]` on a GPU.
-        weight: `[rows, hidden]`, contiguous: the embeddings of tokens `first` .. `first + rows - 1`.
+        weight: `[rows, hidden]`, contiguous: the embeddings of tokens from `first` on.
         first: token id of the first row.
 
     Returns:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
-from types import TracebackType
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -21,7 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from megatron_async.engines.stage_times import BOUNDS_NS, BUCKETS_PER_OCTAVE, TimeHistogram
-from megatron_async.errors import ConfigurationError
+from megatron_async.profiling.metrics_server import MetricsServer
 
 if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
@@ -130,43 +128,6 @@ def _buckets(times: TimeHistogram) -> list[tuple[str, float]]:
     ]
 
 
-class MetricsServer:
-    """Serves one engine's metrics over HTTP until it is closed; a context manager.
-
-    Attributes:
-        port: where it listens.
-    """
-
-    def __init__(self, engine: DynamicInferenceEngine, port: int, host: str) -> None:
-        registry = CollectorRegistry()
-        registry.register(EngineCollector(engine))
-        try:
-            self._server, self._thread = start_http_server(port, host, registry)
-        except (OSError, OverflowError) as error:
-            raise ConfigurationError(
-                f"metrics cannot be served at {host}:{port} ({error}): choose a free port from 1 "
-                "to 65535, or 0 to be given one."
-            ) from error
-        self.port: int = self._server.server_port
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def __enter__(self) -> MetricsServer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
 def serve_metrics(
     engine: DynamicInferenceEngine, port: int, host: str = "127.0.0.1"
 ) -> MetricsServer:
@@ -180,4 +141,4 @@ def serve_metrics(
     Raises:
         ConfigurationError: the port is taken or not allowed.
     """
-    return MetricsServer(engine, port, host)
+    return MetricsServer(EngineCollector(engine), port, host)

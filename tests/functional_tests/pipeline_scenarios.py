@@ -15,8 +15,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_async import DynamicInferenceEngine, SamplingParams, StructuredOutput
-from megatron_async.checkpoints.mapping import weights
-from megatron_async.checkpoints.source import model_parameters, weights_of_stage
+from megatron_async.checkpoints.mapping import Shard, weights
+from megatron_async.checkpoints.source import model_parameters
 from megatron_async.devices.cpu import Chaos, CpuDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
@@ -35,7 +35,7 @@ def stage_model(
     model = build_model(
         architecture, torch.float32, device, sizes=ParallelSizes(pipeline_model_parallel=stages)
     )
-    wanted = weights_of_stage(model, list(weights(architecture)))
+    wanted = list(weights(architecture, Shard.of(model)))
     parameters = model_parameters(model, wanted)
     for weight in wanted:
         parameter = parameters[weight.name]

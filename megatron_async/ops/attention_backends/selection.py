@@ -152,7 +152,7 @@ def choose_prefill(
     if shape not in _measured:
         _measured[shape] = _measure(at_hand, shape, device)
     times, dropped = _measured[shape]
-    backends = tuple(at_hand[_agreed_fastest(by_name)] for by_name in times)
+    backends = tuple(at_hand[_agreed_fastest(by_name, agree_on_least)] for by_name in times)
     return PrefillChoice(backends, times, dropped)
 
 

@@ -91,9 +91,12 @@ def gpt_model(a: ModelArchitecture) -> torch.nn.Module:
     ensure_process_groups()
     config = transformer_config(a, torch.float32)
     config.num_layers = a.num_layers
+    config.moe_token_dispatcher_type = "allgather"
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        get_gpt_layer_local_spec(
+            a.num_moe_experts or None, qk_layernorm=a.qk_layernorm, normalization="RMSNorm"
+        ),
         a.vocab_size,
         a.max_position_embeddings,
         position_embedding_type="none",
@@ -142,6 +145,37 @@ def test_gpt_model_checkpoints_of_training_load(
         renamed[name] = expected.pop(".".join(parts)).detach()
     assert not expected
     assert_same_weights(dict(loaded.model.named_parameters()), renamed)
+
+
+def test_experts_of_training_load(tmp_path: Path) -> None:
+    trained = dataclasses.replace(
+        DUMMY_SHAPES["tiny-moe"], model_type="qwen3_moe", qk_layernorm=True, num_moe_experts=3,
+        moe_ffn_hidden_size=24, moe_router_pre_softmax=True, ffn_hidden_size=24,
+    )  # fmt: skip
+    args = ARGS | {
+        "add_qkv_bias": False,
+        "qk_layernorm": True,
+        "num_layers": 2,
+        "use_rope_scaling": False,
+        "untie_embeddings_and_output_weights": False,
+        "ffn_hidden_size": 24,
+        "num_experts": 3,
+        "moe_router_pre_softmax": True,
+    }
+    model = gpt_model(trained)
+    save_training(model, tmp_path / "m", args, {"non_homogeneous_layers": True})
+    loaded = load_model(tmp_path / "m", torch.float32, CPU)
+    assert loaded.architecture == trained
+    found = dict(loaded.model.named_parameters())
+    expected = dict(model.named_parameters())
+    for expert in range(3):
+        for name in ("linear_fc1.weight", "linear_fc2.weight"):
+            theirs = expected[f"decoder.layers.1.mlp.experts.local_experts.{expert}.{name}"]
+            assert torch.equal(found[f"decoder.layers.3.mlp.experts.{name}"][expert], theirs)
+    for theirs, ours in (("0.mlp.router", "1.mlp.router"), ("1.pre_mlp", "3.pre_mlp")):
+        suffix = ".weight" if "router" in ours else "_layernorm.weight"
+        found_weight = found[f"decoder.layers.{ours}{suffix}"]
+        assert torch.equal(found_weight, expected[f"decoder.layers.{theirs}{suffix}"])
 
 
 def _forget_common_state(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -18,7 +20,7 @@ from megatron_async.models.moe import MoELayer
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition
 from megatron_async.ops.expert_mlp import expert_mlp_reference
-from megatron_async.ops.expert_routing import route_reference
+from megatron_async.ops.expert_routing import NO_EXPERT, route_reference
 
 ARCHITECTURE = DUMMY_SHAPES["tiny-moe"]
 HIDDEN, EXPERTS, FFN = 64, 8, 64
@@ -104,16 +106,29 @@ def _layer_error(tensor_parallel: int, sequence_parallel: bool) -> float:
             assert output[5:].abs().max() == 0
     x = tokens_of(0, 2)
     routing = layer.router(x, None)
+    padded = layer.dispatcher.dispatch(x, routing, 3)[1].experts
+    assert padded.eq(NO_EXPERT).all(1).tolist() == [False, False, True] * 2
     with pytest.raises(ValueError, match="dispatch_tokens=1, but this rank has 2"):
         layer.dispatcher.dispatch(x, routing, 1)
     return worst
 
 
-def _generate(model: str, sizes: dict[str, int]) -> list[list[int]]:
-    prompts = [[3, 1, 4], list(range(40, 60)), [7] * 5]
+PROMPTS = ([3, 1, 4], list(range(40, 60)), [7] * 5)
+WORK = {0: ((0, 1, 2), ()), 1: ((1,), (2, 0))}
+"""Prompts of ranks that have requests of their own, in two calls; one rank rests in the second."""
+
+
+def _generate(sizes: dict[str, int], work: Sequence[Sequence[int]]) -> list[list[list[int]]]:
     params = SamplingParams(num_tokens_to_generate=12, temperature=1.0, seed=3)
-    with LLM(model, device="cpu", max_tokens=16, max_requests=8, lookahead=1, **sizes) as llm:
-        return [request.generated_tokens for request in llm.generate(prompts, params)]
+    with LLM("dummy:tiny-moe", device="cpu", max_tokens=16, max_requests=8, **sizes) as llm:
+        return [
+            [request.generated_tokens for request in llm.generate(prompts, params)]
+            for prompts in ([PROMPTS[number] for number in call] for call in work)
+        ]
+
+
+def _generate_on_ranks() -> list[list[list[int]]]:
+    return _generate({"expert_model_parallel_size": 2}, WORK[int(os.environ["RANK"])])
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
@@ -121,13 +136,11 @@ def test_experts_on_other_ranks(tensor_parallel):
     assert max(run_ranks(2 * tensor_parallel, _layer_on_ranks, tensor_parallel)) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["expert", "tensor"])
-def test_a_model_with_experts_on_two_ranks_says_the_same_tokens(kind):
-    expected = _generate("dummy:tiny-moe", {})
-    assert len({tuple(tokens) for tokens in expected}) == 3
-    ranks = run_ranks(2, _generate, "dummy:tiny-moe", {f"{kind}_model_parallel_size": 2})
-    # Each of two replicas has the same requests here; of a tensor-parallel pair the first answers.
-    assert ranks == [expected, expected if kind == "expert" else []]
+def test_a_model_with_experts_on_two_ranks_says_the_same_tokens():
+    alone = _generate({}, WORK[0])[0]
+    assert len({tuple(tokens) for tokens in alone}) == 3
+    expected = {rank: [[alone[n] for n in call] for call in work] for rank, work in WORK.items()}
+    assert run_ranks(2, _generate_on_ranks) == [expected[0], expected[1]]
 
 
 @pytest.mark.parametrize(

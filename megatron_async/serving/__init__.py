@@ -1,0 +1,1 @@
+"""Data-parallel serving: a coordinator, the replicas behind it, and clients in front of it."""

@@ -1,0 +1,109 @@
+"""`CoordinatorClient`: ask a coordinator's replicas, from plain Python."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from typing import Any
+
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving.async_client import AsyncCoordinatorClient, Prompt
+from megatron_async.serving.messages import Completion, TokenChunk
+
+
+class CoordinatorClient:
+    """`AsyncCoordinatorClient` without `await`: an event loop in a thread does the waiting. Use it
+    with `with`, from as many threads as you like.
+
+    Args:
+        address: of the coordinator, as in "tcp://127.0.0.1:9500".
+        connect_timeout_s: how long a call waits for a coordinator.
+
+    Raises:
+        CoordinatorLost: nobody answers there.
+    """
+
+    def __init__(self, address: str, connect_timeout_s: float = 10.0) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="coordinator-client", daemon=True
+        )
+        self._thread.start()
+        self._client = AsyncCoordinatorClient(address, connect_timeout_s)
+        try:
+            self._wait_for(self._client.__aenter__())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> CoordinatorClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Generate for one prompt or many, all at once; see `LLM.generate`. An exception (Ctrl-C)
+        aborts them.
+
+        Returns:
+            a completion for each prompt, in order; one that failed has its `error`.
+        """
+        return self._wait_for(self._client.generate(prompts, sampling_params))
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0
+    ) -> Iterator[TokenChunk]:
+        """The tokens and text of one request while they are made; who stops reading aborts it."""
+        chunks = self._client.stream(prompt, sampling_params, priority)
+        try:
+            while (chunk := self._wait_for(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            self._wait_for(chunks.aclose())  # type: ignore[attr-defined]
+
+    def stats(self) -> dict[str, Any]:
+        """See `AsyncCoordinatorClient.stats`."""
+        return self._wait_for(self._client.stats())
+
+    def pause_replica(self, name: str) -> None:
+        """See `AsyncCoordinatorClient.pause_replica`."""
+        self._wait_for(self._client.pause_replica(name))
+
+    def drain_replica(self, name: str) -> None:
+        """See `AsyncCoordinatorClient.drain_replica`."""
+        self._wait_for(self._client.drain_replica(name))
+
+    def resume_replica(self, name: str) -> None:
+        """See `AsyncCoordinatorClient.resume_replica`."""
+        self._wait_for(self._client.resume_replica(name))
+
+    def remove_replica(self, name: str) -> None:
+        """See `AsyncCoordinatorClient.remove_replica`."""
+        self._wait_for(self._client.remove_replica(name))
+
+    def close(self) -> None:
+        """Disconnect; the coordinator aborts what is unfinished. May be called twice."""
+        if self._loop.is_closed():
+            return
+        self._wait_for(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _wait_for[Result](self, work: Coroutine[Any, Any, Result]) -> Result:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+async def _next(chunks: AsyncIterator[TokenChunk]) -> TokenChunk | None:
+    return await anext(chunks, None)

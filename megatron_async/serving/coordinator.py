@@ -1,0 +1,177 @@
+"""`Coordinator`: the process between clients and replicas; its decisions are the `Dispatcher`'s."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket as sockets
+import threading
+import time
+from collections import deque
+
+import msgspec
+import zmq
+
+from megatron_async.errors import ConfigurationError
+from megatron_async.serving.dispatcher import Dispatcher
+from megatron_async.serving.messages import (
+    ToClient,
+    ToReplica,
+    decode_for_coordinator,
+    encode,
+)
+from megatron_async.serving.records import CoordinatorConfig
+
+logger = logging.getLogger("megatron_async")
+
+TURN_MS = 50
+"""Longest sleep of the loop."""
+MOST_UNREAD = 10_000
+"""Messages that wait for a peer that does not read, beside those in its socket."""
+HEARTBEAT_MS = 1000
+"""ZMTP's own heartbeats end connections to hosts that are cut off."""
+
+
+class Coordinator:
+    """Binds one address for clients and replicas, and serves them until it is stopped.
+
+    Args:
+        address: "tcp://HOST:PORT" ("tcp://127.0.0.1:*" takes a free port), or "ipc://FILE".
+        config: limits and policies.
+
+    Attributes:
+        address: where clients and replicas find it.
+        latest_stats: `stats` of about a ping's interval ago, for other threads.
+
+    Raises:
+        ConfigurationError: the address is in use or cannot be bound.
+    """
+
+    def __init__(self, address: str, config: CoordinatorConfig | None = None) -> None:
+        self._config = config or CoordinatorConfig()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        options = {
+            zmq.ROUTER_MANDATORY: 1,  # who is gone is noticed when something is sent to it
+            zmq.LINGER: 200,
+            zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+            zmq.HEARTBEAT_TIMEOUT: round(1000 * self._config.silence_s),
+        }
+        for option, value in options.items():
+            self._socket.set(option, value)
+        try:
+            _check_is_free(address)
+            self._socket.bind(address)
+        except (zmq.ZMQError, OSError) as error:
+            self._context.destroy(0)
+            raise ConfigurationError(
+                f"the coordinator cannot use the address {address!r} ({error}): stop what uses it, "
+                "or choose another, as in tcp://127.0.0.1:9500 or ipc:///tmp/coordinator."
+            ) from error
+        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._waiting: dict[bytes, deque[bytes]] = {}
+        self._gone: dict[bytes, str] = {}
+        self._stop = threading.Event()
+        self.dispatcher = Dispatcher(self._config, self._send, time.monotonic())
+        self.latest_stats = self.dispatcher.stats()
+
+    def run(self) -> None:
+        """Serve until `stop`; then all who are connected see that the coordinator is gone."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        told = 0.0
+        try:
+            while not self._stop.is_set():
+                ready = dict(poller.poll(TURN_MS))
+                if self._socket in ready:
+                    self._receive()
+                if self._monitor in ready:
+                    self._probe()
+                self._flush()
+                self._bury()
+                now = time.monotonic()
+                self.dispatcher.tick(now)
+                self._bury()
+                if now - told >= self._config.ping_interval_s:
+                    told, self.latest_stats = now, self.dispatcher.stats()
+        finally:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close()
+            self._context.term()
+
+    def stop(self) -> None:
+        """Let `run` return; may be called from another thread or a signal handler."""
+        self._stop.set()
+
+    def _receive(self) -> None:
+        """All messages that are there, but a turn's worth at most."""
+        for _ in range(1000):
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = decode_for_coordinator(frames[-1] if frames else b"")
+            except msgspec.DecodeError as error:
+                logger.warning("A message that is none of ours was dropped: %s", error)
+                continue
+            self.dispatcher.hear(identity, message, time.monotonic())
+
+    def _probe(self) -> None:
+        """A connection has ended; which one, a message to each shows."""
+        try:
+            while True:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            self.dispatcher.ping()
+
+    def _send(self, identity: bytes, message: ToClient | ToReplica) -> None:
+        waiting = self._waiting.get(identity)
+        data = encode(message)
+        if waiting is None:
+            if self._try(identity, data):
+                return
+            waiting = self._waiting[identity] = deque()
+        waiting.append(data)
+        if len(waiting) > MOST_UNREAD:
+            self._gone[identity] = f"it does not read: {len(waiting)} messages wait for it"
+
+    def _try(self, identity: bytes, data: bytes) -> bool:
+        """Send; False if the peer's queue is full."""
+        try:
+            self._socket.send_multipart([identity, data], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._gone[identity] = "its connection has ended: it died, or the network did"
+        return True
+
+    def _flush(self) -> None:
+        for identity, waiting in list(self._waiting.items()):
+            while waiting and self._try(identity, waiting[0]):
+                waiting.popleft()
+            if not waiting:
+                del self._waiting[identity]
+
+    def _bury(self) -> None:
+        while self._gone:
+            identity, reason = self._gone.popitem()
+            self._waiting.pop(identity, None)
+            self.dispatcher.lost(identity, reason, time.monotonic())
+
+
+def _check_is_free(address: str) -> None:
+    """ZMQ would take an `ipc://` file away from who listens there."""
+    if not address.startswith("ipc://") or not os.path.exists(address.removeprefix("ipc://")):
+        return
+    with sockets.socket(sockets.AF_UNIX) as probe:
+        try:
+            probe.connect(address.removeprefix("ipc://"))
+        except ConnectionRefusedError:
+            return
+    raise OSError("address already in use")

@@ -1,0 +1,399 @@
+"""`Dispatcher`: a coordinator's decisions. It knows no sockets: messages come in by `hear`, go out
+by a function, and time is told to it."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+
+import msgspec
+
+from megatron_async.serving.messages import (
+    PROTOCOL,
+    Abort,
+    Answer,
+    Ask,
+    Batch,
+    Chunk,
+    ClientHello,
+    Completion,
+    Ended,
+    Generate,
+    Goodbye,
+    Leave,
+    Leaving,
+    Ping,
+    Pong,
+    Refused,
+    ReplicaHello,
+    ReplicaInfo,
+    ReplicaStatus,
+    Run,
+    SetPaused,
+    ToClient,
+    ToCoordinator,
+    ToReplica,
+    Welcome,
+)
+from megatron_async.serving.records import (
+    ClientRecord,
+    CoordinatorConfig,
+    ReplicaRecord,
+    ReplicaState,
+    RoutedRequest,
+    service_stats,
+    why_refused,
+)
+
+logger = logging.getLogger("megatron_async")
+
+
+class Dispatcher:
+    """Who serves what, and what becomes of requests when somebody is lost.
+
+    Args:
+        config: limits and policies.
+        send: sends a message to an identity; it never fails, who cannot be reached is reported by
+            `lost`.
+        now: seconds.
+
+    Attributes:
+        replicas: by identity.
+        clients: by identity.
+        requests: unfinished ones, by the coordinator's numbers.
+        counters: requests "received", "completed", "failed", "aborted", "retried", "refused", and
+            "prefix_blocks", those that their replicas had served before.
+    """
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        send: Callable[[bytes, ToClient | ToReplica], None],
+        now: float,
+    ) -> None:
+        self._config = config
+        self._send = send
+        self._queue: list[tuple[tuple[int, int], RoutedRequest]] = []
+        self._numbers = count()
+        self._last_ping = now
+        self._replica_there = now
+        self._departed = ""
+        self.replicas: dict[bytes, ReplicaRecord] = {}
+        self.clients: dict[bytes, ClientRecord] = {}
+        self.requests: dict[int, RoutedRequest] = {}
+        self.counters: Counter[str] = Counter()
+
+    # ---- What comes in -----------------------------------------------------------------------
+
+    def hear(self, identity: bytes, message: ToCoordinator, now: float) -> None:
+        """Take a message in."""
+        if isinstance(message, ClientHello | ReplicaHello):
+            self._welcome(identity, message, now)
+        elif (replica := self.replicas.get(identity)) is not None:
+            replica.last_heard = now
+            self._hear_replica(replica, message, now)
+        elif (client := self.clients.get(identity)) is not None:
+            client.last_heard = now
+            self._hear_client(client, message, now)
+        else:
+            self._send(identity, Refused("the coordinator does not know you: connect again."))
+        self._dispatch(now)
+
+    def lost(self, identity: bytes, reason: str, now: float) -> None:
+        """Somebody is gone."""
+        if (client := self.clients.pop(identity, None)) is not None:
+            if client.requests:
+                logger.warning("A client is gone: %s; its requests are aborted.", reason)
+            for request in list(client.requests.values()):
+                self._abort_at_replica(request)
+                self._forget(request)
+                self.counters["aborted"] += 1
+        elif (replica := self.replicas.get(identity)) is not None:
+            self._lose(replica, reason, now, in_order=False)
+        self._dispatch(now)
+
+    def tick(self, now: float) -> None:
+        """Ping everybody when it is time, and see who is silent."""
+        config = self._config
+        if now - self._last_ping >= config.ping_interval_s:
+            self._last_ping = now
+            self.ping()
+            self._check_alive(now)
+        if self.replicas:
+            self._replica_there = now
+        elif self._queue and now - self._replica_there >= config.no_replica_timeout_s:
+            self._fail_queue(now)
+        self._dispatch(now)
+
+    def ping(self) -> None:
+        """Send everybody a ping: who is gone is noticed by that, who hangs does not answer."""
+        for identity in [*self.replicas, *self.clients]:
+            self._send(identity, Ping())
+
+    def _check_alive(self, now: float) -> None:
+        config = self._config
+        for replica in list(self.replicas.values()):
+            silent, stalled = now - replica.last_heard, now - replica.last_progress
+            reason = ""
+            if silent >= config.silence_s:
+                reason = f"it has not answered for {silent:.1f} s"
+            elif stalled >= config.stall_s and replica.state != ReplicaState.PAUSED:
+                reason = f"its engine has work and has not finished a step for {stalled:.0f} s"
+            if reason:
+                self._lose(replica, reason, now, in_order=False)
+                self._send(replica.identity, Refused(f"counted as lost: {reason}."))
+        for client in list(self.clients.values()):
+            silent = now - client.last_heard
+            if silent >= config.client_silence_s:
+                self._send(client.identity, Refused("counted as lost: no answer to pings."))
+                self.lost(client.identity, f"it has not answered for {silent:.0f} s", now)
+
+    # ---- Joining and leaving -----------------------------------------------------------------
+
+    def _welcome(self, identity: bytes, hello: ClientHello | ReplicaHello, now: float) -> None:
+        if hello.protocol != PROTOCOL:
+            self._send(
+                identity,
+                Refused(
+                    f"it speaks protocol {hello.protocol}, the coordinator {PROTOCOL}: install the "
+                    "same version of megatron_async on both."
+                ),
+            )
+            return
+        if isinstance(hello, ReplicaHello):
+            self._replace(hello.info, now)
+            refusal = why_refused(hello.info, self.replicas.values())
+            if refusal:
+                logger.warning("Replica %s is refused: %s", hello.info.name, refusal)
+                self._send(identity, Refused(refusal))
+                return
+            self.replicas[identity] = ReplicaRecord(identity, hello.info, now)
+            logger.info("Replica %s joined; %d now.", hello.info.name, len(self.replicas))
+        else:
+            self.clients[identity] = ClientRecord(identity, now)
+        self._send(identity, Welcome(self._config.silence_s))
+
+    def _replace(self, info: ReplicaInfo, now: float) -> None:
+        """A replica that connects again has forgotten what it was given."""
+        for old in list(self.replicas.values()):
+            if old.info.instance == info.instance:
+                self._lose(old, "it connected again", now, in_order=False)
+
+    def _lose(self, replica: ReplicaRecord, reason: str, now: float, in_order: bool) -> None:
+        del self.replicas[replica.identity]
+        self._replica_there = now
+        self._departed = f"{replica.name}: {reason}"
+        note = logger.info if in_order else logger.warning
+        note(
+            "Replica %s is gone (%s) with %d unfinished requests; %d replicas left.",
+            replica.name, reason, len(replica.requests), len(self.replicas),
+        )  # fmt: skip
+        for request in list(replica.requests.values()):
+            if request.is_aborted:
+                self._end_here(request, "RequestAborted", "aborted by its client")
+            elif in_order or request.attempts <= self._config.most_retries:
+                self.counters["retried"] += 1
+                request.give_to(None)
+                self._enqueue(request, now)
+            else:
+                tries = f"; {request.attempts} replicas tried" if request.attempts > 1 else ""
+                self._end_here(
+                    request, "ReplicaLost",
+                    f"replica {replica.name}, which served the request, is gone: {reason}{tries} "
+                    f"({self._config.what_a_death_means}).",
+                )  # fmt: skip
+
+    def _let_go(self, replica: ReplicaRecord) -> None:
+        """A replica that is to leave may, once it has nothing left."""
+        if replica.state == ReplicaState.LEAVING and not replica.requests:
+            self._send(replica.identity, Leave())
+
+    # ---- Replicas ----------------------------------------------------------------------------
+
+    def _hear_replica(self, replica: ReplicaRecord, message: ToCoordinator, now: float) -> None:
+        match message:
+            case ReplicaStatus():
+                replica.heard(message, now)
+            case Batch():
+                for event in message.events:
+                    request = replica.requests.get(event.number)
+                    if request is not None:
+                        self._hear_event(replica, request, event)
+                self._let_go(replica)
+            case Leaving():
+                replica.state = ReplicaState.LEAVING
+                self._let_go(replica)
+            case Goodbye():
+                reason = message.failure or "it left in order"
+                self._lose(replica, reason, now, in_order=not message.failure)
+            case _:
+                logger.warning("Replica %s sent a client's message.", replica.name)
+
+    def _hear_event(
+        self, replica: ReplicaRecord, request: RoutedRequest, event: Chunk | Ended
+    ) -> None:
+        if isinstance(event, Ended):
+            failure = event.completion.failure
+            replica.completed += failure is None
+            self._end(request, event.completion)
+            return
+        new = request.news(event)
+        if new is None:
+            self._abort_at_replica(request)
+            self._end_here(
+                request, "ReplicaLost",
+                f"its replica was lost, and replica {replica.name} continues otherwise than the "
+                f"{len(request.delivered)} tokens that were delivered: near ties fall "
+                "differently in other batches below float32.",
+            )  # fmt: skip
+        elif new[0] or new[1]:
+            self._send(request.client, Chunk(request.asked.number, *new))
+
+    def _dispatch(self, now: float) -> None:
+        """Give queued requests to replicas that have room."""
+        while self._queue:
+            request = self._queue[0][1]
+            if request.number not in self.requests or request.replica is not None:
+                heapq.heappop(self._queue)
+                continue
+            ready = [replica for replica in self.replicas.values() if self._has_room(replica)]
+            if not ready:
+                return
+            heapq.heappop(self._queue)
+            by_name = {replica.name: replica for replica in ready}
+            # Replicas of one model have one block size, or a prefix would not be comparable.
+            chosen, match = self._config.policy.choose(
+                [replica.candidate() for replica in ready],
+                ready[0].hashes_of(request),
+                ready[0].blocks_of(request),
+            )
+            replica, asked = by_name[chosen.name], request.asked
+            self.counters["prefix_blocks"] += match
+            request.give_to(replica)
+            if not replica.requests:
+                replica.last_progress = now
+            replica.given(request)
+            self._send(
+                replica.identity,
+                Run(request.number, asked.prompt, asked.params, asked.priority, asked.stream),
+            )
+
+    def _has_room(self, replica: ReplicaRecord) -> bool:
+        most = max(self._config.requests_per_slot * replica.info.slots, 1)
+        return replica.state == ReplicaState.READY and len(replica.requests) < most
+
+    # ---- Clients -----------------------------------------------------------------------------
+
+    def _hear_client(self, client: ClientRecord, message: ToCoordinator, now: float) -> None:
+        match message:
+            case Generate():
+                self._take(client, message, now)
+            case Abort():
+                if (request := client.requests.get(message.number)) is not None:
+                    self._abort(request)
+            case Ask():
+                try:
+                    value = self._do(message.what, message.replica)
+                    answer = Answer(message.number, value)
+                except ValueError as error:
+                    answer = Answer(message.number, failure=("ValueError", str(error)))
+                self._send(client.identity, answer)
+            case Goodbye():
+                self.lost(client.identity, message.failure or "it left", now)
+            case Pong():
+                pass
+            case _:
+                logger.warning("A client sent a replica's message.")
+
+    def _take(self, client: ClientRecord, asked: Generate, now: float) -> None:
+        self.counters["received"] += 1
+        if asked.number in client.requests:
+            logger.warning("A client used the number %d twice.", asked.number)
+            return
+        if len(self.requests) >= self._config.max_unfinished:
+            self.counters["refused"] += 1
+            text = (
+                f"{len(self.requests)} requests are unfinished, and max_unfinished is "
+                f"{self._config.max_unfinished}: send the request again later, or add replicas."
+            )
+            refused = Completion(finish_reason="error", failure=("Overloaded", text))
+            self._send(client.identity, Ended(asked.number, refused))
+            return
+        request = RoutedRequest(next(self._numbers), client.identity, asked, now)
+        self.requests[request.number] = client.requests[asked.number] = request
+        self._enqueue(request, now)
+
+    def _enqueue(self, request: RoutedRequest, now: float) -> None:
+        request.waiting_since = now
+        heapq.heappush(self._queue, (request.order, request))
+
+    def _abort(self, request: RoutedRequest) -> None:
+        request.is_aborted = True
+        if request.replica is None:
+            self._end_here(request, "RequestAborted", "aborted before a replica had it")
+        else:
+            self._abort_at_replica(request)
+
+    def _abort_at_replica(self, request: RoutedRequest) -> None:
+        if request.replica is not None:
+            self._send(request.replica.identity, Abort(request.number))
+
+    def _end_here(self, request: RoutedRequest, kind: str, text: str) -> None:
+        """End a request of which no replica says more."""
+        reason = "aborted" if kind == "RequestAborted" else "error"
+        self._end(request, Completion(finish_reason=reason, failure=(kind, text)))
+
+    def _end(self, request: RoutedRequest, completion: Completion) -> None:
+        kind = None if completion.failure is None else completion.failure[0]
+        outcome = "completed" if kind is None else "failed"
+        self.counters["aborted" if kind == "RequestAborted" else outcome] += 1
+        self._forget(request)
+        client = self.clients.get(request.client)
+        if client is not None:
+            client.requests.pop(request.asked.number, None)
+            told = msgspec.structs.replace(completion, attempts=request.attempts)
+            self._send(request.client, Ended(request.asked.number, told))
+
+    def _forget(self, request: RoutedRequest) -> None:
+        del self.requests[request.number]
+        if request.replica is not None:
+            request.replica.requests.pop(request.number, None)
+
+    def _fail_queue(self, now: float) -> None:
+        waited = now - self._replica_there
+        last = f" The last was {self._departed}." if self._departed else " None ever joined."
+        for _, request in sorted(self._queue, key=lambda entry: entry[0]):
+            if request.number in self.requests:
+                self._end_here(
+                    request, "ReplicaLost", f"there has been no replica for {waited:.0f} s.{last}"
+                )
+        self._queue.clear()
+
+    # ---- Control and statistics --------------------------------------------------------------
+
+    def _do(self, what: str, name: str) -> dict[str, object]:
+        if what == "stats":
+            return self.stats()
+        replica = next((r for r in self.replicas.values() if r.name == name), None)
+        if replica is None:
+            there = ", ".join(sorted(r.name for r in self.replicas.values())) or "none"
+            raise ValueError(f"there is no replica named {name!r}; there are: {there}.")
+        states = {
+            "pause": ReplicaState.PAUSED,
+            "drain": ReplicaState.DRAINING,
+            "resume": ReplicaState.READY,
+            "remove": ReplicaState.LEAVING,
+        }
+        if what not in states:
+            raise ValueError(f"{what!r} is no command; there are: stats, {', '.join(states)}.")
+        replica.state = states[what]
+        self._send(replica.identity, SetPaused(replica.state == ReplicaState.PAUSED))
+        self._let_go(replica)
+        return {}
+
+    def stats(self) -> dict[str, object]:
+        """Counters since the start, and all replicas by name."""
+        return service_stats(self.counters, self.requests, len(self.clients), self.replicas)

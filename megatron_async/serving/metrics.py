@@ -1,0 +1,71 @@
+"""Prometheus metrics of a coordinator; docs/serving.md lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from megatron_async.profiling.metrics_server import MetricsServer
+from megatron_async.serving.coordinator import Coordinator
+
+PREFIX = "megatron_async_coordinator_"
+OUTCOMES = ("completed", "failed", "aborted", "retried", "refused")
+TOTALS = {
+    "unfinished_requests": "Requests queued or served.",
+    "queued_requests": "Requests that no replica has.",
+    "clients": "Clients.",
+}
+OF_REPLICAS = {
+    "unfinished_requests": "Requests that a replica has.",
+    "unfinished_tokens": "Tokens that they may still need.",
+    "free_blocks": "KV blocks that it has left.",
+}
+
+
+class CoordinatorCollector(Collector):
+    """All metrics of one coordinator, as they were half a second ago at most."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics."""
+        stats: dict[str, Any] = self._coordinator.latest_stats
+        requests = CounterMetricFamily(
+            PREFIX + "requests", "What became of requests.", labels=["outcome"]
+        )
+        for outcome in OUTCOMES:
+            requests.add_metric([outcome], stats[f"{outcome}_requests"])
+        yield requests
+        yield CounterMetricFamily(
+            PREFIX + "prefix_blocks",
+            "Blocks of prompts that went to a replica that had served them before.",
+            stats["prefix_blocks"],
+        )
+        for name, text in TOTALS.items():
+            yield GaugeMetricFamily(PREFIX + name, text, stats[name])
+        states = GaugeMetricFamily(
+            PREFIX + "replica_up", "1 for each replica.", labels=["replica", "state"]
+        )
+        for name, replica in stats["replicas"].items():
+            states.add_metric([name, replica["state"]], 1)
+        yield states
+        for key, text in OF_REPLICAS.items():
+            gauge = GaugeMetricFamily(PREFIX + "replica_" + key, text, labels=["replica"])
+            for name, replica in stats["replicas"].items():
+                gauge.add_metric([name], replica[key])
+            yield gauge
+
+
+def serve_coordinator_metrics(
+    coordinator: Coordinator, port: int, host: str = "127.0.0.1"
+) -> MetricsServer:
+    """Serve a coordinator's metrics at http://HOST:PORT/metrics, from a thread of its own.
+
+    Raises:
+        ConfigurationError: the port is in use.
+    """
+    return MetricsServer(CoordinatorCollector(coordinator), port, host)

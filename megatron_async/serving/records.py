@@ -1,0 +1,282 @@
+"""What a coordinator knows of its replicas, its clients and their requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
+
+from megatron_async.errors import ConfigurationError
+from megatron_async.serving.messages import Chunk, Generate, ReplicaInfo, ReplicaStatus
+from megatron_async.serving.routing import (
+    Candidate,
+    PrefixTable,
+    RoutingPolicy,
+    block_hashes,
+    prompt_length,
+)
+
+UNLIMITED_TOKENS = 256
+"""Taken as the length of an answer without a limit."""
+
+
+@dataclass(frozen=True)
+class CoordinatorConfig:
+    """How a coordinator works.
+
+    Attributes:
+        on_replica_death: "retry": another replica serves its requests from their beginnings, with
+            the same random numbers. "fail": they fail.
+        max_retries: times that a request is served again; a request may be what kills replicas.
+        max_unfinished: requests in the coordinator, queued or served; further ones are refused.
+        requests_per_slot: a replica is given as many times its slots; the others wait here.
+        ping_interval_s: seconds between two pings to everybody.
+        silence_s: a replica that answers nothing for so long is lost.
+        stall_s: so is one whose engine has work and finishes no step for so long.
+        client_silence_s: a client that answers nothing for so long has its requests aborted.
+        no_replica_timeout_s: requests fail when there has been no replica for so long.
+        policy: which replica serves a request.
+    """
+
+    on_replica_death: str = "retry"
+    max_retries: int = 2
+    max_unfinished: int = 4096
+    requests_per_slot: float = 2.0
+    ping_interval_s: float = 0.5
+    silence_s: float = 8.0
+    stall_s: float = 60.0
+    client_silence_s: float = 30.0
+    no_replica_timeout_s: float = 30.0
+    policy: RoutingPolicy = field(default_factory=RoutingPolicy)
+
+    @property
+    def most_retries(self) -> int:
+        """Times that a request of a lost replica is served again."""
+        return self.max_retries if self.on_replica_death == "retry" else 0
+
+    @property
+    def what_a_death_means(self) -> str:
+        """For messages."""
+        return f"on_replica_death={self.on_replica_death}, max_retries={self.max_retries}"
+
+    def __post_init__(self) -> None:
+        if self.on_replica_death not in ("retry", "fail"):
+            raise ConfigurationError(
+                f"on_replica_death={self.on_replica_death!r} must be 'retry' or 'fail'."
+            )
+        for name in ("max_unfinished", "requests_per_slot", "ping_interval_s", "silence_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)} must be more than 0.")
+
+
+class ReplicaState(StrEnum):
+    """What a replica does."""
+
+    READY = "ready"
+    DRAINING = "draining"
+    """Finishes what it has and is given nothing."""
+    PAUSED = "paused"
+    """Its engine stands still; its requests wait."""
+    LEAVING = "leaving"
+    """Finishes what it has and ends."""
+
+
+@dataclass(eq=False)
+class RoutedRequest:
+    """An unfinished request.
+
+    Attributes:
+        number: the coordinator's; replicas' engines use it as their request id.
+        client: identity of who asked.
+        asked: what it asked for.
+        waiting_since: when it was queued.
+        replica: who serves it; None while it is queued.
+        attempts: replicas that it was given to.
+        is_aborted: its client wants no more of it.
+        delivered: tokens that the client of a stream has.
+        delivered_chars: characters that it has.
+    """
+
+    number: int
+    client: bytes
+    asked: Generate
+    waiting_since: float
+    replica: ReplicaRecord | None = None
+    attempts: int = 0
+    is_aborted: bool = False
+    delivered: list[int] = field(default_factory=list)
+    delivered_chars: int = 0
+    _num_seen: int = 0
+    _chars_seen: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place in the queue; a request that is served again keeps it."""
+        return -self.asked.priority, self.number
+
+    @property
+    def tokens(self) -> int:
+        """That it needs at most, about: prompt and answer."""
+        limit = self.asked.max_new_tokens
+        new = UNLIMITED_TOKENS if limit is None else limit
+        return prompt_length(self.asked.prompt) + new
+
+    def give_to(self, replica: ReplicaRecord | None) -> None:
+        """Another replica serves it from its beginning; None: it is queued again."""
+        self.replica = replica
+        self.attempts += replica is not None
+        self._num_seen = self._chars_seen = 0
+
+    def news(self, chunk: Chunk) -> tuple[list[int], str | None] | None:
+        """What of a chunk the client does not have yet; None: the replica says other tokens than
+        the one before it, of which the client has some already."""
+        known = self.delivered[self._num_seen : self._num_seen + len(chunk.tokens)]
+        if chunk.tokens[: len(known)] != known:
+            return None
+        self._num_seen += len(chunk.tokens)
+        new = chunk.tokens[len(known) :]
+        self.delivered += new
+        text = chunk.text
+        if text is not None:
+            behind = max(self.delivered_chars - self._chars_seen, 0)
+            self._chars_seen += len(text)
+            text = text[behind:]
+            self.delivered_chars += len(text)
+        return new, text
+
+
+class ReplicaRecord:
+    """A replica that has joined.
+
+    Args:
+        identity: its connection's.
+        info: what it said of itself.
+        now: seconds.
+
+    Attributes:
+        status: what it said last, or None.
+        requests: that it was given and has not ended, by number.
+        last_heard: when it said anything.
+        last_progress: when its engine was last seen to get on, or to have nothing to do.
+        completed: requests that it ended without an error.
+    """
+
+    def __init__(self, identity: bytes, info: ReplicaInfo, now: float) -> None:
+        self.identity = identity
+        self.info = info
+        self.state = ReplicaState.READY
+        self.status: ReplicaStatus | None = None
+        self.requests: dict[int, RoutedRequest] = {}
+        self.last_heard = self.last_progress = now
+        self.completed = 0
+        self.prefix = PrefixTable(info.kv_blocks)
+        self._runs = 0
+        self._unseen: deque[tuple[int, int, int]] = deque()
+        """Of runs that its status does not count yet: number of the run, tokens, blocks."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.info.name
+
+    def blocks_of(self, request: RoutedRequest) -> int:
+        """KV blocks that a request may take here."""
+        return -(-request.tokens // self.info.block_size_tokens)
+
+    def hashes_of(self, request: RoutedRequest) -> list[bytes]:
+        """Hashes of the blocks that its prompt begins with."""
+        return block_hashes(request.asked.prompt, self.info.block_size_tokens)
+
+    def given(self, request: RoutedRequest) -> None:
+        """It was sent a request."""
+        self.requests[request.number] = request
+        self._runs += 1
+        self._unseen.append((self._runs, request.tokens, self.blocks_of(request)))
+        self.prefix.add(self.hashes_of(request))
+
+    def heard(self, status: ReplicaStatus, now: float) -> None:
+        """It has told how it is."""
+        before = self.status
+        self.status = status
+        idle = not status.unfinished_tokens or status.is_stopped
+        if before is None or idle or status.resolved_steps != before.resolved_steps:
+            self.last_progress = now
+        while self._unseen and self._unseen[0][0] <= status.runs_seen:
+            self._unseen.popleft()
+
+    def candidate(self) -> Candidate:
+        """What the policy looks at."""
+        tokens = sum(tokens for _, tokens, _ in self._unseen)
+        blocks = sum(blocks for _, _, blocks in self._unseen)
+        free = self.info.kv_blocks
+        if self.status is not None:
+            tokens += self.status.unfinished_tokens
+            free = self.status.free_blocks
+        return Candidate(self.name, tokens, free - blocks, len(self.requests), self.prefix)
+
+    def as_dict(self) -> dict[str, object]:
+        """For `stats`."""
+        load = self.candidate()
+        return {
+            "state": str(self.state),
+            "unfinished_requests": len(self.requests),
+            "unfinished_tokens": load.unfinished_tokens,
+            "free_blocks": load.free_blocks,
+            "completed_requests": self.completed,
+            "prefix_blocks": len(self.prefix),
+            "info": msgspec.to_builtins(self.info),
+            "engine": {} if self.status is None else self.status.engine,
+        }
+
+
+@dataclass(eq=False)
+class ClientRecord:
+    """A client.
+
+    Attributes:
+        requests: its unfinished ones, by its own numbers.
+        last_heard: when it said anything.
+    """
+
+    identity: bytes
+    last_heard: float
+    requests: dict[int, RoutedRequest] = field(default_factory=dict)
+
+
+def why_refused(info: ReplicaInfo, replicas: Collection[ReplicaRecord]) -> str:
+    """Why a replica cannot join these; "" if it can."""
+    for other in replicas:
+        if other.name == info.name:
+            return f"a replica named {info.name!r} is there: give each --name its own."
+        wrong = [
+            f"{key} is {info.model.get(key)!r} and not {other.info.model.get(key)!r}"
+            for key in sorted(info.model.keys() | other.info.model.keys())
+            if info.model.get(key) != other.info.model.get(key)
+        ]
+        if wrong:
+            return (
+                f"it would give other tokens than replica {other.name!r}: {', '.join(wrong)}. "
+                "Start all replicas with the same model and settings."
+            )
+    return ""
+
+
+def service_stats(
+    counters: Mapping[str, int],
+    requests: Mapping[int, RoutedRequest],
+    clients: int,
+    replicas: Mapping[bytes, ReplicaRecord],
+) -> dict[str, object]:
+    """What `stats` of a client says; docs/serving.md lists it."""
+    names = ("received", "completed", "failed", "aborted", "retried", "refused")
+    return {
+        **{f"{name}_requests": counters[name] for name in names},
+        "prefix_blocks": counters["prefix_blocks"],
+        "unfinished_requests": len(requests),
+        "queued_requests": sum(request.replica is None for request in requests.values()),
+        "clients": clients,
+        "replicas": {replica.name: replica.as_dict() for replica in replicas.values()},
+    }

@@ -1,0 +1,302 @@
+"""`Replica`: an engine that serves what a coordinator sends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from megatron_async.contexts.request_slots import SlotState
+from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.errors import ConfigurationError, CoordinatorLost, JobFailed
+from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving.connection import Connection
+from megatron_async.serving.messages import (
+    PROTOCOL,
+    Abort,
+    Batch,
+    Chunk,
+    Completion,
+    Ended,
+    Goodbye,
+    Leave,
+    Leaving,
+    ReplicaHello,
+    ReplicaInfo,
+    ReplicaStatus,
+    Run,
+    SetPaused,
+    ToReplica,
+    completion_of,
+    decode_for_replica,
+)
+
+if TYPE_CHECKING:
+    from megatron_async.llm import LLM
+
+logger = logging.getLogger("megatron_async")
+
+RETRY_EVERY_S = 0.2
+WARN_AFTER_S = 5.0
+"""A replica without a coordinator says so after this time, and whenever it has doubled."""
+_read_params = msgspec.msgpack.Decoder(SamplingParams).decode
+
+
+class Replica:
+    """Serves a coordinator's requests with one engine; it is the only one who steps it.
+
+    Args:
+        engine: idle.
+        address: of the coordinator.
+        model: what is served; the coordinator takes replicas of one model only.
+        name: unique among the replicas; None: host and process id.
+    """
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        address: str,
+        model: str,
+        name: str | None = None,
+    ) -> None:
+        self._engine = engine
+        self._address = address
+        self.info = describe(engine, model, name)
+        self._connection: Connection[ToReplica] | None = None
+        self._requests: dict[int, DynamicInferenceRequest] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._news: list[Chunk | Ended] = []
+        self._runs_seen = 0
+        self._is_leaving = self._must_go = False
+        self._failure: JobFailed | None = None
+
+    async def run(self) -> None:
+        """Serve until the coordinator lets go of this replica, `leave` does, or the engine fails;
+        a coordinator that is lost is waited for.
+
+        Raises:
+            ConfigurationError: the coordinator refuses this replica for good.
+            Exception: what ended the engine.
+        """
+        runner = asyncio.create_task(self._engine.run_engine())
+        lost_at = time.monotonic()
+        warn_after = WARN_AFTER_S
+        try:
+            while not self._must_go:
+                try:
+                    await self._serve(runner)
+                    return
+                except CoordinatorLost as error:
+                    if self._requests or self._runs_seen:
+                        logger.warning("%s Waiting for it.", error)
+                        lost_at, warn_after = time.monotonic(), WARN_AFTER_S
+                    self._forget_all()
+                    if self._is_leaving:
+                        return
+                    waited = time.monotonic() - lost_at
+                    if waited >= warn_after:
+                        warn_after = 2 * waited
+                        logger.warning("Since %.0f s: %s", waited, error)
+                    await asyncio.sleep(RETRY_EVERY_S)
+        finally:
+            self._forget_all()
+            runner.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await runner
+
+    def leave(self) -> None:
+        """Finish what there is and go; the second time: go, and let others serve it."""
+        self._must_go = self._is_leaving or self._connection is None
+        self._is_leaving = True
+        if self._connection is not None and not self._must_go:
+            self._connection.send(Leaving())
+
+    async def _serve(self, runner: asyncio.Task[None]) -> None:
+        """One connection, from its beginning to an end in order."""
+        connection = Connection(self._address, decode_for_replica, self._status)
+        self._runs_seen = 0
+        try:
+            await connection.open(ReplicaHello(PROTOCOL, self.info), WARN_AFTER_S)
+            self._connection = connection
+            if self._is_leaving:
+                connection.send(Leaving())
+            logger.info("Replica %s serves the coordinator at %s.", self.info.name, self._address)
+            while not self._must_go:
+                message = await connection.receive()
+                if self._failure is not None:
+                    raise self._failure
+                if runner.done():
+                    await self._fail(runner)
+                if isinstance(message, Leave):
+                    break
+                if message is not None:
+                    self._take(message)
+            self._flush()
+            connection.send(Goodbye())
+        except BaseException as error:
+            if not isinstance(error, CoordinatorLost | ConfigurationError):
+                connection.send(Goodbye(f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            self._connection = None
+            connection.close()
+
+    async def _fail(self, runner: asyncio.Task[None]) -> None:
+        await runner
+        raise RuntimeError("the engine's loop has ended")
+
+    def _take(self, message: ToReplica) -> None:
+        match message:
+            case Run():
+                self._runs_seen += 1
+                self._begin(message)
+            case Abort():
+                with contextlib.suppress(KeyError):
+                    self._engine.abort_request(message.number)
+            case SetPaused(paused=True):
+                self._engine.pause()
+            case SetPaused():
+                self._engine.unpause()
+
+    def _begin(self, run: Run) -> None:
+        engine, number = self._engine, run.number
+        try:
+            params = _read_params(run.params)
+            future = engine.add_request(number, run.prompt, params, run.priority)
+        except (msgspec.DecodeError, ValueError) as error:
+            text = f"sampling_params: {error}" if isinstance(error, msgspec.DecodeError) else error
+            refused = Completion(finish_reason="error", failure=("RequestError", str(text)))
+            self._tell(Ended(number, refused))
+            return
+        if not future.done():
+            self._requests[number] = engine.get_request(number)
+            if run.stream:
+                self._spawn(self._stream(number, future))
+                return
+        future.add_done_callback(lambda done: self._end(number, done))
+
+    async def _stream(self, number: int, future: asyncio.Future[DynamicInferenceRequest]) -> None:
+        # What fails the request is told by its future.
+        with contextlib.suppress(Exception):
+            async for chunk in self._engine.stream(number):
+                self._tell(Chunk(number, chunk.tokens, chunk.text))
+        self._end(number, future)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _end(self, number: int, future: asyncio.Future[DynamicInferenceRequest]) -> None:
+        self._requests.pop(number, None)
+        if self._connection is None or future.cancelled():
+            return
+        error = future.result().error
+        if isinstance(error, JobFailed):  # this replica's end, not the request's
+            self._failure = error
+            return
+        try:
+            completion = completion_of(future.result(), self.info.name)
+        except Exception as error:  # of a user's own tokenizer: this request's alone
+            failure = (type(error).__name__, str(error))
+            completion = Completion(finish_reason="error", failure=failure, replica=self.info.name)
+        self._tell(Ended(number, completion))
+
+    def _tell(self, news: Chunk | Ended) -> None:
+        """Send with all other news of this turn of the loop."""
+        if not self._news:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._news.append(news)
+
+    def _flush(self) -> None:
+        news, self._news = self._news, []
+        if news and self._connection is not None:
+            self._connection.send(Batch(news))
+
+    def _forget_all(self) -> None:
+        """Who asked is lost, or asks others."""
+        for task in self._tasks:
+            task.cancel()
+        self._news.clear()
+        for number in list(self._requests):
+            with contextlib.suppress(KeyError):
+                self._engine.abort_request(number)
+        self._requests.clear()
+        self._engine.unpause()
+
+    def _status(self) -> ReplicaStatus:
+        engine, slots = self._engine, self._engine.context.slots
+        held = slots.state != SlotState.FREE
+        # Of a prompt under way, what is prefilled counts less; of an answer, what is booked.
+        done = np.where(slots.state == SlotState.PREFILLING, slots.num_prefilled, slots.num_known)
+        running = int((slots.max_length - done)[held].sum())
+        waiting = sum(entry.max_length for entry in engine.context.waiting.in_order())
+        return ReplicaStatus(
+            runs_seen=self._runs_seen,
+            unfinished_tokens=running + waiting,
+            free_blocks=engine.context.blocks.free,
+            resolved_steps=engine.statistics.resolved_steps,
+            is_stopped=engine.is_stopped,
+            engine=dict(engine.stats()),
+        )
+
+
+def serve_replica(llm: LLM, address: str, model: str, name: str | None = None) -> None:
+    """Serve a coordinator with an LLM until it lets go; SIGTERM and Ctrl-C leave in order.
+
+    Every rank of the job calls it; the primary ones are replicas of their own, and have a number
+    behind their names if there are several.
+
+    Args:
+        llm: idle.
+        address: of the coordinator.
+        model: what is served, with its dtype: the coordinator takes replicas of one model only.
+        name: unique among the replicas; None: host and process id.
+
+    Raises:
+        ConfigurationError: the coordinator refuses the replica.
+    """
+    if not llm.is_primary_rank:
+        llm.follow()
+        return
+    if name is not None and llm.data_parallel_size > 1:
+        name = f"{name}-{llm.data_parallel_rank}"
+    replica = Replica(llm.engine, address, model, name)
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, replica.leave)
+        await replica.run()
+
+    asyncio.run(serve())
+
+
+def describe(engine: DynamicInferenceEngine, model: str, name: str | None) -> ReplicaInfo:
+    """What a replica tells the coordinator of itself."""
+    config = engine.context.config
+    return ReplicaInfo(
+        name=name or f"{socket.gethostname()}:{os.getpid()}",
+        instance=secrets.token_hex(8),
+        model={
+            "model": model,
+            "vocab_size": engine.controller.vocab_size,
+            "max_sequence_length": config.max_sequence_length,
+            "inference_sampling_seed": config.inference_sampling_seed,
+            "block_size_tokens": config.block_size_tokens,
+        },
+        slots=engine.context.max_requests,
+        kv_blocks=engine.context.blocks.total,
+        block_size_tokens=config.block_size_tokens,
+    )

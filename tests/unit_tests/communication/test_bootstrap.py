@@ -1,0 +1,171 @@
+"""Ranks meet; and whatever can be wrong with a start is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+from ranks import Ranks, free_port, run_ranks
+
+import megatron_async
+from megatron_async.communication.bootstrap import join_job
+from megatron_async.communication.exchange import StoreExchange
+from megatron_async.communication.rendezvous import Launch, open_store
+from megatron_async.errors import CommunicationTimeout, ConfigurationError, RankLost
+
+
+def _meet(world):
+    job = join_job(timeout_s=30)
+    assert join_job() is job
+    assert [record.rank for record in job.records] == list(range(world))
+    assert {record.world_size for record in job.records} == {world}
+    assert job.hosts == (socket.gethostname(),) * world
+    assert job.exchange("words", f"of {job.rank}") == {r: f"of {r}" for r in range(world)}
+    job.check_same("config", {"max_tokens": 4096, "dtype": "float32"})
+    return job.records[job.rank].pid == os.getpid(), str(job.records)
+
+
+def test_all_ranks_know_all_ranks():
+    found = run_ranks(4, _meet, 4)
+    assert found == [(True, found[0][1])] * 4
+
+
+def test_a_process_alone_opens_nothing(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    threads = threading.active_count()
+    job = join_job()
+    job.check_same("config", {"anything": 1})
+    assert (job.rank, job.world_size, job.exchange("words", "x")) == (0, 1, {0: "x"})
+    job.watch.check()
+    job.close()
+    assert threading.active_count() == threads
+
+
+def _join_as(changes, timeout_s=30.0):
+    """Join with a changed environment; the error's name, text and seconds until it came."""
+    os.environ.update(changes.get(int(os.environ["RANK"]), {}))
+    start = time.monotonic()
+    with pytest.raises((ConfigurationError, CommunicationTimeout, RankLost)) as raised:
+        join_job(timeout_s)
+    return type(raised.value).__name__, str(raised.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({2: {"RANK": "1"}}, r"RANK=1 was started twice: rank 1 \(.*pid.*\) and rank 1 \("),
+        ({1: {"WORLD_SIZE": "2"}}, r"WORLD_SIZE=(2|3), but rank \d \(.*\) has WORLD_SIZE=(2|3)"),
+    ],
+)
+def test_ranks_that_do_not_fit_together(changes, message):
+    import re
+
+    for name, text, seconds in run_ranks(3, _join_as, changes):
+        assert name == "ConfigurationError"
+        assert re.search(message, text)
+        assert seconds < 10
+
+
+def _disagree():
+    job = join_job(timeout_s=30)
+    config = {"dtype": "float32", "max_tokens": 512 if job.rank == 1 else 4096, "late": job.rank}
+    with pytest.raises(ConfigurationError) as raised:
+        job.check_same("config", config)
+    return str(raised.value)
+
+
+def test_a_config_that_differs():
+    for text in run_ranks(3, _disagree):
+        assert "disagree about the config: max_tokens is 4096 on ranks 0 and 2, 512 on" in text
+        assert "late" not in text
+
+
+def _other_version():
+    if os.environ["RANK"] == "1":
+        megatron_async.__version__ = "9.9"
+    return _join_as({})
+
+
+def test_software_that_differs():
+    for name, text, _ in run_ranks(2, _other_version):
+        assert name == "ConfigurationError"
+        assert "9.9 on rank 1" in text
+
+
+def _come_without(missing):
+    if int(os.environ["RANK"]) in missing:
+        return None
+    return _join_as({}, timeout_s=1.0)
+
+
+def test_a_missing_rank_is_named():
+    found = run_ranks(3, _come_without, [1])
+    name, text, seconds = found[0]
+    assert name == "CommunicationTimeout"
+    assert "all 3 ranks to start: rank 1 did not come" in text
+    assert "torchrun" in text
+    assert 1.0 <= seconds < 5
+    assert found[2][0] in ("CommunicationTimeout", "RankLost")
+
+
+def _die_while_joining(victim):
+    rank = int(os.environ["RANK"])
+    if rank == 1:
+        return None  # all wait for this one
+    if rank == victim:
+        peek = StoreExchange.peek
+
+        def peek_and_die(*args):
+            """Once the other has come, which then waits."""
+            threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+            return peek(*args)
+
+        StoreExchange.peek = peek_and_die
+    return _join_as({})
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_killed_while_the_job_starts(victim):
+    outcomes = Ranks(3, _die_while_joining, victim).join(30)
+    name, text, seconds = outcomes[2 - victim].value
+    assert outcomes[victim].exit_code == -signal.SIGKILL
+    assert name == "RankLost"
+    assert f"rank {victim}" in text
+    assert seconds < 5
+
+
+def test_a_port_in_use():
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"Port {port} .*in use.*MASTER_PORT"):
+            open_store(Launch(0, 2, 0, "127.0.0.1", port), 10.0)
+
+
+def test_an_unreachable_master():
+    port = free_port()
+    with pytest.raises(CommunicationTimeout, match=rf"no store at 127.0.0.1:{port} within 0.3 s"):
+        open_store(Launch(1, 2, 1, "127.0.0.1", port), 0.3)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE and MASTER_ADDR and MASTER_PORT is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK and"),
+        (dict(RANK="2", WORLD_SIZE="2", MASTER_ADDR="x", MASTER_PORT="1"), "RANK=2 is not below"),
+        (dict(RANK="a", WORLD_SIZE="2", MASTER_ADDR="x", MASTER_PORT="1"), "RANK='a' is not an"),
+        (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="x", MASTER_PORT="0"), "MASTER_PORT=0 is no"),
+    ],
+)
+def test_an_environment_that_makes_no_sense(monkeypatch, variables, message):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=message):
+        Launch.from_environment()

@@ -1,0 +1,107 @@
+"""What the leader sends arrives at each follower, whole and in order; reports come back."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+from ranks import run_ranks
+
+from megatron_async.communication.bootstrap import join_job
+from megatron_async.communication.channel import StepChannel
+from megatron_async.errors import CommunicationTimeout
+
+
+class Add(msgspec.Struct, tag="add", array_like=True):
+    request: int
+    prompt: bytes
+
+
+class End(msgspec.Struct, tag="end", array_like=True):
+    pass
+
+
+class Seen(msgspec.Struct, array_like=True):
+    number: int
+    text: str
+
+
+MESSAGES = [Add(i, bytes([i % 256]) * (100_000 if i == 50 else i)) for i in range(500)]
+
+
+def _send_and_receive(world):
+    job = join_job(timeout_s=30)
+    members = list(reversed(range(world)))
+    channel = StepChannel(job, members, Add | End, Seen)
+    assert channel.is_leader == (job.rank == world - 1)
+    if channel.is_leader:
+        start = time.monotonic()
+        for message in MESSAGES:
+            channel.send(message)
+        channel.send(End())
+        assert time.monotonic() - start < 0.8  # followers do not even read yet
+        found = []
+        while len(found) < 3 * (world - 1):
+            found += channel.reports()
+            time.sleep(0.001)
+        channel.close()
+        for rank in members[1:]:
+            assert [seen for sender, seen in found if sender == rank] == [
+                Seen(i, f"from {rank}") for i in range(3)
+            ]
+        return "led"
+    time.sleep(1.0)
+    received = []
+    while not isinstance(message := channel.receive(), End):
+        received.append(message)
+    assert received == MESSAGES
+    with pytest.raises(CommunicationTimeout):
+        channel.receive(0.0)
+    with pytest.raises(CommunicationTimeout, match=f"'steps': rank {world - 1} .* did not come"):
+        channel.receive(0.05)
+    for i in range(3):
+        channel.report(Seen(i, f"from {job.rank}"))
+    return "followed"
+
+
+def test_messages_arrive_in_order():
+    assert run_ranks(4, _send_and_receive, 4) == ["followed"] * 3 + ["led"]
+
+
+def _last_words():
+    job = join_job(timeout_s=30)
+    channel = StepChannel(job, [0, 1], int)
+    if job.rank == 0:
+        for i in range(1000):
+            channel.send(i)
+        channel.close()
+        job.close()
+        return None
+    time.sleep(0.3)
+    return [channel.receive() for _ in range(1000)] == list(range(1000))
+
+
+def test_what_was_sent_before_the_goodbye_arrives():
+    assert run_ranks(2, _last_words) == [None, True]
+
+
+def _wrong_way(members):
+    job = join_job(timeout_s=30)
+    channel = StepChannel(job, [0, 1], int)
+    if job.rank == 0:
+        calls = [channel.receive, lambda: channel.report(1)]
+    else:
+        calls = [channel.reports, lambda: channel.send(1)]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="ank 0 leads 'steps'"):
+            call()
+    with pytest.raises(ValueError, match=r"members=\[2\]"):
+        StepChannel(job, [2], int)
+    alone = StepChannel(job, [job.rank], int)
+    alone.send(1)
+    assert alone.reports() == []
+
+
+def test_the_wrong_way_round():
+    run_ranks(2, _wrong_way, [0, 1])

@@ -1,0 +1,188 @@
+"""A rank that dies is named on all others, whatever they were doing; who leaves is not dead."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import time
+
+import pytest
+from ranks import Ranks, run_ranks
+
+from megatron_async.communication.bootstrap import join_job
+from megatron_async.communication.channel import StepChannel
+from megatron_async.communication.communicator import AsyncZMQCommunicator
+from megatron_async.communication.death_watch import EXIT_CODE_RANK_LOST, DeathWatch
+from megatron_async.errors import ConfigurationError, RankLost
+
+SHORT = {"MEGATRON_ASYNC_SILENCE_S": "1"}
+
+
+def _kill_in_every_phase(victim):
+    """The victim dies while each of the others waits in another way."""
+    job = join_job(timeout_s=30)
+    members = list(range(job.world_size))
+    steps = StepChannel(job, members, int)
+    rounds = AsyncZMQCommunicator(job, members)
+    idle = AsyncZMQCommunicator(job, members, name="idle")
+    rounds.barrier("all are here")
+    if job.rank == victim:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    waits = [
+        lambda: rounds.barrier("a place"),
+        steps.receive,
+        lambda: rounds.sync_all_reduce_max(1),
+        lambda: asyncio.run(rounds.all_reduce_max(1)),
+        lambda: idle.wait_started(None),
+    ]
+    with pytest.raises(RankLost) as raised:
+        # Not rank 0, which has nothing to receive.
+        waits[job.rank]()
+    with pytest.raises(RankLost):
+        steps.check()
+    return raised.value.ranks, str(raised.value), job.watch.losses[0].noticed
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_killed_rank_is_named_in_every_phase(victim):
+    outcomes = Ranks(5, _kill_in_every_phase, victim).join(40)
+    assert outcomes.pop(victim).exit_code == -signal.SIGKILL
+    for outcome in outcomes:
+        assert not outcome.error
+        ranks, text, _ = outcome.value
+        assert ranks == (victim,)
+        assert f"lost rank {victim} (" in text
+        assert "its process has ended without a goodbye. It was waiting for" in text
+    noticed = [outcome.value[2] for outcome in outcomes]
+    assert max(noticed) - min(noticed) < 2
+
+
+def _hang_after_loss():
+    job = join_job(timeout_s=30)
+    job.exchange("here", "")
+    if job.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_a_process_that_hangs_after_a_loss_is_ended(capfd):
+    ranks = Ranks(2, _hang_after_loss, environment={"MEGATRON_ASYNC_LOSS_GRACE_S": "0.5"})
+    outcome = ranks.join(30)[0]
+    assert outcome.exit_code == EXIT_CODE_RANK_LOST
+    assert outcome.seconds < 15
+
+
+def _stop(victim):
+    job = join_job(timeout_s=30)
+    job.exchange("here", "")
+    start = time.monotonic()
+    if job.rank == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while time.monotonic() < start + 20:
+        try:
+            job.watch.check()
+        except RankLost as error:
+            return error.ranks, str(error), time.monotonic() - start
+        time.sleep(0.01)
+    return None
+
+
+def test_a_stopped_rank_is_lost():
+    ranks = Ranks(3, _stop, 2, environment=SHORT)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and any(p.is_alive() for p in ranks.processes[:2]):
+        time.sleep(0.05)
+    ranks.kill(2)
+    for outcome in ranks.join(40)[:2]:
+        lost, text, seconds = outcome.value
+        assert lost == (2,)
+        assert "was stopped (SIGSTOP?)" in text
+        assert 0.5 < seconds < 5
+
+
+def _hold_the_gil():
+    job = join_job(timeout_s=30)
+    job.exchange("here", "")
+    if job.rank == 1:
+        ctypes.PyDLL(None).usleep(2_000_000)
+    else:
+        time.sleep(2.0)
+    job.exchange("still here", "")
+    return job.watch.losses
+
+
+def test_a_thread_that_holds_the_gil_is_not_dead():
+    assert run_ranks(2, _hold_the_gil, environment=SHORT) == [[], []]
+
+
+def _leave():
+    job = join_job(timeout_s=30)
+    rounds = AsyncZMQCommunicator(job, [0, 1, 2])
+    rounds.barrier("all are here")
+    if job.rank == 1:
+        job.close()
+        job.close()
+        return "left"
+    time.sleep(0.5)
+    job.watch.check()
+    with pytest.raises(RankLost, match=r"rank 1 \(.*\) left the job in order.*barrier 'without"):
+        rounds.barrier("without one")
+    return [job.watch.has_left(rank) for rank in range(3)]
+
+
+def test_who_leaves_is_not_dead_but_not_waited_for():
+    assert run_ranks(3, _leave) == [[False, True, False], "left", [False, True, False]]
+
+
+def _fail():
+    job = join_job(timeout_s=30)
+    heard = []
+    job.watch.on_loss(lambda loss: heard.append(loss.rank))
+    rounds = AsyncZMQCommunicator(job, [0, 1])
+    if job.rank == 1:
+        raise ValueError("no such file")
+    with pytest.raises(RankLost) as raised:
+        rounds.barrier("here")
+    while not heard:  # it comes from another thread
+        time.sleep(0.01)
+    return str(raised.value), heard
+
+
+def test_who_ends_with_an_exception_says_which():
+    outcome = Ranks(2, _fail).join(30)[0]
+    text, heard = outcome.value
+    assert "it ended with ValueError: no such file" in text
+    assert heard == [1]
+
+
+def _fail_over():
+    job = join_job(timeout_s=30)
+    job.watch.end_process_after_s = None
+    mine = [0, 1] if job.rank < 2 else [2, 3]
+    rounds = AsyncZMQCommunicator(job, mine, name=f"agreement of {mine}")
+    rounds.barrier("here")
+    if job.rank == 3:
+        time.sleep(0.2)  # or it might take its last word with it
+        os.kill(os.getpid(), signal.SIGKILL)
+    if job.rank == 2:
+        with pytest.raises(RankLost):
+            rounds.barrier("there")
+        return "lost"
+    while not job.watch.losses:
+        time.sleep(0.01)
+    return [rounds.sync_all_reduce_max(job.rank + turn) for turn in range(3)]
+
+
+def test_groups_that_lost_nobody_go_on():
+    outcomes = Ranks(4, _fail_over).join(40)
+    assert [o.value for o in outcomes] == [[[1], [2], [3]], [[1], [2], [3]], "lost", None]
+
+
+@pytest.mark.parametrize("name", ["MEGATRON_ASYNC_SILENCE_S", "MEGATRON_ASYNC_LOSS_GRACE_S"])
+def test_times_that_are_none(monkeypatch, name):
+    monkeypatch.setenv(name, "soon")
+    with pytest.raises(ConfigurationError, match=f"{name}='soon'"):
+        DeathWatch(0)

@@ -1,0 +1,344 @@
+"""Who serves what when replicas and clients come, stop and die: no sockets, made-up time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatron_async.errors import ConfigurationError
+from megatron_async.serving.dispatcher import Dispatcher
+from megatron_async.serving.messages import (
+    PROTOCOL,
+    Abort,
+    Answer,
+    Ask,
+    Batch,
+    Chunk,
+    ClientHello,
+    Completion,
+    Ended,
+    Generate,
+    Goodbye,
+    Leave,
+    Leaving,
+    Message,
+    Ping,
+    Pong,
+    Refused,
+    ReplicaHello,
+    ReplicaInfo,
+    ReplicaStatus,
+    Run,
+    SetPaused,
+    Welcome,
+)
+from megatron_async.serving.records import CoordinatorConfig
+
+PARAMS = msgspec.Raw(msgspec.msgpack.encode({}))
+
+
+def info(name: str, **changes: Any) -> ReplicaInfo:
+    values = {"instance": name, "model": {"model": "tiny"}, "slots": 2, "kv_blocks": 100}
+    return ReplicaInfo(name=name, block_size_tokens=4, **{**values, **changes})
+
+
+def status(seen: int, tokens: int = 0, steps: int = 0, stopped: bool = False) -> ReplicaStatus:
+    return ReplicaStatus(seen, tokens, 90, steps, stopped, {"steps": steps})
+
+
+class Service:
+    """A dispatcher, and all that it sent."""
+
+    def __init__(self, *replicas: str, **config: Any) -> None:
+        self.sent: dict[bytes, list[Message]] = defaultdict(list)
+        self.now = 0.0
+        self.dispatcher = Dispatcher(
+            CoordinatorConfig(**config), lambda who, message: self.sent[who].append(message), 0.0
+        )
+        self.hear("client", ClientHello(PROTOCOL))
+        for name in replicas:
+            self.join(name)
+        self.sent.clear()
+
+    def hear(self, who: str, message: Any) -> None:
+        self.dispatcher.hear(who.encode(), message, self.now)
+
+    def join(self, name: str, **changes: Any) -> list[Message]:
+        self.hear(name, ReplicaHello(PROTOCOL, info(name, **changes)))
+        return self.take(name)
+
+    def lose(self, who: str) -> None:
+        self.dispatcher.lost(who.encode(), "killed", self.now)
+
+    def ask(self, number: int, **changes: Any) -> None:
+        values = {"prompt": [1, 2, 3], "max_new_tokens": 10, "priority": 0, "stream": False}
+        self.hear("client", Generate(number=number, params=PARAMS, **{**values, **changes}))
+
+    def end(self, name: str, number: int) -> None:
+        self.hear(name, Batch([Ended(number, Completion(generated_tokens=[7], replica=name))]))
+
+    def say(self, name: str, number: int, tokens: list[int], text: str | None = None) -> None:
+        self.hear(name, Batch([Chunk(number, tokens, text)]))
+
+    def wait(self, seconds: float, alive: str = "") -> None:
+        """Time goes by; who is alive answers."""
+        for _ in range(round(seconds * 2)):
+            self.now += 0.5
+            self.dispatcher.tick(self.now)
+            for who in alive.split():
+                self.hear(who, Pong() if who == "client" else status(100))
+
+    def take(self, who: str) -> list[Message]:
+        return [m for m in self.sent.pop(who.encode(), []) if not isinstance(m, Ping)]
+
+    def failure(self) -> tuple[str, str]:
+        (ended,) = self.take("client")
+        assert isinstance(ended, Ended)
+        assert ended.completion.failure is not None
+        return ended.completion.failure
+
+    def runs(self, name: str) -> list[int]:
+        return [m.number for m in self.take(name) if isinstance(m, Run)]
+
+
+def test_load_decides_and_what_does_not_fit_waits() -> None:
+    service = Service("a", "b")
+    for number in range(12):
+        service.ask(number)
+    assert service.runs("a") == [0, 2, 4, 6]
+    assert service.runs("b") == [1, 3, 5, 7]
+    service.end("b", 3)
+    assert service.runs("b") == [8]
+    (ended,) = service.take("client")
+    assert ended == Ended(3, Completion(generated_tokens=[7], replica="b", attempts=1))
+    assert service.join("c") == [
+        Welcome(8.0),
+        *(Run(number, [1, 2, 3], PARAMS, 0, False) for number in (9, 10, 11)),
+    ]
+    stats = service.dispatcher.stats()
+    assert stats["unfinished_requests"] == 11
+    assert stats["queued_requests"] == 0
+
+
+def test_higher_priority_leaves_the_queue_first() -> None:
+    service = Service("a", requests_per_slot=0.5)
+    for number, priority in enumerate((0, 0, 5, 1)):
+        service.ask(number, priority=priority)
+    order = service.runs("a")
+    for _ in range(3):
+        service.end("a", order[-1])
+        order += service.runs("a")
+    assert order == [0, 2, 3, 1]
+
+
+def test_reported_load_counts_beside_what_it_has_not_seen() -> None:
+    service = Service("a", "b", requests_per_slot=50)
+    service.hear("a", status(0, tokens=100))
+    for number in range(4):
+        service.ask(number, max_new_tokens=30)
+    assert service.runs("b") == [0, 1, 2, 3]
+    service.hear("b", status(4, tokens=0))
+    service.ask(4, max_new_tokens=30)
+    assert service.runs("b") == [4]
+
+
+def test_a_lost_replicas_requests_are_served_again_with_their_numbers() -> None:
+    service = Service("a", "b")
+    for number in range(4):
+        service.ask(number)
+    assert service.runs("a") == [0, 2]
+    assert service.runs("b") == [1, 3]
+    service.lose("a")
+    assert service.runs("b") == [0, 2]
+    service.end("a", 0)  # a last word of the dead
+    assert service.take("client") == []
+    service.end("b", 0)
+    (ended,) = service.take("client")
+    assert isinstance(ended, Ended)
+    assert ended.completion.attempts == 2
+    service.lose("b")
+    assert service.dispatcher.stats()["queued_requests"] == 3
+    assert service.join("c")[1:] == [
+        Run(number, [1, 2, 3], PARAMS, 0, False) for number in (1, 2, 3)
+    ]
+
+
+def test_what_was_streamed_is_not_sent_again() -> None:
+    service = Service("a")
+    service.ask(5, stream=True)
+    service.say("a", 0, [1, 2], "on")
+    service.say("a", 0, [3], "e t")
+    assert service.take("client") == [Chunk(5, [1, 2], "on"), Chunk(5, [3], "e t")]
+    service.lose("a")
+    service.join("b")
+    service.say("b", 0, [1], "o")
+    assert service.take("client") == []
+    service.say("b", 0, [2, 3, 4, 5], "ne two")
+    service.say("b", 0, [6], None)
+    assert service.take("client") == [Chunk(5, [4, 5], "wo"), Chunk(5, [6], None)]
+
+
+def test_other_tokens_than_those_delivered_fail_the_request() -> None:
+    service = Service("a")
+    service.ask(0, stream=True)
+    service.say("a", 0, [1, 2])
+    service.take("client")
+    service.lose("a")
+    service.join("b")
+    service.say("b", 0, [1, 9])
+    kind, text = service.failure()
+    assert kind == "ReplicaLost"
+    assert "2 tokens that were delivered" in text
+    assert Abort(0) in service.take("b")
+
+
+def test_retries_end_and_the_policy_may_be_to_fail() -> None:
+    service = Service("a", max_retries=1)
+    service.ask(0)
+    service.lose("a")
+    service.join("b")
+    service.lose("b")
+    kind, text = service.failure()
+    assert kind == "ReplicaLost"
+    assert "replica b" in text
+    assert "2 replicas tried" in text
+    service = Service("a", "b", on_replica_death="fail")
+    service.ask(0)
+    service.lose("a")
+    assert "on_replica_death=fail" in service.failure()[1]
+    assert service.runs("b") == []
+
+
+def test_a_silent_and_a_stalled_replica_are_lost() -> None:
+    service = Service("a", "b", silence_s=8, stall_s=20)
+    service.ask(0)
+    service.wait(7.5, alive="b client")
+    assert service.runs("b") == []
+    service.wait(1, alive="b client")
+    assert service.runs("b") == [0]
+    assert isinstance(service.take("a")[-1], Refused)
+    service.hear("a", status(1))
+    assert "connect again" in str(service.take("a")[-1])
+    service.join("c")
+    for _ in range(41):
+        service.wait(0.5, alive="c client")
+        service.hear("b", status(1, tokens=10, steps=3))
+    assert service.runs("c") == [0]
+
+
+def test_no_replica_is_waited_for_only_so_long() -> None:
+    service = Service("a", no_replica_timeout_s=5)
+    service.lose("a")
+    service.ask(0)
+    service.wait(4.5, alive="client")
+    assert service.take("client") == []
+    service.wait(1, alive="client")
+    kind, text = service.failure()
+    assert kind == "ReplicaLost"
+    assert "a: killed" in text
+
+
+def test_more_than_fits_is_refused() -> None:
+    service = Service("a", max_unfinished=3)
+    for number in range(4):
+        service.ask(number)
+    kind, text = service.failure()
+    assert kind == "Overloaded"
+    assert "max_unfinished is 3" in text
+    service.end("a", 0)
+    service.take("client")
+    service.ask(4)
+    assert service.take("client") == []
+
+
+def test_pause_drain_resume_and_remove() -> None:
+    service = Service("a", "b")
+    service.ask(0)
+    service.ask(1)
+    service.hear("client", Ask(9, "drain", "a"))
+    service.hear("client", Ask(10, "pause", "b"))
+    assert service.take("client") == [Answer(9), Answer(10)]
+    assert service.take("a")[-1] == SetPaused(False)
+    assert service.take("b")[-1] == SetPaused(True)
+    service.ask(2)
+    assert service.runs("a") + service.runs("b") == []
+    service.hear("client", Ask(11, "resume", "b"))
+    assert service.take("b") == [SetPaused(False), Run(2, [1, 2, 3], PARAMS, 0, False)]
+    service.hear("client", Ask(12, "remove", "a"))
+    assert Leave() not in service.take("a")
+    service.end("a", 0)
+    assert service.take("a") == [Leave()]
+    service.hear("a", Goodbye())
+    assert list(service.dispatcher.stats()["replicas"]) == ["b"]  # type: ignore[call-overload]
+    service.take("client")
+    service.hear("client", Ask(13, "pause", "a"))
+    assert service.take("client") == [
+        Answer(13, failure=("ValueError", "there is no replica named 'a'; there are: b."))
+    ]
+
+
+def test_who_leaves_finishes_or_hands_over() -> None:
+    service = Service("a", "b", on_replica_death="fail")
+    service.ask(0)
+    service.hear("a", Leaving())
+    service.ask(1)
+    service.ask(2)
+    assert service.runs("b") == [1, 2]
+    service.hear("a", Goodbye())  # it does not wait for its request
+    assert service.runs("b") == [0]
+    service.hear("b", Goodbye("RankLost: rank 1"))
+    assert all("RankLost: rank 1" in str(m) for m in service.take("client"))
+
+
+def test_a_lost_clients_requests_are_aborted() -> None:
+    service = Service("a", requests_per_slot=0.5)
+    service.ask(0)
+    service.ask(1)
+    service.take("a")
+    service.lose("client")
+    assert service.take("a") == [Abort(0)]
+    assert service.dispatcher.stats()["unfinished_requests"] == 0
+    service.end("a", 0)
+    assert service.take("client") == []
+
+
+def test_aborts_wherever_the_request_is() -> None:
+    service = Service("a", requests_per_slot=0.5)
+    service.ask(0)
+    service.ask(1)
+    service.hear("client", Abort(1))
+    assert service.failure()[0] == "RequestAborted"
+    service.hear("client", Abort(0))
+    assert service.take("a")[-1] == Abort(0)
+    service.lose("a")
+    assert service.failure()[0] == "RequestAborted"
+    service.hear("client", Abort(0))
+
+
+def test_who_does_not_fit_is_refused() -> None:
+    service = Service("a")
+    (refused,) = service.join("b", model={"model": "other"})
+    assert "model is 'other' and not 'tiny'" in str(refused)
+    service.hear("x", ReplicaHello(PROTOCOL, info("a", instance="another")))
+    assert "a replica named 'a' is there" in str(service.take("x"))
+    service.hear("y", ClientHello(PROTOCOL + 1))
+    assert "same version" in str(service.take("y"))
+
+
+def test_a_replica_that_connects_again_replaces_itself() -> None:
+    service = Service("a")
+    service.ask(0)
+    service.take("a")
+    service.hear("new", ReplicaHello(PROTOCOL, info("a")))
+    assert service.take("new") == [Welcome(8.0), Run(0, [1, 2, 3], PARAMS, 0, False)]
+    assert len(service.dispatcher.replicas) == 1
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigurationError, match="on_replica_death='maybe'"):
+        CoordinatorConfig(on_replica_death="maybe")
+    with pytest.raises(ConfigurationError, match="silence_s=0"):
+        CoordinatorConfig(silence_s=0)
