@@ -233,7 +233,8 @@ class Replica:
             with contextlib.suppress(KeyError):
                 self._engine.abort_request(number)
         self._requests.clear()
-        self._engine.unpause()
+        if self._engine.is_stopped:
+            self._engine.unpause()
 
     def _status(self) -> ReplicaStatus:
         engine, slots = self._engine, self._engine.context.slots

@@ -69,7 +69,7 @@ def tokens_and_words(draw: st.DrawFn) -> tuple[list[int], list[str]]:
     return tokens, words
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(case=tokens_and_words(), min_tokens=st.integers(0, 6))
 def test_ends_at_the_same_token(case: tuple[list[int], list[str]], min_tokens: int) -> None:
     tokens, words = case
