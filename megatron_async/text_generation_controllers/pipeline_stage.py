@@ -82,7 +82,7 @@ class PipelineStage:
         return
 
     def failure(self, plan: StepPlan) -> Exception | None:
-        """What another stage's failure makes of a step, once its samples are on the host."""
+        """A stage's failure of which the messages told, once the step's samples are on the host."""
         return None
 
 
@@ -263,7 +263,7 @@ class LinkedStage(PipelineStage):
     def failure(self, plan: StepPlan) -> Exception | None:
         """See `PipelineStage.failure`."""
         number = int(self._failed[plan.step % len(self._failed)])
-        if number in (0, self._number):
+        if number == 0:
             return None
         return StageFailed(f"it failed on pipeline stage {number - 1}, whose rank says why")
 

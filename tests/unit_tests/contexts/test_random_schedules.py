@@ -5,6 +5,7 @@ a request that is evicted and prefilled again must end with the very same tokens
 """
 
 from collections import Counter, deque
+from copy import copy
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ BLOCK_GB = 2 * 2 * 4 * 2 * 16 * 4 / 1024**3
 STOP = 0
 LONGEST = 40
 SCHEDULES, GROUPS = 320, 8
+STAGES = (1, 1, 2, 4)
+"""Of the pipelines that the schedules are for."""
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +53,13 @@ def expected_tokens(request_id, prompt_length, max_length):
 class Life:
     """One random schedule. `table` is what a device would know: block updates, nothing else."""
 
-    def __init__(self, seed, device):
+    def __init__(self, seed, device, stages=1):
         self.rng = rng = np.random.default_rng(seed)
+        self.stages = stages
+        model = copy(MODEL)
+        model.pipeline_model_parallel_size = stages  # asks for as many micro-batches
         self.context = DynamicInferenceContext(
-            MODEL,
+            model,
             InferenceConfig(
                 block_size_tokens=4,
                 max_sequence_length=LONGEST,
@@ -109,6 +115,7 @@ class Life:
         dims, slots = plan.dims, self.context.slots
         assert dims.tokens <= self.context.max_tokens
         assert len(set(plan.slots.tolist())) == plan.num_rows <= self.context.max_requests
+        assert len(set((plan.slots % self.stages).tolist())) == 1, "one micro-batch a step"
         updates = plan.block_updates
         assert set(updates.slots.tolist()) <= set(plan.slots.tolist()), "each row applies its own"
         for slot, index, block in zip(updates.slots, updates.indices, updates.blocks):
@@ -164,7 +171,7 @@ class Life:
 def test_every_request_ends_with_its_own_tokens(device, group):
     seen = Counter()
     for seed in range(group, SCHEDULES, GROUPS):
-        life = Life(seed, device)
+        life = Life(seed, device, stages=STAGES[seed // GROUPS % len(STAGES)])
         life.run(count=12)
         context = life.context
         assert not context.has_unfinished_requests(), seed
