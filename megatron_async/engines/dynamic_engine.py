@@ -205,8 +205,9 @@ class DynamicInferenceEngine(ControllableEngine):
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do, or ended requests to report."""
         to_report = self.requests.has_ended or self._undelivered or self.in_flight
-        is_busy = self.context.has_unfinished_requests() or self.group.others_work
-        return bool(to_report) or is_busy
+        if to_report or self.context.has_unfinished_requests():
+            return True
+        return self.group.others_work or self.group.others_wait
 
     # ---- The loop ----------------------------------------------------------------------------
 

@@ -89,8 +89,11 @@ class Leader(ConnectedGroup):
 
     @property
     def others_work(self) -> bool:
-        consensus = self._consensus
-        return consensus is not None and (consensus.any_work or consensus.has_started())
+        return self._consensus is not None and self._consensus.any_work
+
+    @property
+    def others_wait(self) -> bool:
+        return self._consensus is not None and self._consensus.has_started()
 
     def begin_together(self) -> None:
         if self._consensus is not None:

@@ -93,8 +93,12 @@ class RankGroup:
 
     @property
     def others_work(self) -> bool:
-        """Whether ranks with other requests have work, or wait for this one: it must go on
-        stepping."""
+        """Whether a rank with other requests had unfinished ones when a step was last settled."""
+        return False
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether such a rank waits for this one to settle a step."""
         return False
 
     def begin_together(self) -> None:
