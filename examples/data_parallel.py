@@ -31,13 +31,8 @@ def main() -> None:
     arguments = parser.parse_args()
     coordinator = subprocess.Popen([*MEGATRON_ASYNC, "coordinator", "--bind", arguments.address])
     names = [f"replica-{number}" for number in range(arguments.replicas)]
-    replicas = [
-        subprocess.Popen(
-            [*MEGATRON_ASYNC, "replica", arguments.model, "--name", name, "--no-progress"]
-            + ["--coordinator", arguments.address]
-        )
-        for name in names
-    ]
+    serve = ["replica", arguments.model, "--no-progress", "--coordinator", arguments.address]
+    replicas = [subprocess.Popen([*MEGATRON_ASYNC, *serve, "--name", name]) for name in names]
     try:
         with CoordinatorClient(arguments.address, connect_timeout_s=60) as client:
             while len(client.stats()["replicas"]) < len(names):

@@ -68,7 +68,8 @@ class InferenceConfig:
     lookahead: int | None = None
     """Steps that may be in flight, unresolved, when the next is prepared. 0 is serial; 1 (the
     default) launches step N+1 while step N runs; more hides jitter of the CPU at the price of up to
-    `lookahead` wasted rows when a request ends by a stop token."""
+    `lookahead` wasted rows when a request ends by a stop token. With p pipeline stages at least
+    p - 1 keeps them all busy, and `LLM` takes p if nothing is said."""
 
     async_sched_mode: str | None = None
     """Megatron-Core's name for the same: "legacy" is lookahead 0, "async" is lookahead 1."""

@@ -7,7 +7,7 @@ so a table by token id, one row for each set of stop words, spares Python nearly
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 from weakref import WeakSet
@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async.detokenize import REPLACEMENT
-from megatron_async.engines.validation import require_detokenizer
 from megatron_async.stop_words import ByteMatcher, StopWordMatcher, StopWords
 
 NOTHING, EVERYTHING = 0, 1
@@ -62,17 +61,16 @@ class TokenWatch:
         found: NDArray[np.bool_] = self._flat.take(rows * self._vocab_size + tokens, mode="clip")
         return found
 
-    def stop_words(self, words: Sequence[str]) -> tuple[StopWords, int]:
+    def stop_words(
+        self, words: Sequence[str], detokenize: Callable[[list[int]], str]
+    ) -> tuple[StopWords, int]:
         """A matcher for one request, and the row of the table that says when to ask it. The first
         call takes a moment: all tokens are read.
 
         Args:
             words: not empty, none of them empty.
-
-        Raises:
-            RequestError: there is no tokenizer; other exceptions come from a user's own tokenizer.
+            detokenize: the tokenizer's.
         """
-        detokenize = require_detokenizer(self._tokenizer)
         vocabulary = self._read()
         encoded = _encoded(words)
         if vocabulary is None or encoded is None:

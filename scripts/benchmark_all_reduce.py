@@ -77,12 +77,12 @@ def ways(
         return norm(summand)
 
     found: dict[str, Callable[[], object]] = {"alone": lambda: norm(product), "nccl": nccl}
-    symmetric = collectives.symmetric
+    symmetric = collectives.symmetric.get((hidden, dtype))
     if symmetric is None:
         return found
     if symmetric.adds_with_norm(product):
         found["one shot"] = lambda: symmetric.add_rms_norm(product, residual, weight, EPS)
-    if symmetric.takes(product, dtype):
+    if symmetric.takes(product):
         found["two shot"] = lambda: norm(symmetric.all_reduce(product))
     return found
 

@@ -20,12 +20,14 @@ from torch import Tensor
 
 from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
 from megatron_async.ops.expert_mlp import expert_mlp_by_plan
-from megatron_async.ops.expert_plan import ExpertPlan, ProductPlan, plan_experts
+from megatron_async.ops.expert_plan import BY_HEIGHT, ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.expert_routing import Routing, route
 from megatron_async.profiling.benchmark_record import write_record
 
 FLOPS = 8e14
 """Multiplications and additions a second of a large bfloat16 product on an H200."""
+SHARED_MEMORY = 220_000
+"""Bytes of pipeline stages that one program may take."""
 MOE_SHAPES = sorted(name for name, shape in DUMMY_SHAPES.items() if shape.num_moe_experts)
 
 
@@ -91,26 +93,27 @@ class Layers:
         return hit, least
 
 
-def candidates(plan: ExpertPlan) -> Iterator[ExpertPlan]:
-    """Plans around one: heights, widths, depths and pipelines that fit a processor."""
-    heights = {16: (16,), 32: (16, 32), 64: (32, 64), 128: (64, 128)}[plan.up.block_m]
-    options = itertools.product(heights, (32, 64, 128), (64, 128), (4, 8), (3, 4, 5))
-    for height, width, depth, warps, stages in options:
-        for up in (True, False):
-            rows = height + width * (2 if up else 1)
-            if rows * depth * 2 * stages > 220_000 or height * width < 512:
-                continue
-            part = ProductPlan(height, width, depth, warps, stages)
-            other = plan.down if up else plan.up
-            if other.block_m == height:
-                yield ExpertPlan(part, other) if up else ExpertPlan(other, part)
+def candidates(height: int) -> Iterator[ExpertPlan]:
+    """Plans with tiles of this height and the ones beside it that fit a processor; one product's
+    differs from `BY_HEIGHT`."""
+    heights = [found for found in BY_HEIGHT if height // 2 <= found <= height * 2]
+    widths, depths = (16, 32, 64, 128), (64, 128)
+    for tall, width, depth, stages in itertools.product(heights, widths, depths, (3, 5)):
+        base = BY_HEIGHT[tall]
+        part = ProductPlan(tall, width, depth, 8 if tall * width >= 8192 else 4, stages)
+        for plan, rows in (
+            (ExpertPlan(part, base.down), tall + 2 * width),
+            (ExpertPlan(base.up, part), tall + width),
+        ):
+            if rows * depth * 2 * stages <= SHARED_MEMORY:
+                yield plan
 
 
-def sweep(layers: Layers, x: Tensor, plan: ExpertPlan, replays: int) -> None:
+def sweep(layers: Layers, x: Tensor, height: int, replays: int) -> None:
     """Print the five best plans of `candidates`."""
     routings = layers.routings(x)
     found: list[tuple[float, ExpertPlan]] = []
-    for candidate in candidates(plan):
+    for candidate in candidates(height):
         call: Callable[[], None] = partial(layers.experts, x, routings, candidate)
         try:
             found.append((microseconds(call, replays) / len(layers.fc1), candidate))
@@ -162,7 +165,7 @@ def main() -> None:
             row |= {"floor_us": floor, "layer_us": layer, "routing_us": routing}
             figures.append({**row, "experts_us": experts})
             if args.sweep:
-                sweep(layers, x, plan, args.replays)
+                sweep(layers, x, plan.up.block_m, args.replays)
         del layers
     if args.json:
         write_record(args.json, "moe", vars(args), figures)

@@ -43,6 +43,7 @@ def measure(lookahead: int, args: argparse.Namespace) -> dict[str, Any]:
         params = SamplingParams(
             temperature=0.0, num_tokens_to_generate=args.tokens, termination_id=-1
         )
+        assert llm.timeline is not None, "asked for"
         for _ in range(2):  # the first run compiles
             llm.timeline.spans.clear()
             llm.generate(prompts, params)

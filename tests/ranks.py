@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import random
 import socket
 import sys
 import time
@@ -158,10 +159,19 @@ def run_ranks(
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this host that nobody uses at the moment.
+
+    It lies below those that the system gives to connections, or one of these might take it before
+    it is used.
+    """
+    while True:
+        port = random.randrange(15000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def _run(rank: int, call: bytes, variables: dict[str, str], results: Any) -> None:

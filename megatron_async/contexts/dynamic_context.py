@@ -7,6 +7,7 @@ on the device except the one copy of a step's bookkeeping.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -105,7 +106,9 @@ class DynamicInferenceContext:
         )
         self._arrived = [self.device.event() for _ in range(inference_config.steps_in_flight)]
         self.graph_shapes = make_graph_shapes(
-            inference_config, self.device.captures_graphs, self.gpu_view.captures_prefill
+            replace(inference_config, max_requests=-(-self.max_requests // stages)),
+            self.device.captures_graphs,
+            self.gpu_view.captures_prefill,
         )
         self._plan_builder = PlanBuilder(self.slots, self.graph_shapes)
         self._prefilling: list[int] = []

@@ -67,8 +67,11 @@ class MicroBatches:
         slots = self._slots
         if slots.num_free_in(micro_batch) == 0:
             return False
-        requests = slots.capacity - slots.num_free + waiting
-        return slots.num_held_in(micro_batch) * slots.num_micro_batches < requests
+        held, wanted_elsewhere = slots.num_held_in(micro_batch), 0
+        for other in range(slots.num_micro_batches):
+            missing = held - slots.num_held_in(other)
+            wanted_elsewhere += max(0, min(missing, slots.num_free_in(other)))
+        return wanted_elsewhere < waiting
 
     def took(self, micro_batch: int, feeds_back: bool) -> None:
         """A step of this micro-batch is planned.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_async.contexts.step_plan import StepPlan
@@ -36,6 +37,7 @@ class Follower(ConnectedGroup):
 
     Args:
         channel: to the leader.
+        check_alive: raises RankLost if a rank died without which steps do not end.
         check_agreement: report digests of plans and samples.
 
     Attributes:
@@ -44,8 +46,10 @@ class Follower(ConnectedGroup):
 
     is_leader = False
 
-    def __init__(self, channel: Channel, check_agreement: bool = False) -> None:
-        super().__init__(channel, check_agreement)
+    def __init__(
+        self, channel: Channel, check_alive: Callable[[], None], check_agreement: bool = False
+    ) -> None:
+        super().__init__(channel, check_alive, check_agreement)
         self.shape: StepShape | None = None
         self._received: deque[Action] = deque()
         self._reported = -1

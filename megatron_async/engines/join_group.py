@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -55,11 +56,14 @@ def join_group(
         parallel_state.get_data_parallel_world_size(),
         job.rank == members[0],
     )
+    experts = dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())
+    # A rank's step ends only if those end of all ranks that hold a part of its experts.
+    needed = sorted({expert - job.rank + member for expert in experts for member in members})
+    check = partial(job.watch.check, needed, "a step")
     channel: StepChannel[Turn, Report] = StepChannel(job, members, Turn, Report, to_builtin)
     if not place.is_primary:
-        return Follower(channel, check_agreement), place
+        return Follower(channel, check, check_agreement), place
     consensus = None
-    experts = dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())
     if len(experts) > 1:
         consensus = ExpertConsensus(AsyncZMQCommunicator(job, experts, "the shape of a step"))
-    return Leader(channel, check_agreement, consensus), place
+    return Leader(channel, check, check_agreement, consensus), place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from megatron_async.contexts.step_plan import StepPlan
@@ -39,6 +40,7 @@ class Leader(ConnectedGroup):
 
     Args:
         channel: to the followers.
+        check_alive: raises RankLost if a rank died without which steps do not end.
         check_agreement: compare the digests that followers report.
         consensus: with the leaders that share its experts; None: there are none.
     """
@@ -46,10 +48,11 @@ class Leader(ConnectedGroup):
     def __init__(
         self,
         channel: Channel,
+        check_alive: Callable[[], None],
         check_agreement: bool = False,
         consensus: ExpertConsensus | None = None,
     ) -> None:
-        super().__init__(channel, check_agreement)
+        super().__init__(channel, check_alive, check_agreement)
         self._consensus = consensus
         self._pending: list[Action] = []
         self._comparer = PlanComparer()
@@ -119,11 +122,6 @@ class Leader(ConnectedGroup):
         if self._checks and error is None:
             self._comparer.expect(number, sample_digest(step))
         self._read_reports()
-        if error is not None and self._consensus is not None:
-            raise RanksDisagree(
-                f"step {number} failed on this rank ({error!r}), in which other ranks wait for its "
-                "experts: start the job again."
-            ) from error
         if error is not None:
             self._confirm_failure(number, error)
         elif early := [failed for failed in self._failed if failed <= number]:
@@ -149,7 +147,7 @@ class Leader(ConnectedGroup):
             if isinstance(report, Failed):
                 self._failed.setdefault(report.step, {})[rank] = report.error
                 self._failed_since.setdefault(report.step, time.monotonic())
-            else:
+            elif not self._failed or report.step < min(self._failed):  # else it follows from that
                 self._comparer.compare(rank, report)
 
     def _look(self) -> None:
@@ -168,17 +166,20 @@ class Leader(ConnectedGroup):
         )
 
     def _confirm_failure(self, step: int, error: BaseException) -> None:
-        """It failed here: it must have failed everywhere, or others wait in its collectives."""
+        """It failed here: it must have failed everywhere, or others wait in its collectives; or it
+        failed because another rank died, which is known a little later."""
         followers = set(self._channel.members[1:])
         deadline = time.monotonic() + CONFIRMATION_TIMEOUT_S
-        while missing := followers - set(self._failed.get(step, ())):
+        while missing := followers - set(self._failed.get(step, ())) or self._consensus:
+            self._check_alive()
             if time.monotonic() > deadline:
-                ranks = ", ".join(map(str, sorted(missing)))
+                who = "others that share its experts"
+                if isinstance(missing, set):
+                    who = f"rank {', '.join(map(str, sorted(missing)))}"
                 raise RanksDisagree(
-                    f"step {step} failed on this rank ({error!r}), but not on rank {ranks}: the "
-                    "ranks of its model are out of step, start the job again."
+                    f"step {step} failed on this rank ({error!r}), but not on {who}: the ranks of "
+                    "its model are out of step, start the job again."
                 ) from error
-            self._channel.check()
             time.sleep(1e-3)
             self._read_reports()
         self._failed.pop(step, None)

@@ -12,6 +12,7 @@ from megatron_async.engines.validation import (
     check_priority,
     check_request,
     prompt_to_array,
+    require_detokenizer,
 )
 from megatron_async.log_probs import RequestLogProbs
 from megatron_async.sampling_features import features_and_record
@@ -65,7 +66,9 @@ def prepare_request(
         wanted = 0 if params.skip_prompt_log_probs else length
         request.log_probs = RequestLogProbs(min(params.top_n_logprobs, vocab_size), wanted)
     if params.stop_words:
-        entry.stop_words, request.watch_row = watch.stop_words(params.stop_words)
+        entry.stop_words, request.watch_row = watch.stop_words(
+            params.stop_words, require_detokenizer(tokenizer)
+        )
     if params.structured_output is not None:
         entry.grammar = grammars.compile(params.structured_output)
         request.watch_row = EVERYTHING

@@ -7,8 +7,9 @@ has.
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from megatron_async.contexts.step_plan import StepPlan
@@ -16,11 +17,16 @@ from megatron_async.contexts.step_shape import StepShape
 from megatron_async.devices import Event
 from megatron_async.engines.actions import Report, Turn
 from megatron_async.engines.request_registry import RequestRegistry
+from megatron_async.errors import JobFailed
 from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 WATCH_EVERY_S = 0.05
 """Who waits for the device looks so often whether the other ranks are alive."""
+
+
+LOSS_TIMEOUT_S = 5.0
+"""So long after a rank's death the others know of it."""
 
 
 class Channel(Protocol):
@@ -42,10 +48,6 @@ class Channel(Protocol):
 
     def reports(self) -> list[tuple[int, Report]]:
         """On the leader: what came in since, with who sent it."""
-        ...
-
-    def check(self) -> None:
-        """Raise RankLost if a member has died."""
         ...
 
     def close(self) -> None:
@@ -143,14 +145,27 @@ class RankGroup:
 class ConnectedGroup(RankGroup):
     """A rank with a channel to others that hold the same model."""
 
-    def __init__(self, channel: Channel, check_agreement: bool) -> None:
+    def __init__(
+        self, channel: Channel, check_alive: Callable[[], None], check_agreement: bool
+    ) -> None:
         self._channel = channel
+        self._check_alive = check_alive
         self._checks = check_agreement
 
     def wait(self, event: Event) -> None:
-        while not event.wait_for(WATCH_EVERY_S):
-            self._channel.check()
-            self._look()
+        try:
+            while not event.wait_for(WATCH_EVERY_S):
+                self._check_alive()
+                self._look()
+        except JobFailed:
+            raise
+        except Exception:
+            # A broken stream: if that is because a rank died, it is known a little later.
+            deadline = time.monotonic() + LOSS_TIMEOUT_S
+            while time.monotonic() < deadline:
+                self._check_alive()
+                time.sleep(0.01)
+            raise
 
     @abstractmethod
     def _look(self) -> None:

@@ -159,7 +159,7 @@ class InferenceRowParallelLinear(RowParallelLinear):
             return add_partial_sums(product, dtype)
         if self.sequence_parallel:
             return collectives.reduce_scatter(add_partial_sums(product, dtype))
-        if self.may_split and self.bias is None and collectives.adds_with_norm(product):
+        if self.may_split and self.bias is None and collectives.adds_with_norm(product, dtype):
             return Unreduced(product, collectives)
         return collectives.all_reduce(product, dtype)
 

@@ -69,7 +69,7 @@ class SymmetricAllReduce:
     ) -> None:
         self._group_name = group.group_name
         self._ranks, self._rank = group.size(), group.rank()
-        self._hidden, self._dtype = hidden, dtype
+        self._dtype = dtype
         row_bytes = hidden * dtype.itemsize
         most = ONE_SHOT_BYTES // (row_bytes * (self._ranks - 1))
         self.one_shot_rows = min(max_rows, max(most, 1)) if hidden <= MAX_HIDDEN else 0
@@ -95,13 +95,9 @@ class SymmetricAllReduce:
             "symmetric memory"
         )
 
-    def serves(self, hidden: int, dtype: torch.dtype) -> bool:
-        """Whether the workspaces are for such rows."""
-        return self._hidden == hidden and self._dtype == dtype
-
     def adds_with_norm(self, product: Tensor) -> bool:
         """Whether `add_rms_norm` takes a product `[tokens, 1, hidden]` or its partial sums."""
-        return product.size(-1) == self._hidden and product.size(-3) <= self.one_shot_rows
+        return product.size(-3) <= self.one_shot_rows
 
     def add_rms_norm(
         self, product: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -118,10 +114,9 @@ class SymmetricAllReduce:
             self._first_row,
         )
 
-    def takes(self, product: Tensor, dtype: torch.dtype) -> bool:
+    def takes(self, product: Tensor) -> bool:
         """Whether `all_reduce` takes a product `[tokens, 1, hidden]` or its partial sums."""
-        fits = product.size(-1) == self._hidden and product.size(-3) <= self.two_shot_rows
-        return fits and dtype == self._dtype
+        return product.size(-3) <= self.two_shot_rows
 
     def all_reduce(self, product: Tensor) -> Tensor:
         """The sum over the ranks, `[tokens, 1, hidden]`, in the workspace: valid until the next."""

@@ -34,8 +34,9 @@ class TensorCollectives:
 
     Attributes:
         size, rank: of the group, and of this process in it.
-        symmetric: all-reduce through symmetric memory, once `prepare` has found that it can be had.
-        fallback: why it cannot be had, or "".
+        symmetric: all-reduces through symmetric memory that `prepare` has made, by width and dtype
+            of their rows. They stay, because captured steps hold their addresses.
+        fallback: why there are none, or "".
         calls: all-reduces of eager and captured steps by kernel, as they were enqueued.
     """
 
@@ -43,7 +44,7 @@ class TensorCollectives:
         self._group = group
         self.size = group.size()
         self.rank = group.rank()
-        self.symmetric: SymmetricAllReduce | None = None
+        self.symmetric: dict[tuple[int, torch.dtype], SymmetricAllReduce] = {}
         self.fallback = ""
         self.calls: Counter[str] = Counter()
 
@@ -58,17 +59,20 @@ class TensorCollectives:
         """
         if self.size == 1 or device.type != "cuda":
             return
-        fits = self.symmetric is not None and self.symmetric.serves(hidden, dtype)
-        if not fits and not self.fallback:
-            self.symmetric, self.fallback = make_symmetric_all_reduce(
-                self._group, max_rows, hidden, dtype, device
-            )
+        if (hidden, dtype) in self.symmetric or self.fallback:
+            return
+        made, self.fallback = make_symmetric_all_reduce(
+            self._group, max_rows, hidden, dtype, device
+        )
+        if made is not None:
+            self.symmetric[hidden, dtype] = made
 
     @property
     def report(self) -> str | None:
         """Which all-reduce serves which sizes, and why; None where there is no choice."""
-        if self.symmetric is not None:
-            return f"all-reduce over {self.size} ranks: {self.symmetric}; NCCL beyond"
+        if self.symmetric:
+            kinds = " and ".join(str(kind) for kind in self.symmetric.values())
+            return f"all-reduce over {self.size} ranks: {kinds}; NCCL beyond"
         if self.fallback:
             return f"all-reduce over {self.size} ranks: NCCL ({self.fallback})"
         return None
@@ -88,9 +92,10 @@ class TensorCollectives:
         dtype = dtype or x.dtype
         if self.size == 1:
             return add_partial_sums(x, dtype)
-        if self.symmetric is not None and self.symmetric.takes(x, dtype):
+        symmetric = self.symmetric.get((x.size(-1), dtype))
+        if symmetric is not None and symmetric.takes(x):
             self.calls["two shot"] += 1
-            return self.symmetric.all_reduce(x)
+            return symmetric.all_reduce(x)
         self.calls["nccl" if x.is_cuda else "gloo"] += 1
         x = add_partial_sums(x, dtype)
         dist.all_reduce(x, group=self._group)
@@ -98,11 +103,13 @@ class TensorCollectives:
 
     def keep(self, x: Tensor) -> Tensor:
         """A sum of `all_reduce` that outlives the next collective."""
-        return x if self.symmetric is None else x.clone()
+        return x.clone() if self.symmetric else x
 
-    def adds_with_norm(self, x: Tensor) -> bool:
-        """Whether `all_reduce_add_rms_norm` takes an `x` like `all_reduce`'s."""
-        return self.symmetric is not None and self.symmetric.adds_with_norm(x)
+    def adds_with_norm(self, x: Tensor, dtype: torch.dtype | None = None) -> bool:
+        """Whether `all_reduce_add_rms_norm` takes an `x` like `all_reduce`'s, for a residual stream
+        of `dtype` (None: as `x`)."""
+        symmetric = self.symmetric.get((x.size(-1), dtype or x.dtype))
+        return symmetric is not None and symmetric.adds_with_norm(x)
 
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -118,9 +125,9 @@ class TensorCollectives:
         Returns:
             normed `[tokens, hidden]`, and the new residual.
         """
-        assert self.symmetric is not None, "adds_with_norm was not asked"
         self.calls["one shot"] += 1
-        return self.symmetric.add_rms_norm(x, residual, weight, eps)
+        symmetric = self.symmetric[x.size(-1), residual.dtype]
+        return symmetric.add_rms_norm(x, residual, weight, eps)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Sum over the ranks, of which each keeps its share of the rows.

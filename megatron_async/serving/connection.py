@@ -90,27 +90,27 @@ class Connection[Heard]:
         self._socket.send(encode(message))
 
     async def receive(self) -> Heard | None:
-        """The next message but pings; None after a while without one.
+        """The next message; None after a while without one, and after a ping, which is answered.
 
         Raises:
             CoordinatorLost: the connection has ended, or the coordinator is silent or gave us up.
         """
-        while True:
-            if not await self._socket.poll(round(1000 * SLICE_S)):
-                self._check()
-                return None
-            try:
-                message = self._decode(await self._socket.recv())
-            except msgspec.DecodeError as error:
-                raise CoordinatorLost(
-                    f"what answers at {self.address} is no coordinator of ours: {error}"
-                ) from error
-            self._last_heard = time.monotonic()
-            if isinstance(message, Refused):
-                raise CoordinatorLost(f"the coordinator at {self.address}: {message.reason}")
-            if not isinstance(message, Ping):
-                return message
-            self.send(self._on_ping())
+        if not await self._socket.poll(round(1000 * SLICE_S)):
+            self._check()
+            return None
+        try:
+            message = self._decode(await self._socket.recv())
+        except msgspec.DecodeError as error:
+            raise CoordinatorLost(
+                f"what answers at {self.address} is no coordinator of ours: {error}"
+            ) from error
+        self._last_heard = time.monotonic()
+        if isinstance(message, Refused):
+            raise CoordinatorLost(f"the coordinator at {self.address}: {message.reason}")
+        if not isinstance(message, Ping):
+            return message
+        self.send(self._on_ping())
+        return None
 
     def _check(self) -> None:
         if int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:

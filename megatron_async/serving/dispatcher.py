@@ -43,7 +43,7 @@ from megatron_async.serving.records import (
     CoordinatorConfig,
     ReplicaRecord,
     ReplicaState,
-    ServedRequest,
+    RoutedRequest,
     service_stats,
     why_refused,
 )
@@ -76,14 +76,14 @@ class Dispatcher:
     ) -> None:
         self._config = config
         self._send = send
-        self._queue: list[tuple[tuple[int, int], ServedRequest]] = []
+        self._queue: list[tuple[tuple[int, int], RoutedRequest]] = []
         self._numbers = count()
         self._last_ping = now
         self._replica_there = now
         self._departed = ""
         self.replicas: dict[bytes, ReplicaRecord] = {}
         self.clients: dict[bytes, ClientRecord] = {}
-        self.requests: dict[int, ServedRequest] = {}
+        self.requests: dict[int, RoutedRequest] = {}
         self.counters: Counter[str] = Counter()
 
     # ---- What comes in -----------------------------------------------------------------------
@@ -194,10 +194,7 @@ class Dispatcher:
         for request in list(replica.requests.values()):
             if request.is_aborted:
                 self._end_here(request, "RequestAborted", "aborted by its client")
-            elif in_order or (
-                self._config.on_replica_death == "retry"
-                and request.attempts <= self._config.max_retries
-            ):
+            elif in_order or request.attempts <= self._config.most_retries:
                 self.counters["retried"] += 1
                 request.give_to(None)
                 self._enqueue(request, now)
@@ -206,8 +203,7 @@ class Dispatcher:
                 self._end_here(
                     request, "ReplicaLost",
                     f"replica {replica.name}, which served the request, is gone: {reason}{tries} "
-                    f"(on_replica_death={self._config.on_replica_death}, "
-                    f"max_retries={self._config.max_retries}).",
+                    f"({self._config.what_a_death_means}).",
                 )  # fmt: skip
 
     def _let_go(self, replica: ReplicaRecord) -> None:
@@ -237,7 +233,7 @@ class Dispatcher:
                 logger.warning("Replica %s sent a client's message.", replica.name)
 
     def _hear_event(
-        self, replica: ReplicaRecord, request: ServedRequest, event: Chunk | Ended
+        self, replica: ReplicaRecord, request: RoutedRequest, event: Chunk | Ended
     ) -> None:
         if isinstance(event, Ended):
             failure = event.completion.failure
@@ -326,31 +322,31 @@ class Dispatcher:
             refused = Completion(finish_reason="error", failure=("Overloaded", text))
             self._send(client.identity, Ended(asked.number, refused))
             return
-        request = ServedRequest(next(self._numbers), client.identity, asked, now)
+        request = RoutedRequest(next(self._numbers), client.identity, asked, now)
         self.requests[request.number] = client.requests[asked.number] = request
         self._enqueue(request, now)
 
-    def _enqueue(self, request: ServedRequest, now: float) -> None:
+    def _enqueue(self, request: RoutedRequest, now: float) -> None:
         request.waiting_since = now
         heapq.heappush(self._queue, (request.order, request))
 
-    def _abort(self, request: ServedRequest) -> None:
+    def _abort(self, request: RoutedRequest) -> None:
         request.is_aborted = True
         if request.replica is None:
             self._end_here(request, "RequestAborted", "aborted before a replica had it")
         else:
             self._abort_at_replica(request)
 
-    def _abort_at_replica(self, request: ServedRequest) -> None:
+    def _abort_at_replica(self, request: RoutedRequest) -> None:
         if request.replica is not None:
             self._send(request.replica.identity, Abort(request.number))
 
-    def _end_here(self, request: ServedRequest, kind: str, text: str) -> None:
+    def _end_here(self, request: RoutedRequest, kind: str, text: str) -> None:
         """End a request of which no replica says more."""
         reason = "aborted" if kind == "RequestAborted" else "error"
         self._end(request, Completion(finish_reason=reason, failure=(kind, text)))
 
-    def _end(self, request: ServedRequest, completion: Completion) -> None:
+    def _end(self, request: RoutedRequest, completion: Completion) -> None:
         kind = None if completion.failure is None else completion.failure[0]
         outcome = "completed" if kind is None else "failed"
         self.counters["aborted" if kind == "RequestAborted" else outcome] += 1
@@ -361,7 +357,7 @@ class Dispatcher:
             told = msgspec.structs.replace(completion, attempts=request.attempts)
             self._send(request.client, Ended(request.asked.number, told))
 
-    def _forget(self, request: ServedRequest) -> None:
+    def _forget(self, request: RoutedRequest) -> None:
         del self.requests[request.number]
         if request.replica is not None:
             request.replica.requests.pop(request.number, None)

@@ -52,6 +52,16 @@ class CoordinatorConfig:
     no_replica_timeout_s: float = 30.0
     policy: RoutingPolicy = field(default_factory=RoutingPolicy)
 
+    @property
+    def most_retries(self) -> int:
+        """Times that a request of a lost replica is served again."""
+        return self.max_retries if self.on_replica_death == "retry" else 0
+
+    @property
+    def what_a_death_means(self) -> str:
+        """For messages."""
+        return f"on_replica_death={self.on_replica_death}, max_retries={self.max_retries}"
+
     def __post_init__(self) -> None:
         if self.on_replica_death not in ("retry", "fail"):
             raise ConfigurationError(
@@ -75,7 +85,7 @@ class ReplicaState(StrEnum):
 
 
 @dataclass(eq=False)
-class ServedRequest:
+class RoutedRequest:
     """An unfinished request.
 
     Attributes:
@@ -159,7 +169,7 @@ class ReplicaRecord:
         self.info = info
         self.state = ReplicaState.READY
         self.status: ReplicaStatus | None = None
-        self.requests: dict[int, ServedRequest] = {}
+        self.requests: dict[int, RoutedRequest] = {}
         self.last_heard = self.last_progress = now
         self.completed = 0
         self.prefix = PrefixTable(info.kv_blocks)
@@ -172,15 +182,15 @@ class ReplicaRecord:
         """Its name."""
         return self.info.name
 
-    def blocks_of(self, request: ServedRequest) -> int:
+    def blocks_of(self, request: RoutedRequest) -> int:
         """KV blocks that a request may take here."""
         return -(-request.tokens // self.info.block_size_tokens)
 
-    def hashes_of(self, request: ServedRequest) -> list[bytes]:
+    def hashes_of(self, request: RoutedRequest) -> list[bytes]:
         """Hashes of the blocks that its prompt begins with."""
         return block_hashes(request.asked.prompt, self.info.block_size_tokens)
 
-    def given(self, request: ServedRequest) -> None:
+    def given(self, request: RoutedRequest) -> None:
         """It was sent a request."""
         self.requests[request.number] = request
         self._runs += 1
@@ -233,7 +243,7 @@ class ClientRecord:
 
     identity: bytes
     last_heard: float
-    requests: dict[int, ServedRequest] = field(default_factory=dict)
+    requests: dict[int, RoutedRequest] = field(default_factory=dict)
 
 
 def why_refused(info: ReplicaInfo, replicas: Collection[ReplicaRecord]) -> str:
@@ -256,7 +266,7 @@ def why_refused(info: ReplicaInfo, replicas: Collection[ReplicaRecord]) -> str:
 
 def service_stats(
     counters: Mapping[str, int],
-    requests: Mapping[int, ServedRequest],
+    requests: Mapping[int, RoutedRequest],
     clients: int,
     replicas: Mapping[bytes, ReplicaRecord],
 ) -> dict[str, object]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_async.contexts.request_slots import SlotState
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_async.errors import ConfigurationError, CoordinatorLost
+from megatron_async.errors import ConfigurationError, CoordinatorLost, JobFailed
 from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.connection import Connection
@@ -79,6 +79,7 @@ class Replica:
         self._news: list[Chunk | Ended] = []
         self._runs_seen = 0
         self._is_leaving = self._must_go = False
+        self._failure: JobFailed | None = None
 
     async def run(self) -> None:
         """Serve until the coordinator lets go of this replica, `leave` does, or the engine fails;
@@ -133,6 +134,8 @@ class Replica:
             logger.info("Replica %s serves the coordinator at %s.", self.info.name, self._address)
             while not self._must_go:
                 message = await connection.receive()
+                if self._failure is not None:
+                    raise self._failure
                 if runner.done():
                     await self._fail(runner)
                 if isinstance(message, Leave):
@@ -199,6 +202,10 @@ class Replica:
         self._requests.pop(number, None)
         if self._connection is None or future.cancelled():
             return
+        error = future.result().error
+        if isinstance(error, JobFailed):  # this replica's end, not the request's
+            self._failure = error
+            return
         try:
             completion = completion_of(future.result(), self.info.name)
         except Exception as error:  # of a user's own tokenizer: this request's alone
@@ -226,7 +233,8 @@ class Replica:
             with contextlib.suppress(KeyError):
                 self._engine.abort_request(number)
         self._requests.clear()
-        self._engine.unpause()
+        if self._engine.is_stopped:
+            self._engine.unpause()
 
     def _status(self) -> ReplicaStatus:
         engine, slots = self._engine, self._engine.context.slots

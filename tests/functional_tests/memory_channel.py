@@ -84,8 +84,10 @@ class FollowingEngine:
         self.engine = follower
         self.error: BaseException | None = None
         self.ended: dict[int, Any] = {}
-        leader.group = Leader(self.channel, check_agreement=True)
-        follower.group = Follower(self.channel, check_agreement=True)
+        leader.group = Leader(self.channel, self.channel.check, check_agreement=True)
+        follower.group = Follower(
+            self.channel, self.channel.check, check_agreement=True
+        )
         self._end, follower.requests.end = follower.requests.end, self._note_end
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

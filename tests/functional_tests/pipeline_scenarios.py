@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from zlib import crc32
 
 import torch
+from capturing_cpu import CapturingCpu
 from harness import CPU, Job, assert_all_is_back, drain, greedy, make_engine, random_prompts
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -26,10 +28,12 @@ UNEVEN = ModelArchitecture("llama", 5, 32, 4, 2, 8, 64, 128, tie_word_embeddings
 Result = dict[str, Any]
 
 
-def stage_model(stages: int, architecture: ModelArchitecture = UNEVEN) -> torch.nn.Module:
+def stage_model(
+    stages: int, architecture: ModelArchitecture = UNEVEN, device: torch.device = CPU
+) -> torch.nn.Module:
     """This rank's stage of a float32 model with large random weights (see `harness.make_model`)."""
     model = build_model(
-        architecture, torch.float32, CPU, sizes=ParallelSizes(pipeline_model_parallel=stages)
+        architecture, torch.float32, device, sizes=ParallelSizes(pipeline_model_parallel=stages)
     )
     wanted = list(weights(architecture, Shard.of(model)))
     parameters = model_parameters(model, wanted)
@@ -150,6 +154,21 @@ def grammars(engine: DynamicInferenceEngine) -> list[Result]:
     return done
 
 
+def stops(engine: DynamicInferenceEngine) -> list[Result]:
+    """The engine is paused, and suspended without its KV cache, with steps in flight."""
+    futures = [engine.add_request(n, job.prompt, job.params) for n, job in enumerate(JOBS)]
+    for stop, go_on in (
+        (engine.pause, engine.unpause),
+        (partial(engine.suspend, free_kv_cache=True), engine.resume),
+    ):
+        for _ in range(5):
+            engine.step_modern()
+        stop()
+        go_on()
+    drain(engine)
+    return everything(future.result() for future in futures)
+
+
 ROOM = {"num_kv_blocks": 64, "block_size_tokens": 16}
 CASES: dict[str, tuple[Callable[[DynamicInferenceEngine], list[Result]], dict[str, Any]]] = {
     "all at once": (all_at_once, {"max_tokens": 16, "max_requests": 5, **ROOM}),
@@ -158,6 +177,7 @@ CASES: dict[str, tuple[Callable[[DynamicInferenceEngine], list[Result]], dict[st
     "one request": (one_request, {"max_tokens": 8, "max_requests": 2, **ROOM}),
     "arrivals": (arrivals, {"max_tokens": 32, "max_requests": 6, **ROOM}),
     "aborts": (aborts, {"max_tokens": 12, "max_requests": 4, **ROOM}),
+    "stops": (stops, {"max_tokens": 24, "max_requests": 5, **ROOM}),
     "grammars": (grammars, {"max_tokens": 64, "max_requests": 8, **ROOM}),
 }  # fmt: skip
 
@@ -188,6 +208,18 @@ def run_cases(
             found[name, lookahead] = case(engine), dict(engine.stats())
             engine.close()
             assert_all_is_back(engine)
+    return found
+
+
+def run_captured() -> tuple[list[Result], dict[str, float | int]]:
+    """Outcome and counters of "arrivals" on two stages, steps padded and replayed."""
+    case, settings = CASES["arrivals"]
+    engine = make_engine(
+        stage_model(2), tokenizer=letter_tokenizer(), device=CapturingCpu(), lookahead=2,
+        num_cuda_graphs=2, **settings,
+    )  # fmt: skip
+    found = case(engine), dict(engine.stats())
+    engine.close()
     return found
 
 

@@ -37,8 +37,6 @@ class NoFollowers:
     def reports(self) -> list[tuple[int, Report]]:
         return []
 
-    def check(self) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -56,7 +54,9 @@ class ExpertRanks:
         for rank, communicator in enumerate(MemoryCommunicator.group(size)):
             device = CapturingCpu() if captures else CpuDevice()
             engine = make_engine(MODEL, device=device, num_kv_blocks=32, **config)
-            engine.group = Leader(NoFollowers(), consensus=ExpertConsensus(communicator))
+            engine.group = Leader(
+                NoFollowers(), lambda: None, consensus=ExpertConsensus(communicator)
+            )
             self._watch(engine, self.shapes[rank])
             self.engines.append(engine)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from harness import greedy, make_engine
-from pipeline_scenarios import CASES, PROMPTS, fail_once, run_cases, stage_model
+from pipeline_scenarios import CASES, PROMPTS, fail_once, run_captured, run_cases, stage_model
 from ranks import RankError, run_ranks
 
 from megatron_async import LLM
@@ -17,7 +17,8 @@ RUNS = {
     "one request": [2],
     "arrivals": [1, 2],
     "aborts": [2, 3],
-    "grammars": [1, 3],
+    "stops": [2],
+    "grammars": [1, 3, 5],
 }
 """Case -> lookaheads."""
 FOUR_STAGES = {"all at once": [4], "grammars": [1]}
@@ -80,6 +81,12 @@ def test_the_pipeline_fills_with_enough_lookahead(two_stages: list[Found]) -> No
 def test_four_stages_of_five_layers(alone: Found) -> None:
     for found in run_ranks(4, run_cases, 4, FOUR_STAGES, timeout_s=180):
         assert_same(found, alone)
+
+
+def test_captured_steps(alone: Found) -> None:
+    for found in run_ranks(2, run_captured):
+        assert found[1]["captured_steps"] > 20
+        assert_same({("arrivals", 2): found}, alone)
 
 
 @pytest.mark.parametrize(("stage", "where"), [(0, "forward"), (1, "forward"), (1, "launch")])

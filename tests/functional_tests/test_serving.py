@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +24,11 @@ from serving_processes import (
     replica_process,
 )
 
-from megatron_async import LLM, SamplingParams
+from megatron_async import LLM, SamplingParams, cli
 from megatron_async.errors import ConfigurationError, CoordinatorLost, RequestError
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
+from megatron_async.serving.metrics import serve_coordinator_metrics
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +198,38 @@ def test_the_coordinator_dies_and_another_takes_its_place(
         client.remove_replica("only")
         assert replica.join()[0].exit_code == 0
         other.kill(0)
+
+
+def test_command_line_and_metrics(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    (name,) = service.have(1)
+    arguments = ["replicas", "--coordinator", service.address]
+    assert cli.main([*arguments, "drain", name]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[1].split()[:2] == [name, "draining"]
+    assert cli.main([*arguments, "resume", name, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["replicas"][name]["state"] == "ready"
+    assert cli.main([*arguments, "remove", "nobody"]) == 2
+    assert f"there are: {name}" in capsys.readouterr().err
+    assert cli.main([*arguments, "pause"]) == 2
+    with serve_coordinator_metrics(service.coordinator, 0) as server:
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        text = urllib.request.urlopen(url).read().decode()
+    assert f'megatron_async_coordinator_replica_free_blocks{{replica="{name}"}}' in text
+    assert 'megatron_async_coordinator_requests_total{outcome="retried"}' in text
+
+
+def test_a_coordinator_from_the_command_line() -> None:
+    command = [sys.executable, "-m", "megatron_async", "coordinator", "--bind"]
+    process = subprocess.Popen([*command, "tcp://127.0.0.1:*"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    address = process.stdout.readline().split()[-1]
+    with CoordinatorClient(address) as client:
+        assert client.stats()["replicas"] == {}
+    again = subprocess.run([*command, address], capture_output=True, text=True)
+    assert again.returncode == 2
+    assert "choose another" in again.stderr
+    process.terminate()
+    assert process.wait(10) == 0
 
 
 def test_nobody_there() -> None:

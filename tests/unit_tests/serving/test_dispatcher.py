@@ -305,6 +305,17 @@ def test_a_lost_clients_requests_are_aborted() -> None:
     assert service.take("client") == []
 
 
+def test_a_silent_clients_requests_are_aborted() -> None:
+    service = Service("a", client_silence_s=3)
+    service.ask(0)
+    service.take("a")
+    service.wait(2.5, alive="a")
+    assert service.take("a") == []
+    service.wait(1, alive="a")
+    assert service.take("a") == [Abort(0)]
+    assert isinstance(service.take("client")[-1], Refused)
+
+
 def test_aborts_wherever_the_request_is() -> None:
     service = Service("a", requests_per_slot=0.5)
     service.ask(0)

@@ -1,0 +1,123 @@
+"""A rank that is killed or stopped ends its job within seconds, with an error that names it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import RankOutcome, Ranks, run_ranks
+
+from megatron_async.communication.death_watch import EXIT_CODE_RANK_LOST
+
+WITHIN_S = 10.0
+"""From a rank's death to the end of all others."""
+SETTINGS = {"device": "cpu", "num_kv_blocks": 32, "block_size_tokens": 16}
+LAYOUTS = {
+    "tp": {"tensor_model_parallel_size": 2},
+    "pp": {"pipeline_model_parallel_size": 2},
+    "ep": {"model": "dummy:tiny-moe", "expert_model_parallel_size": 2},
+}
+
+
+def _work(folder: str, options: dict[str, Any], is_idle: bool) -> None:
+    """Generate for ever, or sit there; says when it has begun."""
+    from megatron_async import LLM, SamplingParams
+
+    options = {"model": "dummy:tiny", "max_sequence_length": 256, **SETTINGS, **options}
+    params = SamplingParams(num_tokens_to_generate=50, termination_id=-1)
+    with LLM(**options) as llm:
+        llm.generate([[1, 2, 3], [4]], params)
+        Path(folder, os.environ["RANK"]).touch()
+        if is_idle and llm.is_primary_rank:
+            time.sleep(120)
+        while True:
+            llm.generate([[1, 2, 3], [4]], params)
+
+
+def _end(tmp_path: Path, options: dict[str, Any], is_idle: bool, rank: int, how: int) -> Any:
+    """Let two ranks work, send one of them a signal; returns how the other ended, and when."""
+    settings = {"MEGATRON_ASYNC_SILENCE_S": "1", "MEGATRON_ASYNC_LOSS_GRACE_S": "3"}
+    ranks = Ranks(2, _work, str(tmp_path), options, is_idle, environment=settings)
+    while not all((tmp_path / str(number)).exists() for number in range(2)):
+        assert ranks.processes[0].is_alive()
+        time.sleep(0.02)
+    time.sleep(0.3)
+    os.kill(ranks.processes[rank].pid, how)
+    start = time.monotonic()
+    other = ranks.processes[1 - rank]
+    other.join(WITHIN_S)
+    seconds = time.monotonic() - start
+    ranks.processes[rank].kill()
+    outcome: RankOutcome = ranks.join()[1 - rank]
+    return outcome, seconds
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["leader", "follower"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_is_killed_in_a_step(tmp_path, layout, rank):
+    outcome, seconds = _end(tmp_path, LAYOUTS[layout], False, rank, signal.SIGKILL)
+    assert seconds < WITHIN_S
+    assert "RankLost" in outcome.error, outcome
+    assert f"ank {rank} " in outcome.error.splitlines()[-1]
+
+
+def test_a_rank_is_stopped_in_a_step(tmp_path):
+    outcome, seconds = _end(tmp_path, LAYOUTS["tp"], False, 1, signal.SIGSTOP)
+    assert seconds < WITHIN_S
+    assert "ank 1 " in outcome.error or outcome.exit_code == EXIT_CODE_RANK_LOST
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["leader", "follower"])
+def test_a_rank_is_killed_while_the_job_is_idle(tmp_path, rank):
+    """The leader's caller does something else, and the follower waits for the leader."""
+    outcome, seconds = _end(tmp_path, LAYOUTS["tp"], True, rank, signal.SIGKILL)
+    assert seconds < WITHIN_S
+    if rank == 0:
+        assert "RankLost" in outcome.error
+        assert "ank 0 " in outcome.error.splitlines()[-1]
+    else:
+        assert outcome.exit_code == EXIT_CODE_RANK_LOST
+
+
+def _with_other_settings(options: dict[str, dict[str, Any]]) -> str:
+    from megatron_async import LLM
+
+    mine = options[os.environ["RANK"]]
+    with pytest.raises(Exception) as raised:
+        LLM(**{"model": "dummy:tiny", **SETTINGS, "tensor_model_parallel_size": 2, **mine})
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({}, {"lookahead": 2}, "lookahead is 1 on rank 0, 2 on rank 1"),
+        ({"dtype": "float32"}, {"dtype": "bfloat16"}, "dtype"),
+        ({}, {"num_kv_blocks": 48}, "num_kv_blocks"),
+    ],
+    ids=["lookahead", "dtype", "blocks"],
+)
+def test_ranks_with_other_settings(first, second, message):
+    found = run_ranks(2, _with_other_settings, {"0": first, "1": second})
+    for text in found:
+        assert text.startswith("ConfigurationError"), text
+        assert message in text
+
+
+def test_sizes_that_do_not_divide_the_heads():
+    found = run_ranks(3, _three_ranks)
+    for text in found:
+        assert "num_attention_heads" in text or "heads" in text
+        assert "tensor_model_parallel_size=3" in text
+
+
+def _three_ranks() -> str:
+    from megatron_async import LLM
+
+    with pytest.raises(Exception) as raised:
+        LLM(**{"model": "dummy:tiny", **SETTINGS, "tensor_model_parallel_size": 3})
+    return str(raised.value)
