@@ -71,15 +71,16 @@ def test_messages_arrive_in_order():
 
 def _last_words():
     job = join_job(timeout_s=30)
-    channel = StepChannel(job, [0, 1], int)
+    channel = StepChannel(job, [0, 1], bytes)
+    messages = [bytes([i]) * 400_000 for i in range(50)]
     if job.rank == 0:
-        for i in range(1000):
-            channel.send(i)
+        for message in messages:
+            channel.send(message)
         channel.close()
         job.close()
         return None
     time.sleep(0.3)
-    return [channel.receive() for _ in range(1000)] == list(range(1000))
+    return [channel.receive() for _ in messages] == messages
 
 
 def test_what_was_sent_before_the_goodbye_arrives():

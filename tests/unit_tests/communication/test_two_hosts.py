@@ -29,9 +29,7 @@ SETTINGS = {
 
 def _namespaces_missing() -> str:
     if sys.platform != "linux" or not shutil.which("ip") or not shutil.which("unshare"):
-        return (
-            "two hosts need Linux's network namespaces, and ip and unshare (iproute2, util-linux)"
-        )
+        return "two hosts need Linux's network namespaces, ip (iproute2) and unshare (util-linux)"
     if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
         return "this user may not make network namespaces (run as root)"
     return ""
