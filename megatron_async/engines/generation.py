@@ -33,7 +33,7 @@ def run_to_end(
         engine.add_request(engine.requests.free_id(), prompt, params)
         for prompt, params in zip(prompts, each, strict=True)
     ]
-    # A call on one rank is that of the others of its number: it ends when all have no work left, and
+    # A call on one rank is that of the others of its number: it ends when none has work left, and
     # does not take one who waits already, in the next call, for one who goes on.
     engine.group.begin_together()
     while not all(future.done() for future in futures) or engine.group.others_work:
