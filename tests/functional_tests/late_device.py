@@ -89,6 +89,10 @@ class LateEvent(Event):
         if self._stream is not None:
             self._stream.run_to(self._position)
 
+    def wait_for(self, seconds: float) -> bool:
+        self.wait()
+        return True
+
     def time_us(self) -> float:
         assert self.query(), "asked for the time of an event that has not been reached"
         return time.perf_counter_ns() / 1e3

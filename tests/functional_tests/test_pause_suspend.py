@@ -19,8 +19,10 @@ from harness import (
     drain,
     greedy,
     make_engine,
+    make_model,
     random_prompts,
 )
+from ranks import run_ranks
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.contexts.request_slots import SlotState
@@ -314,9 +316,9 @@ def test_an_engine_serves_event_loops_one_after_another(make_tiny_engine: Engine
     drain(engine)
 
 
-def test_a_released_cache_is_gone(tiny_model: torch.nn.Module) -> None:
-    """The process gives its pages back; so large a tensor has a mapping of its own."""
-    engine = make_engine(tiny_model, num_kv_blocks=1500, block_size_tokens=256, max_requests=2)
+def _release_a_cache() -> float:
+    """Share of the cache's bytes that the process gives back."""
+    engine = make_engine(make_model(), num_kv_blocks=1500, block_size_tokens=256, max_requests=2)
     cache = engine.context.gpu_view.kv_cache
     assert cache._data is not None
     cache._data.fill_(1.0)
@@ -325,10 +327,16 @@ def test_a_released_cache_is_gone(tiny_model: torch.nn.Module) -> None:
     freed = engine.suspend(free_kv_cache=True)
     assert alive() is None
     assert freed == cache.num_bytes > 90 << 20
-    assert resident - psutil.Process().memory_info().rss > 0.9 * freed
+    given_back = resident - psutil.Process().memory_info().rss
     engine.resume()
     engine.generate([PROMPTS[0]], greedy(3))
     engine.close()
+    return given_back / freed
+
+
+def test_a_released_cache_is_gone() -> None:
+    """In a process of its own: in one with much free memory the cache may lie in its middle."""
+    assert run_ranks(1, _release_a_cache)[0] > 0.9
 
 
 def test_no_memory_to_resume_with(
