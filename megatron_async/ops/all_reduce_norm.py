@@ -82,6 +82,7 @@ def all_reduce_add_rms_norm(
             eps,
             rank=rank,
             ranks=len(pointers),
+            lanes=triton.next_power_of_2(len(pointers)),
             rows=len(turns),
             first_row=first_row,
             hidden=hidden,
@@ -106,6 +107,7 @@ def _all_reduce_add_rms_norm_kernel(
     eps: tl.tensor,
     rank: tl.constexpr,
     ranks: tl.constexpr,
+    lanes: tl.constexpr,
     rows: tl.constexpr,
     first_row: tl.constexpr,
     hidden: tl.constexpr,
@@ -127,24 +129,28 @@ def _all_reduce_add_rms_norm_kernel(
     start = first_row + ((turn & 1).to(tl.int64) * rows + row) * hidden
     mine = tl.multiple_of(tl.load(pointers + rank).to(tl.pointer_type(dtype)), 16)
     tl.store(mine + start + column, summand.to(dtype), mask=inside)
-    # All threads have read their turn, and made their stores, before the one thread that signals
-    # releases them.
+    # All threads have read their turn, and made their stores, before those that signal release
+    # them.
     tl.debug_barrier()
     tl.store(turns + row, turn)
-    for peer in tl.static_range(ranks):
-        flags = tl.load(pointers + peer).to(tl.pointer_type(tl.int32))
-        tl.atomic_add(flags + row * ranks + rank, 1, sem="release", scope="sys")
-    flags = tl.load(pointers + rank).to(tl.pointer_type(tl.int32))
-    for peer in tl.static_range(ranks):
-        flag = flags + row * ranks + peer
+    # A thread for each peer: one after the other, their ways to and fro would add up.
+    peers = tl.arange(0, lanes)
+    exists = peers < ranks
+    theirs = tl.load(pointers + peers, mask=exists, other=0).to(tl.pointer_type(tl.int32))
+    said = tl.full((lanes,), 1, tl.int32)
+    tl.atomic_add(theirs + row * ranks + rank, said, mask=exists, sem="release", scope="sys")
+    flags = tl.load(pointers + rank).to(tl.pointer_type(tl.int32)) + row * ranks + peers
+    nothing = tl.zeros((lanes,), tl.int32)
+    missing = 1
+    while missing > 0:
+        begun = tl.atomic_add(flags, nothing, mask=exists, sem="acquire", scope="sys")
         # The difference, because a count may wrap around.
-        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - turn < 0:
-            pass
+        missing = tl.sum((exists & (begun - turn < 0)).to(tl.int32))
     tl.debug_barrier()
     value = tl.zeros((block,), tl.float32)
     for peer in tl.static_range(ranks):
-        theirs = tl.multiple_of(tl.load(pointers + peer).to(tl.pointer_type(dtype)), 16)
-        found = tl.load(theirs + start + column, mask=inside, other=0.0, cache_modifier=".cg")
+        its = tl.multiple_of(tl.load(pointers + peer).to(tl.pointer_type(dtype)), 16)
+        found = tl.load(its + start + column, mask=inside, other=0.0, cache_modifier=".cg")
         value += found.to(tl.float32)
     value = value.to(dtype).to(tl.float32)
     before = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
