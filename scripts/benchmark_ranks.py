@@ -32,7 +32,7 @@ MAX_TOKENS = 8192
 PROFILED_STEPS = 40
 COLUMNS = (
     "step_ms", "replay_ms", "over_replay", "tokens_per_second", "prepare_us", "launch_us",
-    "resolve_us", "agreement_us", "gap_us", "gap_p99_us",
+    "resolve_us", "agreement_us", "gap_us", "gap_p99_us", "pipeline_bubble",
 )  # fmt: skip
 
 
@@ -71,12 +71,14 @@ def measure(batch: int, lookahead: int, args: argparse.Namespace) -> dict[str, A
             result = asdict(time_steps(engine, WINDOWS, args.steps))
             waited, rounds = engine.group.agreement_ns - waited, engine.statistics.steps - rounds
             result["agreement_us"] = waited / 1e3 / max(rounds, 1)
+            result["pipeline_bubble"] = engine.stats()["pipeline_bubble"]
             if args.profile:
                 result |= idle_time(llm)
             engine.group.release()
         else:
             engine.follow()
-        limit = replay_ms(engine, batch)
+        # A step of a pipeline serves its share of the requests.
+        limit = replay_ms(engine, -(-batch // args.pipeline_model_parallel_size))
         join_job().exchange("the end of a measurement", "")
     if limit is not None and result:
         result |= {"replay_ms": limit, "over_replay": result["step_ms"] / limit}
