@@ -125,16 +125,20 @@ def ensure_process_groups(sizes: ParallelSizes | None = None) -> ProcessGroupCol
 
 
 def agree_on_least(value: int) -> int:
-    """The least of a number over all ranks that hold one model between them, for what they must
-    do alike and can only measure by themselves. All of them call it, at the start of an engine."""
+    """The least of a number over all ranks that launch their steps together: those that hold one
+    model between them, and those that share its experts. For what they must do alike and can only
+    measure by themselves. All of them call it, at the start of an engine."""
     if not parallel_state.model_parallel_is_initialized():
         return value
-    group = parallel_state.get_model_parallel_group()
-    if dist.get_world_size(group) == 1:
-        return value
-    number = torch.tensor([value], dtype=torch.int64)
-    dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
-    return int(number.item())  # sync-ok: host memory, and no engine runs yet
+    for group in (
+        parallel_state.get_model_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+    ):
+        if dist.get_world_size(group) > 1:
+            number = torch.tensor([value], dtype=torch.int64)
+            dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
+            value = int(number.item())  # sync-ok: host memory, and no engine runs yet
+    return value
 
 
 def _check_groups(sizes: ParallelSizes) -> None:

@@ -12,7 +12,11 @@ import torch.distributed as dist
 from ranks import RankError, Ranks, run_ranks
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
+from megatron_async.models.parallel_state import (
+    ParallelSizes,
+    agree_on_least,
+    ensure_process_groups,
+)
 
 
 def _sum_over_tensor_parallel_ranks() -> float:
@@ -20,6 +24,11 @@ def _sum_over_tensor_parallel_ranks() -> float:
     mine = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(mine, group=groups.tp)
     return mine.item()
+
+
+def _least(of_rank: list[int], sizes: ParallelSizes) -> int:
+    ensure_process_groups(sizes)
+    return agree_on_least(of_rank[dist.get_rank()])
 
 
 def _raise_on_rank_1() -> None:
@@ -33,6 +42,14 @@ def _sleep() -> None:
 
 def test_tensor_parallel_ranks_are_neighbours():
     assert run_ranks(4, _sum_over_tensor_parallel_ranks) == [1.0, 1.0, 5.0, 5.0]
+
+
+def test_ranks_that_step_together_agree_on_the_least():
+    numbers = [7, 3, 5, 4]
+    tensor = run_ranks(4, _least, numbers, ParallelSizes(tensor_model_parallel=2))
+    assert tensor == [3, 3, 4, 4]
+    both = ParallelSizes(tensor_model_parallel=2, expert_model_parallel=2)
+    assert run_ranks(4, _least, numbers, both) == [3, 3, 3, 3]
 
 
 def test_an_error_of_a_rank_is_told():
