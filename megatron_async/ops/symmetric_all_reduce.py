@@ -1,8 +1,8 @@
 """All-reduce over symmetric memory: GPUs of one host that read and write each other's memory.
 
-On H200s over NVLink, in a CUDA graph, the sum of a decode step's rows takes 6 to 9 microseconds so,
-and NCCL's takes 11 to 19 (65 of them are in a step of an 8B model; docs/parallelism.md). Two
-kernels, by size:
+On H200s over NVLink, in a CUDA graph, the sum of a decode step's rows takes 4 to 11 microseconds so,
+the norm behind it included, and NCCL's takes 8 to 15 (65 of them are in a step of an 8B model;
+docs/performance.md). Two kernels, by size:
 
 - **one shot** (`ops/all_reduce_norm.py`): every rank reads all summands, adds them in the order of
   ranks, and does the residual add and the norm behind it. For few bytes.
@@ -29,13 +29,14 @@ from megatron_async.ops.rms_norm import MAX_HIDDEN
 logger = logging.getLogger(__name__)
 
 TWO_SHOT_BYTES = 16 << 20
-"""Largest sum of the two-shot kernel. Measured on 2 and 4 H200s: it beats NCCL up to there (58
-against 79 and 91 against 98 microseconds at 16 MiB); beyond, nothing was measured."""
+"""Largest sum of the two-shot kernel. With its copy it takes 84 microseconds at 16 MiB over 2
+H200s, where NCCL takes 91, and 117 over 4, where NCCL takes 113; below that it is ahead."""
 TWO_SHOT_DTYPES = (torch.bfloat16, torch.float32)
 """What torch's kernel adds."""
-ONE_SHOT_BYTES = 3 << 19
-"""Most bytes that a rank reads from others in the one-shot kernel. By the measurements of torch's
-one-shot kernel, whose times beyond are longer than two-shot plus copy and norm."""
+ONE_SHOT_BYTES = 2 << 20
+"""Most bytes that a rank reads from others in the one-shot kernel. Measured up to half of that over
+2 H200s (7.3 microseconds, two shot 12.6) and three quarters over 4 (10.5 and 11.6), where the lines
+are about to meet."""
 ALIGNMENT = 256
 """Bytes; workspaces begin at multiples of it."""
 
