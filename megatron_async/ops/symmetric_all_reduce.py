@@ -1,7 +1,7 @@
 """All-reduce over symmetric memory: GPUs of one host that read and write each other's memory.
 
-On H200s over NVLink, in a CUDA graph, the sum of a decode step's rows takes 4 to 11 microseconds so,
-the norm behind it included, and NCCL's takes 8 to 15 (65 of them are in a step of an 8B model;
+On H200s over NVLink, in a CUDA graph, the sum of a decode step's rows takes 4 to 11 microseconds
+so, the norm behind it included, and NCCL's 8 to 15 (65 of them are in a step of an 8B model;
 docs/performance.md). Two kernels, by size:
 
 - **one shot** (`ops/all_reduce_norm.py`): every rank reads all summands, adds them in the order of
