@@ -109,6 +109,7 @@ class LLM:
         reports = [
             context.gpu_view.attention_report,
             wrapper.collectives.report,
+            wrapper.exchange.report,
             controller.create_cuda_graphs(progress),
         ]
         for report in reports:

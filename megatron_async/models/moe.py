@@ -77,7 +77,7 @@ class MoELayer(MegatronModule):
         super().__init__(config)
         self.router = TopKRouter(config)
         self.experts = Experts(config, pg_collection)
-        self.dispatcher = TokenDispatcher(pg_collection.ep)
+        self.dispatcher = TokenDispatcher(pg_collection.ep, config.moe_router_topk)
         self.tp_group = pg_collection.tp
 
     def forward(

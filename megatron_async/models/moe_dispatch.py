@@ -3,6 +3,9 @@
 Every rank of the expert-parallel group gets the tokens of all, computes its own experts for them,
 and the sums are reduced to who brought the tokens. This sends more than an all-to-all would, but
 nobody's sizes depend on the routing: the host learns nothing, and a graph can hold it.
+
+On GPUs of one host the exchanges of small steps are kernels of our own, over symmetric memory
+(`ops/symmetric_exchange.py`); the others are NCCL's, or gloo's.
 """
 
 from __future__ import annotations
@@ -11,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_async.ops.expert_gather import packed_row_bytes
 from megatron_async.ops.expert_routing import Routing
-
-ROW_ALIGNMENT = 32
-"""Bytes that the row of a token is padded to, so that kernels read it in whole words."""
+from megatron_async.ops.symmetric_exchange import exchange_of
 
 
 class TokenDispatcher:
@@ -22,11 +24,13 @@ class TokenDispatcher:
 
     Args:
         group: the expert-parallel group.
+        topk: experts of a token.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, topk: int) -> None:
         self._group = group
         self._size = dist.get_world_size(group)
+        self._topk = topk
 
     def dispatch(self, x: Tensor, routing: Routing, tokens: int) -> tuple[Tensor, Routing]:
         """The tokens of all ranks, in the order of ranks.
@@ -52,20 +56,7 @@ class TokenDispatcher:
                 f"dispatch_tokens={tokens}, but this rank has {own} tokens: the ranks of an "
                 "expert-parallel group must agree on the largest number."
             )
-        # One collective instead of three: a row is a token, its experts and their weights, as
-        # bytes.
-        topk = routing.experts.size(1)
-        width = x.size(1) * x.element_size()
-        row = width + topk * (routing.experts.element_size() + routing.weights.element_size())
-        row = -(-row // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        sent = torch.empty((tokens, row), dtype=torch.uint8, device=x.device)
-        to_x, to_experts, to_weights = _fields(sent, x, routing)
-        to_x[:own].copy_(x)
-        to_experts[:own].copy_(routing.experts)
-        to_weights[:own].copy_(routing.weights)
-        to_experts[own:].fill_(-1)
-        received = sent.new_empty((self._size * tokens, row))
-        dist.all_gather_into_tensor(received, sent, group=self._group)
+        received = self._gather(x, routing, tokens)
         all_x, experts, weights = _fields(received, x, routing)
         return all_x, Routing(experts, weights)
 
@@ -81,9 +72,37 @@ class TokenDispatcher:
         """
         if self._size == 1:
             return sums
-        own = sums.new_empty((sums.size(0) // self._size, sums.size(1)))
+        tokens, hidden = sums.size(0) // self._size, sums.size(1)
+        exchange = exchange_of(self._group)
+        symmetric = exchange.find(tokens, hidden, self._topk, sums.dtype)
+        if symmetric is not None:
+            exchange.calls["combine"] += 1
+            return symmetric.combine(sums, own_tokens)
+        exchange.calls["reduce-scatter"] += 1
+        own = sums.new_empty((tokens, hidden))
         dist.reduce_scatter_tensor(own, sums, group=self._group)
         return own[:own_tokens]
+
+    def _gather(self, x: Tensor, routing: Routing, tokens: int) -> Tensor:
+        """Rows of bytes of all ranks: one collective instead of three. A row is a token, its
+        experts and their weights."""
+        own, hidden = x.shape
+        exchange = exchange_of(self._group)
+        symmetric = exchange.find(tokens, hidden, self._topk, x.dtype)
+        if symmetric is not None:
+            exchange.calls["gather"] += 1
+            return symmetric.gather(x, routing, tokens)
+        exchange.calls["all-gather"] += 1
+        row = packed_row_bytes(hidden, self._topk, x.dtype)
+        sent = torch.empty((tokens, row), dtype=torch.uint8, device=x.device)
+        to_x, to_experts, to_weights = _fields(sent, x, routing)
+        to_x[:own].copy_(x)
+        to_experts[:own].copy_(routing.experts)
+        to_weights[:own].copy_(routing.weights)
+        to_experts[own:].fill_(-1)
+        received = sent.new_empty((self._size * tokens, row))
+        dist.all_gather_into_tensor(received, sent, group=self._group)
+        return received
 
 
 def _fields(rows: Tensor, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:

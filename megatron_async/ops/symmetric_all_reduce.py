@@ -14,19 +14,14 @@ No multicast: it is not available everywhere, and leaves the order of additions 
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _symmetric_memory
 
 from megatron_async.ops.all_reduce_norm import all_reduce_add_rms_norm
 from megatron_async.ops.partial_sums import add_partial_sums
 from megatron_async.ops.rms_norm import MAX_HIDDEN
-
-logger = logging.getLogger(__name__)
+from megatron_async.ops.symmetric_memory import ALIGNMENT, make_on_all, share
 
 TWO_SHOT_BYTES = 16 << 20
 """Largest sum of the two-shot kernel. With its copy it takes 84 microseconds at 16 MiB over 2
@@ -37,8 +32,6 @@ ONE_SHOT_BYTES = 2 << 20
 """Most bytes that a rank reads from others in the one-shot kernel. Measured up to half of that over
 2 H200s (7.3 microseconds, two shot 12.6) and three quarters over 4 (10.5 and 11.6), where the lines
 are about to meet."""
-ALIGNMENT = 256
-"""Bytes; workspaces begin at multiples of it."""
 
 
 class SymmetricAllReduce:
@@ -80,12 +73,8 @@ class SymmetricAllReduce:
         flag_bytes = -(-self.one_shot_rows * self._ranks * 4 // ALIGNMENT) * ALIGNMENT
         self._first_row = flag_bytes // dtype.itemsize
         elements = self._first_row + 2 * self.one_shot_rows * hidden
-        self._rows, rows_handle = _share(elements, dtype, device, group)
-        self._two_shot, _ = _share(max(self.two_shot_rows, 1) * hidden, dtype, device, group)
-        addresses = [address + rows_handle.offset for address in rows_handle.buffer_ptrs]
-        self._pointers = torch.tensor(  # sync-ok: at the start
-            addresses, dtype=torch.int64, device=device
-        )
+        self._rows, self._pointers = share(elements, dtype, device, group)
+        self._two_shot, _ = share(max(self.two_shot_rows, 1) * hidden, dtype, device, group)
         self._turns = torch.zeros(self.one_shot_rows, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # sync-ok: at the start
 
@@ -139,37 +128,4 @@ def make_symmetric_all_reduce(
     Returns:
         them and "", or None and why there are none; the same on all ranks.
     """
-    made, reason = None, ""
-    hosts: list[object] = [None] * group.size()
-    dist.all_gather_object(hosts, _host(), group=group)
-    if len(set(hosts)) > 1:
-        return None, "the ranks are on several hosts"
-    try:
-        made = SymmetricAllReduce(group, max_rows, hidden, dtype, device)
-    except (RuntimeError, AttributeError, ImportError) as error:
-        logger.warning("symmetric memory is not available: %s", error)
-        reason = f"symmetric memory is not available: {str(error).splitlines()[0]}"
-    # This is a barrier, too: nobody writes flags before all have cleared theirs.
-    reasons: list[str | None] = [None] * group.size()
-    dist.all_gather_object(reasons, reason, group=group)
-    failed = next((found for found in reasons if found), "")
-    return (None, failed) if failed else (made, "")
-
-
-def _share(
-    elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
-) -> tuple[Tensor, Any]:
-    """Zeroed memory that all ranks of the group can reach, and its handle."""
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    # Not `_symmetric_memory.empty`: that takes it from a pool, where it may begin inside an
-    # allocation, and torch's kernels count from the allocation's begin.
-    tensor = _SymmetricMemory.empty_strided_p2p((elements,), (1,), dtype, device)
-    tensor.zero_()
-    return tensor, _symmetric_memory.rendezvous(tensor, group)
-
-
-def _host() -> str:
-    """Names this machine: its boot, which containers share, and not its name, which they do not."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip()
+    return make_on_all(group, lambda: SymmetricAllReduce(group, max_rows, hidden, dtype, device))

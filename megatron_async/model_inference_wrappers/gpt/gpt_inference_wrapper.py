@@ -14,6 +14,7 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import stamp_kv_layers
 from megatron_async.models.linear import pack_weights
 from megatron_async.models.pipeline import stage_of
+from megatron_async.ops.symmetric_exchange import exchange_of
 from megatron_async.ops.tensor_collectives import collectives_of
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class GPTInferenceWrapper:
 
     Attributes:
         collectives: of the ranks that hold the model's layers between them.
+        exchange: of the ranks that share its experts.
 
     Raises:
         ConfigurationError: the model's attention layers are not paged, or their number differs from
@@ -70,13 +72,14 @@ class GPTInferenceWrapper:
         pack_weights(model, inference_context.device.free_memory())
         self.vocab_size: int = model.vocab_size  # type: ignore[assignment]
         self.collectives = collectives_of(model.pg_collection.tp)  # type: ignore[union-attr]
+        self.exchange = exchange_of(model.pg_collection.ep)  # type: ignore[union-attr]
         config, settings = inference_context.model_config, inference_context.config
-        self.collectives.prepare(
-            settings.max_requests + settings.max_tokens,
-            config.hidden_size,
-            config.params_dtype,
-            inference_context.device.torch_device,
-        )
+        most = settings.max_requests + settings.max_tokens
+        hidden, dtype = config.hidden_size, config.params_dtype
+        device = inference_context.device.torch_device
+        self.collectives.prepare(most, hidden, dtype, device)
+        if config.num_moe_experts:
+            self.exchange.prepare(most, hidden, config.moe_router_topk, dtype, device)
 
     def set_input_tensor(self, hidden_states: Tensor) -> None:
         """Give the next `forward` what the pipeline stage before computed, `[tokens, 1, hidden]`;

@@ -1,0 +1,61 @@
+"""How programs of several ranks meet over symmetric memory, each with its peers on the others.
+
+One program for a place: it puts what its rank has for the place into its rank's memory, says so to
+all ranks, waits until all have said so (`meet`), and reads what all have put.
+
+Who may write when is as in `ops/all_reduce_norm.py`. Memory for a place has two halves, used in
+turn. A place's flags, one for each rank, count the turns that the rank has begun. A program writes
+a half again two turns later, when it has been through the turn between: it saw there that every
+rank had begun that turn, and a rank begins a turn only when it has left the one before, reads
+included. So no barrier is needed behind the reads. All ranks must launch the same places in the
+same order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+WARP_BYTES = 2048
+"""Of what a program holds in registers, for each of its warps."""
+
+
+def meeting_warps(ranks: int, row_bytes: int) -> int:
+    """Warps of a program that holds a row of each rank: a power of two, as Triton wants it.
+
+    Args:
+        ranks: of the group.
+        row_bytes: a power of two.
+    """
+    return min(max(triton.next_power_of_2(ranks) * row_bytes // WARP_BYTES, 1), 16)
+
+
+@triton.jit
+def meet(
+    pointers: tl.tensor,
+    turns: tl.tensor,
+    place: tl.tensor,
+    turn: tl.tensor,
+    rank: tl.constexpr,
+    ranks: tl.constexpr,
+    lanes: tl.constexpr,
+) -> None:
+    """Say to all ranks that this one has begun a turn of a place, and wait until all have."""
+    # All threads have read their turn, and made their stores, before those that signal release
+    # them.
+    tl.debug_barrier()
+    tl.store(turns + place, turn)
+    # A thread for each peer: one after the other, their ways to and fro would add up.
+    peers = tl.arange(0, lanes)
+    exists = peers < ranks
+    theirs = tl.load(pointers + peers, mask=exists, other=0).to(tl.pointer_type(tl.int32))
+    said = tl.full((lanes,), 1, tl.int32)
+    tl.atomic_add(theirs + place * ranks + rank, said, mask=exists, sem="release", scope="sys")
+    flags = tl.load(pointers + rank).to(tl.pointer_type(tl.int32)) + place * ranks + peers
+    nothing = tl.zeros((lanes,), tl.int32)
+    missing = 1
+    while missing > 0:
+        begun = tl.atomic_add(flags, nothing, mask=exists, sem="acquire", scope="sys")
+        # The difference, because a count may wrap around.
+        missing = tl.sum((exists & (begun - turn < 0)).to(tl.int32))
+    tl.debug_barrier()
