@@ -160,7 +160,7 @@ class InferenceRowParallelLinear(RowParallelLinear):
         if self.sequence_parallel:
             return collectives.reduce_scatter(add_partial_sums(product, dtype))
         if self.may_split and self.bias is None and collectives.adds_with_norm(product, dtype):
-            return Unreduced(product, collectives)
+            return Unreduced(product, collectives.all_reduce_add_rms_norm)
         return collectives.all_reduce(product, dtype)
 
 

@@ -96,9 +96,12 @@ class MoELayer(MegatronModule):
             dispatched = -(-dispatched // collectives.size) * collectives.size
         routing = self.router(x, inference_context)
         gathered, routing = self.dispatcher.dispatch(x, routing, dispatched)
-        output = self.dispatcher.combine(self.experts(gathered, routing), x.size(0))[:, None]
+        sums = self.experts(gathered, routing)
+        if self.may_split and collectives.size == 1 and self.dispatcher.combines_with_norm(sums):
+            return Unreduced(sums, self.dispatcher.combine_add_rms_norm), None
+        output = self.dispatcher.combine(sums, x.size(0))[:, None]
         if scatter:
             return collectives.reduce_scatter(output), None
         if self.may_split and collectives.size > 1 and collectives.adds_with_norm(output):
-            return Unreduced(output, collectives), None
+            return Unreduced(output, collectives.all_reduce_add_rms_norm), None
         return collectives.all_reduce(output), None

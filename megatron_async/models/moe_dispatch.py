@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_async.ops.expert_gather import packed_row_bytes
 from megatron_async.ops.expert_routing import Routing
-from megatron_async.ops.symmetric_exchange import exchange_of
+from megatron_async.ops.symmetric_exchange import SymmetricExchange, exchange_of
 
 
 class TokenDispatcher:
@@ -31,6 +31,7 @@ class TokenDispatcher:
         self._group = group
         self._size = dist.get_world_size(group)
         self._topk = topk
+        self._exchange = exchange_of(group)
 
     def dispatch(self, x: Tensor, routing: Routing, tokens: int) -> tuple[Tensor, Routing]:
         """The tokens of all ranks, in the order of ranks.
@@ -72,27 +73,51 @@ class TokenDispatcher:
         """
         if self._size == 1:
             return sums
-        tokens, hidden = sums.size(0) // self._size, sums.size(1)
-        exchange = exchange_of(self._group)
-        symmetric = exchange.find(tokens, hidden, self._topk, sums.dtype)
+        symmetric = self._combines(sums)
         if symmetric is not None:
-            exchange.calls["combine"] += 1
+            self._exchange.calls["combine"] += 1
             return symmetric.combine(sums, own_tokens)
-        exchange.calls["reduce-scatter"] += 1
-        own = sums.new_empty((tokens, hidden))
+        self._exchange.calls["reduce-scatter"] += 1
+        own = sums.new_empty((sums.size(0) // self._size, sums.size(1)))
         dist.reduce_scatter_tensor(own, sums, group=self._group)
         return own[:own_tokens]
+
+    def combines_with_norm(self, sums: Tensor) -> bool:
+        """Whether `combine_add_rms_norm` takes sums like `combine`'s; the same on all ranks."""
+        return self._combines(sums) is not None
+
+    def combine_add_rms_norm(
+        self, sums: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`combine`, residual add and RMSNorm in one kernel, where `combines_with_norm`.
+
+        Args:
+            sums: as for `combine`.
+            residual: `[own tokens, hidden]`.
+            weight: `[hidden]`, the norm's weight.
+            eps: added to the mean square.
+
+        Returns:
+            normed `[own tokens, hidden]`, and the new residual.
+        """
+        symmetric = self._combines(sums)
+        assert symmetric is not None, "see combines_with_norm"
+        self._exchange.calls["combine with norm"] += 1
+        return symmetric.combine_add_rms_norm(sums, residual, weight, eps)
+
+    def _combines(self, sums: Tensor) -> SymmetricExchange | None:
+        tokens, hidden = sums.size(0) // self._size, sums.size(1)
+        return self._exchange.find(tokens, hidden, self._topk, sums.dtype)
 
     def _gather(self, x: Tensor, routing: Routing, tokens: int) -> Tensor:
         """Rows of bytes of all ranks: one collective instead of three. A row is a token, its
         experts and their weights."""
         own, hidden = x.shape
-        exchange = exchange_of(self._group)
-        symmetric = exchange.find(tokens, hidden, self._topk, x.dtype)
+        symmetric = self._exchange.find(tokens, hidden, self._topk, x.dtype)
         if symmetric is not None:
-            exchange.calls["gather"] += 1
+            self._exchange.calls["gather"] += 1
             return symmetric.gather(x, routing, tokens)
-        exchange.calls["all-gather"] += 1
+        self._exchange.calls["all-gather"] += 1
         row = packed_row_bytes(hidden, self._topk, x.dtype)
         sent = torch.empty((tokens, row), dtype=torch.uint8, device=x.device)
         to_x, to_experts, to_weights = _fields(sent, x, routing)

@@ -14,6 +14,7 @@ that: each column is computed by one rank and copied to the others.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -174,15 +175,16 @@ class TensorCollectives:
 
 @dataclass(frozen=True)
 class Unreduced:
-    """This rank's summand of a row-parallel product, to be added up by the norm that follows.
+    """This rank's part of a sum over ranks, to be added up by the norm that follows.
 
     Attributes:
-        product: as `TensorCollectives.all_reduce` takes it.
-        collectives: of the ranks that hold the other summands.
+        product: as `add_rms_norm` takes it.
+        add_rms_norm: of (product, residual, weight, eps): the sum over the ranks, residual add and
+            RMSNorm, as `TensorCollectives.all_reduce_add_rms_norm`.
     """
 
     product: Tensor
-    collectives: TensorCollectives
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
 @cache
