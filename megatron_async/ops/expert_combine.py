@@ -175,7 +175,7 @@ def _combine_kernel(
     bases = ()
     for peer in tl.static_range(ranks):
         base = tl.load(pointers + peer).to(tl.pointer_type(dtype))
-        bases += (tl.multiple_of(base, 16),)
+        bases += (tl.multiple_of(base, 16),)  # type: ignore[assignment]
     if has_norm:
         scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(overlap)
@@ -185,7 +185,8 @@ def _combine_kernel(
     rows = ()
     for peer in tl.static_range(ranks):
         source = sums + (peer * tokens + place) * hidden
-        rows += (tl.load(source + column, mask=inside, other=0.0),)
+        row = tl.load(source + column, mask=inside, other=0.0)
+        rows += (row,)  # type: ignore[assignment]
     for peer in tl.static_range(ranks):
         tl.store(mine + peer * hidden + column, rows[peer], mask=inside)
     meet(pointers, turns, place, turn, rank, ranks, lanes)

@@ -143,7 +143,7 @@ def _gather_kernel(
     bases = ()
     for peer in tl.static_range(ranks):
         base = tl.load(pointers + peer).to(tl.pointer_type(tl.int32))
-        bases += (tl.multiple_of(base, 16),)
+        bases += (tl.multiple_of(base, 16),)  # type: ignore[assignment]
     wait_for_previous(overlap)
     real = place < own
     turn = tl.load(turns + place) + 1
@@ -162,12 +162,14 @@ def _gather_kernel(
     rest = x_words + tl.arange(0, block_rest)
     is_rest = rest < x_words + 2 * topk
     rows = ()
-    rests = ()
+    tails = ()
     for peer in tl.static_range(ranks):
         its = bases[peer] + start
-        rows += (tl.load(its + column, mask=inside, other=0, cache_modifier=".cg"),)
-        rests += (tl.load(its + rest, mask=is_rest, other=0, cache_modifier=".cg"),)
+        row = tl.load(its + column, mask=inside, other=0, cache_modifier=".cg")
+        tail = tl.load(its + rest, mask=is_rest, other=0, cache_modifier=".cg")
+        rows += (row,)  # type: ignore[assignment]
+        tails += (tail,)  # type: ignore[assignment]
     for peer in tl.static_range(ranks):
         target = out + (peer * tokens + place) * words
         tl.store(target + column, rows[peer], mask=inside)
-        tl.store(target + rest, rests[peer], mask=is_rest)
+        tl.store(target + rest, tails[peer], mask=is_rest)

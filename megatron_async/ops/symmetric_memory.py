@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ def share(
     # allocation, and torch's kernels count from the allocation's begin.
     tensor = _SymmetricMemory.empty_strided_p2p((elements,), (1,), dtype, device)
     tensor.zero_()
-    handle = _symmetric_memory.rendezvous(tensor, group)
+    handle: Any = _symmetric_memory.rendezvous(tensor, group)
     addresses = [address + handle.offset for address in handle.buffer_ptrs]
     return tensor, torch.tensor(  # sync-ok: at the start
         addresses, dtype=torch.int64, device=device

@@ -109,6 +109,9 @@ def generate(folder: str, kind: str) -> tuple[list[list[int]], bool]:
         assert all(request.error is None for request in found)
         engine: DynamicInferenceEngine = llm.engine
         captured = engine.stats()["captured_steps"] > 0
+        exchange = engine.controller.inference_wrapped_model.exchange
+        ours = {"gather", "combine with norm"} if kind == "expert" else set()
+        assert ours <= set(exchange.calls), (exchange.calls, exchange.fallback)
         return [list(request.generated_tokens) for request in found], captured
 
 

@@ -38,6 +38,10 @@ def make_dispatcher() -> tuple[TokenDispatcher, ExpertExchange, int]:
     return TokenDispatcher(groups.ep, TOPK), exchange, groups.ep.rank()
 
 
+def tolerance_of(dtype: torch.dtype) -> dict[str, float]:
+    return {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
+
+
 def prepare(exchange: ExpertExchange, dtype: torch.dtype) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     exchange.prepare(MOST, HIDDEN, TOPK, dtype, device)
@@ -48,6 +52,7 @@ def exchanged(
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Of many turns: tokens and their routing from all ranks, without padding, and sums."""
     found = []
+    tolerance = tolerance_of(dtype)
     for turn in range(TURNS):
         for tokens in TOKENS:
             generator = torch.Generator().manual_seed(1000 * turn + 10 * tokens + rank)
@@ -67,10 +72,10 @@ def exchanged(
                 residual = torch.randn(own, HIDDEN, generator=generator).to(dtype).cuda()
                 weight = torch.linspace(0.5, 2, HIDDEN).to(dtype).cuda()
                 out = dispatcher.combine_add_rms_norm(sums, residual, weight, EPS)
-                tolerance = {"rtol": 2e-2, "atol": 5e-2} if dtype != torch.float32 else {}
-                reference = add_rms_norm_reference(total, residual, weight, EPS)
-                assert torch.equal(out[1], reference[1])
-                torch.testing.assert_close(out[0], reference[0], **tolerance)
+                assert torch.equal(out[1], residual + total)
+                if own:
+                    reference, _ = add_rms_norm_reference(total, residual, weight, EPS)
+                    torch.testing.assert_close(out[0], reference, **tolerance)
     return found
 
 
@@ -81,7 +86,7 @@ def compare(dtype_name: str) -> dict[str, int]:
     expected = exchanged(dispatcher, rank, dtype)
     prepare(exchange, dtype)
     assert exchange.symmetric, exchange.fallback
-    tolerance = {"rtol": 2e-2, "atol": 5e-2} if dtype != torch.float32 else {}
+    tolerance = tolerance_of(dtype)
     for before, after in zip(expected, exchanged(dispatcher, rank, dtype), strict=True):
         assert all(torch.equal(*pair) for pair in zip(before[:3], after[:3]))
         torch.testing.assert_close(after[3], before[3], **tolerance)
@@ -158,4 +163,5 @@ def test_ranks_agree_to_leave_it_to_nccl() -> None:
     calls = {"all-gather": 1, "reduce-scatter": 1}
     for found, report in run_ranks(2, limited, timeout_s=120):
         assert found == calls
-        assert report is not None and "NCCL" in report and LIMIT_VARIABLE in report
+        assert report is not None
+        assert f"NCCL ({LIMIT_VARIABLE}" in report
