@@ -292,13 +292,12 @@ class DynamicInferenceEngine(ControllableEngine):
         self.launching.launch(plan, self.group)
         return max(len(self.in_flight) - self.lookahead, 0)
 
-    def _keep_up(self) -> None:
+    def _launch_dummy(self) -> bool:
+        """Launch a step without requests, if others need one."""
         plan = self.context.prepare_dummy_step()
         if plan is not None:
             self.launching.launch(plan, self.group)
-        while len(self.in_flight) > (self.lookahead if plan else 0):
-            self._wait(self.in_flight[0])
-            self._undelivered += self._resolve_oldest()
+        return plan is not None
 
     def _wait(self, step: LaunchedStep) -> None:
         """The one wait: until the samples of `step` are on the host."""

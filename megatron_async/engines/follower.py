@@ -141,7 +141,10 @@ def _replay(engine: DynamicInferenceEngine, group: Follower, action: Action) -> 
     if isinstance(action, Launch):
         _check_step("launches", action.step, engine.context.next_step)
         group.shape = None if action.shape is None else StepShape(*action.shape)
-        engine._launch_next()
+        if action.is_dummy:
+            engine._launch_dummy()
+        else:
+            engine._launch_next()
     elif isinstance(action, Resolve):
         in_flight = engine.in_flight[0].plan.step if engine.in_flight else None
         _check_step("books", action.step, in_flight)

@@ -80,7 +80,7 @@ class Leader(ConnectedGroup):
         if self._consensus is None:
             return wanted
         shape = self._consensus.agree(wanted, has_work)
-        self._send(Launch(step, shape))
+        self._send(Launch(step, shape, self._consensus.is_stopping))
         return shape
 
     @property
