@@ -222,8 +222,10 @@ class DynamicInferenceEngine(ControllableEngine):
 
         Raises:
             EngineStopped: the engine is paused or suspended, and nothing is left to report.
-            JobFailed: other ranks of the model are lost, and with them all requests.
+            JobFailed: other ranks of the model are lost, and with them all requests; or this one
+                follows another.
         """
+        self.group.check_leads()
         if self._must_wait():
             self._check_is_running()
         start = time.perf_counter()
@@ -238,6 +240,7 @@ class DynamicInferenceEngine(ControllableEngine):
     async def async_step(self) -> dict[str, Any]:
         """`step_modern` for an event loop: other coroutines run while samples are on their way, or
         while the engine is stopped."""
+        self.group.check_leads()
         await self._wait_while_stopped()
         start = time.perf_counter()
         outputs = []

@@ -44,8 +44,6 @@ class Follower(ConnectedGroup):
         shape: of the step that is planned next, where the leader settled it with others.
     """
 
-    is_leader = False
-
     def __init__(
         self, channel: Channel, check_alive: Callable[[], None], check_agreement: bool = False
     ) -> None:
@@ -58,6 +56,13 @@ class Follower(ConnectedGroup):
     def leader(self) -> int:
         """Its rank in the job."""
         return self._channel.members[0]
+
+    def check_leads(self) -> None:
+        raise RanksDisagree(
+            f"this rank does what rank {self.leader} does and steps by no other's will: call "
+            "generate or follow of its LLM (or follow of its engine) here, and the rest on rank "
+            f"{self.leader} alone."
+        )
 
     def receive(self, oldest: LaunchedStep | None) -> Action:
         """The leader's next action.

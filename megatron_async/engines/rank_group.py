@@ -58,12 +58,13 @@ class Channel(Protocol):
 class RankGroup:
     """A rank alone: nobody to tell, nobody to wait for."""
 
-    is_leader = True
-
     @property
     def agreement_ns(self) -> int:
         """Nanoseconds spent in `agree` so far."""
         return 0
+
+    def check_leads(self) -> None:
+        """Raise RanksDisagree if this rank does what another one does, and not what it is told."""
 
     def added(self, request: DynamicInferenceRequest) -> None:
         """A servable request was queued."""
