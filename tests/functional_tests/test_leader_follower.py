@@ -241,7 +241,7 @@ def test_another_model_is_noticed(pair_of):
 
 def test_a_follower_is_not_stepped(pair_of):
     pair = pair_of()
-    with pytest.raises(RanksDisagree, match="does what rank 0 does.*call generate or follow"):
+    with pytest.raises(RanksDisagree, match=r"does what rank 0 does.*call generate or follow"):
         pair.follower.step_modern()
 
 
