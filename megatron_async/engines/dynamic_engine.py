@@ -261,7 +261,8 @@ class DynamicInferenceEngine(ControllableEngine):
         Answers come by the futures of `add_request` and by `stream`.
         """
         while True:
-            await self.group.wait_for_work(self.requests)
+            with self._giving_up_with_the_job():
+                await self.group.wait_for_work(self.requests)
             while self.has_unfinished_requests():
                 await self.async_step()
                 await asyncio.sleep(0)  # a step whose samples are there already never waits

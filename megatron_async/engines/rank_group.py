@@ -114,7 +114,11 @@ class RankGroup:
         return False
 
     async def wait_for_work(self, requests: RequestRegistry) -> None:
-        """Until there is a request, or another rank has work."""
+        """Until there is a request, or another rank has work.
+
+        Raises:
+            RankLost: such a rank has died.
+        """
         await requests.wait_for_one()
 
     def planned(self, plan: StepPlan) -> None:
