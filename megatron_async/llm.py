@@ -54,7 +54,7 @@ class LLM:
         progress: show bars while weights load and graphs are captured.
         timeline: record the step timeline; see `timeline`.
         record: file to write every arrival, plan and sample to, for `megatron-async replay` and
-            `simulate`; it is complete when the LLM is closed.
+            `simulate`; it is complete when the LLM is closed. See `replica_file`.
         **inference_config: any field of `InferenceConfig`.
 
     Attributes:
@@ -121,7 +121,9 @@ class LLM:
             "InferenceConfig": asdict(config) | {"device": self._device.torch_device.type},
         }
         self.engine.group, self._place = join_group(facts, config.check_ranks_agree)
-        self._recorder = None if record is None else Recorder(self.engine, record)
+        self._recorder = None
+        if record is not None and self.is_primary_rank:
+            self._recorder = Recorder(self.engine, self.replica_file(record))
 
     def generate(
         self,
@@ -170,6 +172,14 @@ class LLM:
     def data_parallel_size(self) -> int:
         """Replicas in the job."""
         return self._place.data_parallel_size
+
+    def replica_file(self, path: str | Path) -> Path:
+        """Where this replica writes what would be `path` if there were one replica: with several,
+        its number is added, run-0.rec for run.rec."""
+        path = Path(path)
+        if self.data_parallel_size == 1:
+            return path
+        return path.with_name(f"{path.stem}-{self.data_parallel_rank}{path.suffix}")
 
     def follow(self) -> None:
         """On a rank that is not primary: serve the primary rank until it closes its LLM.

@@ -24,7 +24,7 @@ from megatron_async.communication.record import RankRecord
 from megatron_async.communication.watch_link import Link
 from megatron_async.errors import ConfigurationError, RankLost
 
-logger = logging.getLogger("megatron_async")
+logger = logging.getLogger("megatron_async.death_watch")
 
 SILENCE_VARIABLE = "MEGATRON_ASYNC_SILENCE_S"
 """Environment: seconds without any answer after which a rank counts as lost (default 4)."""
