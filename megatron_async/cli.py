@@ -136,8 +136,11 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     add_parallel(generate)
 
     output = generate.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="one JSON document: results and stats,\n"
-        "or with several replicas results and replica_stats, a list")
+    output.add_argument(
+        "--json", action="store_true",
+        help="one JSON document: results and stats\n"
+        "(several replicas: results and replica_stats, a list)",
+    )  # fmt: skip
     output.add_argument(
         "--timeline", metavar="FILE",
         help="write what the CPU and the device did when, for https://ui.perfetto.dev\n"

@@ -53,7 +53,7 @@ def add_parallel(parser: Any) -> None:
         "several ranks",
         "Start them with torchrun: `torchrun --nproc-per-node 2 -m megatron_async generate ...`.\n"
         "Ranks beyond one model's are data-parallel replicas, which divide the prompts.\n"
-        "scripts/launch_node.sh and launch_nodes.sh start one or several nodes; docs/parallelism.md",
+        "scripts/launch_node.sh and scripts/launch_nodes.sh call torchrun for you.",
     )
     for name, text in PARALLEL_OPTIONS:
         group.add_argument(flag(name), type=int, default=1, metavar="N", help=text)
