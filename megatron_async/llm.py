@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from tqdm import tqdm
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.dtypes import parse_dtype
 from megatron_async.cli_output import progress_line
+from megatron_async.communication.bootstrap import join_job
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.devices import make_device, resolve_device_name
@@ -33,6 +35,8 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
     TextGenerationController,
 )
 
+FINISH_TIMEOUT_S = 24 * 3600.0
+"""Replicas may have so much more to do than others; a rank that dies is noticed at once."""
 PROGRESS_EVERY_S = 0.1
 """A progress line is written so often; in between, a step costs nothing for it."""
 
@@ -188,6 +192,19 @@ class LLM:
         """
         while self.engine.follow():
             pass
+
+    async def finish_together(self) -> None:
+        """On a primary rank whose `engine` runs as a task: wait, before that is cancelled, until
+        the primary ranks of all replicas are here. Until then they need this one's experts, if
+        the model's are spread over replicas.
+
+        Raises:
+            RankLost, CommunicationTimeout: one of them has died, or did not come within a day.
+        """
+        exchange, ranks = join_job().exchange, self._place.primary_ranks
+        await asyncio.to_thread(exchange, "the end of serving", "", ranks, FINISH_TIMEOUT_S)
+        while self.engine.has_unfinished_requests():
+            await asyncio.sleep(1e-3)
 
     def _generate(
         self,
