@@ -79,10 +79,10 @@ def test_sizes_that_do_not_fit_are_named(gpus, arguments, words):
 
 
 def test_nodes_from_options_environment_and_slurm():
-    given = "--nnodes 2 --node-rank 1 --master-addr a --master-port 77 --tp 2 x.py".split()
     nodes = "--nnodes 2 --node-rank 1 --master-addr a --master-port 77"
     size = "--tensor-model-parallel-size 2"
-    assert planned("launch_nodes.sh", *given) == f"--nproc-per-node 1 {nodes} x.py {size}"
+    given = planned("launch_nodes.sh", *nodes.split(), "--tp", "2", "x.py")
+    assert given == f"--nproc-per-node 1 {nodes} x.py {size}"
     of_environment = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "77"}
     found = planned("launch_nodes.sh", "--pp", "2", "x.py", gpus=4, **of_environment)
     sizes = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
