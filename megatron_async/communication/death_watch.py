@@ -25,7 +25,7 @@ from megatron_async.communication.stopped import StoppedProcesses
 from megatron_async.communication.watch_link import Link
 from megatron_async.errors import ConfigurationError, RankLost
 
-logger = logging.getLogger("megatron_async")
+logger = logging.getLogger("megatron_async.death_watch")
 
 SILENCE_VARIABLE = "MEGATRON_ASYNC_SILENCE_S"
 """Environment: seconds after which a silent host, or a stopped rank, is lost (default 4)."""
