@@ -2,10 +2,9 @@
 
     python scripts/stress_job_ends.py --jobs 500
 
-Ranks of a job agree a few times and then leave all at once, one after another, or with an error,
-while their channels are full or idle; in some jobs one is killed at a random moment, or stops itself (once it has joined: until then torch
-waits).
-Whatever happens, a rank ends in order, with an error of ours, or by the signal that it was sent:
+Ranks of a job agree a few times and then leave all at once, one after another, or with an error; in
+some jobs one is killed at a random moment, or stops itself (not before it has joined: until then
+torch waits for it). Whatever happens, a rank ends in order, with an error of ours, or by the signal that it was sent:
 any other end (libzmq's assertions are SIGABRT), and a rank that hangs, fails the run.
 """
 
