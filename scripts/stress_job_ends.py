@@ -2,11 +2,11 @@
 
     python scripts/stress_job_ends.py --jobs 500
 
-Ranks of a job agree a few times and then leave all at once, one after another, or with an error,
-while their channels are full or idle; in some jobs one is killed at a random moment, or stops itself (once it has joined: until then torch
-waits).
-Whatever happens, a rank ends in order, with an error of ours, or by the signal that it was sent:
-any other end (libzmq's assertions are SIGABRT), and a rank that hangs, fails the run.
+Ranks of a job agree a few times and then leave all at once, one after another, or with an error; in
+some jobs one is killed at a random moment, or stops itself (not before it has joined: until then
+torch waits for it). Whatever happens, a rank ends in order, with an error of ours, or by the signal
+that it was sent: any other end (libzmq's assertions are SIGABRT), and a rank that hangs, fails the
+run.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def run_rank(rank: int, world: int, port: int, seed: float, stops: bool) -> None
     job = None
     try:
         job = join_job(timeout_s=JOIN_TIMEOUT_S)
-        steps = StepChannel(job, range(world), int)
+        steps: StepChannel[int, int] = StepChannel(job, range(world), int)
         rounds = AsyncZMQCommunicator(job, range(world))
         for turn in range(together.randrange(20)):
             if rank == 0:

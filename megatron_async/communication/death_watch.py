@@ -212,7 +212,7 @@ class DeathWatch:
 
     def _new_link(self, peer: int) -> Link:
         if self._context is None:
-            # Its own: data does not delay heartbeats.
+            # Its own: data does not delay a goodbye.
             self._context = zmq.Context()
         self._links[peer] = link = Link(self._context, self._silence_s)
         for socket in link.sockets:

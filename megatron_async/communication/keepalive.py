@@ -25,8 +25,9 @@ def end_silent_connections(socket: zmq.Socket[Any], silence_s: float) -> None:
     """Let TCP connections that a socket makes or accepts from now on end after a silence.
 
     The peer's kernel answers, so a process that is busy or stopped is not silent; a host that is
-    down or cut off is. An idle connection asks, so firewalls keep it. Other transports stay within
-    a host and need nothing.
+    down or cut off is; and who leaves its buffers full for so long (libzmq's thread empties them,
+    where RCVHWM is 0 or somebody reads). An idle connection asks, so firewalls keep it. Other
+    transports stay within a host and need nothing.
 
     Args:
         socket: not bound or connected yet.

@@ -1,4 +1,4 @@
-"""Ranks that share experts serve arrivals of their own: who is idle sleeps, and wakes for others."""
+"""Ranks that share experts have arrivals of their own: who is idle sleeps, and wakes for others."""
 
 from __future__ import annotations
 
