@@ -104,7 +104,7 @@ def end_together() -> None:
     if has_other_ranks():
         from megatron_async.communication.bootstrap import join_job
 
-        join_job().exchange("the end", "")
+        join_job().exchange("the end", "", timeout_s=GATHER_TIMEOUT_S)
 
 
 def in_order_of_prompts(replicas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
