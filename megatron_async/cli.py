@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -40,6 +40,16 @@ from megatron_async.cli_output import (
     print_statistics,
 )
 from megatron_async.cli_profile import add_profile
+from megatron_async.cli_ranks import (
+    end_together,
+    gather_replicas,
+    has_other_ranks,
+    in_order_of_prompts,
+    is_first_rank,
+    is_to_say,
+    quiet_ranks,
+    say_goodbye_with,
+)
 from megatron_async.cli_sampling import add_sampling_options, sampling_params
 from megatron_async.cli_serving import add_serving
 from megatron_async.cli_simulate import add_record_option, add_replay_and_simulate
@@ -56,7 +66,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where help is; exit with 2."""
-        self.exit(2, f"{PROGRAM}: error: {message} (see `{self.prog} --help`)\n")
+        text = f"{PROGRAM}: error: {message} (see `{self.prog} --help`)\n"
+        self.exit(2, text if is_to_say(text) else None)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -125,14 +136,20 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     add_parallel(generate)
 
     output = generate.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="one JSON document: results and stats")
+    output.add_argument(
+        "--json", action="store_true",
+        help="one JSON document: results and stats\n"
+        "(several replicas: results and replica_stats, a list)",
+    )  # fmt: skip
     output.add_argument(
         "--timeline", metavar="FILE",
-        help="write what the CPU and the device did when, for https://ui.perfetto.dev",
+        help="write what the CPU and the device did when, for https://ui.perfetto.dev\n"
+        "(several replicas: each its own, replica 0's t.json is t-0.json)",
     )  # fmt: skip
     output.add_argument(
         "--metrics-port", type=int, metavar="PORT",
-        help="meanwhile serve Prometheus metrics at http://127.0.0.1:PORT/metrics",
+        help="meanwhile serve Prometheus metrics at http://127.0.0.1:PORT/metrics\n"
+        "(several replicas: replica 1 at PORT+1, and so on)",
     )  # fmt: skip
     add_record_option(output)
     output.add_argument("--no-progress", action="store_true", help="no progress bar")
@@ -198,8 +215,8 @@ def run_generate(arguments: argparse.Namespace) -> int:
     options = {name: value for name, value in fields.items() if value is not None}
     if arguments.no_chunked_prefill:
         options["enable_chunked_prefill"] = False
-    progress = not arguments.no_progress and os.environ.get("RANK", "0") == "0"
-    if arguments.logging_step_interval:
+    progress = not arguments.no_progress and is_first_rank()
+    if arguments.logging_step_interval and is_first_rank():
         show_logged_steps()
     with LLM(
         arguments.model,
@@ -215,26 +232,40 @@ def run_generate(arguments: argparse.Namespace) -> int:
         inputs = chat_prompts(llm, prompts, arguments.system) if arguments.chat else prompts
         if llm.tokenizer is None:
             inputs = [token_ids(prompt) for prompt in prompts]
-        with metrics_server(llm.engine, arguments.metrics_port):
+        with metrics_server(llm, arguments.metrics_port):
             results = llm.generate(inputs, sampling, progress=progress)
-        stats, timeline = llm.engine.stats(), llm.timeline
-        if not llm.is_primary_rank:
-            return 0
-    if arguments.json:
-        records = [as_record(*pair) for pair in zip(prompts, results, strict=True)]
-        print_json({"results": records, "stats": dict(stats)})
+        stats = dict(llm.engine.stats())
+    if llm.timeline is not None and llm.is_primary_rank:
+        llm.timeline.save(llm.replica_file(arguments.timeline))
+    records = [as_record(*pair) for pair in zip(prompts, results)]
+    replicas = gather_replicas(llm, {"results": records, "stats": stats})
+    try:
+        if is_first_rank():
+            print_replicas(replicas, arguments.json)
+            sys.stdout.flush()
+    finally:
+        end_together()
+    failed = any(result["error"] for replica in replicas for result in replica["results"])
+    return 1 if failed else 0
+
+
+def print_replicas(replicas: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    """Print the answers of all replicas in the order of prompts, and their statistics."""
+    results, stats = in_order_of_prompts(replicas), [replica["stats"] for replica in replicas]
+    if as_json:
+        of_replicas = {"stats": stats[0]} if len(stats) == 1 else {"replica_stats": stats}
+        print_json({"results": results, **of_replicas})
     else:
-        for pair in zip(prompts, results, strict=True):
-            print_answer(*pair)
-        print_statistics(stats)
-    if timeline is not None:
-        timeline.save(arguments.timeline)
-    return 0 if all(result.error is None for result in results) else 1
+        for result in results:
+            print_answer(result)
+        print_statistics(*stats)
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
     """The prompts of `--prompt` and then of `--prompts-file`, whose empty lines are left out."""
     prompts = list(arguments.prompt)
+    if arguments.prompts_file == "-" and has_other_ranks():
+        raise ValueError("--prompts-file -: ranks share one standard input; give a file's name.")
     if arguments.prompts_file is not None:
         from_stdin = arguments.prompts_file == "-"
         text = sys.stdin.read() if from_stdin else Path(arguments.prompts_file).read_text("utf-8")
@@ -316,12 +347,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # module of a compiler's warning is its path), and that there is no CUDA compiler.
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=".*megatron.core")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    quiet_ranks()
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
+        if is_first_rank():
+            print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader left (`| head`): nothing more to say, not even when Python flushes at exit.
@@ -330,5 +363,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         if arguments.debug:
             traceback.print_exc()
-        print(f"{PROGRAM}: error: {describe(error)}", file=sys.stderr)
+        say_goodbye_with(error)
+        text = f"{PROGRAM}: error: {describe(error)}"
+        if is_to_say(text, error):
+            print(text, file=sys.stderr, flush=True)
         return 2

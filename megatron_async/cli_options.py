@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+    from megatron_async.llm import LLM
 
 PROGRAM = "megatron-async"
 
@@ -18,7 +18,8 @@ MODEL_HELP = """one of
   PATH/TO/MODEL.gguf   a GGUF file
   PATH/TO/FOLDER       a Hugging Face folder (config.json, safetensors, tokenizer) or a
                        Megatron torch_dist checkpoint written by `megatron-async convert`
-  dummy:SHAPE          random weights, to try a shape: smollm2-135m, qwen3-0.6b, llama-3.1-8b"""
+  dummy:SHAPE          random weights, to try a shape: smollm2-135m, qwen3-0.6b, llama-3.1-8b;
+                       tiny and tiny-moe start at once (prompts are token ids)"""
 
 ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
     ("device", str, "DEVICE", "cpu, cuda or cuda:N (default: a GPU where there is one)"),
@@ -51,7 +52,8 @@ def add_parallel(parser: Any) -> None:
     group = parser.add_argument_group(
         "several ranks",
         "Start them with torchrun: `torchrun --nproc-per-node 2 -m megatron_async generate ...`.\n"
-        "Ranks beyond one model's are data-parallel replicas, which divide the prompts.",
+        "Ranks beyond one model's are data-parallel replicas, which divide the prompts.\n"
+        "scripts/launch_node.sh and scripts/launch_nodes.sh call torchrun for you.",
     )
     for name, text in PARALLEL_OPTIONS:
         group.add_argument(flag(name), type=int, default=1, metavar="N", help=text)
@@ -91,15 +93,14 @@ def add_dtype(parser: Any) -> None:
     )
 
 
-def metrics_server(
-    engine: DynamicInferenceEngine, port: int | None
-) -> AbstractContextManager[object]:
-    """The server behind `--metrics-port`, as a context manager; none without a port."""
-    if port is None:
+def metrics_server(llm: LLM, port: int | None) -> AbstractContextManager[object]:
+    """The server behind `--metrics-port`, as a context manager: one for each replica, at ports that
+    follow each other; none without a port."""
+    if port is None or not llm.is_primary_rank:
         return nullcontext()
     from megatron_async.profiling.metrics import serve_metrics
 
-    return serve_metrics(engine, port)
+    return serve_metrics(llm.engine, port + llm.data_parallel_rank)
 
 
 class _AboveTheBar(logging.Handler):

@@ -83,22 +83,33 @@ def print_json(document: Mapping[str, Any]) -> None:
     print(json.dumps(document, indent=2, ensure_ascii=False, default=lambda v: v.tolist()))
 
 
-def print_answer(prompt: str, result: DynamicInferenceRequest) -> None:
-    """Print one prompt and its answer, or its error."""
-    print(f">>> {prompt}")
-    if result.error is not None:
-        print(f"FAILED: {describe(result.error)}\n")
+def print_answer(result: Mapping[str, Any]) -> None:
+    """Print one prompt and its answer, or its error.
+
+    Args:
+        result: from `as_record`.
+    """
+    print(f">>> {result['prompt']}")
+    if result["error"] is not None:
+        print(f"FAILED: {result['error']}\n")
         return
-    text = result.generated_text
-    print(" ".join(map(str, result.generated_tokens)) if text is None else text.strip())
-    latency = "" if result.latency is None else f", {result.latency:.2f} s"
-    print(f"    [{len(result.generated_tokens)} tokens, {result.finish_reason}{latency}]\n")
+    text, tokens, latency = (
+        result[key] for key in ("generated_text", "generated_tokens", "latency")
+    )
+    print(" ".join(map(str, tokens)) if text is None else text.strip())
+    seconds = "" if latency is None else f", {latency:.2f} s"
+    print(f"    [{len(tokens)} tokens, {result['finish_reason']}{seconds}]\n")
 
 
-def print_statistics(stats: Mapping[str, Any]) -> None:
-    """Print the final table."""
-    rows = [row for row in STATISTICS if row[0] in stats]
-    rows += [row for row in STATISTICS_WHEN_NOT_ZERO if stats.get(row[0])]
+def print_statistics(*replicas: Mapping[str, Any]) -> None:
+    """Print the final table, with a column for each replica."""
+    rows = [row for row in STATISTICS if row[0] in replicas[0]]
+    rows += [
+        row for row in STATISTICS_WHEN_NOT_ZERO if any(stats.get(row[0]) for stats in replicas)
+    ]
     width = max(len(name) for _, name, _ in rows)
+    if len(replicas) > 1:
+        print(f"{'replica':<{width}}" + "".join(f"  {n:>10}" for n in range(len(replicas))))
     for key, name, layout in rows:
-        print(f"{name:<{width}}  {layout.format(stats[key]):>10}")
+        cells = [layout.format(stats[key]) for stats in replicas]
+        print(f"{name:<{width}}" + "".join(f"  {cell:>10}" for cell in cells))

@@ -19,6 +19,7 @@ from megatron_async.cli_options import (
     parallel_sizes,
 )
 from megatron_async.cli_output import print_json
+from megatron_async.cli_ranks import is_first_rank
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM
@@ -108,7 +109,8 @@ def _add_replica(commands: Any, common: argparse.ArgumentParser, formatter: Any)
     add_parallel(replica)
     replica.add_argument(
         "--metrics-port", type=int, metavar="PORT",
-        help="serve this engine's Prometheus metrics at http://127.0.0.1:PORT/metrics",
+        help="serve this engine's Prometheus metrics at http://127.0.0.1:PORT/metrics\n"
+        "(several replicas in one job: replica 1 at PORT+1, and so on)",
     )  # fmt: skip
     replica.add_argument("--no-progress", action="store_true", help="no progress bar")
 
@@ -168,10 +170,10 @@ def run_replica(arguments: argparse.Namespace) -> int:
     options = {name: value for name, value in fields.items() if value is not None}
     _log_to_stderr()
     options |= parallel_sizes(arguments)
-    progress, port = not arguments.no_progress, arguments.metrics_port
+    progress, port = not arguments.no_progress and is_first_rank(), arguments.metrics_port
     with (
         LLM(arguments.model, dtype=arguments.dtype, progress=progress, **options) as llm,
-        metrics_server(llm.engine, port),
+        metrics_server(llm, port),
     ):
         serve_replica(llm, arguments.coordinator, _model_name(arguments, llm), arguments.name)
     return 0

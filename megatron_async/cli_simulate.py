@@ -118,8 +118,10 @@ def add_replay(commands: Any, common: argparse.ArgumentParser, formatter: Any) -
 def add_record_option(output: Any) -> None:
     """The option `--record` of `generate`."""
     output.add_argument(
-        "--record", metavar="FILE", help="write every arrival, plan and sample, for `replay`"
-    )
+        "--record", metavar="FILE",
+        help="write every arrival, plan and sample, for `replay`\n"
+        "(several replicas: each its own, replica 0's run.rec is run-0.rec)",
+    )  # fmt: skip
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:

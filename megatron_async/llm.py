@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from tqdm import tqdm
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.dtypes import parse_dtype
 from megatron_async.cli_output import progress_line
+from megatron_async.communication.bootstrap import join_job
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.devices import make_device, resolve_device_name
@@ -33,6 +35,8 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
     TextGenerationController,
 )
 
+FINISH_TIMEOUT_S = 24 * 3600.0
+"""Replicas may have so much more to do than others; a rank that dies is noticed at once."""
 PROGRESS_EVERY_S = 0.1
 """A progress line is written so often; in between, a step costs nothing for it."""
 
@@ -54,7 +58,7 @@ class LLM:
         progress: show bars while weights load and graphs are captured.
         timeline: record the step timeline; see `timeline`.
         record: file to write every arrival, plan and sample to, for `megatron-async replay` and
-            `simulate`; it is complete when the LLM is closed.
+            `simulate`; it is complete when the LLM is closed. See `replica_file`.
         **inference_config: any field of `InferenceConfig`.
 
     Attributes:
@@ -122,7 +126,9 @@ class LLM:
             "InferenceConfig": asdict(config) | {"device": self._device.torch_device.type},
         }
         self.engine.group, self._place = join_group(facts, config.check_ranks_agree)
-        self._recorder = None if record is None else Recorder(self.engine, record)
+        self._recorder = None
+        if record is not None and self.is_primary_rank:
+            self._recorder = Recorder(self.engine, self.replica_file(record))
 
     def generate(
         self,
@@ -172,6 +178,14 @@ class LLM:
         """Replicas in the job."""
         return self._place.data_parallel_size
 
+    def replica_file(self, path: str | Path) -> Path:
+        """Where this replica writes what would be `path` if there were one replica: with several,
+        its number is added, run-0.rec for run.rec."""
+        path = Path(path)
+        if self.data_parallel_size == 1:
+            return path
+        return path.with_name(f"{path.stem}-{self.data_parallel_rank}{path.suffix}")
+
     def follow(self) -> None:
         """On a rank that is not primary: serve the primary rank until it closes its LLM.
 
@@ -179,6 +193,19 @@ class LLM:
         """
         while self.engine.follow():
             pass
+
+    async def finish_together(self) -> None:
+        """On a primary rank whose `engine` runs as a task: wait, before that is cancelled, until
+        the primary ranks of all replicas are here. Until then they need this one's experts, if
+        the model's are spread over replicas.
+
+        Raises:
+            RankLost, CommunicationTimeout: one of them has died, or did not come within a day.
+        """
+        exchange, ranks = join_job().exchange, self._place.primary_ranks
+        await asyncio.to_thread(exchange, "the end of serving", "", ranks, FINISH_TIMEOUT_S)
+        while self.engine.has_unfinished_requests():
+            await asyncio.sleep(1e-3)
 
     def _generate(
         self,

@@ -24,7 +24,7 @@ from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.gap_report import gap_report
 from megatron_async.profiling.gpu_profile import FIRST_KERNEL, device_activities, profile_device
 from megatron_async.profiling.replay_time import replay_ms
-from megatron_async.profiling.step_times import time_steps
+from megatron_async.profiling.step_times import captured_by_nsys, time_steps
 from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
 
 WINDOWS = 5
@@ -76,7 +76,8 @@ def measure(batch: int, lookahead: int, args: argparse.Namespace) -> dict[str, A
                 result |= idle_time(llm)
             engine.group.release()
         else:
-            engine.follow()
+            with captured_by_nsys():
+                engine.follow()
         # A step of a pipeline serves its share of the requests.
         limit = replay_ms(engine, -(-batch // args.pipeline_model_parallel_size))
         join_job().exchange("the end of a measurement", "")

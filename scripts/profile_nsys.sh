@@ -18,10 +18,16 @@ Give another one as you would run it; a script of this folder or megatron-async 
   scripts/profile_nsys.sh -o churn scripts/benchmark_churn.py --lookahead 1
   scripts/profile_nsys.sh megatron-async generate --model smollm2 --prompt "Hello"
 
+On several ranks each has its own nsys and its own report, REPORT-rank0.nsys-rep and so on; the launch
+scripts start them so:
+  scripts/launch_node.sh --tp 2 --nsys tp2 scripts/benchmark_ranks.py --model dummy:llama-3.1-8b
+In nsys-ui they can be opened together ("New multi-report view").
+
   -o REPORT     report file without its ending (default: nsys_DATE_TIME)
-  --whole-run   trace all of it, loading and capturing too. Otherwise benchmark_decode.py and
-                benchmark_churn.py are traced in their measured steps only, one report for each
-                measurement; other commands mark no steps and are always traced whole.
+  --whole-run   trace all of it, loading and capturing too. Otherwise benchmark_decode.py,
+                benchmark_churn.py and benchmark_ranks.py are traced in their measured steps only,
+                one report for each measurement; other commands mark no steps and are always
+                traced whole.
   --dry-run     print the nsys command, run nothing
   -h, --help    this text
 
@@ -74,13 +80,18 @@ case $1 in
     megatron-async) command=("$python" -m megatron_async "${@:2}") ;;
 esac
 
+trace=cuda,nvtx,osrt
+if [[ -n ${RANK:-} ]]; then
+    # A rank under torchrun. Many processes' system calls would be more than one can read.
+    report=$report-rank$RANK trace=cuda,nvtx
+fi
 options=(
     --output="$report" --force-overwrite=true
-    --trace=cuda,nvtx,osrt --cuda-graph-trace=node
+    --trace="$trace" --cuda-graph-trace=node
     # Call stacks of the CPU are not wanted here, and taking them slows the engine's thread.
     --sample=none --cpuctxsw=none
 )
-if ! $whole && [[ $1 == *benchmark_decode.py || $1 == *benchmark_churn.py ]]; then
+if ! $whole && [[ $1 == *benchmark_decode.py || $1 == *benchmark_churn.py || $1 == *benchmark_ranks.py ]]; then
     # The scripts call cudaProfilerStart and cudaProfilerStop around what they measure.
     options+=(--capture-range=cudaProfilerApi --capture-range-end=repeat)
 fi

@@ -16,9 +16,10 @@ run ruff check .
 run mypy
 run python scripts/lint_no_sync.py
 
-# Two workers, one thread each: the models under test are too small to share a matrix product.
+# One thread each: the models under test are too small to share a matrix product. A worker more than
+# cores, because tests of several ranks wait for each other a lot.
 export OMP_NUM_THREADS=1
-workers=(-n 2 --dist worksteal) # tests take from milliseconds to half a minute
+workers=(-n 3 --dist worksteal) # tests take from milliseconds to half a minute
 for argument in "$@"; do
     [[ $argument == -n* || $argument == --pdb || $argument == -s ]] && workers=()
 done

@@ -17,6 +17,7 @@ import zmq
 
 from megatron_async.communication.host import bind_addresses, choose_endpoint
 from megatron_async.communication.job import EXCHANGE_TIMEOUT_S, Job
+from megatron_async.communication.keepalive import end_silent_connections
 from megatron_async.communication.waiting import Wait
 from megatron_async.errors import RankLost
 
@@ -26,8 +27,8 @@ _HEADER = struct.Struct("<IQ")
 _SUBSCRIBER = b"\x01\xff subscriber "
 """What a publisher hears from a subscriber, followed by its rank."""
 
-NETWORK_HEARTBEAT_MS = 5000
-"""Keeps idle connections between hosts known to firewalls, and finds broken ones."""
+NETWORK_SILENCE_S = 20.0
+"""A connection to a host that is silent for so long ends; the death watch knows before."""
 
 
 class Bus:
@@ -185,8 +186,7 @@ class Bus:
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.IPV6, 1)
-            if other_hosts:
-                socket.setsockopt(zmq.HEARTBEAT_IVL, NETWORK_HEARTBEAT_MS)
+            end_silent_connections(socket, NETWORK_SILENCE_S)
         endpoints = []
         for address in bind_addresses(job.address(), len(here) > 1, other_hosts):
             publisher.bind(address)

@@ -21,13 +21,14 @@ from megatron_async.communication.host import (
     process_state,
 )
 from megatron_async.communication.record import RankRecord
+from megatron_async.communication.stopped import StoppedProcesses
 from megatron_async.communication.watch_link import Link
 from megatron_async.errors import ConfigurationError, RankLost
 
-logger = logging.getLogger("megatron_async")
+logger = logging.getLogger("megatron_async.death_watch")
 
 SILENCE_VARIABLE = "MEGATRON_ASYNC_SILENCE_S"
-"""Environment: seconds without any answer after which a rank counts as lost (default 4)."""
+"""Environment: seconds after which a silent host, or a stopped rank, is lost (default 4)."""
 
 GRACE_VARIABLE = "MEGATRON_ASYNC_LOSS_GRACE_S"
 """Environment: seconds that a process has to end by itself after a loss (default 5), or "off"."""
@@ -72,6 +73,10 @@ class DeathWatch:
     """Watches all ranks, from a thread of its own: rank 0 has a `Link` to each other rank and tells
     the others whom it lost; its own end each sees by itself.
 
+    Processes that were stopped have open connections; they are seen on their own host, by its first
+    rank (which the others see), and rank 0 is told. Not seen are a stopped rank that is alone on
+    its host, and, on other hosts, a stopped rank 0: the time limits of waits for them end those.
+
     Before `start` the bootstrap drives it by `step`.
 
     Args:
@@ -89,6 +94,7 @@ class DeathWatch:
         self.end_process_after_s = _seconds(GRACE_VARIABLE, "5")
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._links: dict[int, Link] = {}
+        self._stopped = StoppedProcesses(self._silence_s)
         self._poller = zmq.Poller()
         self._records: dict[int, RankRecord] = {}
         self._losses: dict[int, Loss] = {}
@@ -181,6 +187,11 @@ class DeathWatch:
                 self._hear(rank, _decode(message))
             if link.is_down and rank not in self._left and rank not in self._losses:
                 self._lose(rank, self._reason(rank, link))
+        for rank in self._stopped.look(self._neighbours()):
+            reason = f"its process was stopped (SIGSTOP?), {self._silence_s:g} s ago"
+            self._lose(rank, reason)
+            if self._rank and rank:
+                self._links[0].send(_encode(Gone(rank, reason)))
 
     def close(self, failure: str = "") -> None:
         """Say goodbye and stop watching. May be called twice.
@@ -201,7 +212,7 @@ class DeathWatch:
 
     def _new_link(self, peer: int) -> Link:
         if self._context is None:
-            # Its own: data does not delay heartbeats.
+            # Its own: data does not delay a goodbye.
             self._context = zmq.Context()
         self._links[peer] = link = Link(self._context, self._silence_s)
         for socket in link.sockets:
@@ -212,7 +223,7 @@ class DeathWatch:
         while self._goodbye is None:
             first = next(iter(self._losses.values()), None)
             grace = self.end_process_after_s
-            left_s = 60.0
+            left_s = self._stopped.interval_s
             if first is not None and grace is not None:
                 left_s = first.noticed + grace - time.monotonic()
                 if left_s <= 0:
@@ -268,15 +279,23 @@ class DeathWatch:
             return "it ended while the job started"
         me, peer = self._records.get(self._rank), self._records.get(rank)
         if me is not None and peer is not None and me.on_host_of(peer):
-            state = _final_state(peer.pid)
-            if state == "ended":
+            if _has_ended(peer.pid):
                 return "its process has ended without a goodbye"
-            if state == "stopped":
-                return f"its process was stopped (SIGSTOP?), silent for {self._silence_s:g} s"
+            return "its connection closed, though its process has not ended"
         return (
-            f"its connection closed, or it was silent for {self._silence_s:g} s: the process ended "
-            "or was stopped, or the network between the hosts is down"
+            f"its connection closed, or its host was silent for {self._silence_s:g} s: the process "
+            "ended, or the network between the hosts is down"
         )
+
+    def _neighbours(self) -> dict[int, int]:
+        """Process ids of the ranks of this host that are looked at, and still there."""
+        me = self._records.get(self._rank)
+        if me is None:
+            return {}
+        here = [rank for rank in sorted(self._records) if self._records[rank].on_host_of(me)]
+        seen = here[1:] if self._rank == here[0] else here[:1]
+        gone = self._left | self._losses.keys()
+        return {rank: self._records[rank].pid for rank in seen if rank not in gone}
 
     def _message(self, lost: Sequence[Loss], waiting_for: str = "") -> str:
         said = "; ".join(f"{self.describe([loss.rank])}: {loss.reason}" for loss in lost)
@@ -296,13 +315,13 @@ class DeathWatch:
             os._exit(EXIT_CODE_RANK_LOST)
 
 
-def _final_state(pid: int) -> str:
-    """`process_state`; the kernel closes a dying process' connections before it is dead."""
+def _has_ended(pid: int) -> bool:
+    """Whether a process of this host is dead; the kernel closes its connections a little before."""
     for _ in range(20):
-        if (state := process_state(pid)) != "running":
-            break
+        if process_state(pid) == "ended":
+            return True
         time.sleep(0.01)
-    return state
+    return False
 
 
 def _seconds(variable: str, default: str) -> float | None:

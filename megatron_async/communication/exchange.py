@@ -50,8 +50,14 @@ class StoreExchange:
 
         Returns:
             the value that is there now.
+
+        Raises:
+            RankLost: the store is gone.
         """
-        return str(self._store.compare_set(f"exchange/{name}/{self._rank}", "", value).decode())
+        try:
+            return str(self._store.compare_set(f"exchange/{name}/{self._rank}", "", value).decode())
+        except dist.DistNetworkError as error:
+            self._store_is_gone(error)
 
     def peek(self, name: str, rank: int) -> str:
         """The value of a rank that is there already."""

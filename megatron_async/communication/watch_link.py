@@ -1,14 +1,16 @@
 """The line between rank 0 and one other rank, by which each learns of the other's end.
 
-Nothing travels here while all is well but ZMTP heartbeats, which libzmq's own threads send and
-answer: a Python thread that holds the GIL for a minute is not taken for dead, a process that was
-stopped is. The kernel closes a dead process' connection, which needs no heartbeat.
+Nothing travels here while all is well. The kernel closes a dead process' connection, and asks
+another host whether it is still there: no thread of ours has to answer, so one that holds the GIL
+for a minute is not taken for dead. Of libzmq's heartbeats `keepalive` says why they are not used.
 """
 
 from __future__ import annotations
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
+
+from megatron_async.communication.keepalive import end_silent_connections
 
 EVENTS = (
     zmq.EVENT_ACCEPTED
@@ -18,9 +20,6 @@ EVENTS = (
     | zmq.EVENT_CLOSED
     | zmq.EVENT_CONNECT_RETRIED
 )
-
-HEARTBEATS_IN_SILENCE = 4
-"""A heartbeat is sent this often within the silence after which a peer counts as lost."""
 
 LINGER_MS = 500
 """A goodbye that cannot be sent within this time is not sent."""
@@ -34,7 +33,7 @@ class Link:
 
     Args:
         context: of the watch.
-        silence_s: without an answer for so long, the peer counts as lost.
+        silence_s: a host that has not answered for so long counts as lost.
 
     Attributes:
         is_up: the peer has answered.
@@ -43,13 +42,12 @@ class Link:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], silence_s: float) -> None:
         self._socket = context.socket(zmq.PAIR)
-        interval = silence_s / HEARTBEATS_IN_SILENCE
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * interval))
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * (silence_s - interval)))
+        end_silent_connections(self._socket, silence_s)
         # Not -1: it drops what the peer said last.
         self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # a full queue would hide the connection's end
         self._socket.setsockopt(zmq.IPV6, 1)
         self._monitor = self._socket.get_monitor_socket(EVENTS)
         self._connects = False

@@ -42,6 +42,8 @@ class Launch(msgspec.Struct, tag="launch", array_like=True):
     step: int
     shape: tuple[int, ...] | None = None
     """What the ranks that hold other requests agreed on; None: there are none."""
+    is_dummy: bool = False
+    """Of this model no request runs: its engine stops, but others need its experts."""
 
 
 class Resolve(msgspec.Struct, tag="resolve", array_like=True):

@@ -50,6 +50,7 @@ class ControllableEngine(ABC):
 
     controller: TextGenerationController
     context: DynamicInferenceContext
+    lookahead: int
     in_flight: deque[LaunchedStep]
     requests: RequestRegistry
     statistics: EngineStatistics
@@ -169,12 +170,16 @@ class ControllableEngine(ABC):
         with self._giving_up_with_the_job():
             self.group.stop_together(True)
             while self.group.must_keep_up:
-                self._keep_up()
-            while self.in_flight:
-                self._wait(self.in_flight[0])
-                self._undelivered += self._resolve_oldest()
+                self._launch_dummy()
+                self._resolve_down_to(self.lookahead)
+            self._resolve_down_to(0)
         self.statistics.drained = True
         self.requests.notify_streams()
+
+    def _resolve_down_to(self, in_flight: int) -> None:
+        while len(self.in_flight) > in_flight:
+            self._wait(self.in_flight[0])
+            self._undelivered += self._resolve_oldest()
 
     def _take_undelivered(self) -> list[StepOutput]:
         outputs, self._undelivered = self._undelivered, []
@@ -204,8 +209,8 @@ class ControllableEngine(ABC):
         self.requests.news.notify()
 
     @abstractmethod
-    def _keep_up(self) -> None:
-        """Launch a step without requests, and book what is due."""
+    def _launch_dummy(self) -> bool:
+        """Launch a step without requests, if others need one; whether one was."""
 
     @abstractmethod
     def _wait(self, step: LaunchedStep) -> None:

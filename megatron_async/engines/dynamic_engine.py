@@ -222,8 +222,10 @@ class DynamicInferenceEngine(ControllableEngine):
 
         Raises:
             EngineStopped: the engine is paused or suspended, and nothing is left to report.
-            JobFailed: other ranks of the model are lost, and with them all requests.
+            JobFailed: other ranks of the model are lost, and with them all requests; or this one
+                follows another.
         """
+        self.group.check_leads()
         if self._must_wait():
             self._check_is_running()
         start = time.perf_counter()
@@ -238,6 +240,7 @@ class DynamicInferenceEngine(ControllableEngine):
     async def async_step(self) -> dict[str, Any]:
         """`step_modern` for an event loop: other coroutines run while samples are on their way, or
         while the engine is stopped."""
+        self.group.check_leads()
         await self._wait_while_stopped()
         start = time.perf_counter()
         outputs = []
@@ -258,7 +261,8 @@ class DynamicInferenceEngine(ControllableEngine):
         Answers come by the futures of `add_request` and by `stream`.
         """
         while True:
-            await self.group.wait_for_work(self.requests)
+            with self._giving_up_with_the_job():
+                await self.group.wait_for_work(self.requests)
             while self.has_unfinished_requests():
                 await self.async_step()
                 await asyncio.sleep(0)  # a step whose samples are there already never waits
@@ -292,13 +296,12 @@ class DynamicInferenceEngine(ControllableEngine):
         self.launching.launch(plan, self.group)
         return max(len(self.in_flight) - self.lookahead, 0)
 
-    def _keep_up(self) -> None:
+    def _launch_dummy(self) -> bool:
+        """Launch a step without requests, if others need one."""
         plan = self.context.prepare_dummy_step()
         if plan is not None:
             self.launching.launch(plan, self.group)
-        while len(self.in_flight) > (self.lookahead if plan else 0):
-            self._wait(self.in_flight[0])
-            self._undelivered += self._resolve_oldest()
+        return plan is not None
 
     def _wait(self, step: LaunchedStep) -> None:
         """The one wait: until the samples of `step` are on the host."""

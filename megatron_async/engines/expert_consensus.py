@@ -26,6 +26,10 @@ class Communicator(Protocol):
         """Whether another member waits in a call that this one has not made yet."""
         ...
 
+    async def started(self) -> None:
+        """Until one does; raises RankLost if one died."""
+        ...
+
 
 class ExpertConsensus:
     """One round before each step.
@@ -69,3 +73,11 @@ class ExpertConsensus:
     def has_started(self) -> bool:
         """Whether another rank waits for this one."""
         return self._communicator.has_started()
+
+    async def started(self) -> None:
+        """Sleep until one does.
+
+        Raises:
+            RankLost: one died.
+        """
+        await self._communicator.started()

@@ -44,8 +44,6 @@ class Follower(ConnectedGroup):
         shape: of the step that is planned next, where the leader settled it with others.
     """
 
-    is_leader = False
-
     def __init__(
         self, channel: Channel, check_alive: Callable[[], None], check_agreement: bool = False
     ) -> None:
@@ -58,6 +56,13 @@ class Follower(ConnectedGroup):
     def leader(self) -> int:
         """Its rank in the job."""
         return self._channel.members[0]
+
+    def check_leads(self) -> None:
+        raise RanksDisagree(
+            f"this rank does what rank {self.leader} does and steps by no other's will: call "
+            "generate or follow of its LLM (or follow of its engine) here, and the rest on rank "
+            f"{self.leader} alone."
+        )
 
     def receive(self, oldest: LaunchedStep | None) -> Action:
         """The leader's next action.
@@ -141,7 +146,10 @@ def _replay(engine: DynamicInferenceEngine, group: Follower, action: Action) -> 
     if isinstance(action, Launch):
         _check_step("launches", action.step, engine.context.next_step)
         group.shape = None if action.shape is None else StepShape(*action.shape)
-        engine._launch_next()
+        if action.is_dummy:
+            engine._launch_dummy()
+        else:
+            engine._launch_next()
     elif isinstance(action, Resolve):
         in_flight = engine.in_flight[0].plan.step if engine.in_flight else None
         _check_step("books", action.step, in_flight)

@@ -30,6 +30,8 @@ class RankPlace:
     """Replicas in the job."""
     is_primary: bool = True
     """Whether it is its replica's leader, which callers talk to."""
+    primary_ranks: tuple[int, ...] = (0,)
+    """Of a leader: those of all replicas, in their order."""
 
 
 def join_group(
@@ -55,6 +57,7 @@ def join_group(
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_data_parallel_world_size(),
         job.rank == members[0],
+        tuple(dist.get_process_group_ranks(parallel_state.get_data_parallel_group())),
     )
     experts = dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())
     # A rank's step ends only if those end of all ranks that hold a part of its experts.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.contexts.step_shape import StepShape
@@ -31,8 +31,6 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 
 CONFIRMATION_TIMEOUT_S = 5.0
 """Ranks launch a step together, so what fails on all of them fails within a step's time."""
-LISTEN_EVERY_S = 0.002
-"""An idle engine whose experts others may need looks so often whether they do."""
 
 
 class Leader(ConnectedGroup):
@@ -80,7 +78,7 @@ class Leader(ConnectedGroup):
         if self._consensus is None:
             return wanted
         shape = self._consensus.agree(wanted, has_work)
-        self._send(Launch(step, shape))
+        self._send(Launch(step, shape, self._consensus.is_stopping))
         return shape
 
     @property
@@ -109,11 +107,10 @@ class Leader(ConnectedGroup):
         return self._consensus is not None and self._consensus.any_running
 
     async def wait_for_work(self, requests: RequestRegistry) -> None:
-        while self._consensus is None or not self._consensus.has_started():
-            patience_s = None if self._consensus is None else LISTEN_EVERY_S
-            with suppress(TimeoutError):
-                await asyncio.wait_for(requests.wait_for_one(), patience_s)
-                return
+        if self._consensus is None:
+            await requests.wait_for_one()
+        elif not self._consensus.has_started():
+            await _either(requests.wait_for_one(), self._consensus.started())
 
     def planned(self, plan: StepPlan) -> None:
         if self._checks:
@@ -187,3 +184,16 @@ class Leader(ConnectedGroup):
             self._read_reports()
         self._failed.pop(step, None)
         self._failed_since.pop(step, None)
+
+
+async def _either(*waits: Coroutine[Any, Any, None]) -> None:
+    """Until one of them ends; the others are cancelled, and over when this returns."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

@@ -58,12 +58,13 @@ class Channel(Protocol):
 class RankGroup:
     """A rank alone: nobody to tell, nobody to wait for."""
 
-    is_leader = True
-
     @property
     def agreement_ns(self) -> int:
         """Nanoseconds spent in `agree` so far."""
         return 0
+
+    def check_leads(self) -> None:
+        """Raise RanksDisagree if this rank does what another one does, and not what it is told."""
 
     def added(self, request: DynamicInferenceRequest) -> None:
         """A servable request was queued."""
@@ -113,7 +114,11 @@ class RankGroup:
         return False
 
     async def wait_for_work(self, requests: RequestRegistry) -> None:
-        """Until there is a request, or another rank has work."""
+        """Until there is a request, or another rank has work.
+
+        Raises:
+            RankLost: such a rank has died.
+        """
         await requests.wait_for_one()
 
     def planned(self, plan: StepPlan) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -53,6 +54,17 @@ class StepTimes:
     resolve_us: float
 
 
+@contextmanager
+def captured_by_nsys() -> Iterator[None]:
+    """Mark a range to capture for Nsight Systems, where it profiles this process."""
+    under_nsys = NSYS_SESSION in os.environ and torch.cuda.is_available()
+    if under_nsys:
+        torch.cuda.profiler.start()
+    yield
+    if under_nsys:
+        torch.cuda.profiler.stop()
+
+
 def time_steps(
     engine: DynamicInferenceEngine,
     windows: int,
@@ -71,21 +83,17 @@ def time_steps(
         before_step: called before each step (arrivals); its time counts.
         after_step: called with each step's report; its time counts.
     """
-    under_nsys = NSYS_SESSION in os.environ and torch.cuda.is_available()
-    if under_nsys:
-        torch.cuda.profiler.start()
-    before = deepcopy(engine.statistics)
-    ends = [time.perf_counter()]
-    for _ in range(windows * steps):
-        if before_step is not None:
-            before_step()
-        report = engine.step_modern()
-        if after_step is not None:
-            after_step(report)
-        ends.append(time.perf_counter())
-    after = deepcopy(engine.statistics)
-    if under_nsys:
-        torch.cuda.profiler.stop()
+    with captured_by_nsys():
+        before = deepcopy(engine.statistics)
+        ends = [time.perf_counter()]
+        for _ in range(windows * steps):
+            if before_step is not None:
+                before_step()
+            report = engine.step_modern()
+            if after_step is not None:
+                after_step(report)
+            ends.append(time.perf_counter())
+        after = deepcopy(engine.statistics)
     singles = distribution(1e3 * (end - start) for start, end in pairwise(ends))
     means = [
         (ends[first + steps] - ends[first]) / steps for first in range(0, windows * steps, steps)

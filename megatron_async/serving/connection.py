@@ -10,6 +10,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from megatron_async.communication.keepalive import end_silent_connections
 from megatron_async.errors import ConfigurationError, CoordinatorLost
 from megatron_async.serving.messages import (
     ClientHello,
@@ -23,6 +24,8 @@ from megatron_async.serving.messages import (
 
 SLICE_S = 0.2
 """A wait looks so often whether the connection has ended."""
+HOST_SILENCE_S = 4.0
+"""A coordinator's host that is silent for so long is gone."""
 
 
 class Connection[Heard]:
@@ -50,7 +53,8 @@ class Connection[Heard]:
         self._socket.set(zmq.LINGER, 200)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RECONNECT_IVL, 100)
-        self._socket.set(zmq.HEARTBEAT_IVL, 1000)
+        self._socket.set(zmq.RCVHWM, 0)  # a full queue would hide the connection's end
+        end_silent_connections(self._socket, HOST_SILENCE_S)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self._socket.connect(address)

@@ -12,6 +12,7 @@ from collections import deque
 import msgspec
 import zmq
 
+from megatron_async.communication.keepalive import end_silent_connections
 from megatron_async.errors import ConfigurationError
 from megatron_async.serving.dispatcher import Dispatcher
 from megatron_async.serving.messages import (
@@ -28,8 +29,6 @@ TURN_MS = 50
 """Longest sleep of the loop."""
 MOST_UNREAD = 10_000
 """Messages that wait for a peer that does not read, beside those in its socket."""
-HEARTBEAT_MS = 1000
-"""ZMTP's own heartbeats end connections to hosts that are cut off."""
 
 
 class Coordinator:
@@ -54,11 +53,10 @@ class Coordinator:
         options = {
             zmq.ROUTER_MANDATORY: 1,  # who is gone is noticed when something is sent to it
             zmq.LINGER: 200,
-            zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
-            zmq.HEARTBEAT_TIMEOUT: round(1000 * self._config.silence_s),
         }
         for option, value in options.items():
             self._socket.set(option, value)
+        end_silent_connections(self._socket, self._config.silence_s)
         try:
             _check_is_free(address)
             self._socket.bind(address)

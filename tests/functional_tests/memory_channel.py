@@ -10,6 +10,7 @@ import msgspec
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.engines.actions import Report, Turn, to_builtin
+from megatron_async.engines.expert_consensus import ExpertConsensus
 from megatron_async.engines.follower import Follower
 from megatron_async.engines.leader import Leader
 from megatron_async.errors import CommunicationTimeout, RankLost
@@ -72,6 +73,7 @@ class FollowingEngine:
     Args:
         leader: gets the group's leader; make it with check_ranks_agree.
         follower: made like it.
+        consensus: of the leader.
 
     Attributes:
         engine: the follower.
@@ -79,12 +81,17 @@ class FollowingEngine:
         ended: its ended requests by id.
     """
 
-    def __init__(self, leader: DynamicInferenceEngine, follower: DynamicInferenceEngine) -> None:
+    def __init__(
+        self,
+        leader: DynamicInferenceEngine,
+        follower: DynamicInferenceEngine,
+        consensus: ExpertConsensus | None = None,
+    ) -> None:
         self.channel = MemoryChannel()
         self.engine = follower
         self.error: BaseException | None = None
         self.ended: dict[int, Any] = {}
-        leader.group = Leader(self.channel, self.channel.check, check_agreement=True)
+        leader.group = Leader(self.channel, self.channel.check, True, consensus)
         follower.group = Follower(
             self.channel, self.channel.check, check_agreement=True
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 
@@ -24,6 +25,10 @@ class MemoryCommunicator:
 
     def has_started(self) -> bool:
         return self._shared.latest > self._rounds
+
+    async def started(self) -> None:
+        while not self.has_started():
+            await asyncio.sleep(0.001)
 
 
 class _Rounds:

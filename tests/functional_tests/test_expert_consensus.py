@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from capturing_cpu import CapturingCpu
 from harness import TINY, assert_all_is_back, drain, greedy, make_engine, make_model, random_prompts
+from memory_channel import FollowingEngine
 from memory_communicator import MemoryCommunicator
 
 from megatron_async import DynamicInferenceEngine
@@ -171,8 +172,27 @@ def test_idle_engines_wake_when_another_has_work():
 
 
 def test_all_stop_together_and_go_on():
-    ranks = ExpertRanks(2, lookahead=2)
+    _stop_together(ExpertRanks(2, lookahead=2))
 
+
+def test_followers_stop_with_their_leaders():
+    """Each of two models that share experts lies on two ranks."""
+    ranks = ExpertRanks(2, lookahead=1)
+    pairs = []
+    for leader in ranks.engines:
+        pair = FollowingEngine(
+            leader, make_engine(MODEL, num_kv_blocks=32, lookahead=1), leader.group._consensus
+        )
+        pairs.append(pair)
+    _stop_together(ranks)
+    for pair in pairs:
+        pair.join()
+        assert pair.error is None, pair.error
+        assert_all_is_back(pair.engine)
+        pair.engine.close()
+
+
+def _stop_together(ranks: ExpertRanks) -> None:
     def work(count: int) -> Callable[[DynamicInferenceEngine], Any]:
         def call(engine: DynamicInferenceEngine) -> Any:
             future = engine.add_request(0, PROMPTS[0], greedy(30))

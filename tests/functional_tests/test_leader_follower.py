@@ -239,6 +239,12 @@ def test_another_model_is_noticed(pair_of):
     follower.close()
 
 
+def test_a_follower_is_not_stepped(pair_of):
+    pair = pair_of()
+    with pytest.raises(RanksDisagree, match=r"does what rank 0 does.*call generate or follow"):
+        pair.follower.step_modern()
+
+
 def test_a_message_a_step_is_small(pair_of):
     pair = pair_of()
     pair.leader.generate([PROMPTS[0]], greedy(50))

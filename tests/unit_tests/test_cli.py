@@ -166,7 +166,8 @@ def request(**fields):
 def test_a_failed_request_is_shown_with_its_cause(capsys):
     error = RequestError("the prompt is empty")
     error.__cause__ = KeyError("x")
-    cli_output.print_answer("", request(status=Status.FAILED, error=error))
+    failed = request(status=Status.FAILED, error=error)
+    cli_output.print_answer(cli_output.as_record("", failed))
     assert "FAILED: the prompt is empty (cause: KeyError: 'x')" in capsys.readouterr().out
 
 

@@ -160,6 +160,27 @@ def test_an_unreachable_master():
         open_store(Launch(1, 2, 1, "127.0.0.1", port), 0.3)
 
 
+def _claim_for_ever(exchange):
+    while True:
+        exchange.claim("ranks", "mine")
+
+
+def _claim_in_a_store_that_goes():
+    launch = Launch.from_environment()
+    store = open_store(launch, 20.0)
+    if launch.hosts_store:
+        store.wait(["rank 1 is here"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    exchange = StoreExchange(store, launch.rank, False)
+    store.set("rank 1 is here", "")
+    with pytest.raises(RankLost, match="rank 0 has ended"):
+        _claim_for_ever(exchange)
+
+
+def test_the_store_goes_before_the_ranks_have_met():
+    assert not Ranks(2, _claim_in_a_store_that_goes).join(40)[1].error
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [

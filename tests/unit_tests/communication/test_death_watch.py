@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -90,15 +91,41 @@ def _stop(victim):
     return None
 
 
-def test_a_stopped_rank_is_lost():
-    ranks = Ranks(3, _stop, 2, environment=SHORT)
+def _on_two_hosts(victim):
+    """Ranks 1 and 2 live on the second host, as far as names go."""
+    if os.environ["RANK"] != "0":
+        os.unshare(os.CLONE_NEWUTS)
+        socket.sethostname("second")
+    return _stop(victim)
+
+
+@pytest.mark.parametrize(
+    ("function", "victim"),
+    [
+        (_stop, 0),
+        (_stop, 2),
+        pytest.param(
+            _on_two_hosts,
+            2,
+            marks=pytest.mark.skipif(
+                os.geteuid() != 0 or not hasattr(os, "CLONE_NEWUTS"),
+                reason="a host of another name needs Linux, and root",
+            ),
+        ),
+    ],
+    ids=["rank 0", "rank 2", "another host"],
+)
+def test_a_stopped_rank_is_lost(function, victim):
+    ranks = Ranks(3, function, victim, environment=SHORT)
+    others = [rank for rank in range(3) if rank != victim]
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and any(p.is_alive() for p in ranks.processes[:2]):
+    while time.monotonic() < deadline and any(ranks.processes[r].is_alive() for r in others):
         time.sleep(0.05)
-    ranks.kill(2)
-    for outcome in ranks.join(40)[:2]:
-        lost, text, seconds = outcome.value
-        assert lost == (2,)
+    ranks.kill(victim)
+    outcomes = ranks.join(40)
+    for rank in others:
+        lost, text, seconds = outcomes[rank].value
+        assert lost == (victim,)
         assert "was stopped (SIGSTOP?)" in text
         assert 0.5 < seconds < 5
 

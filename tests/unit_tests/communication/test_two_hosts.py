@@ -6,17 +6,19 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import Ranks, run_ranks
 
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.channel import StepChannel
 from megatron_async.communication.communicator import AsyncZMQCommunicator
+from megatron_async.communication.death_watch import EXIT_CODE_RANK_LOST
 from megatron_async.errors import RankLost
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 
@@ -52,15 +54,14 @@ def _write(path, text=""):
     path.with_suffix(".new").rename(path)
 
 
-def _move_in(folder, rank):
-    """Ranks 0 and 1 live on the first host, rank 2 on the second."""
-    if rank == 1:
+def _move_in(folder, host, is_first):
+    """Live on host 0 or 1 from now on; the first there makes it."""
+    if not is_first:
         _wait_for(folder / "cable")
-        with open(f"/proc/{_wait_for(folder / 'host0')}/ns/net") as namespace:
+        with open(f"/proc/{_wait_for(folder / f'host{host}')}/ns/net") as namespace:
             os.setns(namespace.fileno(), os.CLONE_NEWNET)
         return
     os.unshare(os.CLONE_NEWNET)
-    host = rank // 2
     _write(folder / f"host{host}", os.getpid())
     if host == 0:
         other = _wait_for(folder / "host1")
@@ -80,7 +81,7 @@ def _agree_until_lost(rounds):
 
 def _work_until_cut(folder):
     rank = int(os.environ["RANK"])
-    _move_in(Path(folder), rank)
+    _move_in(Path(folder), host=rank // 2, is_first=rank != 1)
     job = join_job(timeout_s=30)
     steps = StepChannel(job, [0, 1, 2], int)
     rounds = AsyncZMQCommunicator(job, [0, 1, 2])
@@ -116,3 +117,62 @@ def test_a_host_is_cut_off(tmp_path):
     for *_, text, seconds in found:
         assert "or the network between the hosts is down" in text
         assert seconds < 5
+
+
+PROMPTS = [[1, 2, 3], list(range(40, 90)), [7]]
+
+
+def _answers(llm, length=12):
+    from megatron_async import SamplingParams
+
+    params = SamplingParams(num_tokens_to_generate=length, temperature=0.0, termination_id=-1)
+    return [output.generated_tokens for output in llm.generate(PROMPTS, params)]
+
+
+def _tiny(**options):
+    from megatron_async import LLM
+
+    settings = {"num_kv_blocks": 32, "block_size_tokens": 16, "max_sequence_length": 256}
+    return LLM("dummy:tiny", device="cpu", **settings, **options)
+
+
+def _generate_until_cut(folder):
+    rank = int(os.environ["RANK"])
+    _move_in(Path(folder), host=rank, is_first=True)
+    with _tiny(tensor_model_parallel_size=2) as llm:
+        _write(Path(folder, f"answers{rank}"), _answers(llm))
+        if rank == 1:
+            threading.Timer(0.3, _cut, [folder]).start()
+        try:
+            while True:
+                _answers(llm, 150)
+        except RankLost as error:
+            _write(Path(folder, f"lost{rank}"), f"{error.ranks} {error}")
+            raise
+
+
+def _cut(folder):
+    _ip("link set cable1 down")
+    _write(Path(folder, "cut"))
+
+
+@pytest.mark.skipif(bool(_namespaces_missing()), reason=_namespaces_missing())
+def test_a_model_on_two_hosts_is_cut_in_two(tmp_path):
+    with _tiny() as llm:
+        alone = _answers(llm)
+    settings = {**SETTINGS, "MEGATRON_ASYNC_LOSS_GRACE_S": "2"}
+    ranks = Ranks(2, _generate_until_cut, str(tmp_path), environment=settings)
+    while not (tmp_path / "cut").exists():
+        assert all(process.is_alive() for process in ranks.processes)
+        time.sleep(0.01)
+    cut = time.monotonic()
+    outcomes = ranks.join()
+    assert time.monotonic() - cut < 10
+    assert (tmp_path / "answers0").read_text() == str(alone)
+    assert (tmp_path / "answers1").read_text() == "[]"
+    for rank, outcome in enumerate(outcomes):
+        lost = (tmp_path / f"lost{rank}").read_text()
+        assert lost.startswith(f"({1 - rank},) "), lost
+        assert "or the network between the hosts is down" in lost
+        # Gloo waits for the other's part of the step, so that the engine cannot be closed.
+        assert "RankLost" in outcome.error or outcome.exit_code == EXIT_CODE_RANK_LOST
