@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import stamp_kv_layers
 from megatron_async.models.linear import pack_weights
+from megatron_async.models.parallel_state import ensure_process_groups
 from megatron_async.models.pipeline import stage_of
 from megatron_async.ops.symmetric_exchange import exchange_of
 from megatron_async.ops.tensor_collectives import collectives_of
@@ -71,8 +72,9 @@ class GPTInferenceWrapper:
         self._is_last_stage = stage_of(inference_context.model_config).is_last
         pack_weights(model, inference_context.device.free_memory())
         self.vocab_size: int = model.vocab_size  # type: ignore[assignment]
-        self.collectives = collectives_of(model.pg_collection.tp)  # type: ignore[union-attr]
-        self.exchange = exchange_of(model.pg_collection.ep)  # type: ignore[union-attr]
+        groups = getattr(model, "pg_collection", None) or ensure_process_groups()
+        self.collectives = collectives_of(groups.tp)
+        self.exchange = exchange_of(groups.ep)
         config, settings = inference_context.model_config, inference_context.config
         most = settings.max_requests + settings.max_tokens
         hidden, dtype = config.hidden_size, config.params_dtype
