@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,6 @@ def test_padding_goes_to_no_expert_and_changes_no_token(monkeypatch: pytest.Monk
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +85,28 @@ def test_a_gpu_says_what_the_cpu_says(
     assert run(model, CudaDevice(), jobs(SMALL, 32), lookahead=lookahead, **settings) == cpu_tokens
 
 
+LAYOUTS: dict[str, dict[str, int]] = {
+    "expert": {"expert_model_parallel_size": 2},
+    "tensor": {"tensor_model_parallel_size": 2},
+    "expert of 4": {"expert_model_parallel_size": 4},
+    "tensor and expert": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+}
+
+
+def replica_of(rank: int, kind: str) -> tuple[int, bool]:
+    """Number of a rank's replica, and whether it follows."""
+    replica, place = divmod(rank, LAYOUTS[kind].get("tensor_model_parallel_size", 1))
+    return replica, place > 0
+
+
 def shares(rank: int, kind: str) -> list[int]:
-    """Numbers of the jobs that a rank has: of two that share experts, the second has fewer."""
-    if kind == "tensor":
-        return list(range(8))
-    return list(range(6)) if rank == 0 else [6, 7]
+    """Numbers of the jobs that a rank has: of those that share experts, the first has most and the
+    last of four none."""
+    replicas = LAYOUTS[kind].get("expert_model_parallel_size", 1)
+    jobs_of = {1: [8], 2: [6, 2], 4: [5, 2, 1, 0]}[replicas]
+    replica, _ = replica_of(rank, kind)
+    first = sum(jobs_of[:replica])
+    return list(range(first, first + jobs_of[replica]))
 
 
 def generate(folder: str, kind: str) -> tuple[list[list[int]], bool]:
@@ -103,28 +120,30 @@ def generate(folder: str, kind: str) -> tuple[list[list[int]], bool]:
         block_size_tokens=16,
         max_sequence_length=256,
         max_tokens=64,
-        **{f"{kind}_model_parallel_size": 2},
+        **LAYOUTS[kind],
     ) as llm:
         found = llm.generate([job.prompt for job in work], [job.params for job in work])
         assert all(request.error is None for request in found)
         engine: DynamicInferenceEngine = llm.engine
         captured = engine.stats()["captured_steps"] > 0
         exchange = engine.controller.inference_wrapped_model.exchange
-        ours = {"gather", "combine with norm"} if kind == "expert" else set()
+        ours = {"gather"} if "expert" in kind else set()
+        ours |= {"combine with norm"} if kind.startswith("expert") else set()
         assert ours <= set(exchange.calls), (exchange.calls, exchange.fallback)
         return [list(request.generated_tokens) for request in found], captured
 
 
 @pytest.mark.gpu
-@needs_two
-@pytest.mark.parametrize("kind", ["expert", "tensor"])
-def test_two_gpus_say_what_the_cpu_says(
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_several_gpus_say_what_the_cpu_says(
     cpu_tokens: list[list[int]], kind: str, tmp_path: Path
 ) -> None:
+    world = math.prod(LAYOUTS[kind].values())
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} CUDA devices")
     save_huggingface(make_model(SMALL), SMALL, None, tmp_path)
-    ranks = run_ranks(2, generate, str(tmp_path), kind, timeout_s=300)
+    ranks = run_ranks(world, generate, str(tmp_path), kind, timeout_s=300)
     for rank, (tokens, captured) in enumerate(ranks):
-        follows = kind == "tensor" and rank == 1
-        expected = [] if follows else [cpu_tokens[number] for number in shares(rank, kind)]
-        assert tokens == expected
+        _, follows = replica_of(rank, kind)
+        assert tokens == ([] if follows else [cpu_tokens[n] for n in shares(rank, kind)])
         assert captured

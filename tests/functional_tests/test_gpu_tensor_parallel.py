@@ -1,4 +1,4 @@
-"""Tensor parallelism on two GPUs: sums through symmetric memory, captured, and one GPU's tokens."""
+"""Tensor parallelism on two and four GPUs: sums through symmetric memory, captured, and one GPU's tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_async import LLM
 from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.devices import make_device
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
+from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups, world_size
 from megatron_async.ops.rms_norm import add_rms_norm_reference
 from megatron_async.ops.tensor_collectives import TensorCollectives, collectives_of
 
@@ -22,7 +22,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 
-RANKS, HIDDEN, EPS = 2, 512, 1e-5
+HIDDEN, EPS = 512, 1e-5
+WORLDS = [2, 4] if torch.cuda.device_count() >= 4 else [2]
 ROWS = (1, 3, 64, 700)
 SMALL = ModelArchitecture("llama", 4, 256, 8, 4, 32, 512, 1023, max_position_embeddings=1024)
 JOBS = [Job(prompt, greedy(32)) for prompt in random_prompts(0, (1, 5, 33, 100, 17, 2), 1023)]
@@ -39,7 +40,7 @@ CASES = [
 
 def make_collectives(dtype: torch.dtype) -> TensorCollectives:
     device = make_device("cuda").torch_device
-    groups = ensure_process_groups(ParallelSizes(RANKS))
+    groups = ensure_process_groups(ParallelSizes(world_size()))
     collectives = collectives_of(groups.tp)
     collectives.prepare(1024, HIDDEN, dtype, device)
     assert collectives.symmetric, collectives.fallback
@@ -49,7 +50,7 @@ def make_collectives(dtype: torch.dtype) -> TensorCollectives:
 def summands(rows: int, splits: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Of all ranks, on this one."""
     found = []
-    for rank in range(RANKS):
+    for rank in range(world_size()):
         generator = torch.Generator().manual_seed(10 * rows + rank)
         shape = (splits, rows, 1, HIDDEN) if splits > 1 else (rows, 1, HIDDEN)
         x = torch.randn(shape, generator=generator)
@@ -68,7 +69,7 @@ def sums(dtype_name: str) -> list[list[float]]:
         for splits in (1, 3):
             parts = summands(rows, splits, dtype)
             whole = [(p.sum(0) if splits > 1 else p).to(dtype) for p in parts]
-            expected = (whole[0].float() + whole[1].float()).to(dtype)
+            expected = torch.stack([part.float() for part in whole]).sum(0).to(dtype)
             mine = parts[collectives.rank]
             found = collectives.keep(collectives.all_reduce(mine.clone(), dtype))
             torch.testing.assert_close(found, expected, **tolerance)
@@ -90,15 +91,17 @@ def sums(dtype_name: str) -> list[list[float]]:
     return bits
 
 
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sums_are_right_and_equal_on_both_ranks(dtype: str) -> None:
-    first, second = run_ranks(RANKS, sums, dtype, timeout_s=120)
-    assert first == second
+def test_sums_are_right_and_equal_on_all_ranks(dtype: str, world: int) -> None:
+    first, *others = run_ranks(world, sums, dtype, timeout_s=120)
+    assert all(other == first for other in others)
 
 
 def replayed_sums() -> int:
     """A graph of a chain of sums, replayed with other inputs each time."""
     collectives = make_collectives(torch.float32)
+    world = world_size()
     device = make_device("cuda")
     x = torch.zeros(7, 1, HIDDEN, device="cuda")
     weight = torch.ones(HIDDEN, device="cuda")
@@ -118,12 +121,13 @@ def replayed_sums() -> int:
         device.compute.launch(lambda number=number: x.fill_(number + collectives.rank))
         device.compute.launch(graph.replay)
         torch.cuda.synchronize()
-        assert bool((out == 4 * (2 * number + 1)).all()), (number, out)
+        assert bool((out == 4 * (world * number + world * (world - 1) // 2)).all()), (number, out)
     return sum(collectives.calls.values())
 
 
-def test_captured_sums_follow_their_inputs() -> None:
-    assert run_ranks(RANKS, replayed_sums, timeout_s=120) == [8, 8]
+@pytest.mark.parametrize("world", WORLDS)
+def test_captured_sums_follow_their_inputs(world: int) -> None:
+    assert run_ranks(world, replayed_sums, timeout_s=120) == [8] * world
 
 
 def generate(name: str, ranks: int, sequence_parallel: bool, config: dict[str, Any]) -> Any:
@@ -162,12 +166,21 @@ def one_gpu(folder: str) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.parametrize(("world", "ranks"), [(2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize(("sequence_parallel", "config"), CASES)
-def test_two_gpus_say_what_one_says(
-    folder: str, one_gpu: list[list[int]], sequence_parallel: bool, config: dict[str, Any]
+def test_several_gpus_say_what_one_says(
+    folder: str,
+    one_gpu: list[list[int]],
+    world: int,
+    ranks: int,
+    sequence_parallel: bool,
+    config: dict[str, Any],
 ) -> None:
-    ranks = run_ranks(RANKS, generate, folder, RANKS, sequence_parallel, config, timeout_s=240)
-    assert [tokens for tokens, _, _ in ranks] == [one_gpu, []]  # a follower returns none
-    for _, calls, graphs in ranks:
+    """Tensor-parallel ranks, alone and as two replicas."""
+    if world not in WORLDS:
+        pytest.skip(f"needs {world} CUDA devices")
+    found = run_ranks(world, generate, folder, ranks, sequence_parallel, config, timeout_s=240)
+    for rank, (tokens, calls, graphs) in enumerate(found):
+        assert tokens == ([] if rank % ranks else one_gpu)  # a follower returns none
         assert graphs > 0
         assert ("one shot" in calls) == (not sequence_parallel), calls
