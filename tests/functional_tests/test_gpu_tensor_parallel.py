@@ -1,4 +1,4 @@
-"""Tensor parallelism on two and four GPUs: sums through symmetric memory, captured, and one GPU's tokens."""
+"""Tensor parallelism on two and four GPUs: sums through symmetric memory, captured; the tokens."""
 
 from __future__ import annotations
 
