@@ -92,9 +92,15 @@ def one_rank_of_experts() -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
-def test_expert_parallel_replicas(one_rank_of_experts, lookahead):
-    options = {"expert_model_parallel_size": 2, "lookahead": lookahead, "model": "dummy:tiny-moe"}
+SCARCE = {"num_kv_blocks": 9, "block_size_tokens": 8, "max_tokens": 11, "max_requests": 3}
+"""Prompts come in chunks, and two requests of a rank evict each other."""
+
+
+@pytest.mark.parametrize(
+    "settings", [{"lookahead": 0}, {"lookahead": 1}, {"lookahead": 2, **SCARCE}], ids=str
+)
+def test_expert_parallel_replicas(one_rank_of_experts, settings):
+    options = {"expert_model_parallel_size": 2, "model": "dummy:tiny-moe", **settings}
     tokens = one_rank_of_experts
     assert run_ranks(2, _call, options) == [tokens[0::2], tokens[1::2]]
 

@@ -10,11 +10,10 @@ from harness import NUM_TOKENS, EngineFactory, Job, greedy, run_alone, run_at, r
 
 from megatron_async import SamplingParams
 
-SMALL_POOL = {"block_size_tokens": 16, "num_kv_blocks": 20}
-"""Two or three of the eight requests fit at their full lengths."""
+SMALL_POOL = {"block_size_tokens": 16, "num_kv_blocks": 14}
+"""One or two of the eight requests fit at their full lengths."""
 SCENARIOS: dict[str, dict[str, Any]] = {
     "serial, small pool": {"lookahead": 0, "max_tokens": 61, **SMALL_POOL},
-    "ahead, small pool": {"lookahead": 1, **SMALL_POOL},
     "two ahead, large blocks, budget 61": {
         "lookahead": 2,
         "block_size_tokens": 256,
@@ -25,7 +24,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "max_requests": 7,
         "max_tokens": 7,
         **SMALL_POOL,
-        "num_kv_blocks": 14,
+        "num_kv_blocks": 12,
     },
 }
 SAMPLING = (
@@ -89,16 +88,13 @@ def test_together(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lookahead", "seed"), [(1, 0), (2, 1)])
 def test_arriving_at_random_steps(
     make_smollm2_engine: EngineFactory,
     jobs: list[Job],
     transformers_tokens: list[list[int]],
-    lookahead: int,
-    seed: int,
 ) -> None:
-    engine = make_smollm2_engine(lookahead=lookahead, max_tokens=13, **SMALL_POOL)
-    order, arrivals = arrive(jobs, seed)
+    engine = make_smollm2_engine(lookahead=1, max_tokens=13, **SMALL_POOL)
+    order, arrivals = arrive(jobs, seed=0)
     tokens = run_at(engine, arrivals)
     assert tokens == [transformers_tokens[number] for number in order]
     check_pressure(engine.stats(), expected=True)
