@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
     from megatron_async.llm import LLM
 
-GATHER_TIMEOUT_S = 24 * 3600.0
-"""Replicas may have so much more to do than others; a rank that dies is noticed at once."""
-
 CHARACTERS_AT_ONCE = 2**22
 """A value in torch's store has at most 8 MiB."""
 
@@ -85,12 +82,13 @@ def gather_replicas(llm: LLM, document: Mapping[str, Any]) -> list[dict[str, Any
     if not has_other_ranks():
         return [dict(document)]
     from megatron_async.communication.bootstrap import join_job
+    from megatron_async.communication.job import FINISH_TIMEOUT_S
 
     job = join_job()
     text = json.dumps(document, default=lambda v: v.tolist()) if llm.is_primary_rank else ""
     starts = range(0, len(text), CHARACTERS_AT_ONCE)
     parts = [text[start : start + CHARACTERS_AT_ONCE] for start in starts]
-    counts = job.exchange("answers", str(len(parts)), timeout_s=GATHER_TIMEOUT_S)
+    counts = job.exchange("answers", str(len(parts)), timeout_s=FINISH_TIMEOUT_S)
     whole = {rank: "" for rank in counts}
     for number in range(max(map(int, counts.values()))):
         mine = parts[number] if number < len(parts) else ""
@@ -103,8 +101,9 @@ def end_together() -> None:
     """Wait for all ranks; torchrun kills those that still print when one has failed."""
     if has_other_ranks():
         from megatron_async.communication.bootstrap import join_job
+        from megatron_async.communication.job import FINISH_TIMEOUT_S
 
-        join_job().exchange("the end", "", timeout_s=GATHER_TIMEOUT_S)
+        join_job().exchange("the end", "", timeout_s=FINISH_TIMEOUT_S)
 
 
 def in_order_of_prompts(replicas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.dtypes import parse_dtype
 from megatron_async.cli_output import progress_line
 from megatron_async.communication.bootstrap import join_job
+from megatron_async.communication.job import FINISH_TIMEOUT_S
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.devices import make_device, resolve_device_name
@@ -35,8 +36,8 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
     TextGenerationController,
 )
 
-FINISH_TIMEOUT_S = 24 * 3600.0
-"""Replicas may have so much more to do than others; a rank that dies is noticed at once."""
+LOADING_TIMEOUT_S = 3600.0
+"""So much longer than others a rank may load its weights (a cold disk)."""
 PROGRESS_EVERY_S = 0.1
 """A progress line is written so often; in between, a step costs nothing for it."""
 
@@ -100,11 +101,17 @@ class LLM:
             # A step for each stage, and one that the host prepares.
             inference_config["lookahead"] = pipeline_model_parallel_size
         config = _make_config(inference_config, device, source.architecture)
+        # Before anything is done together: ranks that differ would wait for each other in it.
+        job = join_job()
+        job.check_same("model", source.architecture.to_dict() | {"dtype": self.dtype})
+        job.check_same("parallel sizes", asdict(sizes))
+        job.check_same("InferenceConfig", asdict(config) | {"device": torch.device(device).type})
         self._device = make_device(device)
         weights = build_model(
             source.architecture, self.dtype, self._device.torch_device, transformer_impl, sizes
         )
         source.load_weights(weights, progress=progress)
+        job.exchange("the end of loading", "", timeout_s=LOADING_TIMEOUT_S)
         self.tokenizer = source.tokenizer
         self.timeline = Timeline() if timeline else None
         context = DynamicInferenceContext(weights.config, config, self._device, self.timeline)
@@ -120,12 +127,7 @@ class LLM:
             if progress and report is not None:
                 tqdm.write(str(report), file=sys.stderr)
         self.engine = DynamicInferenceEngine(controller, context)
-        facts = {
-            "model": source.architecture.to_dict() | {"dtype": self.dtype},
-            "parallel sizes": asdict(sizes),
-            "InferenceConfig": asdict(config) | {"device": self._device.torch_device.type},
-        }
-        self.engine.group, self._place = join_group(facts, config.check_ranks_agree)
+        self.engine.group, self._place = join_group(config.check_ranks_agree)
         self._recorder = None
         if record is not None and self.is_primary_rank:
             self._recorder = Recorder(self.engine, self.replica_file(record))

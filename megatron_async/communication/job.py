@@ -22,7 +22,9 @@ from megatron_async.communication.record import RankRecord
 from megatron_async.communication.waiting import Wait
 
 EXCHANGE_TIMEOUT_S = 120.0
-"""Ranks may come so late to an exchange: one of them may still load its weights."""
+"""Ranks may come so late to an exchange."""
+FINISH_TIMEOUT_S = 24 * 3600.0
+"""Replicas may have so much more to do than others; a rank that dies is noticed at once."""
 
 
 class Job:

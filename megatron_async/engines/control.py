@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from enum import Enum, auto
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -67,8 +68,7 @@ class ControllableEngine(ABC):
     @contextmanager
     def _giving_up_with_the_job(self) -> Iterator[None]:
         """When the other ranks are lost, so are this engine's requests: tell who waits for them."""
-        if self._failure is not None:
-            raise type(self._failure)(*self._failure.args) from self._failure
+        self._check_has_its_job()
         try:
             yield
         except JobFailed as error:
@@ -76,6 +76,11 @@ class ControllableEngine(ABC):
             self.requests.fail_all(error)
             self.group.close(error)
             raise
+
+    def _check_has_its_job(self) -> None:
+        """Raise what this engine gave up for, if it has."""
+        if self._failure is not None:
+            raise copy(self._failure) from self._failure
 
     @property
     def state(self) -> EngineState:

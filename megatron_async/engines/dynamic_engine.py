@@ -29,9 +29,7 @@ from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.step_launching import StepLaunching
 from megatron_async.engines.streaming import RequestStream
-from megatron_async.engines.validation import (
-    check_request_id,
-)
+from megatron_async.engines.validation import check_request_id
 from megatron_async.errors import RequestAborted
 from megatron_async.inference_request import (
     DynamicInferenceEventType,
@@ -156,6 +154,7 @@ class DynamicInferenceEngine(ControllableEngine):
         request.add_event(DynamicInferenceEventType.ADD_ENGINE)
         entry = self.requests.add(request)
         try:
+            self._check_has_its_job()
             limits = prepare_request(
                 entry, prompt, sampling_params, priority, self.controller, self.context,
                 self._grammars, self._watch,

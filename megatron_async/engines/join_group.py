@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -34,24 +32,18 @@ class RankPlace:
     """Of a leader: those of all replicas, in their order."""
 
 
-def join_group(
-    facts: Mapping[str, Mapping[str, Any]], check_agreement: bool
-) -> tuple[RankGroup, RankPlace]:
+def join_group(check_agreement: bool) -> tuple[RankGroup, RankPlace]:
     """The group of this rank; every rank of the job calls it, once its model is there.
 
     Args:
-        facts: kind -> name -> value: what must be the same on all ranks.
         check_agreement: compare plans and samples of followers with their leader's.
 
     Raises:
-        ConfigurationError: the facts differ; the message names the first that does.
         CommunicationTimeout, RankLost: a rank did not come.
     """
     job = join_job()
     if job.world_size == 1:
         return RankGroup(), RankPlace()
-    for kind, mapping in facts.items():
-        job.check_same(kind, mapping)
     members = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
     place = RankPlace(
         parallel_state.get_data_parallel_rank(),

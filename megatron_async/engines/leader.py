@@ -128,17 +128,18 @@ class Leader(ConnectedGroup):
             self._raise_for(min(early))
 
     def release(self) -> None:
-        if not self._is_closed:
-            self._send(Release())
+        self._send(Release())
 
     def close(self, error: BaseException | None = None) -> None:
         if self._is_closed:
             return
-        self._is_closed = True
         self._send(Close(None if error is None else repr(error)))
+        self._is_closed = True
         self._channel.close()
 
     def _send(self, action: Action) -> None:
+        if self._is_closed:  # nobody listens any more
+            return
         pending, self._pending = [*self._pending, action], []
         self._channel.send(Turn(pending))
 

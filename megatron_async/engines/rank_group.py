@@ -23,8 +23,6 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 
 WATCH_EVERY_S = 0.05
 """Who waits for the device looks so often whether the other ranks are alive."""
-
-
 LOSS_TIMEOUT_S = 5.0
 """So long after a rank's death the others know of it."""
 

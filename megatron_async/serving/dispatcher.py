@@ -197,7 +197,7 @@ class Dispatcher:
             elif in_order or request.attempts <= self._config.most_retries:
                 self.counters["retried"] += 1
                 request.give_to(None)
-                self._enqueue(request, now)
+                self._enqueue(request)
             else:
                 tries = f"; {request.attempts} replicas tried" if request.attempts > 1 else ""
                 self._end_here(
@@ -322,12 +322,11 @@ class Dispatcher:
             refused = Completion(finish_reason="error", failure=("Overloaded", text))
             self._send(client.identity, Ended(asked.number, refused))
             return
-        request = RoutedRequest(next(self._numbers), client.identity, asked, now)
+        request = RoutedRequest(next(self._numbers), client.identity, asked)
         self.requests[request.number] = client.requests[asked.number] = request
-        self._enqueue(request, now)
+        self._enqueue(request)
 
-    def _enqueue(self, request: RoutedRequest, now: float) -> None:
-        request.waiting_since = now
+    def _enqueue(self, request: RoutedRequest) -> None:
         heapq.heappush(self._queue, (request.order, request))
 
     def _abort(self, request: RoutedRequest) -> None:

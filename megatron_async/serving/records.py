@@ -92,7 +92,6 @@ class RoutedRequest:
         number: the coordinator's; replicas' engines use it as their request id.
         client: identity of who asked.
         asked: what it asked for.
-        waiting_since: when it was queued.
         replica: who serves it; None while it is queued.
         attempts: replicas that it was given to.
         is_aborted: its client wants no more of it.
@@ -103,7 +102,6 @@ class RoutedRequest:
     number: int
     client: bytes
     asked: Generate
-    waiting_since: float
     replica: ReplicaRecord | None = None
     attempts: int = 0
     is_aborted: bool = False

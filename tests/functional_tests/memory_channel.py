@@ -61,7 +61,7 @@ class MemoryChannel:
 
     def check(self) -> None:
         if self.is_lost:
-            raise RankLost("rank 1 died")
+            raise RankLost("rank 1 died", [1])
 
     def close(self) -> None:
         return

@@ -226,6 +226,12 @@ def test_a_dead_rank_ends_the_job(pair_of):
     with pytest.raises(RankLost):
         drain(pair.leader)
     assert isinstance(future.result().error, RankLost)
+    # Nobody waits for ever for what comes later, and nothing is sent to those who are gone.
+    later = pair.leader.add_request(1, PROMPTS[0], PARAMS[3])
+    error = later.result().error
+    assert isinstance(error, RankLost)
+    assert error.ranks == future.result().error.ranks != ()
+    pair.leader.unpause()
 
 
 def test_another_model_is_noticed(pair_of):
