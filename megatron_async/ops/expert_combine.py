@@ -1,9 +1,9 @@
 """Sums over the ranks that share experts, each rank's of its own tokens, in one kernel.
 
-One program for the t-th token of every rank: it puts its rank's partial sums of all of them into
-its rank's symmetric memory, meets the other ranks (`ops/symmetric_meeting.py`), and reads those of
-its own t-th token. They are added in the order of ranks, in float32. Residual add and RMSNorm may
-follow, as in `ops/all_reduce_norm.py`.
+One program for the t-th token of every rank: it adds up what its rank's experts say of each of them
+(`ops/expert_sums.py`), puts these partial sums into its rank's symmetric memory, meets the other
+ranks (`ops/symmetric_meeting.py`), and reads those of its own t-th token. They are added in the
+order of ranks, in float32. Residual add and RMSNorm may follow, as in `ops/all_reduce_norm.py`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.expert_sums import ExpertOutputs, add_experts, experts_here
 from megatron_async.ops.symmetric_meeting import meet, meeting_warps
 
 
 def combine_sums(
-    sums: Tensor,
+    outputs: ExpertOutputs,
     own_tokens: int,
     pointers: Tensor,
     turns: Tensor,
@@ -28,7 +29,7 @@ def combine_sums(
     """Sums over the ranks of this rank's tokens.
 
     Args:
-        sums: `[ranks * tokens, hidden]`, partial sums of all ranks' tokens, contiguous, on a GPU.
+        outputs: of this rank's experts for `ranks * tokens` tokens, rank by rank, on a GPU.
         own_tokens: how many of this rank's are no padding.
         pointers: int64 `[ranks]`: addresses of the ranks' symmetric memory: int32 flags `[places,
             ranks]`, zero at first, then, at `first_row` elements, sums `[2, places, ranks,
@@ -43,15 +44,16 @@ def combine_sums(
     Raises:
         ValueError: shapes or strides do not fit, or there are more tokens than places.
     """
-    tokens = _check_combine(sums, own_tokens, len(pointers), len(turns))
-    out = torch.empty((own_tokens, sums.size(1)), dtype=sums.dtype, device=sums.device)
+    tokens = _check_combine(outputs, own_tokens, len(pointers), len(turns))
+    rows = outputs.rows
+    out = torch.empty((own_tokens, rows.size(1)), dtype=rows.dtype, device=rows.device)
     state = pointers, turns, rank, first_row
-    _launch_combine(sums, tokens, own_tokens, None, out, 0.0, state)
+    _launch_combine(outputs, tokens, own_tokens, None, out, 0.0, state)
     return out
 
 
 def combine_add_rms_norm(
-    sums: Tensor,
+    outputs: ExpertOutputs,
     residual: Tensor,
     weight: Tensor,
     eps: float,
@@ -63,7 +65,7 @@ def combine_add_rms_norm(
     """`combine_sums` of as many tokens as the residual has, added to it, and the norm of that.
 
     Args:
-        sums: see `combine_sums`.
+        outputs: see `combine_sums`.
         residual: `[own tokens, hidden]`; rows may be strided.
         weight: `[hidden]`, the norm's weight.
         eps: added to the mean square.
@@ -76,26 +78,26 @@ def combine_add_rms_norm(
         ValueError: shapes or strides do not fit, or there are more tokens than places.
     """
     own, hidden = residual.shape
-    tokens = _check_combine(sums, own, len(pointers), len(turns))
-    if sums.size(1) != hidden or weight.shape != (hidden,):
+    tokens = _check_combine(outputs, own, len(pointers), len(turns))
+    if outputs.shape[1] != hidden or weight.shape != (hidden,):
         raise ValueError(
-            f"combine_add_rms_norm: sums are {tuple(sums.shape)}, so weight and residual must be "
-            f"{sums.size(1)} wide; found {tuple(weight.shape)} and {tuple(residual.shape)}."
+            f"combine_add_rms_norm: sums are {outputs.shape}, so weight and residual must be "
+            f"{outputs.shape[1]} wide; found {tuple(weight.shape)} and {tuple(residual.shape)}."
         )
-    if residual.dtype != sums.dtype or residual.stride(1) != 1:
+    if residual.dtype != outputs.dtype or residual.stride(1) != 1:
         raise ValueError(
-            f"combine_add_rms_norm: residual must be {sums.dtype} with adjacent elements in its "
+            f"combine_add_rms_norm: residual must be {outputs.dtype} with adjacent elements in its "
             f"rows; found {residual.dtype}, strides {residual.stride()}."
         )
     normed = torch.empty((own, hidden), dtype=residual.dtype, device=residual.device)
     total = torch.empty_like(normed)
     state = pointers, turns, rank, first_row
-    _launch_combine(sums, tokens, own, (residual, weight, normed), total, eps, state)
+    _launch_combine(outputs, tokens, own, (residual, weight, normed), total, eps, state)
     return normed, total
 
 
 def _launch_combine(
-    sums: Tensor,
+    outputs: ExpertOutputs,
     tokens: int,
     own: int,
     norm: tuple[Tensor, Tensor, Tensor] | None,
@@ -106,11 +108,13 @@ def _launch_combine(
     """Launch it; `norm` are residual, weight and where to put the norm."""
     residual, weight, normed = norm or (total, total, total)
     pointers, turns, rank, first_row = state
-    ranks, hidden = len(pointers), sums.size(1)
+    ranks, hidden, topk = len(pointers), outputs.shape[1], outputs.experts.size(1)
     block = triton.next_power_of_2(hidden)
     if tokens:
         _combine_kernel[(tokens,)](
-            sums,
+            outputs.rows,
+            outputs.experts,
+            outputs.experts.stride(0),
             residual,
             weight,
             normed,
@@ -121,6 +125,10 @@ def _launch_combine(
             tokens,
             residual.stride(0),
             eps,
+            outputs.first_expert,
+            local=outputs.local,
+            topk=topk,
+            block_topk=triton.next_power_of_2(topk),
             rank=rank,
             ranks=ranks,
             lanes=triton.next_power_of_2(ranks),
@@ -129,25 +137,28 @@ def _launch_combine(
             hidden=hidden,
             block=block,
             has_norm=norm is not None,
-            num_warps=meeting_warps(ranks, block * sums.element_size()),
-            **launch_options(sums),
+            num_warps=meeting_warps(ranks, block * total.element_size()),
+            **launch_options(total),
         )
 
 
-def _check_combine(sums: Tensor, own: int, ranks: int, places: int) -> int:
+def _check_combine(outputs: ExpertOutputs, own: int, ranks: int, places: int) -> int:
     """Tokens of each rank."""
-    tokens, rest = divmod(sums.size(0), ranks)
-    if rest or not own <= tokens <= places or not sums.is_contiguous():
+    outputs.check()
+    tokens, rest = divmod(outputs.shape[0], ranks)
+    if rest or not own <= tokens <= places:
         raise ValueError(
-            f"combine_sums: sums must be contiguous, of {ranks} times at least {own} and at most "
-            f"{places} tokens; found {tuple(sums.shape)}, strides {sums.stride()}."
+            f"combine_sums: outputs must be of {ranks} times at least {own} and at most {places} "
+            f"tokens; found {outputs.shape[0]}."
         )
     return tokens
 
 
-@triton.jit(do_not_specialize=["own", "tokens"])
+@triton.jit(do_not_specialize=["own", "tokens", "first_expert"])
 def _combine_kernel(
-    sums: tl.tensor,
+    outputs: tl.tensor,
+    experts: tl.tensor,
+    experts_stride: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
     normed: tl.tensor,
@@ -158,6 +169,10 @@ def _combine_kernel(
     tokens: tl.tensor,
     residual_stride: tl.tensor,
     eps: tl.tensor,
+    first_expert: tl.tensor,
+    local: tl.constexpr,
+    topk: tl.constexpr,
+    block_topk: tl.constexpr,
     rank: tl.constexpr,
     ranks: tl.constexpr,
     lanes: tl.constexpr,
@@ -182,11 +197,18 @@ def _combine_kernel(
     turn = tl.load(turns + place) + 1
     start = first_row + ((turn & 1).to(tl.int64) * places + place) * ranks * hidden
     mine = bases[rank] + start
+    heres = ()
+    for peer in tl.static_range(ranks):
+        token = peer * tokens + place
+        here = experts_here(experts, experts_stride, token, first_expert, local, topk, block_topk)
+        heres += (here,)  # type: ignore[assignment]
+    # Or the compiler puts some off until it has added up others' rows.
+    tl.debug_barrier()
     rows = ()
     for peer in tl.static_range(ranks):
-        source = sums + (peer * tokens + place) * hidden
-        row = tl.load(source + column, mask=inside, other=0.0)
-        rows += (row,)  # type: ignore[assignment]
+        token = peer * tokens + place
+        row = add_experts(outputs, token, heres[peer], column, inside, hidden, topk, block)
+        rows += (row.to(dtype),)  # type: ignore[assignment]
     for peer in tl.static_range(ranks):
         tl.store(mine + peer * hidden + column, rows[peer], mask=inside)
     meet(pointers, turns, place, turn, rank, ranks, lanes)

@@ -128,30 +128,3 @@ def grouped_product_kernel(
             sums = sums * share[:, None]
         target = out + pair.to(tl.int64)[:, None] * n + column[None, :]
         tl.store(target, sums.to(out.dtype.element_ty), mask=is_row & (column < n)[None, :])
-
-
-@triton.jit(do_not_specialize=["first_expert"])
-def combine_kernel(
-    outputs: tl.tensor,
-    experts: tl.tensor,
-    experts_stride: tl.tensor,
-    out: tl.tensor,
-    first_expert: tl.tensor,
-    local: tl.constexpr,
-    hidden: tl.constexpr,
-    topk: tl.constexpr,
-    block: tl.constexpr,
-    overlap: tl.constexpr,
-) -> None:
-    """One token: the sum of its pairs with experts here, in order."""
-    wait_for_previous(overlap)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * block + tl.arange(0, block)
-    inside = column < hidden
-    total = tl.zeros((block,), tl.float32)
-    for nth in range(topk):
-        expert = tl.load(experts + token * experts_stride + nth) - first_expert
-        here = (expert >= 0) & (expert < local)
-        start = outputs + (token * topk + nth) * hidden
-        total += tl.load(start + column, mask=inside & here, other=0.0).to(tl.float32)
-    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)

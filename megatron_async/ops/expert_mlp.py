@@ -1,9 +1,10 @@
 """The experts' gated MLPs as grouped matrix products: each token meets the experts it was sent to.
 
 The (token, expert) pairs are sorted by expert into tiles of equal height on the device
-(`ops/expert_kernels.py`), both products walk over these tiles, and the outputs of a token's experts
-are added in their order by a kernel of its own, so that results do not depend on the run. Grids
-depend on the number of tokens only: tiles that nobody needs end at once. Nothing is read back.
+(`ops/expert_kernels.py`) and both products walk over these tiles. The outputs of a token's experts
+stay apart: who reads them adds them up, in their order (`ops/expert_sums.py`), so that results do
+not depend on the run. Grids depend on the number of tokens only: tiles that nobody needs end at
+once. Nothing is read back.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import triton
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options
-from megatron_async.ops.expert_kernels import combine_kernel, grouped_product_kernel, sort_kernel
+from megatron_async.ops.expert_kernels import grouped_product_kernel, sort_kernel
 from megatron_async.ops.expert_plan import ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.expert_routing import Routing
+from megatron_async.ops.expert_sums import ExpertOutputs
 from megatron_async.ops.swiglu import swiglu_reference
 
 SORT_CHUNK = 1024
-COMBINE_BLOCK = 1024
 
 
 def expert_mlp(
@@ -30,8 +31,8 @@ def expert_mlp(
     fc2: Tensor,
     first_expert: int,
     num_experts: int,
-) -> Tensor:
-    """For each token the weighted sum of what its experts here make of it.
+) -> ExpertOutputs:
+    """For each token what its experts here make of it, weighted.
 
     Args:
         x: `[tokens, hidden]` on a GPU; rows may be strided, elements not.
@@ -42,7 +43,7 @@ def expert_mlp(
         num_experts: how many there are everywhere.
 
     Returns:
-        `[tokens, hidden]`, contiguous.
+        outputs whose sums are `[tokens, hidden]` of the dtype of `x`.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
@@ -53,7 +54,7 @@ def expert_mlp(
 
 def expert_mlp_by_plan(
     x: Tensor, routing: Routing, fc1: Tensor, fc2: Tensor, first_expert: int, plan: ExpertPlan
-) -> Tensor:
+) -> ExpertOutputs:
     """`expert_mlp` by a given plan.
 
     Raises:
@@ -64,10 +65,11 @@ def expert_mlp_by_plan(
         raise ValueError(f"expert_mlp: both products walk over the same tiles; found {plan}.")
     tokens, hidden = x.shape
     local, ffn, topk = fc1.size(0), fc2.size(2), routing.experts.size(1)
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    if not tokens:
-        return out
     pairs = tokens * topk
+    outputs = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
+    found = ExpertOutputs(outputs, routing.experts, first_expert, local, x.dtype)
+    if not tokens:
+        return found
     tiles = min(pairs, min(pairs, local) + pairs // plan.up.block_m)
     # Tensors of their own, because Triton compiles a kernel anew for another alignment.
     sort = tuple(
@@ -90,22 +92,8 @@ def expert_mlp_by_plan(
     )
     activated = torch.empty((pairs, ffn), dtype=x.dtype, device=x.device)
     _product(x, fc1, activated, routing, sort, tiles, topk, plan.up, True)
-    outputs = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     _product(activated, fc2, outputs, routing, sort, tiles, 1, plan.down, False)
-    combine_kernel[(tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
-        outputs,
-        routing.experts,
-        routing.experts.stride(0),
-        out,
-        first_expert,
-        local=local,
-        hidden=hidden,
-        topk=topk,
-        block=COMBINE_BLOCK,
-        num_warps=4,
-        **launch_options(x),
-    )
-    return out
+    return found
 
 
 def expert_mlp_reference(
@@ -115,8 +103,9 @@ def expert_mlp_reference(
     fc2: Tensor,
     first_expert: int,
     num_experts: int,
-) -> Tensor:
-    """The same in plain torch; it reads sizes back, so it is for the CPU and for tests."""
+) -> ExpertOutputs:
+    """The same in plain torch, its rows float32; it reads sizes back, so it is for the CPU and for
+    tests."""
     _check(x, routing, fc1, fc2)
     tokens, topk = routing.experts.shape
     local = fc1.size(0)
@@ -133,7 +122,7 @@ def expert_mlp_reference(
             activated = swiglu_reference(F.linear(x[pairs // topk], fc1[number]))
             outputs[pairs] = F.linear(activated, fc2[number]).float() * weights[pairs]
         start += count
-    return outputs.view(tokens, topk, x.size(1)).sum(1).to(x.dtype)
+    return ExpertOutputs(outputs, routing.experts, first_expert, local, x.dtype)
 
 
 def _product(

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_async.ops import (
     expert_mlp,
     expert_routing,
+    expert_sums,
     log_probs,
     logits_processing,
     rms_norm,
@@ -44,7 +45,9 @@ class Kernels:
     log_probs: Callable[..., None]
     apply_token_mask: Callable[[Tensor, Tensor], None]
     route: Callable[..., expert_routing.Routing]
-    expert_mlp: Callable[..., Tensor]
+    expert_mlp: Callable[..., expert_sums.ExpertOutputs]
+    sum_experts: Callable[[expert_sums.ExpertOutputs], Tensor]
+    sum_experts_add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
 
 
 TORCH_KERNELS = Kernels(
@@ -63,6 +66,8 @@ TORCH_KERNELS = Kernels(
     token_mask.apply_token_mask_reference,
     expert_routing.route_reference,
     expert_mlp.expert_mlp_reference,
+    expert_sums.sum_experts_reference,
+    expert_sums.sum_experts_add_rms_norm_reference,
 )
 TRITON_KERNELS = Kernels(
     vocab_embedding.vocab_embedding,
@@ -80,6 +85,8 @@ TRITON_KERNELS = Kernels(
     token_mask.apply_token_mask,
     expert_routing.route,
     expert_mlp.expert_mlp,
+    expert_sums.sum_experts,
+    expert_sums.sum_experts_add_rms_norm,
 )
 
 

@@ -21,6 +21,7 @@ from megatron_async.models.parallel_state import ParallelSizes, ensure_process_g
 from megatron_async.models.partition import check_partition
 from megatron_async.ops.expert_mlp import expert_mlp_reference
 from megatron_async.ops.expert_routing import NO_EXPERT, route_reference
+from megatron_async.ops.expert_sums import sum_experts_reference
 
 ARCHITECTURE = DUMMY_SHAPES["tiny-moe"]
 HIDDEN, EXPERTS, FFN = 64, 8, 64
@@ -71,7 +72,7 @@ def make_layer(sizes: ParallelSizes) -> tuple[MoELayer, nn.Module]:
 def expected_output(x: Tensor, write_index: Tensor) -> Tensor:
     router, fc1, fc2 = all_weights()
     routing = route_reference(x, router, 2, False, write_index, LIMIT)
-    return expert_mlp_reference(x, routing, fc1, fc2, 0, EXPERTS)
+    return sum_experts_reference(expert_mlp_reference(x, routing, fc1, fc2, 0, EXPERTS))
 
 
 def _layer_on_ranks(tensor_parallel: int) -> float:

@@ -14,6 +14,7 @@ from megatron_async.ops.expert_mlp import (
 )
 from megatron_async.ops.expert_plan import BY_HEIGHT, ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.expert_routing import NO_EXPERT, Routing, route, route_reference
+from megatron_async.ops.expert_sums import sum_experts, sum_experts_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -50,6 +51,10 @@ def plain_expert_mlp(x, routing, fc1, fc2, first):
     return out
 
 
+def reference_sums(*args):
+    return sum_experts_reference(expert_mlp_reference(*args))
+
+
 def check_route(tokens, hidden, experts, topk, pre_softmax, dtype, device, places=False):
     x = torch.randn(tokens, hidden + 16, device=device).to(dtype)[:, :hidden]
     weight = torch.randn(experts, hidden, device=device).to(dtype) / hidden**0.5
@@ -71,11 +76,11 @@ def check_mlp(tokens, hidden, ffn, experts, topk, dtype, device, first=0, total=
     fc1, fc2 = make_weights(experts, hidden, ffn, dtype, device)
     total = total or experts
     routing = random_routing(tokens, topk, total, device)
-    found = expert_mlp(x, routing, fc1, fc2, first, total)
-    expected = expert_mlp_reference(x, routing, fc1, fc2, first, total)
+    found = sum_experts(expert_mlp(x, routing, fc1, fc2, first, total))
+    expected = reference_sums(x, routing, fc1, fc2, first, total)
     tolerance = 1e-4 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    assert torch.equal(found, expert_mlp(x, routing, fc1, fc2, first, total))
+    assert torch.equal(found, sum_experts(expert_mlp(x, routing, fc1, fc2, first, total)))
     return found, expected
 
 
@@ -85,7 +90,7 @@ def test_reference_is_the_sum_of_pairs(first):
     x = torch.randn(7, 12)
     fc1, fc2 = make_weights(3, 12, 5, torch.float32, "cpu")
     routing = random_routing(7, 2, 6, "cpu")
-    found = expert_mlp_reference(x, routing, fc1, fc2, first, 6)
+    found = reference_sums(x, routing, fc1, fc2, first, 6)
     torch.testing.assert_close(found, plain_expert_mlp(x, routing, fc1, fc2, first))
 
 
@@ -146,10 +151,10 @@ def test_any_height_of_tiles(dtype, device):
     x = torch.randn(40, 48, device=device).to(dtype)
     fc1, fc2 = make_weights(3, 48, 24, dtype, device)
     routing = random_routing(40, 2, 3, device)
-    expected = expert_mlp_reference(x, routing, fc1, fc2, 0, 3)
+    expected = reference_sums(x, routing, fc1, fc2, 0, 3)
     for height in (16, 32):
         plan = ExpertPlan(ProductPlan(height, 32, 32, 4, 2), ProductPlan(height, 16, 16, 4, 2))
-        found = expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan)
+        found = sum_experts(expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan))
         torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
 
 
@@ -157,7 +162,8 @@ def test_tokens_that_go_nowhere_get_zeros(device):
     x = torch.full((3, 32), torch.nan, device=device)
     fc1, fc2 = make_weights(2, 32, 16, torch.float32, device)
     routing = random_routing(3, 2, 2, device, dummies=2.0)
-    assert torch.equal(expert_mlp(x, routing, fc1, fc2, 0, 2), torch.zeros_like(x))
+    found = sum_experts(expert_mlp(x, routing, fc1, fc2, 0, 2))
+    assert torch.equal(found, torch.zeros_like(x))
 
 
 def test_bad_input():
@@ -214,7 +220,7 @@ def test_replays_in_a_graph_without_reading_back():
     x = torch.randn(24, 256, device="cuda").to(torch.bfloat16)
 
     def layer():
-        return expert_mlp(x, route(x, router, 4, False), fc1, fc2, 0, 16)
+        return sum_experts(expert_mlp(x, route(x, router, 4, False), fc1, fc2, 0, 16))
 
     layer()
     graph = torch.cuda.CUDAGraph()
@@ -224,5 +230,5 @@ def test_replays_in_a_graph_without_reading_back():
         x.normal_()
         graph.replay()
         routing = route_reference(x, router, 4, False)
-        expected = expert_mlp_reference(x, routing, fc1, fc2, 0, 16)
+        expected = reference_sums(x, routing, fc1, fc2, 0, 16)
         torch.testing.assert_close(out, expected, rtol=0.03, atol=0.03)
