@@ -105,10 +105,10 @@ def sum_experts(outputs: ExpertOutputs) -> Tensor:
 
 def sum_experts_reference(outputs: ExpertOutputs) -> Tensor:
     """The same in plain torch."""
-    tokens, topk = outputs.experts.shape
+    topk = outputs.experts.size(1)
     number = outputs.experts - outputs.first_expert
     here = (number >= 0) & (number < outputs.local)
-    rows = outputs.rows.view(tokens, topk, -1).where(here[:, :, None], 0.0)
+    rows = outputs.rows.view(-1, topk, outputs.shape[1]).where(here[:, :, None], 0.0)
     return rows.sum(1).to(outputs.dtype)
 
 

@@ -154,7 +154,7 @@ def test_any_height_of_tiles(dtype, device):
     expected = reference_sums(x, routing, fc1, fc2, 0, 3)
     for height in (16, 32):
         plan = ExpertPlan(ProductPlan(height, 32, 32, 4, 2), ProductPlan(height, 16, 16, 4, 2))
-        found = sum_experts(expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan))
+        found = sum_experts(expert_mlp_by_plan(x, routing, fc1, fc2, 0, 3, plan))
         torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
 
 
@@ -177,7 +177,7 @@ def test_bad_input():
         expert_mlp(x[:2], routing, fc1, fc2, 0, 2)
     plan = ExpertPlan(ProductPlan(16, 32, 32, 4, 2), ProductPlan(32, 16, 16, 4, 2))
     with pytest.raises(ValueError, match="walk over the same tiles"):
-        expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan)
+        expert_mlp_by_plan(x, routing, fc1, fc2, 0, 3, plan)
     with pytest.raises(ValueError, match="topk=3 must be between 1 and 2"):
         route(x, torch.randn(2, 32), 3, False)
 
