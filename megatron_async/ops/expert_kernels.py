@@ -94,29 +94,36 @@ def sort_kernel(
 
 
 @triton.jit
-def number_hits(all_experts: tl.tensor, local: tl.constexpr, lanes: tl.constexpr) -> tl.tensor:
-    """Of few pairs: which expert that is hit, counted from 0, a pair is the first of; -1 for the
-    others."""
+def places_of(all_experts: tl.tensor, lanes: tl.constexpr) -> tl.tensor:
+    """Of few pairs: how many before each have its expert."""
     each = tl.arange(0, lanes)
     same = all_experts[:, None] == all_experts[None, :]
     earlier = each[None, :] < each[:, None]
-    again = tl.sum((same & earlier).to(tl.int32), 1)
-    opens = (all_experts < local) & (again == 0)
+    return tl.sum((same & earlier).to(tl.int32), 1)
+
+
+@triton.jit
+def number_tiles(
+    all_experts: tl.tensor, places: tl.tensor, local: tl.constexpr, block_m: tl.constexpr
+) -> tl.tensor:
+    """Which tile a pair is the first of; -1 for the others."""
+    opens = (all_experts < local) & (places % block_m == 0)
     return tl.where(opens, tl.cumsum(opens.to(tl.int32), 0) - 1, -1)
 
 
 @triton.jit
-def pairs_of(
+def find_pairs(
     all_experts: tl.tensor,
+    places: tl.tensor,
     expert: tl.tensor,
+    first: tl.tensor,
     pairs: tl.tensor,
     lanes: tl.constexpr,
     block_m: tl.constexpr,
 ) -> tl.tensor:
-    """The pairs of an expert that has at most `block_m`, in order, and `pairs` behind them."""
+    """An expert's pairs from its `first` on, in order, and `pairs` behind them: `[block_m]`."""
     each = tl.arange(0, lanes)
-    mine = all_experts == expert
-    row = tl.where(mine, tl.cumsum(mine.to(tl.int32), 0) - 1, block_m)
+    row = tl.where(all_experts == expert, places - first, -1)
     is_row = row[None, :] == tl.arange(0, block_m)[:, None]
     return pairs + tl.sum(tl.where(is_row, each[None, :] - pairs, 0), 1)
 
@@ -164,14 +171,16 @@ def grouped_product_kernel(
         all_experts = load_experts(
             experts, experts_stride, tl.arange(0, lanes), pairs, first_expert, local, topk
         )
-        numbers = number_hits(all_experts, local, lanes)
+        places = places_of(all_experts, lanes)
+        numbers = number_tiles(all_experts, places, local, block_m)
         count = tl.max(numbers, 0) + 1
     else:
         count = tl.load(num_tiles)
     for tile in range(walker, count, walkers):
         if lanes:
-            expert = tl.sum(tl.where(numbers == tile, all_experts, 0), 0)
-            pair = pairs_of(all_experts, expert, pairs, lanes, block_m)
+            both = tl.sum(tl.where(numbers == tile, all_experts * lanes + places, 0), 0)
+            expert, first = both // lanes, both % lanes
+            pair = find_pairs(all_experts, places, expert, first, pairs, lanes, block_m)
         else:
             expert = tl.load(tile_experts + tile)
             pair = tl.load(sorted_pairs + tile * block_m + tl.arange(0, block_m))

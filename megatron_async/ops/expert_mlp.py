@@ -90,7 +90,7 @@ def expert_mlp_by_plan(
     if not tokens:
         return found
     height = plan.up.block_m
-    is_few = pairs <= few_pairs and tokens <= height
+    is_few = pairs <= few_pairs
     sort = (routing.experts,) * 3 if is_few else _sort(routing, first_expert, local, height)
     activated = torch.empty((pairs, ffn), dtype=x.dtype, device=x.device)
     product = partial(_product, routing, sort, is_few, first_expert, num_experts)

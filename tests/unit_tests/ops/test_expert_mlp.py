@@ -12,7 +12,14 @@ from megatron_async.ops.expert_mlp import (
     expert_mlp_by_plan,
     expert_mlp_reference,
 )
-from megatron_async.ops.expert_plan import BY_HEIGHT, ExpertPlan, ProductPlan, plan_experts
+from megatron_async.ops.expert_plan import (
+    BY_HEIGHT,
+    ExpertPlan,
+    ProductPlan,
+    most_tiles,
+    plan_experts,
+    tile_walkers,
+)
 from megatron_async.ops.expert_routing import NO_EXPERT, Routing, route, route_reference
 from megatron_async.ops.expert_sums import sum_experts, sum_experts_reference
 
@@ -158,6 +165,56 @@ def test_any_height_of_tiles(dtype, device):
         torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
 
 
+def rows_here(outputs):
+    """What experts here say, pair by pair, without those elsewhere."""
+    number = outputs.experts.flatten() - outputs.first_expert
+    return outputs.rows[(number >= 0) & (number < outputs.local)]
+
+
+def check_layouts(layouts, tokens, hidden, ffn, experts, topk, total, dtype, device):
+    """Pairs come to the same rows by all layouts, given as arguments and patched constants."""
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    fc1, fc2 = make_weights(experts, hidden, ffn, dtype, device)
+    routing = random_routing(tokens, topk, total, device)
+    # Most pairs are here, where a rank has a share of the experts, and some tokens choose one
+    # twice, as those do whose logits are no numbers.
+    routing.experts[: tokens // 2] %= experts
+    plan = plan_experts(tokens * topk, total, x.element_size())
+    found = []
+    for few_pairs, chunk, resident in layouts:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("megatron_async.ops.expert_mlp.SORT_CHUNK", chunk)
+            patch.setattr("megatron_async.ops.expert_plan.RESIDENT_PROGRAMS", resident)
+            outputs = expert_mlp_by_plan(x, routing, fc1, fc2, 0, total, plan, few_pairs)
+        found.append(rows_here(outputs))
+    expected = rows_here(expert_mlp_reference(x, routing, fc1, fc2, 0, total)).to(dtype)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(found[0], expected, rtol=tolerance, atol=tolerance)
+    assert all(torch.equal(other, found[0]) for other in found[1:])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "topk"), [(16, 3, 2), (3, 3, 6), (1, 2, 1), (30, 1, 2)]
+)
+def test_few_pairs_need_no_sort(tokens, experts, topk, device):
+    layouts = ((0, 2048, 512), (64, 2048, 512), (64, 2048, 1))
+    check_layouts(layouts, tokens, 32, 24, experts, topk, 8, torch.float32, device)
+
+
+def test_sorts_in_chunks_and_products_that_take_several_tiles(device):
+    layouts = ((0, 2048, 512), (0, 32, 512), (0, 2048, 1))
+    check_layouts(layouts, 45, 32, 24, 2, 2, 8, torch.float32, device)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="plain Python")
+def test_programs_that_share_tiles():
+    # One of four ranks: as many as its share of 2048 pairs can fill, or enough for the device.
+    assert tile_walkers(2048, 32, 128, 16, 24) == most_tiles(512, 32, 16) == 64
+    assert tile_walkers(32, 32, 128, 16, 24) == 22
+    assert tile_walkers(2048, 128, 128, 16, 24) == most_tiles(2048, 128, 16)
+    assert tile_walkers(3, 32, 128, 16, 24) == 3
+
+
 def test_tokens_that_go_nowhere_get_zeros(device):
     x = torch.full((3, 32), torch.nan, device=device)
     fc1, fc2 = make_weights(2, 32, 16, torch.float32, device)
@@ -210,6 +267,15 @@ def test_real_sizes(tokens):
     check_route(tokens, 2048, 128, 8, False, torch.bfloat16, "cuda", True)
     pairs = {plan_experts(tokens * 8, 128, 2).up.block_m for tokens in (1, 500, 1000, 4096)}
     assert pairs == set(BY_HEIGHT)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 100, 256, 700])
+def test_layouts_at_real_sizes(tokens):
+    layouts = ((0, 2048, 512), (64, 2048, 512), (64, 512, 1))
+    for experts in (32, 128):
+        check_layouts(layouts, tokens, 2048, 768, experts, 8, 128, torch.bfloat16, "cuda")
 
 
 @pytest.mark.gpu
