@@ -14,8 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.expert_sums import ExpertOutputs, add_experts, experts_here
+from megatron_async.ops.expert_sums import ExpertOutputs, experts_here
 from megatron_async.ops.symmetric_meeting import meet, meeting_warps
+
+ROWS_AHEAD = 8
+"""Of experts, asked for before the first are added up; about as many as the compiler would."""
 
 
 def combine_sums(
@@ -129,6 +132,7 @@ def _launch_combine(
             local=outputs.local,
             topk=topk,
             block_topk=triton.next_power_of_2(topk),
+            ahead=max(ROWS_AHEAD // ranks, 1),
             rank=rank,
             ranks=ranks,
             lanes=triton.next_power_of_2(ranks),
@@ -154,6 +158,13 @@ def _check_combine(outputs: ExpertOutputs, own: int, ranks: int, places: int) ->
     return tokens
 
 
+@triton.jit
+def lowest_bit(here: tl.tensor) -> tl.tensor:
+    """Number of the lowest bit of a positive int32: the exponent of that power of two."""
+    power = (here & -here).to(tl.float32)
+    return (power.to(tl.int32, bitcast=True) >> 23) - 127
+
+
 @triton.jit(do_not_specialize=["own", "tokens", "first_expert"])
 def _combine_kernel(
     outputs: tl.tensor,
@@ -173,6 +184,7 @@ def _combine_kernel(
     local: tl.constexpr,
     topk: tl.constexpr,
     block_topk: tl.constexpr,
+    ahead: tl.constexpr,
     rank: tl.constexpr,
     ranks: tl.constexpr,
     lanes: tl.constexpr,
@@ -198,19 +210,38 @@ def _combine_kernel(
     start = first_row + ((turn & 1).to(tl.int64) * places + place) * ranks * hidden
     mine = bases[rank] + start
     heres = ()
+    sums = ()
+    left = 0
     for peer in tl.static_range(ranks):
         token = peer * tokens + place
         here = experts_here(experts, experts_stride, token, first_expert, local, topk, block_topk)
         heres += (here,)  # type: ignore[assignment]
-    # Or the compiler puts some off until it has added up others' rows.
-    tl.debug_barrier()
-    rows = ()
+        sums += (tl.zeros((block,), tl.float32),)  # type: ignore[assignment]
+        left |= here
+    # Few of a token's experts are here, so it is these that are asked for, of all tokens together.
+    while left != 0:
+        found = ()
+        rest = ()
+        left = 0
+        for peer in tl.static_range(ranks):
+            here = heres[peer]
+            for _ in tl.static_range(ahead):
+                pair = (peer * tokens + place) * topk + lowest_bit(here)
+                row = outputs + pair * hidden + column
+                found += (tl.load(row, mask=inside & (here != 0), other=0.0),)  # type: ignore[assignment]
+                here = here & (here - 1)
+            rest += (here,)  # type: ignore[assignment]
+            left |= here
+        heres = rest
+        more = ()
+        for peer in tl.static_range(ranks):
+            value = sums[peer]
+            for nth in tl.static_range(ahead):
+                value += found[peer * ahead + nth].to(tl.float32)
+            more += (value,)  # type: ignore[assignment]
+        sums = more
     for peer in tl.static_range(ranks):
-        token = peer * tokens + place
-        row = add_experts(outputs, token, heres[peer], column, inside, hidden, topk, block)
-        rows += (row.to(dtype),)  # type: ignore[assignment]
-    for peer in tl.static_range(ranks):
-        tl.store(mine + peer * hidden + column, rows[peer], mask=inside)
+        tl.store(mine + peer * hidden + column, sums[peer].to(dtype), mask=inside)
     meet(pointers, turns, place, turn, rank, ranks, lanes)
     real = inside & (place < own)
     value = tl.zeros((block,), tl.float32)

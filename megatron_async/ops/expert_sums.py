@@ -20,8 +20,8 @@ from megatron_async.ops.expert_routing import IN_KERNEL_NO_EXPERT
 from megatron_async.ops.rms_norm import MAX_HIDDEN, add_rms_norm_reference
 
 SUM_BLOCK = 1024
-MAX_TOPK = 32
-"""Which of a token's experts are here is held in the bits of a number."""
+MAX_TOPK = 31
+"""Which of a token's experts are here is held in the bits of a positive int32."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def test_bad_input():
     for bad, message in (
         (ExpertOutputs(rows[:5], experts, 0, 1, torch.float32), r"\[3 \* 2, hidden\]"),
         (ExpertOutputs(rows, experts, 0, 1, torch.float16), "rows must be torch.float16"),
-        (ExpertOutputs(torch.zeros(33, 8), torch.zeros(1, 33), 0, 1, torch.float32), "found 33"),
+        (ExpertOutputs(torch.zeros(32, 8), torch.zeros(1, 32), 0, 1, torch.float32), "found 32"),
     ):
         with pytest.raises(ValueError, match=message):
             sum_experts(bad)
