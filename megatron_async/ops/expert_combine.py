@@ -235,10 +235,10 @@ def _combine_kernel(
         heres = rest
         more = ()
         for peer in tl.static_range(ranks):
-            value = sums[peer]
+            its = sums[peer]  # type: ignore[var-annotated]
             for nth in tl.static_range(ahead):
-                value += found[peer * ahead + nth].to(tl.float32)
-            more += (value,)  # type: ignore[assignment]
+                its += found[peer * ahead + nth].to(tl.float32)
+            more += (its,)  # type: ignore[assignment]
         sums = more
     for peer in tl.static_range(ranks):
         tl.store(mine + peer * hidden + column, sums[peer].to(dtype), mask=inside)

@@ -22,6 +22,7 @@ from megatron_async.models.partition import check_partition
 from megatron_async.ops.expert_mlp import expert_mlp_reference
 from megatron_async.ops.expert_routing import NO_EXPERT, route_reference
 from megatron_async.ops.expert_sums import sum_experts_reference
+from megatron_async.ops.tensor_collectives import Unreduced
 
 ARCHITECTURE = DUMMY_SHAPES["tiny-moe"]
 HIDDEN, EXPERTS, FFN = 64, 8, 64
@@ -112,6 +113,22 @@ def _layer_error(tensor_parallel: int, sequence_parallel: bool) -> float:
     with pytest.raises(ValueError, match="dispatch_tokens=1, but this rank has 2"):
         layer.dispatcher.dispatch(x, routing, 1)
     return worst
+
+
+@torch.no_grad()
+def test_the_norm_behind_adds_up_the_experts():
+    layer, _ = make_layer(ParallelSizes())
+    layer.may_split = True
+    x, weight = tokens_of(3, 5), torch.linspace(0.5, 2, HIDDEN)
+    output, _ = layer(x[:, None])
+    assert isinstance(output, Unreduced)
+    expected = expected_output(x, torch.arange(5))
+    normed, total = output.add_rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(total, x + expected)
+    torch.testing.assert_close(normed, torch.rms_norm(total, (HIDDEN,), weight, 1e-5))
+    # The norm of one row is done by the product behind it.
+    row, _ = layer(x[:1, None])
+    torch.testing.assert_close(row[:, 0], expected[:1])
 
 
 PROMPTS = ([3, 1, 4], list(range(40, 60)), [7] * 5)
