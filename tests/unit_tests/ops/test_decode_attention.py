@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from triton_interpreter import INTERPRETED, run_in_interpreter
 
 from megatron_async.ops.decode_attention import DecodeWorkspace, paged_decode_attention
 from megatron_async.ops.decode_schedule import DecodeSchedule, schedule_reference
@@ -22,11 +21,6 @@ GPU_CASES = [
     for j, shape in enumerate(SHAPES)
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-def test_in_interpreter():
-    run_in_interpreter(__file__)
 
 
 def processors(count):

@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-from triton_interpreter import INTERPRETED, run_in_interpreter
 
 from megatron_async.ops.expert_combine import combine_add_rms_norm, combine_sums
 from megatron_async.ops.expert_gather import WORD, gather_tokens, packed_row_bytes
@@ -20,11 +19,6 @@ PLACES, HIDDEN, TOPK, EPS = 3, 40, 3, 1e-5
 CALLS = (1, 3, 2, 3) * 5
 """Tokens of each rank in successive calls: places take their turns at different times."""
 WORDS = packed_row_bytes(HIDDEN, TOPK, torch.float32) // WORD
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-def test_in_interpreter():
-    run_in_interpreter(__file__)
 
 
 def own_tokens(rank, call):
@@ -89,7 +83,7 @@ def run_rank(rank, ranks, gathers, combines):
             assert torch.equal(total, expected)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="GPUs are tested in test_gpu_expert_exchange.py")
+@pytest.mark.usefixtures("interpreter")  # GPUs are tested in test_gpu_expert_exchange.py
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_exchanges(ranks):
     """Each process is stopped now and then, so that the others get as far ahead as the flags let

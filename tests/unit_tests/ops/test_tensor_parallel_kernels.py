@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from triton_interpreter import EXACT_16_BIT, INTERPRETED, run_in_interpreter
+from triton_interpreter import EXACT_16_BIT
 
 from megatron_async.ops.all_reduce_norm import all_reduce_add_rms_norm
 from megatron_async.ops.partial_sums import add_partial_sums, launch_sum
@@ -20,11 +20,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 RANKS, ROWS, HIDDEN, EPS = 2, 3, 40, 1e-5
 CALLS = (1, 3, 2, 3) * 12
 """Tokens of successive calls: rows take their turns at different times."""
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-def test_in_interpreter():
-    run_in_interpreter(__file__)
 
 
 @pytest.mark.parametrize("hidden", [8, 1500])
@@ -86,7 +81,7 @@ def run_rank(rank, memory, results):
         results[rank][call, 0, :tokens], results[rank][call, 1, :tokens] = normed, total
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="GPUs are tested in test_gpu_tensor_parallel.py")
+@pytest.mark.usefixtures("interpreter")  # GPUs are tested in test_gpu_tensor_parallel.py
 def test_all_reduce_with_residual_and_norm():
     """Two processes on shared memory take the places of two GPUs. Each is stopped now and then, so
     that the other gets as far ahead as the flags let it."""

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from triton_interpreter import INTERPRETED, run_in_interpreter
 
 from megatron_async.ops import triton_sampling
 from megatron_async.ops.philox import gumbel_noise
@@ -27,11 +26,6 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(triton_sampling, "TILE", 512)
     monkeypatch.setattr(triton_sampling, "SEARCH_TILE", 512)
     monkeypatch.setattr(triton_sampling, "CANDIDATES", 16)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-def test_in_interpreter():
-    run_in_interpreter(__file__)
 
 
 def parameters(rows, device, temperature=1.0, top_k=0, top_p=0.0, min_p=0.0):
