@@ -7,7 +7,18 @@ import re
 from typing import Any
 
 import pytest
-from harness import EngineFactory, Job, drain, greedy, random_prompts, run_at
+import torch
+from harness import (
+    EngineFactory,
+    Job,
+    assert_all_is_back,
+    drain,
+    greedy,
+    make_engine,
+    random_prompts,
+    run_alone,
+    run_at,
+)
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
