@@ -60,7 +60,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     counter = [groups.expand(rows, -1), positions, zero, zero]
     key = [seeds & MASK, (seeds >> 32) & MASK]
     if seeds.device.type == "cpu" and rows * vocab_size <= SMALL:
-        arrays = philox4x32([word.numpy() for word in counter], [word.numpy() for word in key])
+        arrays = philox4x32([w.numpy() for w in counter], [w.numpy() for w in key])  # sync-ok: CPU
         words = [torch.from_numpy(array) for array in arrays]
     else:
         words = philox4x32(counter, key)
