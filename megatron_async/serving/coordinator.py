@@ -9,13 +9,14 @@ import threading
 import time
 from collections import deque
 
-import msgspec
 import zmq
 
 from megatron_async.communication.keepalive import end_silent_connections
 from megatron_async.errors import ConfigurationError
 from megatron_async.serving.dispatcher import Dispatcher
 from megatron_async.serving.messages import (
+    UNREADABLE,
+    Refused,
     ToClient,
     ToReplica,
     decode_for_coordinator,
@@ -113,8 +114,12 @@ class Coordinator:
                 return
             try:
                 message = decode_for_coordinator(frames[-1] if frames else b"")
-            except msgspec.DecodeError as error:
-                logger.warning("A message that is none of ours was dropped: %s", error)
+            except UNREADABLE as error:
+                # Who sent it waits for an answer, and nobody knows which.
+                reason = f"it sent a message that cannot be read ({error})"
+                logger.warning("A peer is refused: %s.", reason)
+                self._send(identity, Refused(f"{reason}: connect again."))
+                self.dispatcher.lost(identity, reason, time.monotonic())
                 continue
             self.dispatcher.hear(identity, message, time.monotonic())
 

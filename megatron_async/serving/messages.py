@@ -14,6 +14,10 @@ from megatron_async.inference_request import DynamicInferenceRequest
 
 PROTOCOL = 2
 """Raised when messages change: both ends must have the same."""
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises: no message, no UTF-8, nested too deeply."""
+UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
+"""What encoding raises."""
 
 
 class Message(msgspec.Struct, tag=True):
