@@ -75,9 +75,20 @@ class CoordinatorConfig:
             raise ConfigurationError(
                 f"on_replica_death={self.on_replica_death!r} must be 'retry' or 'fail'."
             )
-        for name in ("max_unfinished", "requests_per_slot", "ping_interval_s", "silence_s"):
+        if self.max_retries < 0:
+            raise ConfigurationError(f"max_retries={self.max_retries} must be 0 or more.")
+        for name in (
+            "max_unfinished", "requests_per_slot", "ping_interval_s", "silence_s", "stall_s",
+            "client_silence_s", "no_replica_timeout_s",
+        ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be more than 0.")
+        for name in ("silence_s", "stall_s", "client_silence_s"):
+            if getattr(self, name) < 2 * self.ping_interval_s:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)} must be twice ping_interval_s="
+                    f"{self.ping_interval_s} or more: who is well is heard only at each ping."
+                )
 
 
 class ReplicaState(StrEnum):

@@ -274,5 +274,11 @@ def test_a_replica_that_connects_again_replaces_itself() -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigurationError, match="on_replica_death='maybe'"):
         CoordinatorConfig(on_replica_death="maybe")
-    with pytest.raises(ConfigurationError, match="silence_s=0"):
-        CoordinatorConfig(silence_s=0)
+    for name in ("silence_s", "stall_s", "client_silence_s", "no_replica_timeout_s"):
+        with pytest.raises(ConfigurationError, match=f"{name}=0"):
+            CoordinatorConfig(**{name: 0})
+    with pytest.raises(ConfigurationError, match="max_retries=-1"):
+        CoordinatorConfig(max_retries=-1)
+    for name in ("silence_s", "stall_s", "client_silence_s"):
+        with pytest.raises(ConfigurationError, match=f"{name}=0.7.*ping_interval_s=0.5"):
+            CoordinatorConfig(**{name: 0.7})

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
-from megatron_async.errors import CoordinatorLost, RequestError
+from megatron_async.errors import ConfigurationError, CoordinatorLost, RequestError
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving import coordinator as coordinator_module
 from megatron_async.serving.client import CoordinatorClient
@@ -155,6 +156,24 @@ def test_something_else_answers() -> None:
         CoordinatorClient(f"tcp://127.0.0.1:{port}", connect_timeout_s=5)
     thread.join()
     context.destroy(0)
+
+
+def test_a_file_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "answers.json"
+    file.write_text("[]")
+    with pytest.raises(ConfigurationError, match=r"answers.json.*no socket"):
+        Coordinator(f"ipc://{file}")
+    assert file.read_text() == "[]"
+
+
+@pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_public_addresses_are_warned_of(
+    host: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator = Coordinator(f"tcp://{host}:*")
+    coordinator.stop()
+    coordinator.run()
+    assert ("no authentication" in caplog.text) == warns
 
 
 def test_a_closed_client_says_so(coordinator: Coordinator) -> None:
