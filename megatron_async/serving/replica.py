@@ -135,7 +135,10 @@ class Replica:
                 await asyncio.sleep(RETRY_EVERY_S)
 
     def leave(self) -> None:
-        """Finish what there is and go; the second time: go, and let others serve it."""
+        """Finish what there is and go; the second time: go, and let others serve it. One that goes
+        already goes on with that."""
+        if self._must_go:
+            return
         self._must_go = self._is_leaving or self._connection is None
         self._is_leaving = True
         if self._connection is not None and not self._must_go:
