@@ -39,7 +39,7 @@ def _kill_in_every_phase(victim):
         steps.receive,
         lambda: rounds.sync_all_reduce_max(1),
         lambda: asyncio.run(rounds.all_reduce_max(1)),
-        lambda: idle.wait_started(None),
+        lambda: asyncio.run(idle.started()),
     ]
     with pytest.raises(RankLost) as raised:
         # Not rank 0, which has nothing to receive.
