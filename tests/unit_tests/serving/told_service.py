@@ -78,7 +78,7 @@ class Service:
             self.now += 0.5
             self.dispatcher.tick(self.now)
             for who in alive.split():
-                self.hear(who, Pong() if who == "client" else status(100))
+                self.hear(who, Pong() if who.startswith("client") else status(100))
 
     def take(self, who: str) -> list[Message]:
         return [m for m in self.sent.pop(who.encode(), []) if not isinstance(m, Ping)]
