@@ -1,4 +1,4 @@
-"""Whatever happens, in whatever order: no request is lost, answered twice, or served in two places."""
+"""Whatever happens, in whatever order: no request is lost, answered twice or served twice."""
 
 from __future__ import annotations
 
