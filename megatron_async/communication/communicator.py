@@ -45,16 +45,9 @@ class PendingRound:
     is dropped.
     """
 
-    def __init__(
-        self, communicator: AsyncZMQCommunicator, mine: Contribution, awaited: frozenset[int]
-    ) -> None:
+    def __init__(self, communicator: AsyncZMQCommunicator, mine: Contribution) -> None:
         self._communicator = communicator
         self.mine = mine
-        self.awaited = awaited
-
-    def is_done(self) -> bool:
-        """Whether `result` would return at once."""
-        return not self._communicator.missing(self)
 
     def result(self, timeout_s: float = ROUND_TIMEOUT_S) -> list[int]:
         """The maximum of each value over all members; waits for them.
@@ -132,30 +125,7 @@ class AsyncZMQCommunicator:
 
     def start_all_reduce_max(self, *values: int) -> PendingRound:
         """Begin a round, to do something else before its `result` is asked for."""
-        return self._begin(f"all_reduce_max of {len(values)}", values, self._others)
-
-    def sync_broadcast(
-        self, values: Sequence[int] | None, root: int, timeout_s: float = ROUND_TIMEOUT_S
-    ) -> list[int]:
-        """One member's values, on all of them; the root does not wait for the others.
-
-        Args:
-            values: 64-bit integers; read on the root only.
-            root: its rank.
-            timeout_s: how late the root may come.
-
-        Raises: see `sync_all_reduce_max`.
-        """
-        operation = f"broadcast from {root}"
-        if self._rank == root:
-            if values is None:
-                raise ValueError(f"Rank {root} is the root of this broadcast: it needs values.")
-            pending = self._begin(operation, values, frozenset())
-        elif root in self._others:
-            pending = self._begin(operation, None, frozenset([root]))
-        else:
-            raise ValueError(f"root={root} is no member of {self._name!r}.")
-        return list(self.finish(pending, timeout_s)[-1].values)
+        return self._begin(f"all_reduce_max of {len(values)}", values)
 
     def barrier(self, name: str, timeout_s: float = ROUND_TIMEOUT_S) -> None:
         """Wait until all members are here.
@@ -166,7 +136,7 @@ class AsyncZMQCommunicator:
 
         Raises: see `sync_all_reduce_max`.
         """
-        self.finish(self._begin(f"barrier {name!r}", (), self._others), timeout_s)
+        self.finish(self._begin(f"barrier {name!r}", ()), timeout_s)
 
     def has_started(self) -> bool:
         """Whether another member has begun a round that this one has not; does not wait.
@@ -176,33 +146,12 @@ class AsyncZMQCommunicator:
         self._read()
         return self._begun + 1 in self._inbox
 
-    def wait_started(self, timeout_s: float | None, descriptors: Sequence[int] = ()) -> bool:
-        """Sleep until another member has begun a round that this one has not.
-
-        Args:
-            timeout_s: at most; None: for ever.
-            descriptors: file descriptors that end the sleep too, once they are readable.
-
-        Returns:
-            `has_started()`.
+    async def started(self) -> None:
+        """Sleep on an event loop until `has_started`; may be cancelled.
 
         Raises:
             RankLost: a member is gone.
         """
-        wait = self._bus.wait(f"a round of {self._name!r} to begin", None)
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self.has_started():
-            seconds = wait.seconds_to_sleep(self._others)
-            if until is not None:
-                seconds = min(seconds, until - time.monotonic())
-                if seconds <= 0:
-                    return False
-            if self._bus.sleep(seconds, descriptors):
-                return self.has_started()
-        return True
-
-    async def started(self) -> None:
-        """`wait_started` without a limit, on an event loop; may be cancelled."""
         wait = self._bus.wait(f"a round of {self._name!r} to begin", None)
         while not self.has_started():
             await self._bus.sleep_async(wait.seconds_to_sleep(self._others))
@@ -210,10 +159,10 @@ class AsyncZMQCommunicator:
     def missing(self, pending: PendingRound) -> frozenset[int]:
         """Members whose contribution to a round has not come yet; does not wait."""
         self._read()
-        return pending.awaited - self._inbox.get(pending.mine.round, {}).keys()
+        return self._others - self._inbox.get(pending.mine.round, {}).keys()
 
     def finish(self, pending: PendingRound, timeout_s: float) -> list[Contribution]:
-        """Wait for a round; returns this member's contribution and those that were awaited."""
+        """Wait for a round; returns the contributions of all members."""
         try:
             spin_until = time.perf_counter() + SPIN_S
             wait = None
@@ -232,15 +181,11 @@ class AsyncZMQCommunicator:
         """Close; what was sent still arrives."""
         self._bus.close()
 
-    def _begin(
-        self, operation: str, values: Sequence[int] | None, awaited: frozenset[int]
-    ) -> PendingRound:
-        """Begin a round; with no values this member only listens."""
+    def _begin(self, operation: str, values: Sequence[int]) -> PendingRound:
+        mine = Contribution(self._begun + 1, operation, tuple(map(index, values)))
         self._begun += 1
-        mine = Contribution(self._begun, operation, tuple(map(index, values or ())))
-        if values is not None:
-            self._bus.publish(_encode(mine))
-        return PendingRound(self, mine, awaited)
+        self._bus.publish(_encode(mine))
+        return PendingRound(self, mine)
 
     def _read(self) -> None:
         while (found := self._bus.receive()) is not None:
@@ -261,7 +206,7 @@ class AsyncZMQCommunicator:
                     f"{self._rank}, but {theirs.operation} on rank {rank}: all members must call "
                     "the same rounds in the same order."
                 )
-        return [mine, *(came[rank] for rank in pending.awaited)]
+        return [mine, *(came[rank] for rank in self._others)]
 
     def _drop(self, number: int) -> None:
         self._over = max(self._over, number)

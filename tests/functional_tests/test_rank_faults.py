@@ -69,7 +69,10 @@ def test_a_rank_is_killed_in_a_step(tmp_path, layout, rank):
 def test_a_rank_is_stopped_in_a_step(tmp_path):
     outcome, seconds = _end(tmp_path, LAYOUTS["tp"], False, 1, signal.SIGSTOP)
     assert seconds < WITHIN_S
-    assert "ank 1 " in outcome.error or outcome.exit_code == EXIT_CODE_RANK_LOST
+    # Its step never ends, since the other's connections stay open: nothing may wait for it.
+    assert "RankLost" in outcome.error, outcome
+    assert "ank 1 " in outcome.error.splitlines()[-1]
+    assert outcome.exit_code == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["leader", "follower"])
