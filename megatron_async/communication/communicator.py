@@ -45,9 +45,12 @@ class PendingRound:
     is dropped.
     """
 
-    def __init__(self, communicator: AsyncZMQCommunicator, mine: Contribution) -> None:
+    def __init__(
+        self, communicator: AsyncZMQCommunicator, mine: Contribution, awaited: frozenset[int]
+    ) -> None:
         self._communicator = communicator
         self.mine = mine
+        self.awaited = awaited
 
     def result(self, timeout_s: float = ROUND_TIMEOUT_S) -> list[int]:
         """The maximum of each value over all members; waits for them.
@@ -125,7 +128,30 @@ class AsyncZMQCommunicator:
 
     def start_all_reduce_max(self, *values: int) -> PendingRound:
         """Begin a round, to do something else before its `result` is asked for."""
-        return self._begin(f"all_reduce_max of {len(values)}", values)
+        return self._begin(f"all_reduce_max of {len(values)}", values, self._others)
+
+    def sync_broadcast(
+        self, values: Sequence[int] | None, root: int, timeout_s: float = ROUND_TIMEOUT_S
+    ) -> list[int]:
+        """One member's values, on all of them; the root does not wait for the others.
+
+        Args:
+            values: 64-bit integers; read on the root only.
+            root: its rank.
+            timeout_s: how late the root may come.
+
+        Raises: see `sync_all_reduce_max`.
+        """
+        operation = f"broadcast from {root}"
+        if self._rank == root:
+            if values is None:
+                raise ValueError(f"Rank {root} is the root of this broadcast: it needs values.")
+            pending = self._begin(operation, values, frozenset())
+        elif root in self._others:
+            pending = self._begin(operation, None, frozenset([root]))
+        else:
+            raise ValueError(f"root={root} is no member of {self._name!r}.")
+        return list(self.finish(pending, timeout_s)[-1].values)
 
     def barrier(self, name: str, timeout_s: float = ROUND_TIMEOUT_S) -> None:
         """Wait until all members are here.
@@ -136,7 +162,7 @@ class AsyncZMQCommunicator:
 
         Raises: see `sync_all_reduce_max`.
         """
-        self.finish(self._begin(f"barrier {name!r}", ()), timeout_s)
+        self.finish(self._begin(f"barrier {name!r}", (), self._others), timeout_s)
 
     def has_started(self) -> bool:
         """Whether another member has begun a round that this one has not; does not wait.
@@ -159,10 +185,10 @@ class AsyncZMQCommunicator:
     def missing(self, pending: PendingRound) -> frozenset[int]:
         """Members whose contribution to a round has not come yet; does not wait."""
         self._read()
-        return self._others - self._inbox.get(pending.mine.round, {}).keys()
+        return pending.awaited - self._inbox.get(pending.mine.round, {}).keys()
 
     def finish(self, pending: PendingRound, timeout_s: float) -> list[Contribution]:
-        """Wait for a round; returns the contributions of all members."""
+        """Wait for a round; returns this member's contribution and those that were awaited."""
         try:
             spin_until = time.perf_counter() + SPIN_S
             wait = None
@@ -181,11 +207,15 @@ class AsyncZMQCommunicator:
         """Close; what was sent still arrives."""
         self._bus.close()
 
-    def _begin(self, operation: str, values: Sequence[int]) -> PendingRound:
-        mine = Contribution(self._begun + 1, operation, tuple(map(index, values)))
+    def _begin(
+        self, operation: str, values: Sequence[int] | None, awaited: frozenset[int]
+    ) -> PendingRound:
+        """Begin a round; with no values this member only listens."""
+        mine = Contribution(self._begun + 1, operation, tuple(map(index, values or ())))
         self._begun += 1
-        self._bus.publish(_encode(mine))
-        return PendingRound(self, mine)
+        if values is not None:
+            self._bus.publish(_encode(mine))
+        return PendingRound(self, mine, awaited)
 
     def _read(self) -> None:
         while (found := self._bus.receive()) is not None:
@@ -206,7 +236,7 @@ class AsyncZMQCommunicator:
                     f"{self._rank}, but {theirs.operation} on rank {rank}: all members must call "
                     "the same rounds in the same order."
                 )
-        return [mine, *(came[rank] for rank in self._others)]
+        return [mine, *(came[rank] for rank in pending.awaited)]
 
     def _drop(self, number: int) -> None:
         self._over = max(self._over, number)

@@ -26,7 +26,7 @@ def _many_rounds(world):
     for turn in range(80):
         expected = [max(column) for column in zip(*(_values(r, turn) for r in range(world)))]
         mine = _values(job.rank, turn)
-        kind = turn % 3
+        kind = turn % 4
         if kind == 0:
             assert rounds.sync_all_reduce_max(*mine) == expected
         elif kind == 1:
@@ -34,6 +34,10 @@ def _many_rounds(world):
             later = rounds.start_all_reduce_max(turn)
             assert pending.result() == expected
             assert later.result() == [turn]
+        elif kind == 2:
+            root = turn % world
+            values = mine if job.rank == root else None
+            assert rounds.sync_broadcast(values, root) == _values(root, turn)
         else:
             assert asyncio.run(rounds.all_reduce_max(*mine)) == expected
             rounds.barrier(f"turn {turn}")
@@ -108,6 +112,8 @@ def _misuse():
     assert rounds.sync_all_reduce_max(3, -4) == [3, -4]
     assert asyncio.run(rounds.all_reduce_max(5)) == [5]
     rounds.barrier("alone")
+    with pytest.raises(ValueError, match="root=1 is no member"):
+        rounds.sync_broadcast([1], 1)
     with pytest.raises(TypeError):
         rounds.sync_all_reduce_max(1.5)
 
