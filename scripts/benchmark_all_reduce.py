@@ -11,45 +11,23 @@ norm kernel, `one shot` is one kernel for all; `alone` is the norm without any s
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_async.devices import Device, make_device
+from megatron_async.devices import make_device
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups, world_size
 from megatron_async.ops.rms_norm import add_rms_norm
 from megatron_async.ops.tensor_collectives import collectives_of
 from megatron_async.profiling.benchmark_record import write_record
+from megatron_async.profiling.replay_time import call_us
 
 CALLS = 64
 """In a graph; a step of an 8B model has 65 sums."""
-REPEATS = 7
 EPS = 1e-5
 WAYS = ("alone", "one shot", "two shot", "nccl")
-
-
-def microseconds(device: Device, call: Callable[[], object]) -> float:
-    """Median time of one call on this rank, in a graph of `CALLS`."""
-
-    def calls() -> None:
-        for _ in range(CALLS):
-            call()
-
-    device.compute.launch(calls)
-    graph = device.capture(calls)
-    times = []
-    for _ in range(REPEATS):
-        start, end = device.event(timing=True), device.event(timing=True)
-        device.compute.launch(graph.replay)  # ranks begin the measured one together
-        device.compute.record(start)
-        device.compute.launch(graph.replay)
-        device.compute.record(end)
-        end.wait()
-        times.append((end.time_us() - start.time_us()) / CALLS)
-    return statistics.median(times)
 
 
 def ways(
@@ -103,13 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures = []
     for rows in args.rows:
         calls = ways(rows, args.hidden, torch.bfloat16, args.splits)
-        device.fence()
         row: dict[str, float] = {"rows": rows}
         for way in WAYS:
             if way in calls:
-                slowest = torch.tensor([microseconds(device, calls[way])])
-                dist.all_reduce(slowest, dist.ReduceOp.MAX)
-                row[way] = slowest.item()
+                row[way] = call_us(device, calls[way], CALLS)
         figures.append(row)
         if is_first:
             cells = "".join(f"{row.get(way, float('nan')):>12.1f}" for way in WAYS)

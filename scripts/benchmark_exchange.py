@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from megatron_async.devices import Device, make_device
+from megatron_async.devices import make_device
 from megatron_async.models.moe_dispatch import TokenDispatcher
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups, world_size
 from megatron_async.ops.expert_gather import packed_row_bytes
@@ -26,10 +25,10 @@ from megatron_async.ops.expert_routing import Routing
 from megatron_async.ops.rms_norm import add_rms_norm
 from megatron_async.ops.symmetric_exchange import LIMIT_VARIABLE, exchange_of
 from megatron_async.profiling.benchmark_record import write_record
+from megatron_async.profiling.replay_time import call_us
 
 CALLS = 48
 """In a graph; layers of qwen3-30b-a3b."""
-REPEATS = 7
 EPS = 1e-5
 DTYPE = torch.bfloat16
 MOST_BYTES = 64 << 20
@@ -55,30 +54,6 @@ def both_exchanges(
     return call
 
 
-def microseconds(device: Device, call: Callable[[], object]) -> float:
-    """Median time of one call on the slowest rank, in a graph of `CALLS`."""
-
-    def calls() -> None:
-        for _ in range(CALLS):
-            call()
-
-    device.fence()
-    device.compute.launch(calls)
-    graph = device.capture(calls)
-    times = []
-    for _ in range(REPEATS):
-        start, end = device.event(timing=True), device.event(timing=True)
-        device.compute.launch(graph.replay)  # ranks begin the measured one together
-        device.compute.record(start)
-        device.compute.launch(graph.replay)
-        device.compute.record(end)
-        end.wait()
-        times.append((end.time_us() - start.time_us()) / CALLS)
-    slowest = torch.tensor([statistics.median(times)])
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table on rank 0 and, with --json, write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -95,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     groups = ensure_process_groups(ParallelSizes(expert_model_parallel=ranks))
     dispatcher, exchange = TokenDispatcher(groups.ep, args.topk), exchange_of(groups.ep)
     calls = {n: both_exchanges(dispatcher, n, args.hidden, args.topk) for n in args.tokens}
-    nccl = {tokens: microseconds(device, call) for tokens, call in calls.items()}
+    nccl = {tokens: call_us(device, call, CALLS) for tokens, call in calls.items()}
     exchange.prepare(max(args.tokens), args.hidden, args.topk, DTYPE, device.torch_device)
     is_first = dist.get_rank() == 0
     if is_first:
@@ -106,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         read = (ranks - 1) * tokens * packed_row_bytes(args.hidden, args.topk, DTYPE)
         row: dict[str, float] = {"tokens": tokens, "read_bytes": read, "nccl_us": nccl[tokens]}
         if exchange.find(tokens, args.hidden, args.topk, DTYPE):
-            row["ours_us"] = microseconds(device, call)
+            row["ours_us"] = call_us(device, call, CALLS)
         figures.append(row)
         if is_first:
             ours = row.get("ours_us", float("nan"))

@@ -79,9 +79,11 @@ def measure(batch: int, lookahead: int, args: argparse.Namespace) -> dict[str, A
             with captured_by_nsys():
                 engine.follow()
         # A step of a pipeline serves its share of the requests.
-        limit = replay_ms(engine, -(-batch // args.pipeline_model_parallel_size))
-        join_job().exchange("the end of a measurement", "")
-    if limit is not None and result:
+        own = replay_ms(engine, -(-batch // args.pipeline_model_parallel_size))
+        # Stages of a pipeline differ, and the slowest is the limit; others replay together.
+        limits = join_job().exchange("replays", str(own or 0.0)).values()
+        limit = max(map(float, limits))
+    if limit and result:
         result |= {"replay_ms": limit, "over_replay": result["step_ms"] / limit}
     return result
 

@@ -1,50 +1,56 @@
 """Does the engine on this device say what a reference says, token for token?
 
 Greedy tokens of the engine under test, at every lookahead and batch size asked for, are compared
-with a reference: this engine, serial (lookahead 0), in float32 on --reference-device, or
-`transformers` in float32 (--reference transformers, which needs the dev extra). Both compute with
-the weights as --dtype holds them, so what may differ is the arithmetic alone.
+with a reference: this engine on one rank, serial (lookahead 0), in float32 on --reference-device,
+or `transformers` in float32 (--reference transformers, which needs the dev extra). Both compute
+with the weights as --dtype holds them, so what may differ is the arithmetic alone.
 
-At the first token where a request differs, the reference's logits are computed again from the
-tokens before it, which both sides share. The divergence is a *near tie* if the reference prefers
-its own token to the engine's by less than
-
-    tolerance = u * sqrt(2 * layers) * (largest |logit|)
-
-where u is the unit roundoff of the dtype (2**-24 for float32, 2**-8 for bfloat16): each of a
-layer's 2 sublayers adds an independent rounding error of that relative size. (SmolLM2 in bfloat16:
-differences between two likely tokens are off by 0.1 to 0.4, the tolerance is 0.6 to 1.2.) Anything
-else is a FAIL, and the exit code is 1. With --exact near ties fail too.
+Where a request parts from the reference, the reference's logits are computed again from the tokens
+before, which both share: a near tie (megatron_async/parity/divergence.py says how near) is printed
+and passes, unless --exact is given; anything else is a FAIL, and the exit code is 1.
 
     python scripts/check_parity.py --model smollm2 --device cuda --dtype bfloat16
+
+On several ranks every replica generates for all prompts, and is judged; the reference then runs
+alone, in a process behind them:
+
+    torchrun --nproc-per-node 4 scripts/check_parity.py --model dummy:llama-3.1-8b --device cuda \
+        --dtype bfloat16 --tensor-model-parallel-size 4 --reference-device cuda
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron_async import (
-    LLM,
-    DynamicInferenceContext,
-    DynamicInferenceEngine,
-    GPTInferenceWrapper,
-    InferenceConfig,
-    SamplingParams,
-    TextGenerationController,
-)
-from megatron_async.checkpoints import load_model, open_model
+from megatron_async import LLM, InferenceConfig
+from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.dtypes import DTYPES, parse_dtype
+from megatron_async.cli_options import add_parallel, parallel_sizes
+from megatron_async.cli_ranks import (
+    end_together,
+    gather_replicas,
+    has_other_ranks,
+    is_first_rank,
+)
+from megatron_async.parity.divergence import Divergence, find_divergences
+from megatron_async.parity.references import (
+    EngineReference,
+    Reference,
+    TransformersReference,
+    generated,
+    greedy_params,
+)
 
 TEXTS = (
     "Hello",
@@ -57,52 +63,29 @@ TEXTS = (
     "A",
 )
 """Prompts of several lengths, for models with a tokenizer."""
-
-
-class Reference(Protocol):
-    """What the engine under test is measured against."""
-
-    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        """`tokens` greedy tokens for each prompt."""
-        ...
-
-    def last_logits(self, tokens: list[int]) -> Tensor:
-        """Logits after `tokens`: float32 `[vocabulary]` on the CPU."""
-        ...
+OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+"""Beginnings of the environment variables that make a process a rank."""
 
 
 @dataclass
-class Divergence:
-    """The first token at which a request and its reference part."""
+class Run:
+    """What one replica generated at a lookahead for the first `batch_size` prompts."""
 
-    request: int
-    position: int
-    """Generated tokens before it."""
-    reference_token: int
-    engine_token: int
-    top_logits: tuple[float, float]
-    """The reference's two largest."""
-    gap: float
-    """How much the reference prefers its token to the engine's, logits."""
-    tolerance: float
-
-    @property
-    def is_near_tie(self) -> bool:
-        """Whether rounding explains it."""
-        return self.gap <= self.tolerance
+    replica: int
+    lookahead: int
+    batch_size: int
+    overlap_ratio: float
+    pauses: int
+    evictions: int
+    tokens: list[list[int]]
 
 
 @dataclass
 class Outcome:
-    """One run: a lookahead at a batch size."""
+    """A run that was judged."""
 
-    lookahead: int
-    batch_size: int
-    identical: int
-    overlap_ratio: float
-    pauses: int
-    evictions: int
-    divergences: list[Divergence] = field(default_factory=list)
+    run: Run
+    divergences: list[Divergence]
 
     @property
     def near_ties(self) -> int:
@@ -114,92 +97,10 @@ class Outcome:
         """Requests that parted from the reference without such an excuse."""
         return len(self.divergences) - self.near_ties
 
-
-class LogitsKeeper(GPTInferenceWrapper):
-    """Keeps the logits of the step that ran last."""
-
-    logits: Tensor
-
-    def forward(self, view: Any) -> Tensor:
-        """See `GPTInferenceWrapper.forward`."""
-        self.logits = super().forward(view)
-        return self.logits
-
-
-class EngineReference:
-    """This engine, serial, in float32."""
-
-    def __init__(
-        self, model_name: str, device: str, weight_dtype: torch.dtype, config: InferenceConfig
-    ) -> None:
-        model = load_model(model_name, torch.float32, torch.device(device)).model
-        round_weights(model, weight_dtype)
-        context = DynamicInferenceContext(model.config, config)
-        self._wrapper = LogitsKeeper(model, context)
-        self._engine = DynamicInferenceEngine(TextGenerationController(self._wrapper), context)
-
-    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        """See `Reference.greedy`."""
-        return generate(self._engine, prompts, tokens)
-
-    def last_logits(self, tokens: list[int]) -> Tensor:
-        """See `Reference.last_logits`: the prefill of `tokens` as a prompt."""
-        generate(self._engine, [tokens], 1)
-        return self._wrapper.logits[-1].to("cpu", torch.float32)
-
-
-class TransformersReference:
-    """`transformers`, in float32: a plain loop with a KV cache."""
-
-    def __init__(self, model_name: str, device: str, weight_dtype: torch.dtype) -> None:
-        from transformers import AutoModelForCausalLM
-
-        from megatron_async.checkpoints.convert import convert
-
-        with tempfile.TemporaryDirectory() as parent:
-            folder = Path(parent) / "model"
-            convert(model_name, folder, to="huggingface", progress=False)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._model: Any = model.to(device).eval()
-        self._device = device
-        round_weights(self._model, weight_dtype)
-
-    @torch.inference_mode()
-    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        """See `Reference.greedy`."""
-        outputs = []
-        for prompt in prompts:
-            ids, cache, output = torch.tensor([prompt], device=self._device), None, []
-            for _ in range(tokens):
-                result = self._model(ids, past_key_values=cache, use_cache=True)
-                cache, ids = result.past_key_values, result.logits[:, -1:].argmax(-1)
-                output.append(int(ids))
-            outputs.append(output)
-        return outputs
-
-    @torch.inference_mode()
-    def last_logits(self, tokens: list[int]) -> Tensor:
-        """See `Reference.last_logits`."""
-        ids = torch.tensor([tokens], device=self._device)
-        return self._model(ids).logits[0, -1].to("cpu", torch.float32)
-
-
-def round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Give float32 weights the values that they have in `dtype`."""
-    for parameter in model.parameters():
-        parameter.data.copy_(parameter.data.to(dtype))
-
-
-def generate(
-    engine: DynamicInferenceEngine, prompts: list[list[int]], tokens: int
-) -> list[list[int]]:
-    """`tokens` greedy tokens for each prompt; a failed request raises its error."""
-    greedy = SamplingParams(temperature=0.0, num_tokens_to_generate=tokens, termination_id=-1)
-    requests = engine.generate(prompts, greedy)
-    for request in requests:
-        if request.error is not None:
-            raise request.error
-    return [request.generated_tokens for request in requests]
+    @property
+    def identical(self) -> int:
+        """Requests that did not part from it."""
+        return self.run.batch_size - len(self.divergences)
 
 
 def make_prompts(model_name: str, count: int) -> list[list[int]]:
@@ -219,69 +120,124 @@ def make_prompts(model_name: str, count: int) -> list[list[int]]:
     ]
 
 
-def tolerance(logits: Tensor, dtype: torch.dtype, num_layers: int) -> float:
-    """Largest gap between two logits that rounding in `dtype` may turn around (see the module's
-    text)."""
-    roundoff = torch.finfo(dtype).eps / 2
-    return roundoff * math.sqrt(2 * num_layers) * float(logits.abs().max())
+def engine_settings(prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
+    """Of the engine under test and of the reference: room for all prompts at once."""
+    longest = max(map(len, prompts)) + args.tokens
+    return {
+        "block_size_tokens": args.block_size_tokens,
+        "max_sequence_length": longest,
+        "max_requests": len(prompts),
+        "max_tokens": max(2048, len(prompts)),
+        "num_kv_blocks": len(prompts) * -(-longest // args.block_size_tokens),
+    }
 
 
-def find_divergences(
-    prompts: list[list[int]],
-    expected: list[list[int]],
-    found: list[list[int]],
-    reference: Reference,
-    dtype: torch.dtype,
-    num_layers: int,
-) -> list[Divergence]:
-    """The first difference of every request that has one, judged by the reference's logits."""
-    divergences = []
-    for request, (prompt, want, have) in enumerate(zip(prompts, expected, found, strict=True)):
-        if want == have:
-            continue
-        position = next(i for i in range(len(want)) if want[i] != have[i])
-        logits = reference.last_logits(prompt + want[:position])
-        first, second = logits.topk(2).values
-        divergences.append(
-            Divergence(
-                request,
-                position,
-                want[position],
-                have[position],
-                (float(first), float(second)),
-                float(logits[want[position]] - logits[have[position]]),
-                tolerance(logits, dtype, num_layers),
-            )
-        )
-    return divergences
+def run_engine(prompts: list[list[int]], args: argparse.Namespace) -> list[Run]:
+    """Generate at each lookahead and batch size; every rank of a job calls it.
+
+    Returns:
+        the runs of all replicas; on ranks other than the first, nothing that counts.
+    """
+    settings = engine_settings(prompts, args)
+    if args.num_kv_blocks:
+        settings["num_kv_blocks"] = args.num_kv_blocks
+    runs: list[Run] = []
+    with LLM(
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
+        transformer_impl=args.transformer_impl,
+        lookahead=max(args.lookahead),
+        check_ranks_agree=True,
+        **parallel_sizes(args),
+        **settings,
+    ) as llm:
+        engine = llm.engine
+        for lookahead in args.lookahead:
+            for size in args.batch_sizes:
+                # The engine is idle, and its buffers are made for the largest lookahead asked for.
+                engine.lookahead = lookahead
+                engine.statistics = type(engine.statistics)()
+                before = engine.stats()
+                requests = llm.generate(prompts[:size], greedy_params(args.tokens))
+                after = engine.stats()
+                runs.append(
+                    Run(
+                        replica=llm.data_parallel_rank,
+                        lookahead=lookahead,
+                        batch_size=size,
+                        overlap_ratio=after["overlap_ratio"],
+                        pauses=int(after["pauses"] - before["pauses"]),
+                        evictions=int(after["evictions"] - before["evictions"]),
+                        tokens=generated(requests),
+                    )
+                )
+        mine = {"runs": [asdict(run) for run in runs]}
+        found = [Run(**run) for part in gather_replicas(llm, mine) for run in part["runs"]]
+        end_together()
+    return found
 
 
-def check(
-    engine: DynamicInferenceEngine,
-    reference: Reference,
-    prompts: list[list[int]],
-    expected: list[list[int]],
-    lookahead: int,
-    dtype: torch.dtype,
-    num_layers: int,
-) -> Outcome:
-    """Run `prompts` together at a lookahead and compare."""
-    # The engine is idle and its buffers are made for the largest lookahead asked for.
-    engine.lookahead = lookahead
-    engine.statistics = type(engine.statistics)()
-    before = engine.stats()
-    found = generate(engine, prompts, len(expected[0]))
-    after = engine.stats()
-    divergences = find_divergences(prompts, expected, found, reference, dtype, num_layers)
-    return Outcome(
-        lookahead=lookahead,
-        batch_size=len(prompts),
-        identical=len(prompts) - len(divergences),
-        overlap_ratio=after["overlap_ratio"],
-        pauses=int(after["pauses"] - before["pauses"]),
-        evictions=int(after["evictions"] - before["evictions"]),
-        divergences=divergences,
+def make_reference(prompts: list[list[int]], args: argparse.Namespace) -> Reference:
+    """The reference that is asked for."""
+    dtype = parse_dtype(args.dtype)
+    if args.reference == "transformers":
+        return TransformersReference(args.model, args.reference_device, dtype)
+    config = InferenceConfig(
+        device=args.reference_device, lookahead=0, **engine_settings(prompts, args)
     )
+    return EngineReference(args.model, args.reference_device, dtype, config)
+
+
+def judge(runs: list[Run], prompts: list[list[int]], args: argparse.Namespace) -> int:
+    """Compare, print a table, write --json; returns the number of failures."""
+    reference = make_reference(prompts, args)
+    expected = reference.greedy(prompts, args.tokens)
+    dtype, num_layers = parse_dtype(args.dtype), open_model(args.model).architecture.num_layers
+    print(
+        f"{args.model}, {args.dtype} on {args.device}; reference: {args.reference}, float32 on "
+        f"{args.reference_device}; {args.tokens} tokens"
+    )
+    print("replica  lookahead  batch  identical  near ties  FAIL  overlap  pauses  evictions")
+    outcomes = []
+    for run in runs:
+        size = run.batch_size
+        differing = find_divergences(
+            prompts[:size], expected[:size], run.tokens, reference, dtype, num_layers
+        )
+        outcome = Outcome(run, differing)
+        outcomes.append(outcome)
+        print(
+            f"{run.replica:7}{run.lookahead:11}{size:7}{outcome.identical:11}"
+            f"{outcome.near_ties:11}{outcome.failures:6}{run.overlap_ratio:9.2f}{run.pauses:8}"
+            f"{run.evictions:11}"
+        )
+    for outcome in outcomes:
+        where = f"replica {outcome.run.replica}, lookahead {outcome.run.lookahead}"
+        for divergence in outcome.divergences:
+            print(f"{where}, batch {outcome.run.batch_size}, {divergence}")
+    failed = sum(
+        len(outcome.divergences) if args.exact else outcome.failures for outcome in outcomes
+    )
+    if args.json:
+        found = [asdict(outcome) | {"identical": outcome.identical} for outcome in outcomes]
+        report = {"settings": vars(args), "failed": failed, "outcomes": found}
+        Path(args.json).write_text(json.dumps(report, indent=1))
+    print("FAIL" if failed else "OK")
+    return failed
+
+
+def judge_alone(runs: list[Run], arguments: Sequence[str]) -> int:
+    """`judge` in a process that is no rank; returns its exit code."""
+    sys.stdout.flush()
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(OF_TORCHRUN)
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "runs.json"
+        file.write_text(json.dumps([asdict(run) for run in runs]))
+        command = [sys.executable, __file__, *arguments, "--judge", str(file)]
+        return subprocess.run(command, env=environment, check=False).returncode
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -306,6 +262,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--exact", action="store_true", help="near ties fail too")
     parser.add_argument("--json", metavar="FILE", help="write the outcomes there")
+    parser.add_argument(
+        "--judge",
+        metavar="FILE",
+        help="judge the runs in this file, with the options that made them, and start no engine",
+    )
+    add_parallel(parser)
     args = parser.parse_args(arguments)
     if min(args.batch_sizes) < 1 or min(args.lookahead) < 0 or args.tokens < 1:
         parser.error("batch sizes and tokens start at 1, lookahead at 0")
@@ -314,85 +276,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table; exit code 1 if anything failed."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     args = parse_arguments(arguments)
-    dtype = parse_dtype(args.dtype)
     prompts = make_prompts(args.model, max(args.batch_sizes))
-    longest = max(map(len, prompts)) + args.tokens
-    enough = len(prompts) * -(-longest // args.block_size_tokens)
-    settings: dict[str, Any] = {
-        "block_size_tokens": args.block_size_tokens,
-        "max_sequence_length": longest,
-        "max_requests": len(prompts),
-        "max_tokens": max(2048, len(prompts)),
-    }
-
-    reference: Reference
-    if args.reference == "transformers":
-        reference = TransformersReference(args.model, args.reference_device, dtype)
+    if args.judge:
+        runs = [Run(**run) for run in json.loads(Path(args.judge).read_text())]
     else:
-        config = InferenceConfig(
-            device=args.reference_device, lookahead=0, num_kv_blocks=enough, **settings
-        )
-        reference = EngineReference(args.model, args.reference_device, dtype, config)
-    expected = reference.greedy(prompts, args.tokens)
-
-    llm = LLM(
-        args.model,
-        device=args.device,
-        dtype=dtype,
-        transformer_impl=args.transformer_impl,
-        lookahead=max(args.lookahead),
-        num_kv_blocks=args.num_kv_blocks or enough,
-        **settings,
-    )
-    num_layers = open_model(args.model).architecture.num_layers
-    print(
-        f"{args.model}, {args.dtype} on {args.device}; reference: {args.reference}, float32 on "
-        f"{args.reference_device}; {args.tokens} tokens"
-    )
-    print("lookahead  batch  identical  near ties  FAIL  overlap  pauses  evictions")
-    outcomes = []
-    for lookahead in args.lookahead:
-        for size in args.batch_sizes:
-            outcome = check(
-                llm.engine,
-                reference,
-                prompts[:size],
-                expected[:size],
-                lookahead,
-                dtype,
-                num_layers,
-            )
-            outcomes.append(outcome)
-            print(
-                f"{lookahead:9}{size:7}{outcome.identical:11}{outcome.near_ties:11}"
-                f"{outcome.failures:6}{outcome.overlap_ratio:9.2f}{outcome.pauses:8}"
-                f"{outcome.evictions:11}"
-            )
-    llm.close()
-    print_divergences(outcomes)
-    failed = sum(
-        len(outcome.divergences) if args.exact else outcome.failures for outcome in outcomes
-    )
-    if args.json:
-        report = {"settings": vars(args), "failed": failed, "outcomes": list(map(asdict, outcomes))}
-        Path(args.json).write_text(json.dumps(report, indent=1))
-    print("FAIL" if failed else "OK")
-    return 1 if failed else 0
-
-
-def print_divergences(outcomes: list[Outcome]) -> None:
-    """One line for each first difference."""
-    for outcome in outcomes:
-        for d in outcome.divergences:
-            top, second = d.top_logits
-            print(
-                f"lookahead {outcome.lookahead}, batch {outcome.batch_size}, request {d.request}, "
-                f"token {d.position}: reference {d.reference_token}, engine {d.engine_token}; "
-                f"top logits {top:.5f} and {second:.5f} ({top - second:.2g} apart), "
-                f"gap to the engine's token {d.gap:.2g}, tolerance {d.tolerance:.2g}: "
-                f"{'near tie' if d.is_near_tie else 'FAIL'}"
-            )
+        runs = run_engine(prompts, args)
+        if has_other_ranks():
+            return judge_alone(runs, arguments) if is_first_rank() else 0
+    return 1 if judge(runs, prompts, args) else 0
 
 
 if __name__ == "__main__":

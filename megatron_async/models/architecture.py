@@ -90,6 +90,11 @@ class ModelArchitecture:
         return self._parameters(self.moe_router_topk)
 
     def _parameters(self, experts: int) -> int:
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.layer_parameters(experts) + embeddings + self.hidden_size
+
+    def layer_parameters(self, experts: int) -> int:
+        """Number of weights of all layers, if each mixture had so many experts."""
         q = self.num_attention_heads * self.kv_channels
         kv = self.num_query_groups * self.kv_channels
         attention = self.hidden_size * (q + 2 * kv) + q * self.hidden_size
@@ -102,9 +107,7 @@ class ModelArchitecture:
         moe = self.num_moe_experts * self.hidden_size + experts * expert
         moe_layers = sum(map(self.is_moe, range(self.num_layers)))
         layers = self.num_layers * (attention + 2 * self.hidden_size)
-        layers += moe_layers * moe + (self.num_layers - moe_layers) * dense
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return layers + embeddings + self.hidden_size
+        return layers + moe_layers * moe + (self.num_layers - moe_layers) * dense
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Bytes of KV cache that one token takes over all layers."""

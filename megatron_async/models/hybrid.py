@@ -40,7 +40,7 @@ from megatron_async.models.mlp import GatedMLP
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition, padded_vocab_size
-from megatron_async.models.pipeline import EMBEDDING, OUTPUT, split_pattern, stage_of
+from megatron_async.models.pipeline import EMBEDDING, OUTPUT, output_cost, split_pattern, stage_of
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.skinny_linear import Unnormed
 from megatron_async.ops.tensor_collectives import Unreduced, collectives_of
@@ -110,7 +110,9 @@ def transformer_config(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        hybrid_layer_pattern=split_pattern(architecture.hybrid_layer_pattern, stages),
+        hybrid_layer_pattern=split_pattern(
+            architecture.hybrid_layer_pattern, stages, output_cost(architecture, dtype, sizes)
+        ),
         # Or a tied embedding's copy would be filled by a collective on GPUs, before it has memory.
         init_model_with_meta_device=stages > 1,
         rotary_base=architecture.rotary_base,

@@ -4,11 +4,8 @@ One program a row. It puts this rank's summand into this rank's memory, says so 
 until all have said so, and reads the summands of all. They are added in the order of ranks, in
 float32, so every rank gets the same bits; then follows what `ops/rms_norm.py` does.
 
-Who may write when. A row has two places, used in turn. Its flags, one for each rank, count the
-turns that the rank has begun (has written its summand of). A program writes a place again two turns
-later, when it has been through the turn between: it saw there that every rank had begun that turn,
-and a rank begins a turn only when it has left the one before, reads included. So no barrier is
-needed behind the reads. All ranks must launch the same rows in the same order, as collectives must.
+Ranks meet as `ops/symmetric_meeting.py` tells; a row is a place. All ranks must launch the same
+rows in the same order, as collectives must.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.rms_norm import MAX_HIDDEN
+from megatron_async.ops.symmetric_meeting import meet
 
 
 def all_reduce_add_rms_norm(
@@ -129,24 +127,7 @@ def _all_reduce_add_rms_norm_kernel(
     start = first_row + ((turn & 1).to(tl.int64) * rows + row) * hidden
     mine = tl.multiple_of(tl.load(pointers + rank).to(tl.pointer_type(dtype)), 16)
     tl.store(mine + start + column, summand.to(dtype), mask=inside)
-    # All threads have read their turn, and made their stores, before those that signal release
-    # them.
-    tl.debug_barrier()
-    tl.store(turns + row, turn)
-    # A thread for each peer: one after the other, their ways to and fro would add up.
-    peers = tl.arange(0, lanes)
-    exists = peers < ranks
-    theirs = tl.load(pointers + peers, mask=exists, other=0).to(tl.pointer_type(tl.int32))
-    said = tl.full((lanes,), 1, tl.int32)
-    tl.atomic_add(theirs + row * ranks + rank, said, mask=exists, sem="release", scope="sys")
-    flags = tl.load(pointers + rank).to(tl.pointer_type(tl.int32)) + row * ranks + peers
-    nothing = tl.zeros((lanes,), tl.int32)
-    missing = 1
-    while missing > 0:
-        begun = tl.atomic_add(flags, nothing, mask=exists, sem="acquire", scope="sys")
-        # The difference, because a count may wrap around.
-        missing = tl.sum((exists & (begun - turn < 0)).to(tl.int32))
-    tl.debug_barrier()
+    meet(pointers, turns, row, turn, rank, ranks, lanes)
     value = tl.zeros((block,), tl.float32)
     for peer in tl.static_range(ranks):
         its = tl.multiple_of(tl.load(pointers + peer).to(tl.pointer_type(dtype)), 16)

@@ -3,12 +3,11 @@
 One program for a place: it puts what its rank has for the place into its rank's memory, says so to
 all ranks, waits until all have said so (`meet`), and reads what all have put.
 
-Who may write when is as in `ops/all_reduce_norm.py`. Memory for a place has two halves, used in
-turn. A place's flags, one for each rank, count the turns that the rank has begun. A program writes
-a half again two turns later, when it has been through the turn between: it saw there that every
-rank had begun that turn, and a rank begins a turn only when it has left the one before, reads
-included. So no barrier is needed behind the reads. All ranks must launch the same places in the
-same order.
+Who may write when. Memory for a place has two halves, used in turn. A place's flags, one for each
+rank, count the turns that the rank has begun. A program writes a half again two turns later, when
+it has been through the turn between: it saw there that every rank had begun that turn, and a rank
+begins a turn only when it has left the one before, reads included. So no barrier is needed behind
+the reads. All ranks must launch the same places in the same order.
 """
 
 from __future__ import annotations

@@ -1,10 +1,16 @@
-"""The limit of an engine: its captured decode step replayed back to back, without bookkeeping."""
+"""What captured work takes, replayed back to back: an engine's decode step without bookkeeping, its
+limit, or one call of many."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+
+from megatron_async.devices import Device
 from megatron_async.ops.sampling import SamplingMode
 
 if TYPE_CHECKING:
@@ -47,3 +53,38 @@ def replay_ms(
         end.wait()
         times.append((end.time_us() - start.time_us()) / 1e3 / replays)
     return statistics.median(times)
+
+
+def call_us(
+    device: Device, call: Callable[[], object], calls: int = 64, repeats: int = 7
+) -> float:
+    """Median microseconds of a call that a graph makes many times in a row; with several ranks,
+    which all measure the same, those of the slowest.
+
+    Args:
+        device: a GPU.
+        call: enqueues work on its compute stream.
+        calls: in the graph.
+        repeats: replays that are measured, each behind another, so that ranks begin it together.
+    """
+
+    def all_calls() -> None:
+        for _ in range(calls):
+            call()
+
+    device.fence()
+    device.compute.launch(all_calls)
+    graph = device.capture(all_calls)
+    times = []
+    for _ in range(repeats):
+        start, end = device.event(timing=True), device.event(timing=True)
+        device.compute.launch(graph.replay)
+        device.compute.record(start)
+        device.compute.launch(graph.replay)
+        device.compute.record(end)
+        end.wait()
+        times.append((end.time_us() - start.time_us()) / calls)
+    slowest = torch.tensor([statistics.median(times)])
+    if dist.is_initialized():
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()

@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
+
+from megatron_async.parity import references
+from megatron_async.parity.divergence import find_divergences, tolerance
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_parity.py"
 
 
-@pytest.fixture(scope="module")
-def script() -> Any:
+def load_script() -> Any:
     spec = importlib.util.spec_from_file_location("check_parity", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -24,6 +27,11 @@ def script() -> Any:
     sys.modules["check_parity"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    return load_script()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -37,15 +45,28 @@ def test_engine_agrees(
     assert capsys.readouterr().out.endswith("OK\n")
     report = json.loads(file.read_text())
     assert report["failed"] == 0
-    outcomes = report["outcomes"]
-    assert [(o["lookahead"], o["batch_size"]) for o in outcomes] == [
+    runs = [outcome["run"] for outcome in report["outcomes"]]
+    assert [(run["lookahead"], run["batch_size"]) for run in runs] == [
         (lookahead, batch) for lookahead in (0, 1, 2) for batch in (1, 8)
     ]
-    for outcome in outcomes:
+    for run, outcome in zip(runs, report["outcomes"], strict=True):
         if dtype == "float32":
-            assert outcome["identical"] == outcome["batch_size"]
-        assert outcome["overlap_ratio"] <= (outcome["lookahead"] > 0)
-        assert (outcome["pauses"] > 0) == (outcome["batch_size"] == 8)
+            assert outcome["identical"] == run["batch_size"]
+        assert run["overlap_ratio"] <= (run["lookahead"] > 0)
+        assert (run["pauses"] > 0) == (run["batch_size"] == 8)
+
+
+def _check_on_a_rank(file: str) -> int:
+    arguments = ["--model", "dummy:tiny", "--tensor-model-parallel-size", "2", "--tokens", "8"]
+    arguments += ["--lookahead", "1", "--batch-sizes", "2", "--json", file]
+    return int(load_script().main(arguments))
+
+
+def test_ranks_agree(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    assert run_ranks(2, _check_on_a_rank, str(file)) == [0, 0]
+    (outcome,) = json.loads(file.read_text())["outcomes"]
+    assert outcome["identical"] == 2
 
 
 def test_transformers_agrees(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,20 +79,20 @@ def test_wrong_weights_fail(
     script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The engine under test and its reference hold different weights."""
-    round_weights: Callable[..., None] = script.round_weights
+    round_weights: Callable[..., None] = references.round_weights
 
     def spoil(model: torch.nn.Module, dtype: torch.dtype) -> None:
         round_weights(model, dtype)
         dict(model.named_parameters())["decoder.final_norm.weight"].data.neg_()
 
-    monkeypatch.setattr(script, "round_weights", spoil)
+    monkeypatch.setattr(references, "round_weights", spoil)
     assert script.main(["--model", "dummy:tiny", "--tokens", "8", "--lookahead", "1"]) == 1
     output = capsys.readouterr().out
     assert output.endswith("FAIL\n")
     assert "gap to the engine's token" in output
 
 
-def test_first_difference_is_judged_by_the_reference(script: Any) -> None:
+def test_first_difference_is_judged_by_the_reference() -> None:
     class Reference:
         """Undecided between tokens 1 and 2; token 3 is far behind."""
 
@@ -83,7 +104,7 @@ def test_first_difference_is_judged_by_the_reference(script: Any) -> None:
 
     expected = [[1, 1, 1], [1, 1, 1], [1, 1, 1]]
     found = [[1, 1, 1], [1, 2, 0], [1, 1, 3]]
-    near, far = script.find_divergences(
+    near, far = find_divergences(
         [[7], [8], [9]], expected, found, Reference(), torch.bfloat16, num_layers=2
     )
     assert Reference.asked == [[8, 1], [9, 1, 1]]
@@ -93,5 +114,5 @@ def test_first_difference_is_judged_by_the_reference(script: Any) -> None:
     assert near.is_near_tie
     assert (far.request, far.position, far.engine_token) == (2, 2, 3)
     assert not far.is_near_tie
-    strict = script.tolerance(torch.tensor([10.0]), torch.float32, 2)
+    strict = tolerance(torch.tensor([10.0]), torch.float32, 2)
     assert strict == pytest.approx(10 * 2**-24 * 2)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_async.errors import ConfigurationError
+from megatron_async.models.architecture import DUMMY_SHAPES
+from megatron_async.models.hybrid import transformer_config
+from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.models.pipeline import split_pattern, stage_of
 
 
@@ -22,6 +26,34 @@ from megatron_async.models.pipeline import split_pattern, stage_of
 )
 def test_split(pattern, stages, expected):
     assert split_pattern(pattern, stages) == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "output_cost", "expected"),
+    [
+        (32, 2, 1.6, [17, 15]),
+        (32, 2, 0.4, [16, 16]),
+        (32, 4, 1.6, [9, 8, 8, 7]),
+        (30, 3, 50.0, [15, 14, 1]),
+        (2, 2, 9.0, [1, 1]),
+    ],
+)
+def test_the_last_stage_has_the_output_layer_besides(layers, stages, output_cost, expected):
+    parts = split_pattern("*-" * layers, stages, output_cost).split("|")
+    assert [len(part) // 2 for part in parts] == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "expected"),
+    [
+        ("llama-3.1-8b", ParallelSizes(1, 2), [17, 15]),
+        ("llama-3.1-8b", ParallelSizes(2, 2), [17, 15]),
+        ("qwen3-30b-a3b", ParallelSizes(1, 2, 4), [25, 23]),
+    ],
+)
+def test_stages_of_models(model, sizes, expected):
+    config = transformer_config(DUMMY_SHAPES[model], torch.bfloat16, sizes)
+    assert [len(part) // 2 for part in config.hybrid_layer_pattern.split("|")] == expected
 
 
 def test_more_stages_than_layers():

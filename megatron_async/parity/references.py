@@ -1,0 +1,134 @@
+"""What an engine is measured against: plain computations in float32."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_async.checkpoints import load_model
+from megatron_async.config import InferenceConfig
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
+
+
+class Reference(Protocol):
+    """What an engine is measured against."""
+
+    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        """`tokens` greedy tokens for each prompt."""
+        ...
+
+    def last_logits(self, tokens: list[int]) -> Tensor:
+        """Logits after `tokens`: float32 `[vocabulary]` on the CPU."""
+        ...
+
+
+class LogitsKeeper(GPTInferenceWrapper):
+    """Keeps the logits of the step that ran last."""
+
+    logits: Tensor
+
+    def forward(self, view: Any) -> Tensor:
+        """See `GPTInferenceWrapper.forward`."""
+        self.logits = super().forward(view)
+        return self.logits
+
+
+class EngineReference:
+    """This engine, serial, in float32, in a process of its own (models of a process share their
+    parallel groups).
+
+    Args:
+        model_name: anything that `LLM` loads.
+        device: "cpu" or "cuda".
+        weight_dtype: weights are rounded to it.
+        config: lookahead 0, with room for all requests.
+    """
+
+    def __init__(
+        self, model_name: str, device: str, weight_dtype: torch.dtype, config: InferenceConfig
+    ) -> None:
+        model = load_model(model_name, torch.float32, torch.device(device)).model
+        round_weights(model, weight_dtype)
+        context = DynamicInferenceContext(model.config, config)
+        self._wrapper = LogitsKeeper(model, context)
+        self._engine = DynamicInferenceEngine(TextGenerationController(self._wrapper), context)
+
+    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        """See `Reference.greedy`."""
+        return generated(self._engine.generate(prompts, greedy_params(tokens)))
+
+    def last_logits(self, tokens: list[int]) -> Tensor:
+        """See `Reference.last_logits`: the prefill of `tokens` as a prompt."""
+        generated(self._engine.generate([tokens], greedy_params(1)))
+        return self._wrapper.logits[-1].to("cpu", torch.float32)
+
+
+class TransformersReference:
+    """`transformers`, in float32: a plain loop with a KV cache.
+
+    Args:
+        model_name: anything that `LLM` loads.
+        device: "cpu" or "cuda".
+        weight_dtype: weights are rounded to it.
+    """
+
+    def __init__(self, model_name: str, device: str, weight_dtype: torch.dtype) -> None:
+        from transformers import AutoModelForCausalLM
+
+        from megatron_async.checkpoints.convert import convert
+
+        with tempfile.TemporaryDirectory() as parent:
+            folder = Path(parent) / "model"
+            convert(model_name, folder, to="huggingface", progress=False)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._model: Any = model.to(device).eval()
+        self._device = device
+        round_weights(self._model, weight_dtype)
+
+    @torch.inference_mode()
+    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        """See `Reference.greedy`."""
+        outputs = []
+        for prompt in prompts:
+            ids, cache, output = torch.tensor([prompt], device=self._device), None, []
+            for _ in range(tokens):
+                result = self._model(ids, past_key_values=cache, use_cache=True)
+                cache, ids = result.past_key_values, result.logits[:, -1:].argmax(-1)
+                output.append(int(ids))
+            outputs.append(output)
+        return outputs
+
+    @torch.inference_mode()
+    def last_logits(self, tokens: list[int]) -> Tensor:
+        """See `Reference.last_logits`."""
+        ids = torch.tensor([tokens], device=self._device)
+        return self._model(ids).logits[0, -1].to("cpu", torch.float32)
+
+
+def round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Give float32 weights the values that they have in `dtype`."""
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data.to(dtype))
+
+
+def greedy_params(tokens: int) -> SamplingParams:
+    """Exactly `tokens` greedy tokens."""
+    return SamplingParams(temperature=0.0, num_tokens_to_generate=tokens, termination_id=-1)
+
+
+def generated(requests: Any) -> list[list[int]]:
+    """The tokens of finished requests; a failed one raises its error."""
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    return [request.generated_tokens for request in requests]
