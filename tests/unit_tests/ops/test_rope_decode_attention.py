@@ -12,7 +12,12 @@ from test_decode_attention import GPU_CASES, Batch, processors, softmax_attentio
 from test_rope_append import tables
 from triton_interpreter import EXACT_16_BIT, INTERPRETED, run_in_interpreter
 
+from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.ops import gpu_paged_attention
+from megatron_async.ops.attention_backends.base import AttentionShape
+from megatron_async.ops.attention_backends.selection import BACKENDS, STEP_CLASSES, PrefillChoice
 from megatron_async.ops.decode_attention import DecodeWorkspace, paged_decode_attention
+from megatron_async.ops.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.rope_append import rope_append, rope_append_reference
 from megatron_async.ops.rope_decode_attention import rope_decode_attention
 from megatron_async.ops.skinny_linear import linear
@@ -156,6 +161,31 @@ def test_dummy_rows_share_a_place(device):
     assert not batch.out.isnan().any()
 
 
+def test_backend_waits_in_the_first_layer_of_a_step(device, monkeypatch):
+    """A step of decode rows alone takes the one kernel in every layer; of what it may read early,
+    nothing is settled before the first layer's kernels stand behind it."""
+    rows, kv_heads, group, dim = 3, 2, 2, 32
+    batch = RawBatch(70, rows, 16, kv_heads, group, dim, torch.float32, device, 6, norm=True)
+    shape = AttentionShape(4, kv_heads, dim, 16, 6, torch.float32, torch.device(device))
+    choice = PrefillChoice((BACKENDS["triton"](shape),) * len(STEP_CLASSES))
+    with processors(6):
+        attention = GpuPagedAttention(16, 6, rows, 4, kv_heads, dim, torch.device(device), choice)
+    settled = []
+
+    def seen(*arguments):
+        settled.append(arguments[-1])
+        return rope_decode_attention(*arguments)
+
+    monkeypatch.setattr(gpu_paged_attention, "rope_decode_attention", seen)
+    for lengths in ([70, 1, 17], [16, 33, 2]):
+        expected = batch.refill(lengths)
+        attention.begin_step(BatchDimensions(decode_rows=rows), batch.tables, batch.lengths)
+        for _layer in range(2):
+            batch.out = attention.append_and_attend(*batch.append())
+            batch.check(expected)
+    assert settled == [False, True] * 2
+
+
 def test_bad_input(device):
     batch = RawBatch(20, 2, 16, 2, 2, 32, torch.float32, device, 6, norm=True)
     batch.refill([20, 7])
@@ -235,58 +265,61 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("rows", [1, 16])
     def test_behind_products_that_let_it_start(self, rows):
-        """Layers of a step in a graph: product, attention, product; only the first layer waits for
-        the schedule. Steps replayed back to back, each with other lengths, must give the tokens of
-        steps that are waited for."""
-        cuda = torch.device("cuda")
-        generator = torch.Generator(cuda).manual_seed(0)
-        batch = RawBatch(3000, rows, 64, 2, 4, 64, torch.bfloat16, cuda, 132, norm=True)
-        width, hidden = batch.qkv.size(1), 8 * 64
-        weights = torch.randn(4, width + hidden, hidden, generator=generator, device=cuda)
-        weights = (weights / hidden**0.5).to(torch.bfloat16)
-        x = torch.randn(rows, hidden, generator=generator, device=cuda).to(torch.bfloat16)
-        steps, longest = 40, 3000
+        """Four layers of product, attention, product in a graph; all but the first read schedule
+        and tables without waiting for the product. Steps of other lengths replayed back to back
+        must give what two kernels give in steps that are waited for."""
+        cuda, steps, longest = torch.device("cuda"), 40, 3000
+        batch = RawBatch(longest, rows, 64, 2, 4, 64, torch.bfloat16, cuda, 132, norm=False)
         batch.refill([longest] * rows)
+        width, hidden = batch.qkv.size(1), 8 * 64
+        weights = torch.randn(4, width + hidden, hidden, device=cuda) / hidden**0.5
+        weights = weights.to(torch.bfloat16)
+        x = torch.randn(rows, hidden, device=cuda).to(torch.bfloat16)
         draw = random.Random(rows)
         lengths = [[draw.randint(1, longest) for _ in range(rows)] for _ in range(steps)]
-        lengths = torch.tensor(lengths, dtype=torch.int32, device=cuda)
+        lengths = torch.tensor(lengths, device=cuda)
         cells = torch.stack(batch.cells).to(cuda)  # [rows, longest]
-        places = torch.stack([cells[range(rows), step.long() - 1] for step in lengths])
+        places = cells[torch.arange(rows, device=cuda), lengths - 1]  # [steps, rows]
         number = torch.zeros(1, dtype=torch.int64, device=cuda)
         outputs = torch.empty(steps, rows, hidden, dtype=torch.bfloat16, device=cuda)
-        batch.keys.normal_(generator=generator)
-        batch.values.normal_(generator=generator)
-        batch.values.nan_to_num_()
-        start = batch.keys.clone(), batch.values.clone()
+        start = torch.randn_like(batch.keys), torch.randn_like(batch.values)
 
-        def step():
+        def step(in_two=False):
             batch.places.copy_(places.index_select(0, number)[0])
-            batch.positions.copy_(lengths.index_select(0, number)[0] - 1)
-            batch.lengths.copy_(batch.positions + 1)
+            batch.lengths.copy_(lengths.index_select(0, number)[0])
+            batch.positions.copy_(batch.lengths - 1)
             batch.workspace.schedule.update(batch.lengths)
             out = x
             for layer, weight in enumerate(weights):
                 batch.qkv = linear(out, weight[:width])
-                batch.attend(is_settled=layer > 0)
+                if in_two:
+                    batch.attend_in_two()
+                else:
+                    batch.attend(is_settled=layer > 0)
                 out = linear(batch.out.flatten(1), weight[width:])
             outputs.index_copy_(0, number, out[None])
             number.add_(1)
 
-        step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        found = []
-        for waits in (True, False):
+        def from_the_start(one_step):
             batch.keys.copy_(start[0])
             batch.values.copy_(start[1])
             number.zero_()
             outputs.fill_(torch.nan)
             for _ in range(steps):
-                graph.replay() if not waits else step()
-                if waits:
-                    torch.cuda.synchronize()
+                one_step()
             torch.cuda.synchronize()
-            found.append((outputs.clone(), batch.keys.clone(), batch.values.clone()))
-        assert not found[0][0].isnan().any()
-        torch.testing.assert_close(found[1], found[0], **SAME)
+            return outputs.clone(), batch.keys.clone(), batch.values.clone()
+
+        def waited_for():
+            step(in_two=True)
+            torch.cuda.synchronize()
+
+        expected = from_the_start(waited_for)
+        assert not expected[0].isnan().any()
+        number.zero_()
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for _ in range(3):
+            torch.testing.assert_close(from_the_start(graph.replay), expected, **SAME)
