@@ -13,6 +13,7 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -39,9 +40,10 @@ def kv_lengths(rows: int, length: int, long_row: int | None) -> list[int]:
     return lengths
 
 
-def microseconds(shape: str, lengths: list[int], block_size: int) -> tuple[float, float, float]:
+def microseconds(shape: str, lengths: list[int], block_size: int) -> list[float]:
     """Median microseconds of one layer: attention alone; product, append and attention; product,
-    and attention that appends. The schedule's once a step is shared by the layers."""
+    and attention that appends, without and with its prefetch. The schedule's once a step is shared
+    by the layers."""
     heads, kv_heads, dim = SHAPES[shape]
     cuda = torch.device("cuda")
     rows, blocks = len(lengths), [-(-length // block_size) for length in lengths]
@@ -82,11 +84,13 @@ def microseconds(shape: str, lengths: list[int], block_size: int) -> tuple[float
             )
             x = out.flatten(1)
 
-    def in_one() -> None:
+    def in_one(prefetch: bool) -> None:
         x = query.flatten(1)
         for layer, ((keys, values), weight) in enumerate(zip(cache, weights, strict=True)):
             new = (linear(x, weight), cos, sin, last, places, keys, values, None, None, 0.0)
-            x = rope_decode_attention(*new, tables, scale, workspace, layer > 0).flatten(1)
+            x = rope_decode_attention(
+                *new, tables, scale, workspace, is_settled=layer > 0, prefetch=prefetch
+            ).flatten(1)
 
     def measured(run_layers: Callable[[], None]) -> float:
         def run() -> None:
@@ -96,7 +100,8 @@ def microseconds(shape: str, lengths: list[int], block_size: int) -> tuple[float
 
         return graph_microseconds(run) / layers
 
-    return measured(alone), measured(in_two), measured(in_one)
+    ways = (alone, in_two, partial(in_one, False), partial(in_one, True))
+    return [measured(way) for way in ways]
 
 
 def graph_microseconds(run: Callable[[], None]) -> float:
@@ -131,19 +136,20 @@ def main() -> None:
     figures = []
     print(
         f"{'shape':<14}{'rows':>6}{'length':>8}{'us':>9}{'floor':>8}{'ratio':>7}"
-        f"{'+qkv, two':>11}{'+qkv, one':>11}"
+        f"{'+qkv, two':>11}{'+qkv, one':>11}{'prefetch':>10}"
     )
     for shape, rows, length in itertools.product(args.shapes, args.rows, args.lengths):
         _heads, kv_heads, dim = SHAPES[shape]
         lengths = kv_lengths(rows, length, args.long_row)
-        found, two, one = microseconds(shape, lengths, args.block_size)
+        found, two, one, prefetch = microseconds(shape, lengths, args.block_size)
         floor = sum(lengths) * kv_heads * dim * 4 / BANDWIDTH * 1e6
         print(
             f"{shape:<14}{rows:>6}{length:>8}{found:>9.2f}{floor:>8.2f}{found / floor:>7.1f}"
-            f"{two:>11.2f}{one:>11.2f}"
+            f"{two:>11.2f}{one:>11.2f}{prefetch:>10.2f}"
         )
         case = {"shape": shape, "rows": rows, "length": length, "us": found, "floor_us": floor}
-        figures.append({**case, "with_product_us": two, "with_product_fused_us": one})
+        ways = {"with_qkv_us": two, "fused_us": one, "fused_prefetch_us": prefetch}
+        figures.append({**case, **ways})
     if args.json:
         name = "decode_attention" if args.long_row is None else "decode_attention_ragged"
         write_record(args.json, name, {"device": "cuda", **vars(args)}, figures)

@@ -23,7 +23,7 @@ from megatron_async.ops.decode_attention import (
     pipeline_stages,
 )
 from megatron_async.ops.decode_part import attend_part, first_block, store_part
-from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.dependent_launch import launch_options, prefetch_heads, wait_for_previous
 from megatron_async.ops.rope_append import check_append, norm_factor, rotate
 
 
@@ -42,6 +42,7 @@ def rope_decode_attention(
     scale: float,
     workspace: DecodeWorkspace,
     is_settled: bool = False,
+    prefetch: bool = True,
 ) -> Tensor:
     """`rope_append` of one token a row, then `paged_decode_attention`.
 
@@ -58,6 +59,7 @@ def rope_decode_attention(
         is_settled: positions, places, block tables and schedule were written before a kernel that
             waits before it lets others start, and another followed or is that one; they are then
             read without waiting. Not so behind a product alone: it lets others start at once.
+        prefetch: where things are settled, ask for the first keys and values of each part too.
 
     Returns:
         `[rows, heads, dim]`, contiguous.
@@ -105,6 +107,7 @@ def rope_decode_attention(
         dim_tile=triton.next_power_of_2(dim),
         tile=schedule.tile,
         has_norm=q_weight is not None,
+        prefetch=prefetch and is_settled,
         is_settled=is_settled,
         num_warps=WARPS,
         num_stages=pipeline_stages(out.element_size(), rows * kv_heads, dim, schedule.processors),
@@ -143,6 +146,7 @@ def _rope_parts_kernel(
     dim_tile: tl.constexpr,
     tile: tl.constexpr,
     has_norm: tl.constexpr,
+    prefetch: tl.constexpr,
     is_settled: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
@@ -179,6 +183,13 @@ def _rope_parts_kernel(
         k_scale = tl.load(k_weight + column, mask=in_head, other=0.0).to(tl.float32)
         q_scale_other = tl.load(q_weight + other, mask=in_head, other=0.0).to(tl.float32)
         k_scale_other = tl.load(k_weight + other, mask=in_head, other=0.0).to(tl.float32)
+    if prefetch:
+        # The new token's place comes along, whatever is there: the cache stays coherent.
+        token = start + tl.arange(0, tile)
+        cached = block.to(tl.int64) * block_size + token % block_size
+        cached = (cached * kv_heads + kv_head)[:, None] * dim
+        prefetch_heads(key_cache + cached, (token < end)[:, None], dim, dim_tile, overlap)
+        prefetch_heads(value_cache + cached, (token < end)[:, None], dim, dim_tile, overlap)
     if is_settled:
         wait_for_previous(overlap)
     if row >= 0:
