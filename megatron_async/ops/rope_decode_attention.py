@@ -57,8 +57,9 @@ def rope_decode_attention(
         block_tables, scale, workspace: as for `paged_decode_attention`. A row of no tokens gives
             zeros and writes nothing.
         is_settled: positions, places, block tables and schedule were written before a kernel that
-            waits before it lets others start, and another followed or is that one; they are then
-            read without waiting. Not so behind a product alone: it lets others start at once.
+            waits before it lets its successor start (as the last one launched here does); they are
+            then read without waiting. A product alone between is not enough: it lets its successor
+            start at once.
         prefetch: where things are settled, ask for the first keys and values of each part too.
 
     Returns:
@@ -174,7 +175,7 @@ def _rope_parts_kernel(
     # nothing to exchange.
     column, other = column[None, :] + member * 0, other[None, :] + member * 0
     in_head = column < dim
-    angle = position * dim + column
+    angle = tl.maximum(position, 0) * dim + column
     cosine = tl.load(cos + angle, mask=in_head, other=0.0)
     sine = tl.load(sin + angle, mask=in_head, other=0.0)
     sine = tl.where(column < half, -sine, sine)
