@@ -12,6 +12,9 @@ greedy, sampled and filtered rows, and a row pays only for what it asks:
 top_k, top_p and min_p each keep a prefix of the tokens ranked by (logit, token id), so together
 they keep one too: it is described by its last logit, and by the last token id among those with
 exactly that logit. `ops/triton_search.py` finds both.
+
+A tensor-parallel rank does the first step for its own columns, and `ops/symmetric_choice.py` takes
+the place of the last.
 """
 
 from __future__ import annotations
@@ -43,6 +46,9 @@ CANDIDATES = 4096
 """Undecided tokens that the search finishes in registers."""
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Low bits of a float32 that numbers of the dtype leave alone."""
+
+NOISE_GROUP = 4
+"""Token ids whose noise comes from one counter of `ops/philox.py`."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SPAN = tl.constexpr(40.0)
@@ -85,27 +91,64 @@ def sample_with_cuts(
 ) -> tuple[Tensor, FilterCuts | None]:
     """`sample`, and where its filters cut; None where the mode has none."""
     rows, vocab = logits.shape
-    if logits.stride(1) != 1 or vocab < 1 or logits.dtype not in UNUSED_BITS:
-        raise ValueError(
-            f"sample: {logits.dtype} logits of {tuple(logits.shape)} with strides "
-            f"{logits.stride()}: rows must be adjacent and not empty, of float32, float16 or "
-            "bfloat16: call .contiguous() or .float()."
-        )
+    row = _row_arguments(logits, params, mode, vocab)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     cuts = None
     if rows == 0:
         return tokens, cuts
-    splits = triton.cdiv(vocab, TILE)
-    grid = (splits, rows)
-    scores = torch.empty((rows, splits), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
-    row = _row_arguments(logits, params, mode)
-    _partials[grid](*row, scores, ids, mode=int(mode), tile=TILE, num_warps=4)
+    scores, ids = best_of_tiles(row, mode)
+    splits = scores.size(1)
     if mode == SamplingMode.FILTERED:
         cuts = FilterCuts(*bounds(row, scores))
-        _choose[grid](*row, *cuts, scores, ids, tile=TILE, num_warps=4)
+        _choose[(splits, rows)](*row, *cuts, scores, ids, tile=TILE, num_warps=4)
     _combine[(rows,)](scores, ids, tokens, vocab, splits, block=triton.next_power_of_2(splits))
     return tokens, cuts
+
+
+def best_tokens(
+    logits: Tensor, params: SamplingTensors | None, mode: SamplingMode, first: int, columns: int
+) -> tuple[Tensor, Tensor]:
+    """The best tokens of every row among a tensor-parallel rank's; as `best_tokens_reference`, with
+    tensors on a GPU.
+
+    Args:
+        logits: `[rows, local columns]`, as for `sample`.
+        params: as for `sample`.
+        mode: `GREEDY` or `SOFTMAX`.
+        first: token id of the first column.
+        columns: how many of the columns are tokens, the others being padding.
+
+    Returns:
+        float32 scores and int32 token ids, both `[rows, splits]`: the best of each tile. A row's
+        scores have the bits that `sample` compares. A tile whose logits are all minus infinity or
+        NaN may name a token that is not this rank's.
+
+    Raises:
+        ValueError: as `sample`.
+    """
+    return best_of_tiles(_row_arguments(logits, params, mode, columns), mode, first)
+
+
+def best_of_tiles(
+    row: tuple[Any, ...], mode: SamplingMode, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Scores and ids of `best_tokens`, from what describes the rows (`_row_arguments`)."""
+    logits, columns = row[0], row[-1]
+    rows, splits = len(logits), max(triton.cdiv(first % NOISE_GROUP + columns, TILE), 1)
+    scores = torch.empty((rows, splits), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
+    if rows:
+        _partials[(splits, rows)](
+            *row,
+            scores,
+            ids,
+            first=first,
+            lead=first % NOISE_GROUP,
+            mode=int(mode),
+            tile=TILE,
+            num_warps=4,
+        )
+    return scores, ids
 
 
 def bounds(row: tuple[Any, ...], scores: Tensor) -> tuple[Tensor, ...]:
@@ -144,9 +187,15 @@ def bounds(row: tuple[Any, ...], scores: Tensor) -> tuple[Tensor, ...]:
 
 
 def _row_arguments(
-    logits: Tensor, params: SamplingTensors | None, mode: SamplingMode
+    logits: Tensor, params: SamplingTensors | None, mode: SamplingMode, columns: int
 ) -> tuple[Any, ...]:
     """The arguments that describe the rows, the same for every kernel that reads logits."""
+    if logits.stride(1) != 1 or logits.size(1) < 1 or logits.dtype not in UNUSED_BITS:
+        raise ValueError(
+            f"sample: {logits.dtype} logits of {tuple(logits.shape)} with strides "
+            f"{logits.stride()}: rows must be adjacent and not empty, of float32, float16 or "
+            "bfloat16: call .contiguous() or .float()."
+        )
     if params is None:
         if mode != SamplingMode.GREEDY:
             raise ValueError(f"sample: mode {mode.name} needs the rows' parameters; found None.")
@@ -161,7 +210,7 @@ def _row_arguments(
                 f"sample: each parameter must be contiguous and ({rows},), one a row of the "
                 f"logits; found {found}."
             )
-    return (logits, *fields, logits.stride(0), logits.size(1))
+    return (logits, *fields, logits.stride(0), columns)
 
 
 # ---- Kernels ---------------------------------------------------------------------------------
@@ -180,11 +229,20 @@ def _partials(
     vocab: tl.constexpr,
     scores: tl.tensor,
     ids: tl.tensor,
+    first: tl.constexpr,
+    lead: tl.constexpr,
     mode: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    score = load_tile(logits + row * row_stride, split * tile, vocab, tile)
+    # Tiles begin where groups of noise do: `lead` tokens before the first.
+    column = split * tile - lead + tl.arange(0, tile)
+    inside = column < vocab
+    if lead > 0:
+        inside &= column >= 0
+    start = split * tile + (first - lead)
+    score = tl.load(logits + row * row_stride + column, mask=inside, other=float("-inf"))
+    score = score.to(tl.float32)
     out = row * tl.num_programs(0) + split
     if mode > 0:
         heat = tl.load(temperature + row)
@@ -195,12 +253,12 @@ def _partials(
                 filtered = is_filtered(k, tl.load(top_p + row), tl.load(min_p + row))
             if not filtered:
                 score = score / heat + _gumbel(
-                    tl.load(seeds + row), tl.load(positions + row), split * tile, tile
+                    tl.load(seeds + row), tl.load(positions + row), start, tile
                 )
-                score = tl.where(split * tile + tl.arange(0, tile) < vocab, score, float("-inf"))
+                score = tl.where(inside, score, float("-inf"))
     best, index = tl.max(score, axis=0, return_indices=True)
     tl.store(scores + out, best)
-    tl.store(ids + out, split * tile + index)
+    tl.store(ids + out, start + index)
 
 
 @triton.jit

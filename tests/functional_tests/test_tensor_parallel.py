@@ -71,8 +71,9 @@ def run_case(model: torch.nn.Module, config: dict[str, Any], staggered: bool) ->
 
     def watched(view: Any, *stage: Any) -> torch.Tensor:
         logits = forward(view, *stage)
-        assert logits.shape == (view.dims.rows, wrapper.vocab_size)
-        digest.update(logits.numpy().tobytes())
+        whole = logits if wrapper.shard is None else wrapper.shard.gather(logits)
+        assert whole.shape == (view.dims.rows, wrapper.vocab_size)
+        digest.update(whole.numpy().tobytes())
         return logits
 
     wrapper.forward = watched
