@@ -3,7 +3,7 @@
 Every row's parameters are read on the device, so one captured graph serves every mixture of
 greedy, sampled and filtered rows, and a row pays only for what it asks:
 
-1. `_partials`: the vocabulary in tiles, many programs a row. The best token of each tile: of
+1. `best_of_tile`: the vocabulary in tiles, many programs a row. The best token of each tile: of
    logits + Gumbel noise for a row that is sampled from all tokens, of the logits for any other.
 2. `_bounds`: one program for each filtered row finds where its filters cut.
 3. `_choose`: filtered rows again in tiles, the best of what is kept.
@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.sampling import SamplingMode, SamplingTensors
+from megatron_async.ops.tile_scores import NOISE_GROUP, best_of_tile, gumbel, is_filtered
 from megatron_async.ops.triton_search import (
     key_value,
     load_tile,
@@ -46,9 +47,6 @@ CANDIDATES = 4096
 """Undecided tokens that the search finishes in registers."""
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Low bits of a float32 that numbers of the dtype leave alone."""
-
-NOISE_GROUP = 4
-"""Token ids whose noise comes from one counter of `ops/philox.py`."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SPAN = tl.constexpr(40.0)
@@ -138,7 +136,7 @@ def best_of_tiles(
     scores = torch.empty((rows, splits), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
     if rows:
-        _partials[(splits, rows)](
+        best_of_tile[(splits, rows)](
             *row,
             scores,
             ids,
@@ -156,7 +154,7 @@ def bounds(row: tuple[Any, ...], scores: Tensor) -> tuple[Tensor, ...]:
 
     Args:
         row: what describes the rows, from `_row_arguments`.
-        scores: float32 `[rows, splits]`, the largest logits of the tiles, from `_partials`.
+        scores: float32 `[rows, splits]`, the largest logits of the tiles, from `best_of_tile`.
 
     Returns:
         cut (float32), last (int32) and top (float32), each `[rows]`: top_k and top_p keep the
@@ -214,51 +212,6 @@ def _row_arguments(
 
 
 # ---- Kernels ---------------------------------------------------------------------------------
-
-
-@triton.jit
-def _partials(
-    logits: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    row_stride: tl.tensor,
-    vocab: tl.constexpr,
-    scores: tl.tensor,
-    ids: tl.tensor,
-    first: tl.constexpr,
-    lead: tl.constexpr,
-    mode: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
-    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    # Tiles begin where groups of noise do: `lead` tokens before the first.
-    column = split * tile - lead + tl.arange(0, tile)
-    inside = column < vocab
-    if lead > 0:
-        inside &= column >= 0
-    start = split * tile + (first - lead)
-    score = tl.load(logits + row * row_stride + column, mask=inside, other=float("-inf"))
-    score = score.to(tl.float32)
-    out = row * tl.num_programs(0) + split
-    if mode > 0:
-        heat = tl.load(temperature + row)
-        k = tl.load(top_k + row)
-        if (heat > 0) & (k != 1):
-            filtered = False
-            if mode == 2:
-                filtered = is_filtered(k, tl.load(top_p + row), tl.load(min_p + row))
-            if not filtered:
-                score = score / heat + _gumbel(
-                    tl.load(seeds + row), tl.load(positions + row), start, tile
-                )
-                score = tl.where(inside, score, float("-inf"))
-    best, index = tl.max(score, axis=0, return_indices=True)
-    tl.store(scores + out, best)
-    tl.store(ids + out, start + index)
 
 
 @triton.jit
@@ -386,7 +339,7 @@ def _choose(
     best, index = float("-inf"), 0
     # Most tiles keep nothing: they skip the noise.
     if tl.max(keep.to(tl.int32)) > 0:
-        noise = _gumbel(tl.load(seeds + row), tl.load(positions + row), split * tile, tile)
+        noise = gumbel(tl.load(seeds + row), tl.load(positions + row), split * tile, tile)
         score = tl.where(keep, score / heat + noise, float("-inf"))
         best, index = tl.max(score, axis=0, return_indices=True)
     out = row * tl.num_programs(0) + split
@@ -410,25 +363,3 @@ def _combine(
     # With NaN among the logits any lane may win; the token stays one that exists.
     token = tl.load(ids + row * splits + tl.minimum(index, splits - 1))
     tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
-
-
-# ---- Parts of them ---------------------------------------------------------------------------
-
-
-@triton.jit
-def is_filtered(k: tl.tensor, p: tl.tensor, least: tl.tensor) -> tl.tensor:
-    """Whether a row has a filter: top_k, top_p or min_p."""
-    return (k > 0) | (p > 0) | (least > 0)
-
-
-@triton.jit
-def _gumbel(
-    seed: tl.tensor, position: tl.tensor, start: tl.tensor, tile: tl.constexpr
-) -> tl.tensor:
-    """Noise of `ops/philox.py` for the tokens start .. start + tile - 1, four from one counter."""
-    group = start // 4 + tl.arange(0, tile // 4)
-    w0, w1, w2, w3 = tl.philox(seed, group, position.to(tl.int32), 0, 0)
-    # join makes the last dimension: [group, 2, 2] whose flat order is w0, w1, w2, w3.
-    bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (tile,))
-    uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-    return -tl.log(-tl.log(uniform))

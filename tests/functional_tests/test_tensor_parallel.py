@@ -22,7 +22,7 @@ from harness import (
 )
 from ranks import run_ranks
 
-from megatron_async import LLM
+from megatron_async import LLM, SamplingParams
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.errors import ConfigurationError
@@ -34,7 +34,18 @@ ODD = ModelArchitecture(
     "qwen2", 2, 32, 4, 2, 8, 64, 131, add_qkv_bias=True, max_position_embeddings=1024
 )
 """Two KV heads, and a vocabulary that two ranks cannot halve."""
-JOBS = [Job(prompt, greedy(20)) for prompt in random_prompts(3, (3, 40, 11, 1, 26, 7), 131)]
+SAMPLED = [
+    greedy(20),
+    SamplingParams(temperature=0.9, seed=1, num_tokens_to_generate=20, termination_id=-1),
+    SamplingParams(temperature=0.8, top_k=9, seed=2, num_tokens_to_generate=9, termination_id=-1),
+]
+"""Steps with a filtered row gather logits, others exchange scores and tokens."""
+JOBS = [
+    Job(prompt, params)
+    for prompt, params in zip(
+        random_prompts(3, (3, 40, 11, 1, 26, 7), 131), SAMPLED * 2, strict=True
+    )
+]
 ARRIVALS = {0: JOBS[:2], 3: JOBS[2:3], 4: JOBS[3:5], 9: JOBS[5:]}
 DEMO_TOKENS = 8
 PLENTY: dict[str, Any] = {"num_kv_blocks": 64, "block_size_tokens": 16, "max_requests": 6}
@@ -80,7 +91,10 @@ def run_case(model: torch.nn.Module, config: dict[str, Any], staggered: bool) ->
     tokens = run_at(engine, ARRIVALS) if staggered else run_together(engine, JOBS)
     stats = engine.stats()
     engine.close()
+    choices = wrapper.collectives.calls["choice by all-gather"]
+    wrapper.collectives.calls.clear()
     return {
+        "choices": choices,
         "tokens": tokens,
         "logits": digest.hexdigest(),
         "events": {name: stats[name] for name in ("steps", "pauses", "evictions")},
@@ -120,6 +134,7 @@ def test_two_ranks_say_what_one_says(folder: Path, one_rank: list[list[int]]) ->
     assert first == second  # logits too, bit for bit
     for number, case in enumerate(first):
         assert case["tokens"] == one_rank, CASES[number]
+        assert 0 < case["choices"] < case["events"]["steps"], CASES[number]
     for case, (_, config) in zip(first, CASES, strict=True):
         if "max_tokens" in config:
             assert case["events"]["pauses"] > 0

@@ -86,7 +86,7 @@ def check_tokens(logits, params, mode=SamplingMode.FILTERED):
 
 def check_kept(logits, params):
     """The set of tokens that top_k and top_p keep, not only one token drawn from it."""
-    rows, vocab = logits.shape
+    vocab = logits.size(1)
     row = triton_sampling._row_arguments(logits, params, SamplingMode.FILTERED, vocab)
     scores, _ = triton_sampling.best_of_tiles(row, SamplingMode.FILTERED)
     cut, last, top = triton_sampling.bounds(row, scores)
