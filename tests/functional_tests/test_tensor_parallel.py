@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from capturing_cpu import CapturingCpu
 from harness import (
     CPU,
     Job,
@@ -59,7 +60,7 @@ SCARCE: dict[str, Any] = {
 CASES: list[tuple[bool, dict[str, Any]]] = [
     (False, {"lookahead": 0, **SCARCE}),
     (False, {"lookahead": 1, **SCARCE}),
-    (False, {"lookahead": 2, **PLENTY}),
+    (False, {"lookahead": 2, "num_cuda_graphs": 2, **PLENTY}),
     (True, {"lookahead": 1, **PLENTY}),
     (True, {"lookahead": 2, **SCARCE}),
 ]
@@ -76,9 +77,11 @@ def load(name: str, ranks: int, sequence_parallel: bool = False) -> torch.nn.Mod
 
 def run_case(model: torch.nn.Module, config: dict[str, Any], staggered: bool) -> dict[str, Any]:
     """Tokens, events and a digest of all logits of one engine."""
-    engine = make_engine(model, **config)
+    device = CapturingCpu() if "num_cuda_graphs" in config else None
+    engine = make_engine(model, device=device, **config)
     wrapper, digest = engine.controller.inference_wrapped_model, hashlib.sha256()
-    forward = wrapper.forward
+    forward, calls = wrapper.forward, wrapper.collectives.calls
+    calls.clear()  # of steps that were captured
 
     def watched(view: Any, *stage: Any) -> torch.Tensor:
         logits = forward(view, *stage)
@@ -91,10 +94,8 @@ def run_case(model: torch.nn.Module, config: dict[str, Any], staggered: bool) ->
     tokens = run_at(engine, ARRIVALS) if staggered else run_together(engine, JOBS)
     stats = engine.stats()
     engine.close()
-    choices = wrapper.collectives.calls["choice by all-gather"]
-    wrapper.collectives.calls.clear()
     return {
-        "choices": choices,
+        "choices": calls["choice by all-gather"],
         "tokens": tokens,
         "logits": digest.hexdigest(),
         "events": {name: stats[name] for name in ("steps", "pauses", "evictions")},
