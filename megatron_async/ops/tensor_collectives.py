@@ -8,7 +8,7 @@ through NCCL; both are captured with the step.
 Every rank gets the same bits from `all_reduce`. Gloo and NCCL add up an element along one way (a
 ring, or a tree), and hand the sum out as it is; so does the two-shot kernel, on one rank for each
 element; the one-shot kernel adds in the order of ranks everywhere. Logits do not even depend on
-that: each column is computed by one rank and copied to the others.
+that: each column is computed by one rank and, where it is needed, copied to the others.
 """
 
 from __future__ import annotations
