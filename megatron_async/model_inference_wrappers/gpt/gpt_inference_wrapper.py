@@ -83,9 +83,8 @@ class GPTInferenceWrapper:
         hidden, dtype = config.hidden_size, config.params_dtype
         device = inference_context.device.torch_device
         self.collectives.prepare(most, hidden, dtype, device)
-        output_layer = getattr(model, "output_layer", None)
-        is_ours = isinstance(output_layer, InferenceOutputLayer)
-        self.shard = output_layer.shard if is_ours else None
+        output: Any = getattr(model, "output_layer", None)
+        self.shard = output.shard if isinstance(output, InferenceOutputLayer) else None
         if self.shard is not None:
             rows = inference_context.gpu_view.samples.size(1)
             self.collectives.prepare_choice(rows, device)

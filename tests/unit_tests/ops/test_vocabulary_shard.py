@@ -1,15 +1,9 @@
 """Tensor-parallel ranks choose the tokens that one rank chooses, each from its own columns."""
 
-import multiprocessing
-import os
-import signal
-import time
-from itertools import count
-
 import pytest
 import torch
+from stopped_ranks import run_stopped_ranks
 from test_triton_sampling import parameters
-from triton_interpreter import INTERPRETED, run_in_interpreter
 
 from megatron_async.models.partition import padded_vocab_size
 from megatron_async.ops import triton_sampling
@@ -22,11 +16,6 @@ MODES = (SamplingMode.GREEDY, SamplingMode.SOFTMAX)
 PLACES, SPLITS, VOCAB = 3, 5, 90
 CALLS = (1, 3, 2, 3) * 3
 """Rows of successive calls: they take their turns at different times."""
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-def test_in_interpreter():
-    run_in_interpreter(__file__)
 
 
 def batch(vocab, device):
@@ -132,36 +121,13 @@ def first_word(ranks):
     return -(-PLACES * ranks // 2)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="GPUs are tested in test_gpu_tensor_parallel.py")
-@pytest.mark.parametrize("ranks", [3])
-def test_ranks_choose_together(ranks):
-    """Each process is stopped now and then, so that the others get as far ahead as the flags let
-    them."""
+@pytest.mark.usefixtures("interpreter")  # GPUs are tested in test_gpu_tensor_parallel.py
+def test_ranks_choose_together():
+    ranks = 3
     words = first_word(ranks) + 2 * PLACES
     memory = [torch.zeros(words, dtype=torch.int64).share_memory_() for _ in range(ranks)]
     results = torch.full((ranks, len(CALLS), PLACES), -1).share_memory_()
-    context = multiprocessing.get_context("fork")
-    processes = [
-        context.Process(target=run_rank, args=(rank, ranks, memory, results))
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + 60
-    for stopped in count():
-        failed = any(process.exitcode for process in processes)
-        running = any(process.is_alive() for process in processes)
-        if failed or not running or time.monotonic() > deadline:
-            break
-        process = processes[stopped % ranks]
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            if process.is_alive():
-                os.kill(process.pid, number)
-            time.sleep(0.011)
-    for process in processes:
-        process.kill()
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * ranks
+    run_stopped_ranks(ranks, run_rank, ranks, memory, results)
     assert (results == results[0]).all()
     for call, rows in enumerate(CALLS[:-1]):
         best = [candidates(rank, call) for rank in range(ranks)]
