@@ -42,19 +42,21 @@ def philox4x32[Array: (Tensor, np.ndarray)](counter: list[Array], key: list[Arra
     return [c0, c1, c2, c3]
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise for every token of every row.
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, first: int = 0) -> Tensor:
+    """Standard Gumbel noise for every row and token from `first` on.
 
     Args:
         seeds: int64 `[rows]`, not negative.
         positions: int32 or int64 `[rows]`: position of the sampled token in its sequence.
         vocab_size: number of token ids.
+        first: the first of them.
 
     Returns:
         float32 `[rows, vocab_size]` on the same device.
     """
     rows = seeds.size(0)
-    groups = torch.arange((vocab_size + 3) // 4, device=seeds.device, dtype=torch.int64)[None, :]
+    start, end = first // 4, (first + vocab_size + 3) // 4
+    groups = torch.arange(start, end, device=seeds.device, dtype=torch.int64)[None, :]
     seeds, positions = seeds[:, None], positions.to(torch.int64)[:, None]
     zero = torch.zeros((), dtype=torch.int64, device=seeds.device)
     counter = [groups.expand(rows, -1), positions, zero, zero]
@@ -64,7 +66,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
         words = [torch.from_numpy(array) for array in arrays]
     else:
         words = philox4x32(counter, key)
-    bits = torch.stack(words, dim=-1).view(rows, -1)[:, :vocab_size]
+    bits = torch.stack(words, dim=-1).view(rows, -1)[:, first % 4 :][:, :vocab_size]
     # 23 bits and a half step: exactly representable in float32 and never 0 or 1.
     uniform = ((bits >> 9).to(torch.float32) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))

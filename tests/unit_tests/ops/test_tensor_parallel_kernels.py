@@ -1,13 +1,9 @@
 """Kernels of tensor-parallel steps: lookup in a share of the vocabulary, sums of partial sums, and
 the all-reduce that adds the residual stream and takes the norm."""
 
-import multiprocessing
-import os
-import signal
-import time
-
 import pytest
 import torch
+from stopped_ranks import run_stopped_ranks
 from triton_interpreter import EXACT_16_BIT
 
 from megatron_async.ops.all_reduce_norm import all_reduce_add_rms_norm
@@ -83,28 +79,10 @@ def run_rank(rank, memory, results):
 
 @pytest.mark.usefixtures("interpreter")  # GPUs are tested in test_gpu_tensor_parallel.py
 def test_all_reduce_with_residual_and_norm():
-    """Two processes on shared memory take the places of two GPUs. Each is stopped now and then, so
-    that the other gets as far ahead as the flags let it."""
     elements = ROWS * RANKS + 2 * ROWS * HIDDEN
     memory = [torch.zeros(elements).share_memory_() for _ in range(RANKS)]
     results = torch.zeros(RANKS, len(CALLS), 2, ROWS, HIDDEN).share_memory_()
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run_rank, args=(r, memory, results)) for r in range(RANKS)]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + 60
-    stopped = 0
-    while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
-        process = ranks[stopped % RANKS]
-        stopped += 1
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            if process.is_alive():
-                os.kill(process.pid, number)
-            time.sleep(0.011)
-    for process in ranks:
-        process.kill()
-        process.join()
-        assert process.exitcode == 0
+    run_stopped_ranks(RANKS, run_rank, memory, results)
     assert torch.equal(results[0], results[1])
     for call, tokens in enumerate(CALLS):
         residual, weight = inputs(tokens)
