@@ -2,8 +2,10 @@
 
 Texts of tokens do not simply add up: a character may be spread over several byte tokens, and some
 tokenizers drop a space at the beginning of what they decode. So the newest tokens are decoded
-together with some before them, and what is new at the end of that text counts, but for a character
-that the next token may still complete.
+together with some before them, and what is new at the end of that text counts, but for what bytes
+that are still to come may change. Tokenizers with byte fallback (Llama 2, Mixtral) decode a run of
+byte tokens as a whole: one unfinished character turns all of it into replacement characters until
+it is complete. So no replacement character counts before something else follows.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from collections.abc import Callable
 
 REPLACEMENT = "\ufffd"
 """What decoders put where bytes are no whole character (yet)."""
-MOST_UNFINISHED = 3
-"""A UTF-8 character has four bytes at most, so three may wait for their last."""
 CONTEXT = 8
 """Tokens that are decoded again as context; twice as many are kept before they are cut."""
+LONGEST_CHARACTER = 4
+"""Bytes of a UTF-8 character."""
+LONGEST_WINDOW = 64
+"""Tokens that are kept while they end in bytes that are no character; these never will be one."""
 
 
 class IncrementalDetokenizer:
@@ -34,18 +38,28 @@ class IncrementalDetokenizer:
     def push(self, token: int) -> str:
         """Take the next token; return the text that is settled by it, perhaps none."""
         self._window.append(token)
-        text = self._detokenize(self._window) or ""
-        settled = settled_text(text)
+        text = self._text(self._window)
+        is_hopeless = len(self._window) >= LONGEST_WINDOW
+        settled = text if is_hopeless else settled_text(text)
         new = settled[self._num_returned :]
         self._num_returned = max(self._num_returned, len(settled))
-        if len(self._window) > 2 * CONTEXT:
-            del self._window[:-CONTEXT]
-            unreturned = len(text) - self._num_returned
-            self._num_returned = len(self._detokenize(self._window) or "") - unreturned
+        if is_hopeless or (len(self._window) > 2 * CONTEXT and len(settled) == len(text)):
+            self._shorten(text, is_hopeless)
         return new
+
+    def _shorten(self, text: str, is_hopeless: bool) -> None:
+        """Cut the window's front off, all of whose text was returned; not inside a character."""
+        for kept in range(CONTEXT, CONTEXT + LONGEST_CHARACTER):
+            rest = self._text(self._window[-kept:])
+            if text.endswith(rest) or is_hopeless:
+                self._window = self._window[-kept:]
+                self._num_returned = len(rest)
+                return
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._detokenize(tokens) or ""
 
 
 def settled_text(text: str) -> str:
-    """The text of some tokens without the end of it that a next token may still complete."""
-    whole = text.rstrip(REPLACEMENT)
-    return text[: max(len(whole), len(text) - MOST_UNFINISHED)]
+    """The text of some tokens without the end of it that a next token may still change."""
+    return text.rstrip(REPLACEMENT)

@@ -94,6 +94,7 @@ class LLM:
             expert_model_parallel_size,
             sequence_parallel,
         )
+        self._expert_model_parallel_size = expert_model_parallel_size
         device = resolve_device_name(device)
         self.dtype = _resolve_dtype(dtype, device)
         asked = [inference_config.get(name) for name in ("lookahead", "async_sched_mode")]
@@ -180,6 +181,11 @@ class LLM:
         """Replicas in the job."""
         return self._place.data_parallel_size
 
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the model's experts are spread over replicas, which then step together."""
+        return self._expert_model_parallel_size > 1
+
     def replica_file(self, path: str | Path) -> Path:
         """Where this replica writes what would be `path` if there were one replica: with several,
         its number is added, run-0.rec for run.rec."""
@@ -196,16 +202,19 @@ class LLM:
         while self.engine.follow():
             pass
 
-    async def finish_together(self) -> None:
+    async def finish_together(self, timeout_s: float | None = FINISH_TIMEOUT_S) -> None:
         """On a primary rank whose `engine` runs as a task: wait, before that is cancelled, until
         the primary ranks of all replicas are here. Until then they need this one's experts, if
         the model's are spread over replicas.
 
+        Args:
+            timeout_s: None waits for ever.
+
         Raises:
-            RankLost, CommunicationTimeout: one of them has died, or did not come within a day.
+            RankLost, CommunicationTimeout: one of them has died, or did not come in time.
         """
         exchange, ranks = join_job().exchange, self._place.primary_ranks
-        await asyncio.to_thread(exchange, "the end of serving", "", ranks, FINISH_TIMEOUT_S)
+        await asyncio.to_thread(exchange, "the end of serving", "", ranks, timeout_s)
         while self.engine.has_unfinished_requests():
             await asyncio.sleep(1e-3)
 

@@ -1,10 +1,11 @@
-"""For all tests: the demo model, loaded once a worker, and no reaching for the network."""
+"""For all tests: the demo model, loaded once a run, and no reaching for the network."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,6 +13,34 @@ if TYPE_CHECKING:
     from megatron_async import LLM
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+LARGE = frozenset({"smollm2_llm", "smollm2", "demo", "transformers_smollm2", "reference"})
+"""Fixtures that take seconds to make."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the demo model come first, then those that start ranks.
+
+    pytest-xdist (worksteal) gives each worker a stretch of the list, and takes tests away from its
+    end only: so one worker loads the model, and one starts the server that ranks are forked from.
+    """
+    items.sort(key=lambda item: (not _wants_demo_model(item), not _starts_ranks(item)))
+
+
+def _wants_demo_model(item: pytest.Item) -> bool:
+    return not LARGE.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+def _starts_ranks(item: pytest.Item) -> bool:
+    if not isinstance(item, pytest.Function) or item.get_closest_marker("gpu"):
+        return False
+    return any(getattr(v, "__module__", None) == "ranks" for v in vars(item.module).values())
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking all imported modules again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +50,18 @@ def smollm2_llm() -> Iterator[LLM]:
 
     with LLM("smollm2", device="cpu", lookahead=1, check_integrity=True) as llm:
         yield llm
+
+
+@pytest.fixture(scope="session")
+def transformers_smollm2() -> Any:
+    """The demo model as `transformers` reads it, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from megatron_async.checkpoints.registry import demo_file
+
+    file = demo_file()
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    return model.eval()

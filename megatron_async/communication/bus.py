@@ -126,23 +126,14 @@ class Bus:
         """
         return Wait(what, timeout_s, self._watch, among or self.members, remedy)
 
-    def sleep(self, seconds: float, others: Sequence[int] = ()) -> bool:
-        """Until a message comes, a rank is lost, a descriptor is readable, or time is up.
-
-        Args:
-            seconds: at most.
-            others: file descriptors that end the sleep too.
-
-        Returns:
-            whether one of them is readable.
-        """
-        reads: list[tuple[zmq.Socket[bytes] | int, int]] = [(fd, zmq.POLLIN) for fd in others]
+    def sleep(self, seconds: float) -> None:
+        """Until a message comes, a rank is lost, or time is up; at most so many seconds."""
+        reads: list[tuple[zmq.Socket[bytes] | int, int]] = []
         if self._subscriber is not None:
             reads.append((self._subscriber, zmq.POLLIN))
         if not self._watch.losses:  # else the pipe stays readable, and we are not concerned
             reads.append((self._watch.fileno(), zmq.POLLIN))
-        ready = zmq.zmq_poll(reads, round(1000 * seconds))
-        return bool(others) and any(found in others for found, _ in ready)
+        zmq.zmq_poll(reads, round(1000 * seconds))
 
     async def sleep_async(self, seconds: float) -> None:
         """As `sleep`, while others run on the event loop."""

@@ -52,10 +52,6 @@ class PendingRound:
         self.mine = mine
         self.awaited = awaited
 
-    def is_done(self) -> bool:
-        """Whether `result` would return at once."""
-        return not self._communicator.missing(self)
-
     def result(self, timeout_s: float = ROUND_TIMEOUT_S) -> list[int]:
         """The maximum of each value over all members; waits for them.
 
@@ -176,33 +172,12 @@ class AsyncZMQCommunicator:
         self._read()
         return self._begun + 1 in self._inbox
 
-    def wait_started(self, timeout_s: float | None, descriptors: Sequence[int] = ()) -> bool:
-        """Sleep until another member has begun a round that this one has not.
-
-        Args:
-            timeout_s: at most; None: for ever.
-            descriptors: file descriptors that end the sleep too, once they are readable.
-
-        Returns:
-            `has_started()`.
+    async def started(self) -> None:
+        """Sleep on an event loop until `has_started`; may be cancelled.
 
         Raises:
             RankLost: a member is gone.
         """
-        wait = self._bus.wait(f"a round of {self._name!r} to begin", None)
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self.has_started():
-            seconds = wait.seconds_to_sleep(self._others)
-            if until is not None:
-                seconds = min(seconds, until - time.monotonic())
-                if seconds <= 0:
-                    return False
-            if self._bus.sleep(seconds, descriptors):
-                return self.has_started()
-        return True
-
-    async def started(self) -> None:
-        """`wait_started` without a limit, on an event loop; may be cancelled."""
         wait = self._bus.wait(f"a round of {self._name!r} to begin", None)
         while not self.has_started():
             await self._bus.sleep_async(wait.seconds_to_sleep(self._others))
@@ -236,8 +211,8 @@ class AsyncZMQCommunicator:
         self, operation: str, values: Sequence[int] | None, awaited: frozenset[int]
     ) -> PendingRound:
         """Begin a round; with no values this member only listens."""
+        mine = Contribution(self._begun + 1, operation, tuple(map(index, values or ())))
         self._begun += 1
-        mine = Contribution(self._begun, operation, tuple(map(index, values or ())))
         if values is not None:
             self._bus.publish(_encode(mine))
         return PendingRound(self, mine, awaited)

@@ -184,7 +184,12 @@ class DeathWatch:
         self._poller.poll(round(1000 * timeout_s))
         for rank, link in self._links.items():
             for message in link.read():
-                self._hear(rank, _decode(message))
+                try:
+                    news = _decode(message)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    logger.warning("The death watch dropped a message that is none of ours.")
+                    continue
+                self._hear(rank, news)
             if link.is_down and rank not in self._left and rank not in self._losses:
                 self._lose(rank, self._reason(rank, link))
         for rank in self._stopped.look(self._neighbours()):

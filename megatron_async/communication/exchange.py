@@ -18,6 +18,10 @@ FAREWELL_S = 1.0
 
 LOOK_EVERY_S = 0.02
 """Between two looks at the store."""
+LOOK_RARELY_S = 0.1
+"""The same, once a wait has become long: some last for as long as another rank serves."""
+LONG_S = 10.0
+"""Such a wait is long."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -157,6 +161,7 @@ class StoreExchange:
         look: Callable[[Collection[int]], None] | None,
     ) -> None:
         there: set[int] = set()
+        long_from = time.monotonic() + LONG_S
         while True:
             # Not the store's own wait, which prints a warning whenever its time is up.
             if self._store.check(list(keys.values())):
@@ -172,7 +177,8 @@ class StoreExchange:
                 self._store.add(f"exchange/{name}/read", 1)
                 self._let_others_read(name, len(keys))
                 raise failure.error()
-            time.sleep(min(LOOK_EVERY_S, wait.seconds_to_sleep(keys.keys() - there)))
+            pause = LOOK_EVERY_S if time.monotonic() < long_from else LOOK_RARELY_S
+            time.sleep(min(pause, wait.seconds_to_sleep(keys.keys() - there)))
 
     def _store_is_gone(self, error: Exception) -> NoReturn:
         raise RankLost(

@@ -119,7 +119,7 @@ class Job:
         name: str,
         value: str,
         members: Sequence[int] | None = None,
-        timeout_s: float = EXCHANGE_TIMEOUT_S,
+        timeout_s: float | None = EXCHANGE_TIMEOUT_S,
     ) -> dict[int, str]:
         """Tell the members a value and get theirs; all of them call, in the same order.
 
@@ -127,7 +127,7 @@ class Job:
             name: of what is exchanged; named in errors.
             value: of this rank.
             members: ranks that take part; None: all.
-            timeout_s: how late another may be.
+            timeout_s: how late another may be; None: as late as it likes.
 
         Returns:
             rank -> value, of each member.
@@ -183,7 +183,7 @@ class Job:
         self.watch.close(failure)
 
     def _gather(
-        self, name: str, value: str, members: Sequence[int] | None, timeout_s: float
+        self, name: str, value: str, members: Sequence[int] | None, timeout_s: float | None
     ) -> tuple[str, dict[int, str]]:
         ranks = list(range(self.world_size)) if members is None else list(members)
         if self._exchange is None or len(ranks) == 1:

@@ -18,7 +18,6 @@ from megatron_async.contexts.kv_cache import PagedKVCache
 from megatron_async.contexts.shadow import ShadowedState, ShadowRing
 from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.feed_back import feed_back_tokens
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.paged_attention import TorchPagedAttention
 from megatron_async.ops.sampling import SamplingTensors
 from megatron_async.ops.step_tensors import StepTensors
@@ -199,7 +198,7 @@ class ContextGPUView:
             `[tokens, heads, dim]`.
         """
         key_cache, value_cache = self.kv_cache.layer(layer)
-        query = kernels_for(mixed_qkv).rope_append(
+        return self._attention.append_and_attend(
             mixed_qkv,
             self._rotary.cos,
             self._rotary.sin,
@@ -211,7 +210,6 @@ class ContextGPUView:
             k_norm,
             self._norm_eps,
         )
-        return self._attention.attend(query, key_cache, value_cache, query.size(-1) ** -0.5)
 
     def last_token_logits(self, hidden_states: Tensor) -> Tensor:
         """Hidden states that logits are made of: `[1, tokens, hidden]` -> `[rows, hidden]`."""

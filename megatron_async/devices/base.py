@@ -115,5 +115,9 @@ class Device(ABC):
         raise RuntimeError(f"{type(self).__name__} captures no graphs")
 
     @abstractmethod
-    def close(self) -> None:
-        """Finish what is launched and free threads; the device is not used again."""
+    def close(self, wait: bool = True) -> None:
+        """Finish what is launched and free threads; the device is not used again.
+
+        Args:
+            wait: False where what is launched may never end, because another rank is lost.
+        """

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from megatron_async.devices.base import Device, Event, Stream
 
+HANGING_S = 0.5
+"""A stream that is left behind has so long to end."""
 _current = threading.local()
 
 
@@ -147,15 +149,18 @@ class CpuStream(Stream):
             raise RuntimeError("the device is closed: make a new engine (or LLM) and use that.")
         self._worker.items.put(item)
 
-    def close(self) -> None:
-        """Run what is queued, then end the thread."""
-        self._stop()
+    def close(self, wait: bool = True) -> None:
+        """Run what is queued, then end the thread; without `wait`, leave it behind if it hangs."""
+        if wait:
+            self._stop()
+        elif self._stop.detach() is not None:
+            _stop_worker(self._worker, HANGING_S)
 
 
-def _stop_worker(worker: _Worker) -> None:
+def _stop_worker(worker: _Worker, timeout_s: float | None = None) -> None:
     worker.items.put(None)
     if worker.thread is not threading.current_thread():
-        worker.thread.join()
+        worker.thread.join(timeout_s)
 
 
 class CpuDevice(Device):
@@ -180,7 +185,6 @@ class CpuDevice(Device):
     def fence(self) -> None:
         """Nothing to do: the host fills tensors at once."""
 
-    def close(self) -> None:
-        self.upload.close()
-        self.compute.close()
-        self.copy.close()
+    def close(self, wait: bool = True) -> None:
+        for stream in (self.upload, self.compute, self.copy):
+            stream.close(wait)

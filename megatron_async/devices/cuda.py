@@ -139,5 +139,6 @@ class CudaDevice(Device):
         self.copy.stream.wait_stream(default)
         self.upload.stream.wait_stream(default)
 
-    def close(self) -> None:
-        torch.cuda.synchronize(self.torch_device)
+    def close(self, wait: bool = True) -> None:
+        if wait:
+            torch.cuda.synchronize(self.torch_device)

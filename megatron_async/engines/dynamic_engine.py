@@ -392,7 +392,7 @@ class DynamicInferenceEngine(ControllableEngine):
         """Finish what is launched, free the device's threads, and fail the requests that are
         unfinished, so that nobody waits for them for ever."""
         self.group.close()
-        self.context.device.close()
+        self.context.device.close(wait=self._failure is None)
         self.tracer.collect()
         self.requests.close()
         self._go_on_for_good()

@@ -16,6 +16,7 @@ from megatron_async.models.linear import InferenceColumnParallelLinear
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.skinny_linear import Unnormed
 from megatron_async.ops.tensor_collectives import TensorCollectives, collectives_of
+from megatron_async.ops.vocabulary_shard import VocabularyShard
 
 
 class InferenceEmbedding(LanguageModelEmbedding):
@@ -51,13 +52,26 @@ class InferenceEmbedding(LanguageModelEmbedding):
 
 
 class InferenceOutputLayer(InferenceColumnParallelLinear):
-    """The output layer: logits of the whole vocabulary, without its padding, on every rank.
+    """The output layer: logits of this rank's rows of the vocabulary, padding included.
+
+    Whether ranks need the logits of others depends on what is asked of a step, so who calls the
+    model joins them (`VocabularyShard.gather`).
 
     Attributes:
-        vocab_size: columns of the logits.
+        vocab_size: tokens of all ranks.
     """
 
     vocab_size: int
+
+    @property
+    def shard(self) -> VocabularyShard | None:
+        """Which columns these are; None where they are all."""
+        if self.collectives.size == 1:
+            return None
+        columns = self.output_size_per_partition
+        first = self.collectives.rank * columns
+        existing = min(max(self.vocab_size - first, 0), columns)
+        return VocabularyShard(self.vocab_size, first, existing, self.collectives)
 
     def forward(
         self,
@@ -65,12 +79,11 @@ class InferenceOutputLayer(InferenceColumnParallelLinear):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits `[rows, 1, vocabulary]` of hidden states `[rows, 1, hidden]`, and None.
+        """Logits `[rows, 1, columns of this rank]` of hidden states `[rows, 1, hidden]`, and None.
 
-        A column is computed by one rank and copied to the others, so all have the same bits.
+        Megatron's models ask for gathered logits when they infer, so this is not listened to.
         """
-        logits, bias = super().forward(input_, weight, runtime_gather_output=False)
-        return self.collectives.all_gather_columns(logits, self.vocab_size), bias
+        return super().forward(input_, weight, runtime_gather_output=False)
 
 
 def shard_vocabulary(model: HybridModel, vocab_size: int) -> None:

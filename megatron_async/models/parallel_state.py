@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_async.communication.bootstrap import join_job
+from megatron_async.communication.job import Job
 from megatron_async.errors import ConfigurationError
 
 COLLECTIVE_TIMEOUT_S = 60.0
@@ -110,7 +111,7 @@ def ensure_process_groups(sizes: ParallelSizes | None = None) -> ProcessGroupCol
             world_size=job.world_size,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
-        atexit.register(_leave)
+        atexit.register(_leave, job)
     if not parallel_state.model_parallel_is_initialized():
         wanted = sizes or ParallelSizes()
         parallel_state.initialize_model_parallel(
@@ -155,7 +156,9 @@ def _check_groups(sizes: ParallelSizes) -> None:
             )
 
 
-def _leave() -> None:
+def _leave(job: Job) -> None:
     """Undo `ensure_process_groups` at exit, unless the user has."""
-    if dist.is_initialized():
+    # Gloo would wait for collectives with who is lost, which can only be left behind.
+    hangs = bool(job.watch.losses) and not torch.cuda.is_available()
+    if dist.is_initialized() and not hangs:
         dist.destroy_process_group()

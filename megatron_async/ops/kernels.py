@@ -39,6 +39,7 @@ class Kernels:
     swiglu: Callable[[Tensor], Tensor]
     sample: Callable[..., Tensor]
     sample_with_cuts: Callable[..., tuple[Tensor, Any]]
+    best_tokens: Callable[..., tuple[Tensor, Tensor]]
     begin_chunks: Callable[..., None]
     process_logits: Callable[..., Tensor]
     count_tokens: Callable[..., None]
@@ -59,6 +60,7 @@ TORCH_KERNELS = Kernels(
     swiglu.swiglu_reference,
     sampling.sample_reference,
     sampling.sample_with_cuts_reference,
+    sampling.best_tokens_reference,
     logits_processing.begin_chunks_reference,
     logits_processing.process_logits_reference,
     logits_processing.count_tokens_reference,
@@ -78,6 +80,7 @@ TRITON_KERNELS = Kernels(
     swiglu.swiglu,
     triton_sampling.sample,
     triton_sampling.sample_with_cuts,
+    triton_sampling.best_tokens,
     triton_logits.begin_chunks,
     triton_logits.process_logits,
     triton_logits.count_tokens,

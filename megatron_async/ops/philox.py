@@ -9,6 +9,7 @@ word 1 the position; the four output words serve the four token ids of the group
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,17 +17,19 @@ MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 KEY_STEP_0, KEY_STEP_1 = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 MASK = 0xFFFFFFFF
+SMALL = 1 << 16
+"""Numbers up to which a CPU computes them with NumPy, whose calls cost half of torch's."""
 
 
-def philox4x32(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
-    """The Philox4x32-10 bijection.
+def philox4x32[Array: (Tensor, np.ndarray)](counter: list[Array], key: list[Array]) -> list[Array]:
+    """The Philox4x32-10 bijection, of torch's tensors or of NumPy's arrays.
 
     Args:
-        counter: four int64 tensors of one (broadcast) shape, values of 32 bits.
-        key: two int64 tensors that broadcast against it, values of 32 bits.
+        counter: four int64 arrays of one (broadcast) shape, values of 32 bits.
+        key: two int64 arrays that broadcast against it, values of 32 bits.
 
     Returns:
-        four int64 tensors, values of 32 bits.
+        four int64 arrays, values of 32 bits.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -39,25 +42,31 @@ def philox4x32(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
     return [c0, c1, c2, c3]
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise for every token of every row.
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, first: int = 0) -> Tensor:
+    """Standard Gumbel noise for every row and token from `first` on.
 
     Args:
         seeds: int64 `[rows]`, not negative.
         positions: int32 or int64 `[rows]`: position of the sampled token in its sequence.
         vocab_size: number of token ids.
+        first: the first of them.
 
     Returns:
         float32 `[rows, vocab_size]` on the same device.
     """
     rows = seeds.size(0)
-    groups = torch.arange((vocab_size + 3) // 4, device=seeds.device, dtype=torch.int64)[None, :]
+    start, end = first // 4, (first + vocab_size + 3) // 4
+    groups = torch.arange(start, end, device=seeds.device, dtype=torch.int64)[None, :]
     seeds, positions = seeds[:, None], positions.to(torch.int64)[:, None]
     zero = torch.zeros((), dtype=torch.int64, device=seeds.device)
-    words = philox4x32(
-        [groups.expand(rows, -1), positions, zero, zero], [seeds & MASK, (seeds >> 32) & MASK]
-    )
-    bits = torch.stack(words, dim=-1).view(rows, -1)[:, :vocab_size]
+    counter = [groups.expand(rows, -1), positions, zero, zero]
+    key = [seeds & MASK, (seeds >> 32) & MASK]
+    if seeds.device.type == "cpu" and rows * vocab_size <= SMALL:
+        arrays = philox4x32([w.numpy() for w in counter], [w.numpy() for w in key])  # sync-ok: CPU
+        words = [torch.from_numpy(array) for array in arrays]
+    else:
+        words = philox4x32(counter, key)
+    bits = torch.stack(words, dim=-1).view(rows, -1)[:, first % 4 :][:, :vocab_size]
     # 23 bits and a half step: exactly representable in float32 and never 0 or 1.
     uniform = ((bits >> 9).to(torch.float32) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))

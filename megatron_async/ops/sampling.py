@@ -82,6 +82,33 @@ def sample_with_cuts_reference(
     return sample_reference(logits, params, mode), None
 
 
+def best_tokens_reference(
+    logits: Tensor, params: SamplingTensors | None, mode: SamplingMode, first: int, columns: int
+) -> tuple[Tensor, Tensor]:
+    """The best token of every row among a tensor-parallel rank's, and its score.
+
+    Args:
+        logits: `[rows, local columns]`, any float dtype.
+        params: as for `sample_reference`.
+        mode: `GREEDY` or `SOFTMAX`.
+        first: token id of the first column.
+        columns: how many of the columns are tokens, the others being padding.
+
+    Returns:
+        float32 `[rows, 1]`, what `sample_reference` takes the largest of, and int32 `[rows, 1]`
+        token ids.
+    """
+    scores = logits.to(torch.float32)
+    if mode != SamplingMode.GREEDY and params is not None:
+        is_greedy = (params.temperature == 0) | (params.top_k == 1)
+        temperature = torch.where(is_greedy, 1.0, params.temperature)
+        noise = gumbel_noise(params.seeds, params.positions, logits.size(-1), first)
+        scores = torch.where(is_greedy[:, None], scores, scores / temperature[:, None] + noise)
+    padding = torch.arange(logits.size(-1), device=logits.device) >= columns
+    best, index = scores.masked_fill(padding, -torch.inf).max(dim=-1, keepdim=True)
+    return best, (first + index).to(torch.int32)
+
+
 def filter_logits(scaled: Tensor, params: SamplingTensors) -> Tensor:
     """Set what top_k, top_p and min_p exclude to minus infinity.
 

@@ -29,9 +29,9 @@ H200s, where NCCL takes 91, and 117 over 4, where NCCL takes 113; below that it 
 TWO_SHOT_DTYPES = (torch.bfloat16, torch.float32)
 """What torch's kernel adds."""
 ONE_SHOT_BYTES = 2 << 20
-"""Most bytes that a rank reads from others in the one-shot kernel. Measured up to half of that over
-2 H200s (7.3 microseconds, two shot 12.6) and three quarters over 4 (10.5 and 11.6), where the lines
-are about to meet."""
+"""Most bytes that a rank reads from others in the one-shot kernel. On 2 H200s it is still ahead
+there (11.2 microseconds, two shot 16.6); on 4 the lines are about to meet (9.9 and 11.6 at three
+quarters)."""
 
 
 class SymmetricAllReduce:

@@ -8,7 +8,7 @@ through NCCL; both are captured with the step.
 Every rank gets the same bits from `all_reduce`. Gloo and NCCL add up an element along one way (a
 ring, or a tree), and hand the sum out as it is; so does the two-shot kernel, on one rank for each
 element; the one-shot kernel adds in the order of ranks everywhere. Logits do not even depend on
-that: each column is computed by one rank and copied to the others.
+that: each column is computed by one rank and, where it is needed, copied to the others.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_async.ops.partial_sums import add_partial_sums
 from megatron_async.ops.symmetric_all_reduce import SymmetricAllReduce, make_symmetric_all_reduce
+from megatron_async.ops.symmetric_choice import SymmetricChoice, make_symmetric_choice
 
 
 class TensorCollectives:
@@ -38,7 +39,9 @@ class TensorCollectives:
         symmetric: all-reduces through symmetric memory that `prepare` has made, by width and dtype
             of their rows. They stay, because captured steps hold their addresses.
         fallback: why there are none, or "".
-        calls: all-reduces of eager and captured steps by kernel, as they were enqueued.
+        choice: what chooses tokens through symmetric memory, from `prepare_choice`, or None.
+        calls: all-reduces and choices of tokens of eager and captured steps by kernel, as they were
+            enqueued.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -47,6 +50,7 @@ class TensorCollectives:
         self.rank = group.rank()
         self.symmetric: dict[tuple[int, torch.dtype], SymmetricAllReduce] = {}
         self.fallback = ""
+        self.choice: SymmetricChoice | None = None
         self.calls: Counter[str] = Counter()
 
     def prepare(self, max_rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -67,6 +71,16 @@ class TensorCollectives:
         )
         if made is not None:
             self.symmetric[hidden, dtype] = made
+
+    def prepare_choice(self, max_rows: int, device: torch.device) -> None:
+        """Make the workspace for choosing tokens, behind `prepare`; all ranks together.
+
+        Args:
+            max_rows: most rows of a step.
+            device: of the model.
+        """
+        if self.symmetric and self.choice is None:
+            self.choice = make_symmetric_choice(self._group, max_rows, device)
 
     @property
     def report(self) -> str | None:

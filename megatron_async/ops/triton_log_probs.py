@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron_async.ops.logits_processing import ProcessingTensors
 from megatron_async.ops.sampling import SamplingTensors
 from megatron_async.ops.slot_records import MAX_TOP_N, OUT_WORDS, Header, RowFeature
-from megatron_async.ops.triton_sampling import FilterCuts, is_filtered
+from megatron_async.ops.tile_scores import is_filtered
+from megatron_async.ops.triton_sampling import FilterCuts
 from megatron_async.ops.triton_search import load_tile
 
 TILE = 2048

@@ -3,7 +3,7 @@
 Every row's parameters are read on the device, so one captured graph serves every mixture of
 greedy, sampled and filtered rows, and a row pays only for what it asks:
 
-1. `_partials`: the vocabulary in tiles, many programs a row. The best token of each tile: of
+1. `best_of_tile`: the vocabulary in tiles, many programs a row. The best token of each tile: of
    logits + Gumbel noise for a row that is sampled from all tokens, of the logits for any other.
 2. `_bounds`: one program for each filtered row finds where its filters cut.
 3. `_choose`: filtered rows again in tiles, the best of what is kept.
@@ -12,6 +12,9 @@ greedy, sampled and filtered rows, and a row pays only for what it asks:
 top_k, top_p and min_p each keep a prefix of the tokens ranked by (logit, token id), so together
 they keep one too: it is described by its last logit, and by the last token id among those with
 exactly that logit. `ops/triton_search.py` finds both.
+
+A tensor-parallel rank does the first step for its own columns, and `ops/symmetric_choice.py` takes
+the place of the last.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.sampling import SamplingMode, SamplingTensors
+from megatron_async.ops.tile_scores import NOISE_GROUP, best_of_tile, gumbel, is_filtered
 from megatron_async.ops.triton_search import (
     key_value,
     load_tile,
@@ -85,27 +89,64 @@ def sample_with_cuts(
 ) -> tuple[Tensor, FilterCuts | None]:
     """`sample`, and where its filters cut; None where the mode has none."""
     rows, vocab = logits.shape
-    if logits.stride(1) != 1 or vocab < 1 or logits.dtype not in UNUSED_BITS:
-        raise ValueError(
-            f"sample: {logits.dtype} logits of {tuple(logits.shape)} with strides "
-            f"{logits.stride()}: rows must be adjacent and not empty, of float32, float16 or "
-            "bfloat16: call .contiguous() or .float()."
-        )
+    row = _row_arguments(logits, params, mode, vocab)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     cuts = None
     if rows == 0:
         return tokens, cuts
-    splits = triton.cdiv(vocab, TILE)
-    grid = (splits, rows)
-    scores = torch.empty((rows, splits), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
-    row = _row_arguments(logits, params, mode)
-    _partials[grid](*row, scores, ids, mode=int(mode), tile=TILE, num_warps=4)
+    scores, ids = best_of_tiles(row, mode)
+    splits = scores.size(1)
     if mode == SamplingMode.FILTERED:
         cuts = FilterCuts(*bounds(row, scores))
-        _choose[grid](*row, *cuts, scores, ids, tile=TILE, num_warps=4)
+        _choose[(splits, rows)](*row, *cuts, scores, ids, tile=TILE, num_warps=4)
     _combine[(rows,)](scores, ids, tokens, vocab, splits, block=triton.next_power_of_2(splits))
     return tokens, cuts
+
+
+def best_tokens(
+    logits: Tensor, params: SamplingTensors | None, mode: SamplingMode, first: int, columns: int
+) -> tuple[Tensor, Tensor]:
+    """The best tokens of every row among a tensor-parallel rank's; as `best_tokens_reference`, with
+    tensors on a GPU.
+
+    Args:
+        logits: `[rows, local columns]`, as for `sample`.
+        params: as for `sample`.
+        mode: `GREEDY` or `SOFTMAX`.
+        first: token id of the first column.
+        columns: how many of the columns are tokens, the others being padding.
+
+    Returns:
+        float32 scores and int32 token ids, both `[rows, splits]`: the best of each tile. A row's
+        scores have the bits that `sample` compares. A tile whose logits are all minus infinity or
+        NaN may name a token that is not this rank's.
+
+    Raises:
+        ValueError: as `sample`.
+    """
+    return best_of_tiles(_row_arguments(logits, params, mode, columns), mode, first)
+
+
+def best_of_tiles(
+    row: tuple[Any, ...], mode: SamplingMode, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Scores and ids of `best_tokens`, from what describes the rows (`_row_arguments`)."""
+    logits, columns = row[0], row[-1]
+    rows, splits = len(logits), max(triton.cdiv(first % NOISE_GROUP + columns, TILE), 1)
+    scores = torch.empty((rows, splits), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
+    if rows:
+        best_of_tile[(splits, rows)](
+            *row,
+            scores,
+            ids,
+            first=first,
+            lead=first % NOISE_GROUP,
+            mode=int(mode),
+            tile=TILE,
+            num_warps=4,
+        )
+    return scores, ids
 
 
 def bounds(row: tuple[Any, ...], scores: Tensor) -> tuple[Tensor, ...]:
@@ -113,7 +154,7 @@ def bounds(row: tuple[Any, ...], scores: Tensor) -> tuple[Tensor, ...]:
 
     Args:
         row: what describes the rows, from `_row_arguments`.
-        scores: float32 `[rows, splits]`, the largest logits of the tiles, from `_partials`.
+        scores: float32 `[rows, splits]`, the largest logits of the tiles, from `best_of_tile`.
 
     Returns:
         cut (float32), last (int32) and top (float32), each `[rows]`: top_k and top_p keep the
@@ -144,9 +185,15 @@ def bounds(row: tuple[Any, ...], scores: Tensor) -> tuple[Tensor, ...]:
 
 
 def _row_arguments(
-    logits: Tensor, params: SamplingTensors | None, mode: SamplingMode
+    logits: Tensor, params: SamplingTensors | None, mode: SamplingMode, columns: int
 ) -> tuple[Any, ...]:
     """The arguments that describe the rows, the same for every kernel that reads logits."""
+    if logits.stride(1) != 1 or logits.size(1) < 1 or logits.dtype not in UNUSED_BITS:
+        raise ValueError(
+            f"sample: {logits.dtype} logits of {tuple(logits.shape)} with strides "
+            f"{logits.stride()}: rows must be adjacent and not empty, of float32, float16 or "
+            "bfloat16: call .contiguous() or .float()."
+        )
     if params is None:
         if mode != SamplingMode.GREEDY:
             raise ValueError(f"sample: mode {mode.name} needs the rows' parameters; found None.")
@@ -161,46 +208,10 @@ def _row_arguments(
                 f"sample: each parameter must be contiguous and ({rows},), one a row of the "
                 f"logits; found {found}."
             )
-    return (logits, *fields, logits.stride(0), logits.size(1))
+    return (logits, *fields, logits.stride(0), columns)
 
 
 # ---- Kernels ---------------------------------------------------------------------------------
-
-
-@triton.jit
-def _partials(
-    logits: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    row_stride: tl.tensor,
-    vocab: tl.constexpr,
-    scores: tl.tensor,
-    ids: tl.tensor,
-    mode: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
-    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    score = load_tile(logits + row * row_stride, split * tile, vocab, tile)
-    out = row * tl.num_programs(0) + split
-    if mode > 0:
-        heat = tl.load(temperature + row)
-        k = tl.load(top_k + row)
-        if (heat > 0) & (k != 1):
-            filtered = False
-            if mode == 2:
-                filtered = is_filtered(k, tl.load(top_p + row), tl.load(min_p + row))
-            if not filtered:
-                score = score / heat + _gumbel(
-                    tl.load(seeds + row), tl.load(positions + row), split * tile, tile
-                )
-                score = tl.where(split * tile + tl.arange(0, tile) < vocab, score, float("-inf"))
-    best, index = tl.max(score, axis=0, return_indices=True)
-    tl.store(scores + out, best)
-    tl.store(ids + out, split * tile + index)
 
 
 @triton.jit
@@ -328,7 +339,7 @@ def _choose(
     best, index = float("-inf"), 0
     # Most tiles keep nothing: they skip the noise.
     if tl.max(keep.to(tl.int32)) > 0:
-        noise = _gumbel(tl.load(seeds + row), tl.load(positions + row), split * tile, tile)
+        noise = gumbel(tl.load(seeds + row), tl.load(positions + row), split * tile, tile)
         score = tl.where(keep, score / heat + noise, float("-inf"))
         best, index = tl.max(score, axis=0, return_indices=True)
     out = row * tl.num_programs(0) + split
@@ -352,25 +363,3 @@ def _combine(
     # With NaN among the logits any lane may win; the token stays one that exists.
     token = tl.load(ids + row * splits + tl.minimum(index, splits - 1))
     tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
-
-
-# ---- Parts of them ---------------------------------------------------------------------------
-
-
-@triton.jit
-def is_filtered(k: tl.tensor, p: tl.tensor, least: tl.tensor) -> tl.tensor:
-    """Whether a row has a filter: top_k, top_p or min_p."""
-    return (k > 0) | (p > 0) | (least > 0)
-
-
-@triton.jit
-def _gumbel(
-    seed: tl.tensor, position: tl.tensor, start: tl.tensor, tile: tl.constexpr
-) -> tl.tensor:
-    """Noise of `ops/philox.py` for the tokens start .. start + tile - 1, four from one counter."""
-    group = start // 4 + tl.arange(0, tile // 4)
-    w0, w1, w2, w3 = tl.philox(seed, group, position.to(tl.int32), 0, 0)
-    # join makes the last dimension: [group, 2, 2] whose flat order is w0, w1, w2, w3.
-    bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (tile,))
-    uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-    return -tl.log(-tl.log(uniform))

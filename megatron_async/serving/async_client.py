@@ -16,6 +16,7 @@ from megatron_async.serving.connection import Connection
 from megatron_async.serving.failures import exception_of
 from megatron_async.serving.messages import (
     PROTOCOL,
+    UNSENDABLE,
     Abort,
     Answer,
     Ask,
@@ -148,14 +149,19 @@ class AsyncCoordinatorClient:
         """
         params = sampling_params or SamplingParams()
         tokens = prompt if isinstance(prompt, str) else _token_ids(prompt)
+        if type(priority) is not int:
+            raise RequestError(f"priority={priority!r} is not allowed: it must be an integer.")
         connection = await self._open()
         request = RemoteRequest(next(self._numbers))
         message = Generate(
             request.number, tokens, msgspec.Raw(_encoded(params)), params.num_tokens_to_generate,
             priority, stream,
         )  # fmt: skip
+        try:
+            connection.send(message)
+        except UNSENDABLE as error:
+            raise RequestError(f"the prompt cannot be sent: {error}") from error
         self._requests[request.number] = request
-        connection.send(message)
         return request
 
     async def generate(
@@ -279,9 +285,10 @@ class AsyncCoordinatorClient:
                             request._hear(message)
                     case Answer():
                         self._answer(message)
-        except CoordinatorLost as error:
+        except Exception as error:  # whatever it is, nobody is to wait for ever
+            text = str(error) if isinstance(error, CoordinatorLost) else repr(error)
             self._lose(
-                CoordinatorLost(f"{error} What was unfinished is aborted: send it once more.")
+                CoordinatorLost(f"{text} What was unfinished is aborted: send it once more.")
             )
 
     def _answer(self, message: Answer) -> None:
@@ -316,7 +323,7 @@ def is_one_prompt(prompts: Any) -> bool:
 
 def _token_ids(prompt: Any) -> list[int]:
     tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-    if not all(isinstance(token, int) for token in tokens):
+    if not all(type(token) is int for token in tokens):
         raise RequestError(f"the prompt {prompt!r} is neither a text nor a list of token ids.")
     return tokens
 
@@ -327,6 +334,6 @@ def _encoded(params: SamplingParams) -> bytes:
     try:
         data = encode(params)
         msgspec.msgpack.decode(data, type=SamplingParams)
-    except (TypeError, ValueError, OverflowError) as error:
+    except UNSENDABLE as error:
         raise RequestError(f"sampling_params cannot be sent: {error}") from error
     return data

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any
 
+from megatron_async.errors import CoordinatorLost
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.async_client import AsyncCoordinatorClient, Prompt
 from megatron_async.serving.messages import Completion, TokenChunk
@@ -65,7 +66,8 @@ class CoordinatorClient:
             while (chunk := self._wait_for(_next(chunks))) is not None:
                 yield chunk
         finally:
-            self._wait_for(chunks.aclose())  # type: ignore[attr-defined]
+            if not self._loop.is_closed():  # else it is aborted
+                self._wait_for(chunks.aclose())  # type: ignore[attr-defined]
 
     def stats(self) -> dict[str, Any]:
         """See `AsyncCoordinatorClient.stats`."""
@@ -97,6 +99,9 @@ class CoordinatorClient:
         self._loop.close()
 
     def _wait_for[Result](self, work: Coroutine[Any, Any, Result]) -> Result:
+        if self._loop.is_closed():
+            work.close()
+            raise CoordinatorLost("this client was closed: make another one.")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

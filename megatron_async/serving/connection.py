@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from megatron_async.communication.keepalive import end_silent_connections
 from megatron_async.errors import ConfigurationError, CoordinatorLost
 from megatron_async.serving.messages import (
+    UNREADABLE,
     ClientHello,
     Message,
     Ping,
@@ -69,7 +69,7 @@ class Connection[Heard]:
         """Say hello and wait for the coordinator's welcome.
 
         Raises:
-            CoordinatorLost: nobody answers within `timeout_s`.
+            CoordinatorLost: nobody answers within `timeout_s`, or somebody else.
             ConfigurationError: it refuses; the message says why.
         """
         self.send(hello)
@@ -77,7 +77,7 @@ class Connection[Heard]:
         while (left := deadline - time.monotonic()) > 0:
             if not await self._socket.poll(round(1000 * min(left, SLICE_S))):
                 continue
-            message: Any = self._decode(await self._socket.recv())
+            message: Any = await self._next()
             if isinstance(message, Refused):
                 raise ConfigurationError(f"the coordinator at {self.address}: {message.reason}")
             if isinstance(message, Welcome):
@@ -89,7 +89,10 @@ class Connection[Heard]:
         )
 
     def send(self, message: Message) -> None:
-        """Send; never waits."""
+        """Send; never waits.
+
+        Raises: one of `UNSENDABLE`; nothing is sent.
+        """
         # Without a limit to what may wait in the socket, it is done at once.
         self._socket.send(encode(message))
 
@@ -102,12 +105,7 @@ class Connection[Heard]:
         if not await self._socket.poll(round(1000 * SLICE_S)):
             self._check()
             return None
-        try:
-            message = self._decode(await self._socket.recv())
-        except msgspec.DecodeError as error:
-            raise CoordinatorLost(
-                f"what answers at {self.address} is no coordinator of ours: {error}"
-            ) from error
+        message = await self._next()
         self._last_heard = time.monotonic()
         if isinstance(message, Refused):
             raise CoordinatorLost(f"the coordinator at {self.address}: {message.reason}")
@@ -115,6 +113,14 @@ class Connection[Heard]:
             return message
         self.send(self._on_ping())
         return None
+
+    async def _next(self) -> Heard:
+        try:
+            return self._decode(await self._socket.recv())
+        except UNREADABLE as error:
+            raise CoordinatorLost(
+                f"what answers at {self.address} is no coordinator of ours: {error}"
+            ) from error
 
     def _check(self) -> None:
         if int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:

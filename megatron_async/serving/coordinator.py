@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import socket as sockets
+import stat
 import threading
 import time
 from collections import deque
 
-import msgspec
 import zmq
 
+from megatron_async.communication.host import is_loopback
 from megatron_async.communication.keepalive import end_silent_connections
 from megatron_async.errors import ConfigurationError
 from megatron_async.serving.dispatcher import Dispatcher
 from megatron_async.serving.messages import (
+    UNREADABLE,
+    Refused,
     ToClient,
     ToReplica,
     decode_for_coordinator,
@@ -67,6 +70,11 @@ class Coordinator:
                 "or choose another, as in tcp://127.0.0.1:9500 or ipc:///tmp/coordinator."
             ) from error
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        if self.address.startswith("tcp://") and not is_loopback(_host(self.address)):
+            logger.warning(
+                "Whoever reaches %s can send requests and stop replicas: there is no "
+                "authentication. Bind 127.0.0.1, unless the network is trusted.", self.address,
+            )  # fmt: skip
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._waiting: dict[bytes, deque[bytes]] = {}
         self._gone: dict[bytes, str] = {}
@@ -113,8 +121,12 @@ class Coordinator:
                 return
             try:
                 message = decode_for_coordinator(frames[-1] if frames else b"")
-            except msgspec.DecodeError as error:
-                logger.warning("A message that is none of ours was dropped: %s", error)
+            except UNREADABLE as error:
+                # Who sent it waits for an answer, and nobody knows which.
+                reason = f"it sent a message that cannot be read ({error})"
+                logger.warning("A peer is refused: %s.", reason)
+                self._send(identity, Refused(f"{reason}: connect again."))
+                self.dispatcher.lost(identity, reason, time.monotonic())
                 continue
             self.dispatcher.hear(identity, message, time.monotonic())
 
@@ -163,13 +175,21 @@ class Coordinator:
             self.dispatcher.lost(identity, reason, time.monotonic())
 
 
+def _host(address: str) -> str:
+    """The IP address in "tcp://ADDRESS:PORT"."""
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
 def _check_is_free(address: str) -> None:
-    """ZMQ would take an `ipc://` file away from who listens there."""
-    if not address.startswith("ipc://") or not os.path.exists(address.removeprefix("ipc://")):
+    """ZMQ would take an `ipc://` file away from who listens there, or from whom it belongs to."""
+    file = address.removeprefix("ipc://")
+    if not address.startswith("ipc://") or not os.path.exists(file):
         return
+    if not stat.S_ISSOCK(os.stat(file).st_mode):
+        raise OSError("the file there is no socket")
     with sockets.socket(sockets.AF_UNIX) as probe:
         try:
-            probe.connect(address.removeprefix("ipc://"))
+            probe.connect(file)
         except ConnectionRefusedError:
             return
     raise OSError("address already in use")

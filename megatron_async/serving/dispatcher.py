@@ -3,7 +3,6 @@ by a function, and time is told to it."""
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from itertools import count
 
 import msgspec
 
+from megatron_async.serving.commands import find_replica, state_after
 from megatron_async.serving.messages import (
     PROTOCOL,
     Abort,
@@ -23,6 +23,7 @@ from megatron_async.serving.messages import (
     Ended,
     Generate,
     Goodbye,
+    Helping,
     Leave,
     Leaving,
     Ping,
@@ -45,8 +46,10 @@ from megatron_async.serving.records import (
     ReplicaState,
     RoutedRequest,
     service_stats,
+    why_nobody_serves,
     why_refused,
 )
+from megatron_async.serving.request_queue import RequestQueue
 
 logger = logging.getLogger("megatron_async")
 
@@ -64,6 +67,7 @@ class Dispatcher:
         replicas: by identity.
         clients: by identity.
         requests: unfinished ones, by the coordinator's numbers.
+        queue: those of them that no replica has.
         counters: requests "received", "completed", "failed", "aborted", "retried", "refused", and
             "prefix_blocks", those that their replicas had served before.
     """
@@ -76,11 +80,11 @@ class Dispatcher:
     ) -> None:
         self._config = config
         self._send = send
-        self._queue: list[tuple[tuple[int, int], RoutedRequest]] = []
         self._numbers = count()
         self._last_ping = now
         self._replica_there = now
         self._departed = ""
+        self.queue = RequestQueue()
         self.replicas: dict[bytes, ReplicaRecord] = {}
         self.clients: dict[bytes, ClientRecord] = {}
         self.requests: dict[int, RoutedRequest] = {}
@@ -122,9 +126,9 @@ class Dispatcher:
             self._last_ping = now
             self.ping()
             self._check_alive(now)
-        if self.replicas:
+        if any(not replica.state.is_departing for replica in self.replicas.values()):
             self._replica_there = now
-        elif self._queue and now - self._replica_there >= config.no_replica_timeout_s:
+        elif self.queue and now - self._replica_there >= config.no_replica_timeout_s:
             self._fail_queue(now)
         self._dispatch(now)
 
@@ -163,6 +167,7 @@ class Dispatcher:
                 ),
             )
             return
+        self.lost(identity, "it said hello again", now)
         if isinstance(hello, ReplicaHello):
             self._replace(hello.info, now)
             refusal = why_refused(hello.info, self.replicas.values())
@@ -184,20 +189,24 @@ class Dispatcher:
 
     def _lose(self, replica: ReplicaRecord, reason: str, now: float, in_order: bool) -> None:
         del self.replicas[replica.identity]
-        self._replica_there = now
         self._departed = f"{replica.name}: {reason}"
         note = logger.info if in_order else logger.warning
         note(
             "Replica %s is gone (%s) with %d unfinished requests; %d replicas left.",
             replica.name, reason, len(replica.requests), len(self.replicas),
         )  # fmt: skip
+        self._hand_over(replica, reason, in_order)
+
+    def _hand_over(self, replica: ReplicaRecord, reason: str, in_order: bool) -> None:
+        """What a replica will not finish is served again elsewhere, or ends here."""
         for request in list(replica.requests.values()):
             if request.is_aborted:
                 self._end_here(request, "RequestAborted", "aborted by its client")
             elif in_order or request.attempts <= self._config.most_retries:
                 self.counters["retried"] += 1
+                del replica.requests[request.number]
                 request.give_to(None)
-                self._enqueue(request)
+                self.queue.add(request)
             else:
                 tries = f"; {request.attempts} replicas tried" if request.attempts > 1 else ""
                 self._end_here(
@@ -222,10 +231,12 @@ class Dispatcher:
                     request = replica.requests.get(event.number)
                     if request is not None:
                         self._hear_event(replica, request, event)
-                self._let_go(replica)
             case Leaving():
-                replica.state = ReplicaState.LEAVING
-                self._let_go(replica)
+                self._set_state(replica, ReplicaState.LEAVING)
+            case Helping():
+                replica.state = ReplicaState.HELPING
+                self._hand_over(replica, "it left in order", in_order=True)
+                logger.info("Replica %s has left, and helps those of its job.", replica.name)
             case Goodbye():
                 reason = message.failure or "it left in order"
                 self._lose(replica, reason, now, in_order=not message.failure)
@@ -236,33 +247,30 @@ class Dispatcher:
         self, replica: ReplicaRecord, request: RoutedRequest, event: Chunk | Ended
     ) -> None:
         if isinstance(event, Ended):
-            failure = event.completion.failure
-            replica.completed += failure is None
-            self._end(request, event.completion)
+            if not request.contradicts(event.completion):
+                replica.completed += event.completion.failure is None
+                self._end(request, event.completion)
+                return
+        elif (new := request.news(event)) is not None:
+            if new[0] or new[1]:
+                self._send(request.client, Chunk(request.asked.number, *new))
             return
-        new = request.news(event)
-        if new is None:
+        else:
             self._abort_at_replica(request)
-            self._end_here(
-                request, "ReplicaLost",
-                f"its replica was lost, and replica {replica.name} continues otherwise than the "
-                f"{len(request.delivered)} tokens that were delivered: near ties fall "
-                "differently in other batches below float32.",
-            )  # fmt: skip
-        elif new[0] or new[1]:
-            self._send(request.client, Chunk(request.asked.number, *new))
+        self._end_here(
+            request, "ReplicaLost",
+            f"its replica was lost, and replica {replica.name} continues otherwise than the "
+            f"{len(request.delivered)} tokens that were delivered: near ties fall differently in "
+            "other batches below float32.",
+        )  # fmt: skip
 
     def _dispatch(self, now: float) -> None:
         """Give queued requests to replicas that have room."""
-        while self._queue:
-            request = self._queue[0][1]
-            if request.number not in self.requests or request.replica is not None:
-                heapq.heappop(self._queue)
-                continue
+        while (request := self.queue.first()) is not None:
             ready = [replica for replica in self.replicas.values() if self._has_room(replica)]
             if not ready:
                 return
-            heapq.heappop(self._queue)
+            self.queue.discard(request)
             by_name = {replica.name: replica for replica in ready}
             # Replicas of one model have one block size, or a prefix would not be comparable.
             chosen, match = self._config.policy.choose(
@@ -324,10 +332,7 @@ class Dispatcher:
             return
         request = RoutedRequest(next(self._numbers), client.identity, asked)
         self.requests[request.number] = client.requests[asked.number] = request
-        self._enqueue(request)
-
-    def _enqueue(self, request: RoutedRequest) -> None:
-        heapq.heappush(self._queue, (request.order, request))
+        self.queue.add(request)
 
     def _abort(self, request: RoutedRequest) -> None:
         request.is_aborted = True
@@ -358,40 +363,33 @@ class Dispatcher:
 
     def _forget(self, request: RoutedRequest) -> None:
         del self.requests[request.number]
+        self.queue.discard(request)
         if request.replica is not None:
             request.replica.requests.pop(request.number, None)
+            self._let_go(request.replica)
 
     def _fail_queue(self, now: float) -> None:
         waited = now - self._replica_there
-        last = f" The last was {self._departed}." if self._departed else " None ever joined."
-        for _, request in sorted(self._queue, key=lambda entry: entry[0]):
-            if request.number in self.requests:
-                self._end_here(
-                    request, "ReplicaLost", f"there has been no replica for {waited:.0f} s.{last}"
-                )
-        self._queue.clear()
+        why = why_nobody_serves(self.replicas.values(), self._departed, waited)
+        for request in self.queue.in_order():
+            self._end_here(request, "ReplicaLost", why)
 
     # ---- Control and statistics --------------------------------------------------------------
 
     def _do(self, what: str, name: str) -> dict[str, object]:
         if what == "stats":
             return self.stats()
-        replica = next((r for r in self.replicas.values() if r.name == name), None)
-        if replica is None:
-            there = ", ".join(sorted(r.name for r in self.replicas.values())) or "none"
-            raise ValueError(f"there is no replica named {name!r}; there are: {there}.")
-        states = {
-            "pause": ReplicaState.PAUSED,
-            "drain": ReplicaState.DRAINING,
-            "resume": ReplicaState.READY,
-            "remove": ReplicaState.LEAVING,
-        }
-        if what not in states:
-            raise ValueError(f"{what!r} is no command; there are: stats, {', '.join(states)}.")
-        replica.state = states[what]
-        self._send(replica.identity, SetPaused(replica.state == ReplicaState.PAUSED))
-        self._let_go(replica)
+        replica = find_replica(name, self.replicas.values())
+        state = state_after(what, replica)
+        if state != replica.state or not state.is_departing:
+            self._set_state(replica, state)
         return {}
+
+    def _set_state(self, replica: ReplicaRecord, state: ReplicaState) -> None:
+        replica.state = state
+        # Who leaves or drains has requests to finish, though it may have been paused before.
+        self._send(replica.identity, SetPaused(state == ReplicaState.PAUSED))
+        self._let_go(replica)
 
     def stats(self) -> dict[str, object]:
         """Counters since the start, and all replicas by name."""

@@ -17,7 +17,7 @@ def exception_of(kind: str, message: str) -> Exception:
         kind: name of its class.
         message: its text.
     """
-    known = getattr(errors, kind, None)
+    known = ValueError if kind == "ValueError" else getattr(errors, kind, None)
     if isinstance(known, type) and issubclass(known, Exception):
         return known(message)
     return RemoteError(f"{kind}: {message}")

@@ -12,8 +12,12 @@ import numpy as np
 
 from megatron_async.inference_request import DynamicInferenceRequest
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised when messages change: both ends must have the same."""
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises: no message, no UTF-8, nested too deeply."""
+UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
+"""What encoding raises."""
 
 
 class Message(msgspec.Struct, tag=True):
@@ -172,6 +176,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
         slots: requests served at once.
         kv_blocks: size of its pool.
         block_size_tokens: tokens in a block.
+        shares_experts: other replicas of its job cannot do without it.
     """
 
     name: str
@@ -180,6 +185,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     kv_blocks: int
     block_size_tokens: int
+    shares_experts: bool = False
 
 
 class ReplicaHello(Message):
@@ -211,6 +217,11 @@ class ReplicaStatus(Message):
 
 class Leaving(Message):
     """A replica wants to go: send nothing more, and say `Leave` when its requests are done."""
+
+
+class Helping(Message):
+    """A replica has left, and what it had unfinished is to be served by others; but it steps on
+    until those that share its experts leave too."""
 
 
 class Goodbye(Message):
@@ -248,12 +259,12 @@ class SetPaused(Message):
 
 
 class Leave(Message):
-    """To a replica: end."""
+    """To a replica: you have nothing left; end, or help those that share your experts."""
 
 
 ToCoordinator = (
-    ClientHello | Generate | Abort | Ask | Pong | ReplicaHello | ReplicaStatus | Leaving | Goodbye
-    | Batch
+    ClientHello | Generate | Abort | Ask | Pong | ReplicaHello | ReplicaStatus | Leaving | Helping
+    | Goodbye | Batch
 )  # fmt: skip
 ToClient = Ping | Welcome | Refused | Chunk | Ended | Answer
 ToReplica = Ping | Welcome | Refused | Run | Abort | SetPaused | Leave

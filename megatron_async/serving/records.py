@@ -10,7 +10,13 @@ from enum import StrEnum
 import msgspec
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.serving.messages import Chunk, Generate, ReplicaInfo, ReplicaStatus
+from megatron_async.serving.messages import (
+    Chunk,
+    Completion,
+    Generate,
+    ReplicaInfo,
+    ReplicaStatus,
+)
 from megatron_async.serving.routing import (
     Candidate,
     PrefixTable,
@@ -21,6 +27,8 @@ from megatron_async.serving.routing import (
 
 UNLIMITED_TOKENS = 256
 """Taken as the length of an answer without a limit."""
+MOST_TOKENS = 2**20
+"""A limit above this counts as no more: what a model can serve, its replicas know."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +75,20 @@ class CoordinatorConfig:
             raise ConfigurationError(
                 f"on_replica_death={self.on_replica_death!r} must be 'retry' or 'fail'."
             )
-        for name in ("max_unfinished", "requests_per_slot", "ping_interval_s", "silence_s"):
+        if self.max_retries < 0:
+            raise ConfigurationError(f"max_retries={self.max_retries} must be 0 or more.")
+        for name in (
+            "max_unfinished", "requests_per_slot", "ping_interval_s", "silence_s", "stall_s",
+            "client_silence_s", "no_replica_timeout_s",
+        ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be more than 0.")
+        for name in ("silence_s", "stall_s", "client_silence_s"):
+            if getattr(self, name) < 2 * self.ping_interval_s:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)} must be twice ping_interval_s="
+                    f"{self.ping_interval_s} or more: who is well is heard only at each ping."
+                )
 
 
 class ReplicaState(StrEnum):
@@ -82,6 +101,13 @@ class ReplicaState(StrEnum):
     """Its engine stands still; its requests wait."""
     LEAVING = "leaving"
     """Finishes what it has and ends."""
+    HELPING = "helping"
+    """Has left, but for the experts that others of its job need."""
+
+    @property
+    def is_departing(self) -> bool:
+        """Whether it will serve no further request."""
+        return self in (ReplicaState.LEAVING, ReplicaState.HELPING)
 
 
 @dataclass(eq=False)
@@ -119,7 +145,7 @@ class RoutedRequest:
     def tokens(self) -> int:
         """That it needs at most, about: prompt and answer."""
         limit = self.asked.max_new_tokens
-        new = UNLIMITED_TOKENS if limit is None else limit
+        new = UNLIMITED_TOKENS if limit is None else min(max(limit, 0), MOST_TOKENS)
         return prompt_length(self.asked.prompt) + new
 
     def give_to(self, replica: ReplicaRecord | None) -> None:
@@ -127,6 +153,11 @@ class RoutedRequest:
         self.replica = replica
         self.attempts += replica is not None
         self._num_seen = self._chars_seen = 0
+
+    def contradicts(self, completion: Completion) -> bool:
+        """Whether an answer is another than the client of a stream has the beginning of."""
+        known = self.delivered
+        return completion.failure is None and completion.generated_tokens[: len(known)] != known
 
     def news(self, chunk: Chunk) -> tuple[list[int], str | None] | None:
         """What of a chunk the client does not have yet; None: the replica says other tokens than
@@ -246,6 +277,9 @@ class ClientRecord:
 
 def why_refused(info: ReplicaInfo, replicas: Collection[ReplicaRecord]) -> str:
     """Why a replica cannot join these; "" if it can."""
+    for size in ("slots", "kv_blocks", "block_size_tokens"):
+        if getattr(info, size) < 1:
+            return f"{size}={getattr(info, size)} must be at least 1 to serve anything."
     for other in replicas:
         if other.name == info.name:
             return f"a replica named {info.name!r} is there: give each --name its own."
@@ -260,6 +294,21 @@ def why_refused(info: ReplicaInfo, replicas: Collection[ReplicaRecord]) -> str:
                 "Start all replicas with the same model and settings."
             )
     return ""
+
+
+def why_nobody_serves(replicas: Collection[ReplicaRecord], departed: str, waited_s: float) -> str:
+    """What a request is told that no replica is there for.
+
+    Args:
+        replicas: that are there, all of them about to go.
+        departed: the last that has gone, and why; "" if none has.
+        waited_s: seconds.
+    """
+    last = f"The last was {departed}." if departed else "None ever joined."
+    if replicas:
+        there = (f"{replica.name} ({replica.state})" for replica in replicas)
+        last = f"There is only {', '.join(there)}."
+    return f"there has been no replica to serve it for {waited_s:.0f} s. {last}"
 
 
 def service_stats(

@@ -10,7 +10,8 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,12 +25,14 @@ from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.connection import Connection
 from megatron_async.serving.messages import (
     PROTOCOL,
+    UNREADABLE,
     Abort,
     Batch,
     Chunk,
     Completion,
     Ended,
     Goodbye,
+    Helping,
     Leave,
     Leaving,
     ReplicaHello,
@@ -50,6 +53,7 @@ logger = logging.getLogger("megatron_async")
 RETRY_EVERY_S = 0.2
 WARN_AFTER_S = 5.0
 """A replica without a coordinator says so after this time, and whenever it has doubled."""
+LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _read_params = msgspec.msgpack.Decoder(SamplingParams).decode
 
 
@@ -61,6 +65,8 @@ class Replica:
         address: of the coordinator.
         model: what is served; the coordinator takes replicas of one model only.
         name: unique among the replicas; None: host and process id.
+        finish_together: of a replica whose experts others of its job need: waits until all of them
+            have left.
     """
 
     def __init__(
@@ -69,10 +75,13 @@ class Replica:
         address: str,
         model: str,
         name: str | None = None,
+        finish_together: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self._engine = engine
         self._address = address
-        self.info = describe(engine, model, name)
+        self._finish_together = finish_together
+        self._helping: asyncio.Task[None] | None = None
+        self.info = describe(engine, model, name, finish_together is not None)
         self._connection: Connection[ToReplica] | None = None
         self._requests: dict[int, DynamicInferenceRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,40 +92,53 @@ class Replica:
 
     async def run(self) -> None:
         """Serve until the coordinator lets go of this replica, `leave` does, or the engine fails;
-        a coordinator that is lost is waited for.
+        a coordinator that is lost is waited for. One whose experts others need ends with them.
 
         Raises:
             ConfigurationError: the coordinator refuses this replica for good.
             Exception: what ended the engine.
         """
         runner = asyncio.create_task(self._engine.run_engine())
-        lost_at = time.monotonic()
-        warn_after = WARN_AFTER_S
         try:
-            while not self._must_go:
-                try:
-                    await self._serve(runner)
-                    return
-                except CoordinatorLost as error:
-                    if self._requests or self._runs_seen:
-                        logger.warning("%s Waiting for it.", error)
-                        lost_at, warn_after = time.monotonic(), WARN_AFTER_S
-                    self._forget_all()
-                    if self._is_leaving:
-                        return
-                    waited = time.monotonic() - lost_at
-                    if waited >= warn_after:
-                        warn_after = 2 * waited
-                        logger.warning("Since %.0f s: %s", waited, error)
-                    await asyncio.sleep(RETRY_EVERY_S)
+            await self._stay_connected(runner)
+            if self._finish_together is not None:
+                await asyncio.wait(
+                    [runner, self._help(runner)], return_when=asyncio.FIRST_COMPLETED
+                )
+                await self._check(runner)
         finally:
             self._forget_all()
-            runner.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await runner
+            ending = [runner] if self._helping is None else [runner, self._helping]
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+
+    async def _stay_connected(self, runner: asyncio.Task[None]) -> None:
+        lost_at = time.monotonic()
+        warn_after = WARN_AFTER_S
+        while not self._must_go:
+            try:
+                await self._serve(runner)
+                return
+            except CoordinatorLost as error:
+                if self._requests or self._runs_seen:
+                    logger.warning("%s Waiting for it.", error)
+                    lost_at, warn_after = time.monotonic(), WARN_AFTER_S
+                self._forget_all()
+                await self._check(runner)
+                if self._is_leaving:
+                    return
+                waited = time.monotonic() - lost_at
+                if waited >= warn_after:
+                    warn_after = 2 * waited
+                    logger.warning("Since %.0f s: %s", waited, error)
+                await asyncio.sleep(RETRY_EVERY_S)
 
     def leave(self) -> None:
-        """Finish what there is and go; the second time: go, and let others serve it."""
+        """Finish what there is and go; the second time: go, and let others serve it. One that goes
+        already goes on with that."""
+        if self._must_go:
+            return
         self._must_go = self._is_leaving or self._connection is None
         self._is_leaving = True
         if self._connection is not None and not self._must_go:
@@ -132,16 +154,17 @@ class Replica:
             if self._is_leaving:
                 connection.send(Leaving())
             logger.info("Replica %s serves the coordinator at %s.", self.info.name, self._address)
-            while not self._must_go:
+            while not self._is_over:
                 message = await connection.receive()
-                if self._failure is not None:
-                    raise self._failure
-                if runner.done():
-                    await self._fail(runner)
+                await self._check(runner)
                 if isinstance(message, Leave):
-                    break
-                if message is not None:
+                    self._must_go = True
+                elif message is not None:
                     self._take(message)
+                if self._must_go and self._finish_together is not None and self._helping is None:
+                    self._flush()
+                    connection.send(Helping())
+                    self._help(runner)
             self._flush()
             connection.send(Goodbye())
         except BaseException as error:
@@ -152,9 +175,36 @@ class Replica:
             self._connection = None
             connection.close()
 
-    async def _fail(self, runner: asyncio.Task[None]) -> None:
-        await runner
-        raise RuntimeError("the engine's loop has ended")
+    @property
+    def _is_over(self) -> bool:
+        """Whether this replica may end."""
+        helped = self._helping is not None and self._helping.done()
+        return self._must_go and (helped or self._finish_together is None)
+
+    def _help(self, runner: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Serve nobody any more, but step on until those that share the experts have left too."""
+        if self._helping is None:
+            logger.info(
+                "Replica %s has left, and steps on for the experts that others of its job need, "
+                "until they have left too.", self.info.name,
+            )  # fmt: skip
+            self._must_go = True
+            self._forget_all()
+            assert self._finish_together is not None
+            self._helping = asyncio.create_task(self._finish_together())
+            # Without delay: who is still there when another ends takes it for lost.
+            self._helping.add_done_callback(lambda _: runner.cancel())
+        return self._helping
+
+    async def _check(self, runner: asyncio.Task[None]) -> None:
+        """Raise what ended the engine, if it has ended before its time."""
+        if self._failure is not None:
+            raise self._failure
+        if self._helping is not None and self._helping.done():
+            await self._helping
+        elif runner.done():
+            await runner
+            raise RuntimeError("the engine's loop has ended")
 
     def _take(self, message: ToReplica) -> None:
         match message:
@@ -174,8 +224,8 @@ class Replica:
         try:
             params = _read_params(run.params)
             future = engine.add_request(number, run.prompt, params, run.priority)
-        except (msgspec.DecodeError, ValueError) as error:
-            text = f"sampling_params: {error}" if isinstance(error, msgspec.DecodeError) else error
+        except (*UNREADABLE, ValueError) as error:
+            text = f"sampling_params: {error}" if isinstance(error, UNREADABLE) else error
             refused = Completion(finish_reason="error", failure=("RequestError", str(text)))
             self._tell(Ended(number, refused))
             return
@@ -269,22 +319,28 @@ def serve_replica(llm: LLM, address: str, model: str, name: str | None = None) -
         ConfigurationError: the coordinator refuses the replica.
     """
     if not llm.is_primary_rank:
+        # Whoever ends a job signals all of its ranks; when to end, the primary rank says.
+        for number in LEAVE_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         llm.follow()
         return
     if name is not None and llm.data_parallel_size > 1:
         name = f"{name}-{llm.data_parallel_rank}"
-    replica = Replica(llm.engine, address, model, name)
+    finish = partial(llm.finish_together, timeout_s=None) if llm.shares_experts else None
+    replica = Replica(llm.engine, address, model, name, finish)
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in LEAVE_SIGNALS:
             loop.add_signal_handler(number, replica.leave)
         await replica.run()
 
     asyncio.run(serve())
 
 
-def describe(engine: DynamicInferenceEngine, model: str, name: str | None) -> ReplicaInfo:
+def describe(
+    engine: DynamicInferenceEngine, model: str, name: str | None, shares_experts: bool
+) -> ReplicaInfo:
     """What a replica tells the coordinator of itself."""
     config = engine.context.config
     return ReplicaInfo(
@@ -300,4 +356,5 @@ def describe(engine: DynamicInferenceEngine, model: str, name: str | None) -> Re
         slots=engine.context.max_requests,
         kv_blocks=engine.context.blocks.total,
         block_size_tokens=config.block_size_tokens,
+        shares_experts=shares_experts,
     )

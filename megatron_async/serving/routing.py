@@ -130,7 +130,11 @@ def block_hashes(prompt: str | Sequence[int], block_size_tokens: int) -> list[by
     if isinstance(prompt, str):
         data, size = prompt.encode(errors="replace"), block_size_tokens * BYTES_PER_TOKEN
     else:
-        data, size = array("q", prompt).tobytes(), block_size_tokens * array("q").itemsize
+        try:
+            data = array("q", prompt).tobytes()
+        except OverflowError:  # no token of any model; a replica tells the client
+            return []
+        size = block_size_tokens * array("q").itemsize
     found: list[bytes] = []
     for start in range(0, min(len(data) // size, MOST_PREFIX_BLOCKS) * size, size):
         before = found[-1] if found else type(prompt).__name__.encode()

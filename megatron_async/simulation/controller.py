@@ -36,6 +36,7 @@ class _NoWeights:
     def __init__(self, context: DynamicInferenceContext, vocab_size: int) -> None:
         self.inference_context = context
         self.vocab_size = vocab_size
+        self.shard = None
 
 
 class ModelLessController(TextGenerationController):

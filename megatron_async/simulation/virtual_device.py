@@ -121,5 +121,5 @@ class VirtualDevice(Device):
     def fence(self) -> None:
         """Nothing to do: there is nothing to order."""
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """Nothing to do: there are no threads."""

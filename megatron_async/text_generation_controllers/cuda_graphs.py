@@ -22,7 +22,8 @@ from megatron_async.ops.sampling import SamplingMode
 
 CAPTURED_MODES = (SamplingMode.GREEDY, SamplingMode.FILTERED, SamplingMode.PROCESSED)
 """Three graphs a shape: greedy steps do without the sampler's searches, and only steps with a row
-that asks for it process logits and give log probs. FILTERED serves SOFTMAX too."""
+that asks for it process logits and give log probs. FILTERED serves SOFTMAX too, except on
+tensor-parallel ranks, which gather no logits for SOFTMAX."""
 
 DEVICE_BOUND = 1.1
 """Device time over launch time beyond which a step is bound by the device: it ends when its kernels
@@ -81,13 +82,16 @@ class StepGraphs:
 
     Args:
         device: the device that captures.
+        without_gather: whether SOFTMAX has graphs of its own.
 
     Attributes:
         bytes: device memory that captures took so far.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, without_gather: bool = False) -> None:
         self._device = device
+        own = (SamplingMode.SOFTMAX,) if without_gather else ()
+        self._modes = tuple(sorted((*CAPTURED_MODES, *own)))
         self._graphs: dict[tuple[tuple[int, int], SamplingMode], Graph] = {}
         self.bytes = 0
 
@@ -146,7 +150,7 @@ class StepGraphs:
             progress: show a bar.
         """
         before = self._device.memory_in_use()
-        jobs = [(dims, mode) for dims in shapes for mode in CAPTURED_MODES]
+        jobs = [(dims, mode) for dims in shapes for mode in self._modes]
         for dims, mode in tqdm(jobs, desc="capture graphs", unit="graph", disable=not progress):
             prepare(dims)
             # Once eagerly: kernels are compiled and libraries make their workspaces.
@@ -162,6 +166,6 @@ class StepGraphs:
 
     def find(self, dims: BatchDimensions, mode: SamplingMode) -> Graph | None:
         """The graph for a step of this shape and mode; None where none was captured."""
-        if mode == SamplingMode.SOFTMAX:
+        if mode not in self._modes:
             mode = SamplingMode.FILTERED
         return self._graphs.get((dims.graph_key, mode)) if dims.is_captured else None

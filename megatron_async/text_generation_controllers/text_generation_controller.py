@@ -132,7 +132,8 @@ class TextGenerationController:
         view = self.context.gpu_view
         dtype = self.context.model_config.params_dtype
         is_last = stage_of(self.context.model_config).is_last
-        self.sampler = TokenSampler(view, self.vocab_size if is_last else 0, dtype)
+        shard = inference_wrapped_model.shard
+        self.sampler = TokenSampler(view, self.vocab_size if is_last else 0, dtype, shard)
         self.constrained = ConstrainedSampler(view, self.sampler, self.vocab_size, self.device)
         self._prompt = PromptLogProbs(inference_wrapped_model, self.device)
         self._ring = [
@@ -142,7 +143,7 @@ class TextGenerationController:
             )
         ]
         self.stage = make_stage(self.context, self.sampler.log_probs)
-        self.graphs = StepGraphs(self.device)
+        self.graphs = StepGraphs(self.device, without_gather=shard is not None)
         self.capture_report: CaptureReport | None = None
         self.device.fence()
 

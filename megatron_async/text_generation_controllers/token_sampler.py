@@ -13,6 +13,7 @@ from megatron_async.ops.logits_processing import ChunkTensors, ProcessingTensors
 from megatron_async.ops.sampling import SamplingMode
 from megatron_async.ops.sampling_state import SamplingState
 from megatron_async.ops.slot_records import WINDOW
+from megatron_async.ops.vocabulary_shard import VocabularyShard
 
 
 class TokenSampler:
@@ -21,8 +22,9 @@ class TokenSampler:
 
     Args:
         view: the running step.
-        vocab_size: columns of the logits.
+        vocab_size: tokens.
         dtype: of the logits.
+        shard: which columns of the logits this rank has; None: all.
 
     Attributes:
         state: what rows with penalties and bad words remember, by slot.
@@ -34,8 +36,15 @@ class TokenSampler:
         kept: the same of its constrained rows before they were processed, in the model's dtype.
     """
 
-    def __init__(self, view: ContextGPUView, vocab_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        view: ContextGPUView,
+        vocab_size: int,
+        dtype: torch.dtype,
+        shard: VocabularyShard | None = None,
+    ) -> None:
         self._view = view
+        self._shard = shard
         device = view.samples.device
         capacity = len(view.slots.features) - 1
         self.state = SamplingState(capacity, vocab_size, WINDOW, device)
@@ -66,16 +75,19 @@ class TokenSampler:
         """One token a row.
 
         Args:
-            logits: `[rows, vocabulary]`, in the model's dtype.
+            logits: `[rows, vocabulary]`, or of this rank's columns, in the model's dtype.
             mode: the highest among the rows.
 
         Returns:
             int64 `[rows]`.
         """
-        kernels = kernels_for(logits)
-        if mode == SamplingMode.GREEDY:
-            return kernels.sample(logits, None, mode)
-        params = self._view.sampling_tensors()
+        kernels, shard = kernels_for(logits), self._shard
+        params = None if mode == SamplingMode.GREEDY else self._view.sampling_tensors()
+        if shard is not None:
+            if mode <= SamplingMode.SOFTMAX:
+                best = kernels.best_tokens(logits, params, mode, shard.first, shard.columns)
+                return shard.choose(*best)
+            logits = shard.gather(logits)
         if mode != SamplingMode.PROCESSED:
             return kernels.sample(logits, params, mode)
         rows = self._rows()

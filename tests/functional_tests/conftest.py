@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock, Timeout
 from harness import NUM_TOKENS, EngineFactory, assert_all_is_back, make_engine, make_model
 
 from megatron_async import LLM, DynamicInferenceEngine
-from megatron_async.checkpoints.registry import demo_file
 
 CHATS = (
     [{"role": "user", "content": "Name three colours."}],
@@ -98,39 +94,10 @@ def smollm2_prompts(smollm2_llm: LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def transformers_tokens(
-    smollm2_prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory, worker_id: str
+    smollm2_prompts: list[list[int]], transformers_smollm2: Any
 ) -> list[list[int]]:
-    """Greedy float32 tokens of each prompt by `transformers`.
-
-    Workers of one run share them through files: each prompt is computed by whoever comes first.
-    """
-    base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / "transformers_tokens"
-    folder.mkdir(exist_ok=True)
-    model: Any = None
-    for timeout in (0, -1):  # first what nobody else is at, then wait for the rest
-        for number, prompt in enumerate(smollm2_prompts):
-            file = folder / f"{number}.json"
-            try:
-                with FileLock(f"{file}.lock", timeout=timeout):
-                    if not file.exists():
-                        model = model or _load_transformers(demo_file())
-                        file.write_text(json.dumps(_greedy_loop(model, prompt)))
-            except Timeout:
-                continue
-    return [
-        json.loads((folder / f"{number}.json").read_text())
-        for number in range(len(smollm2_prompts))
-    ]
-
-
-def _load_transformers(file: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
-    return model.eval()
+    """Greedy float32 tokens of each prompt by `transformers`."""
+    return [_greedy_loop(transformers_smollm2, prompt) for prompt in smollm2_prompts]
 
 
 @torch.inference_mode()

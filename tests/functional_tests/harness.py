@@ -25,7 +25,7 @@ from megatron_async.profiling.timeline import Timeline
 CPU = torch.device("cpu")
 EngineFactory = Callable[..., DynamicInferenceEngine]
 """Fixtures of conftest.py that make engines."""
-NUM_TOKENS = 40
+NUM_TOKENS = 28
 """Tokens that the demo model generates for a prompt where it is compared with transformers."""
 TINY = ModelArchitecture("llama", 2, 32, 4, 2, 8, 64, 128, max_position_embeddings=1024)
 """Small enough for thousands of steps a second."""

@@ -130,6 +130,6 @@ class LateDevice(Device):
     def fence(self) -> None:
         """Nothing to do: the host fills tensors at once."""
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         for stream in (self.upload, self.compute, self.copy):
             self.run(stream, stream.pending)

@@ -85,8 +85,8 @@ class Service:
             self.start()
         return sorted(self.names())
 
-    def signal(self, name: str, number: signal.Signals) -> None:
-        pid = self.processes[name].processes[0].pid
+    def signal(self, name: str, number: signal.Signals, rank: int = 0) -> None:
+        pid = self.processes[name].processes[rank].pid
         assert pid is not None
         os.kill(pid, number)
 

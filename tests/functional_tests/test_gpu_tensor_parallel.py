@@ -9,13 +9,17 @@ import torch
 from harness import Job, greedy, make_model, random_prompts
 from ranks import run_ranks
 
-from megatron_async import LLM
+from megatron_async import LLM, SamplingParams
 from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.devices import make_device
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups, world_size
+from megatron_async.ops import triton_sampling
 from megatron_async.ops.rms_norm import add_rms_norm_reference
+from megatron_async.ops.sampling import SamplingMode, SamplingTensors
+from megatron_async.ops.symmetric_choice import LEAST_ROWS
 from megatron_async.ops.tensor_collectives import TensorCollectives, collectives_of
+from megatron_async.ops.vocabulary_shard import VocabularyShard
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +30,20 @@ HIDDEN, EPS = 512, 1e-5
 WORLDS = [2, 4] if torch.cuda.device_count() >= 4 else [2]
 ROWS = (1, 3, 64, 700)
 SMALL = ModelArchitecture("llama", 4, 256, 8, 4, 32, 512, 1023, max_position_embeddings=1024)
-JOBS = [Job(prompt, greedy(32)) for prompt in random_prompts(0, (1, 5, 33, 100, 17, 2), 1023)]
+SAMPLED = [
+    greedy(32),
+    SamplingParams(temperature=0.9, seed=1, num_tokens_to_generate=32, termination_id=-1),
+    SamplingParams(temperature=0.8, top_k=9, seed=2, num_tokens_to_generate=9, termination_id=-1),
+]
+"""Steps with a filtered row gather logits, others exchange scores and tokens."""
+JOBS = [
+    Job(prompt, params)
+    for prompt, params in zip(
+        random_prompts(0, (1, 5, 33, 100, 17, 2), 1023), SAMPLED * 2, strict=True
+    )
+]
+VOCAB = 10001
+"""Three ranks of four begin inside a group of noise, and the last one's columns end in padding."""
 CASES = [
     (sequence_parallel, {"lookahead": lookahead, "max_tokens": max_tokens})
     for sequence_parallel, lookahead, max_tokens in (
@@ -130,6 +147,69 @@ def test_captured_sums_follow_their_inputs(world: int) -> None:
     assert run_ranks(world, replayed_sums, timeout_s=120) == [8] * world
 
 
+def rows_to_sample(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, SamplingTensors]:
+    """Logits `[rows, VOCAB]` with many ties, and parameters of greedy and sampled rows."""
+    generator = torch.Generator("cuda").manual_seed(rows)
+    logits = torch.randn(rows, VOCAB, generator=generator, device="cuda").to(dtype)
+    logits[::2] = logits[::2].round()
+    number = torch.arange(rows, device="cuda")
+    off = torch.zeros(rows, device="cuda")
+    return logits, SamplingTensors(
+        temperature=(number % 3) * 0.5,
+        top_k=off.int(),
+        top_p=off,
+        min_p=off,
+        seeds=number,
+        positions=number.int(),
+    )
+
+
+def choices(dtype_name: str) -> dict[str, int]:
+    """Chooses tokens eagerly, and from a graph, and compares them with those of one rank; returns
+    which ways they went."""
+    collectives = make_collectives(getattr(torch, dtype_name))
+    device = make_device("cuda")
+    collectives.prepare_choice(64, device.torch_device)
+    local = -(-VOCAB // collectives.size)
+    first = collectives.rank * local
+    shard = VocabularyShard(VOCAB, first, min(VOCAB - first, local), collectives)
+    for rows in (1, 3, 64, LEAST_ROWS, LEAST_ROWS + 1):
+        logits, params = rows_to_sample(rows, getattr(torch, dtype_name))
+        own = torch.full_like(logits[:, :1], 1e4).repeat(1, local)
+        own[:, : shard.columns] = logits[:, first : first + shard.columns]
+        for mode in (SamplingMode.GREEDY, SamplingMode.SOFTMAX):
+            expected = triton_sampling.sample(logits, params, mode)
+            found = torch.zeros_like(expected)
+
+            def choose(
+                own: torch.Tensor = own,
+                params: SamplingTensors = params,
+                mode: SamplingMode = mode,
+                found: torch.Tensor = found,
+            ) -> None:
+                best = triton_sampling.best_tokens(own, params, mode, first, shard.columns)
+                found.copy_(shard.choose(*best))
+
+            device.fence()
+            device.compute.launch(choose)
+            torch.cuda.synchronize()
+            assert torch.equal(found, expected), (rows, mode)
+            graph = device.capture(choose)
+            for _ in range(5):
+                device.compute.launch(lambda found=found: found.zero_())
+                device.compute.launch(graph.replay)
+                torch.cuda.synchronize()
+                assert torch.equal(found, expected), (rows, mode, "captured")
+    return dict(collectives.calls)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_choose_what_one_rank_samples(dtype: str, world: int) -> None:
+    expected = {"choice": 16, "choice by all-gather": 4}
+    assert run_ranks(world, choices, dtype, timeout_s=120) == [expected] * world
+
+
 def generate(name: str, ranks: int, sequence_parallel: bool, config: dict[str, Any]) -> Any:
     """Tokens (on the primary rank), all-reduces by kernel and number of graphs of an `LLM`."""
     with LLM(
@@ -184,3 +264,5 @@ def test_several_gpus_say_what_one_says(
         assert tokens == ([] if rank % ranks else one_gpu)  # a follower returns none
         assert graphs > 0
         assert ("one shot" in calls) == (not sequence_parallel), calls
+        assert calls["choice"] > 0, calls
+        assert "choice by all-gather" not in calls, calls

@@ -24,7 +24,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "max_requests": 7,
         "max_tokens": 7,
         **SMALL_POOL,
-        "num_kv_blocks": 12,
+        "num_kv_blocks": 11,
     },
 }
 SAMPLING = (
@@ -37,7 +37,7 @@ SAMPLING = (
     {"temperature": 1.0, "seed": 2**62},
     {"temperature": 0.6, "top_p": 0.5},
 )
-SAMPLED_TOKENS = 24
+SAMPLED_TOKENS = 16
 
 
 @pytest.fixture(scope="session")
@@ -107,10 +107,8 @@ def test_samples_do_not_depend_on_scheduling(
     serial = make_smollm2_engine(lookahead=0, block_size_tokens=16)
     expected = run_alone(serial, sampled_jobs)
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
-    small_pool = {"block_size_tokens": 16, "num_kv_blocks": 9}
-    for settings in ({"lookahead": 1, "max_tokens": 13}, {"lookahead": 2, **small_pool}):
-        engine = make_smollm2_engine(**settings)
-        assert run_together(engine, sampled_jobs) == expected, settings
+    engine = make_smollm2_engine(lookahead=2, max_tokens=13, **{**SMALL_POOL, "num_kv_blocks": 9})
+    assert run_together(engine, sampled_jobs) == expected
     check_pressure(engine.stats(), expected=True)
 
 

@@ -6,12 +6,23 @@ import random
 from itertools import product
 
 import pytest
-from harness import TINY, EngineFactory, Job, greedy, random_prompts, run_alone, run_at
+import torch
+from harness import (
+    TINY,
+    EngineFactory,
+    Job,
+    assert_all_is_back,
+    greedy,
+    make_engine,
+    random_prompts,
+    run_alone,
+    run_at,
+)
 
 from megatron_async import SamplingParams
 
 LENGTHS = (1, 2, 15, 16, 17, 40, 63, 100)
-TOKENS = 40
+TOKENS = 28
 LIMITS = {"num_tokens_to_generate": TOKENS, "termination_id": -1}
 MODES = (
     {"temperature": 0.0},
@@ -34,18 +45,31 @@ JOBS = {
 BUDGETS = (7, 61, 2048)
 
 
+@pytest.fixture(scope="module")
+def alone(tiny_model: torch.nn.Module) -> dict[str, list[list[int]]]:
+    """Tokens of each kind of jobs, each job alone and serially."""
+    engine = make_engine(tiny_model, lookahead=0, max_requests=7)
+    tokens = {kind: run_alone(engine, jobs) for kind, jobs in JOBS.items()}
+    engine.close()
+    assert_all_is_back(engine)
+    return tokens
+
+
 @pytest.mark.parametrize("kind", JOBS)
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_all_settings_agree(
-    make_tiny_engine: EngineFactory, kind: str, lookahead: int, block_size: int
+    make_tiny_engine: EngineFactory,
+    alone: dict[str, list[list[int]]],
+    kind: str,
+    lookahead: int,
+    block_size: int,
 ) -> None:
-    jobs = JOBS[kind]
-    expected = run_alone(make_tiny_engine(lookahead=0, max_requests=7), jobs)
+    jobs, expected = JOBS[kind], alone[kind]
     assert len({tuple(tokens) for tokens in expected}) == len(jobs)
     # With large blocks a pool is small when requests have to wait; none can pause.
     pauses = evictions = 0
-    pools = {16: (256, 10), 256: (256, 2)}[block_size]
+    pools = {16: (256, 8), 256: (256, 2)}[block_size]
     for budget, pool in product(BUDGETS, pools):
         engine = make_tiny_engine(
             lookahead=lookahead,

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from capturing_cpu import CapturingCpu
-from harness import TINY, EngineFactory, Job, drain, greedy, random_prompts, run_at, run_together
+from harness import (
+    TINY,
+    EngineFactory,
+    Job,
+    drain,
+    greedy,
+    make_engine,
+    random_prompts,
+    run_at,
+    run_together,
+)
 from schedules import wrong_results
 
 from megatron_async import DynamicInferenceEngine, SamplingParams, Status
@@ -38,10 +48,13 @@ def arrivals(params: list[SamplingParams]) -> dict[int, list[Job]]:
     return {step: [jobs.pop(0) for _ in range(count)] for step, count in LATER.items()}
 
 
-@pytest.fixture
-def whole(make_tiny_engine: EngineFactory) -> list[list[int]]:
+@pytest.fixture(scope="module")
+def whole(tiny_model: torch.nn.Module) -> list[list[int]]:
     """Tokens of the prompts when nothing stops them."""
-    return run_at(make_tiny_engine(lookahead=0), arrivals([greedy(TOKENS)] * len(PROMPTS)))
+    engine = make_engine(tiny_model, lookahead=0)
+    tokens = run_at(engine, arrivals([greedy(TOKENS)] * len(PROMPTS)))
+    engine.close()
+    return tokens
 
 
 def stopped(whole: list[list[int]], how: str) -> tuple[list[SamplingParams], list[list[int]]]:

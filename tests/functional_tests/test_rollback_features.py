@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TINY, EngineFactory, drain, greedy, random_prompts
+from harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.contexts.known_tokens import KnownTokens
@@ -48,20 +48,6 @@ def params_of(number: int, likely: list[int]) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture
-def params(make_tiny_engine: EngineFactory) -> list[SamplingParams]:
-    """With stop tokens that end each request early, most at different times."""
-    plain = make_tiny_engine(lookahead=0).generate(PROMPTS, greedy(TOKENS))
-    features = [params_of(n, request.generated_tokens) for n, request in enumerate(plain)]
-    whole = make_tiny_engine(lookahead=0).generate(
-        PROMPTS, [greedy(TOKENS, **mine) for mine in features]
-    )
-    return [
-        greedy(TOKENS, termination_id=request.generated_tokens[6 + 3 * number], **mine)
-        for number, (request, mine) in enumerate(zip(whole, features, strict=True))
-    ]
-
-
 def run(
     engine: DynamicInferenceEngine, params: list[SamplingParams], victims: dict[int, int]
 ) -> list[DynamicInferenceRequest]:
@@ -75,6 +61,22 @@ def run(
         engine.step_modern()
     drain(engine)
     return [future.result() for future in futures]
+
+
+@pytest.fixture(scope="module")
+def serial(tiny_model: torch.nn.Module) -> list[DynamicInferenceRequest]:
+    """The requests, finished serially. Stop tokens end each early, most at different times."""
+    engine = make_engine(tiny_model, lookahead=0, max_requests=8)
+    plain = engine.generate(PROMPTS, greedy(TOKENS))
+    features = [params_of(n, request.generated_tokens) for n, request in enumerate(plain)]
+    whole = engine.generate(PROMPTS, [greedy(TOKENS, **mine) for mine in features])
+    params = [
+        greedy(TOKENS, termination_id=request.generated_tokens[6 + 3 * number], **mine)
+        for number, (request, mine) in enumerate(zip(whole, features, strict=True))
+    ]
+    requests = run(engine, params, {})
+    engine.close()
+    return requests
 
 
 def check_equal(found: DynamicInferenceRequest, expected: DynamicInferenceRequest) -> None:
@@ -99,16 +101,16 @@ def check_equal(found: DynamicInferenceRequest, expected: DynamicInferenceReques
 @pytest.mark.parametrize("lookahead", [1, 2, 3])
 def test_equal_to_serial(
     make_tiny_engine: EngineFactory,
-    params: list[SamplingParams],
+    serial: list[DynamicInferenceRequest],
     lookahead: int,
     settings: str,
 ) -> None:
-    expected = run(make_tiny_engine(lookahead=0), params, {})
+    params = [request.sampling_params for request in serial]
     for victims in ({}, VICTIMS):
         engine = make_tiny_engine(
             lookahead=lookahead, invalidation="rollback", **SETTINGS[settings]
         )
-        for ours, theirs in zip(run(engine, params, victims), expected, strict=True):
+        for ours, theirs in zip(run(engine, params, victims), serial, strict=True):
             assert ours.error is None or ours.finish_reason == "aborted"
             check_equal(ours, theirs)
         stats = engine.stats()

@@ -149,15 +149,18 @@ def test_a_paused_replica_stands_still_and_goes_on(
 
 
 def test_who_leaves_finishes_first(service: Service, long_answer: list[int]) -> None:
-    (name,) = service.have(1)
+    """All ranks of a replica are signalled, as torchrun and terminals do."""
+    service.have(0)
+    name = service.start(ranks=2)
     stream = service.client.stream([1, 2, 3], long_sampling())
     tokens = list(next(stream).tokens)
-    service.signal(name, signal.SIGTERM)
+    for rank in range(2):
+        service.signal(name, signal.SIGTERM, rank)
     for chunk in stream:
         tokens += chunk.tokens
     assert tokens == long_answer
-    (outcome,) = service.processes.pop(name).join()
-    assert (outcome.exit_code, outcome.error) == (0, "")
+    for outcome in service.processes.pop(name).join():
+        assert (outcome.exit_code, outcome.error) == (0, "")
     assert service.names() == set()
 
 
@@ -211,6 +214,8 @@ def test_command_line_and_metrics(service: Service, capsys: pytest.CaptureFixtur
     assert cli.main([*arguments, "remove", "nobody"]) == 2
     assert f"there are: {name}" in capsys.readouterr().err
     assert cli.main([*arguments, "pause"]) == 2
+    with pytest.raises(ValueError, match="no replica named 'nobody'"):
+        service.client.pause_replica("nobody")
     with serve_coordinator_metrics(service.coordinator, 0) as server:
         url = f"http://127.0.0.1:{server.port}/metrics"
         text = urllib.request.urlopen(url).read().decode()

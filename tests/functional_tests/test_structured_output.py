@@ -7,7 +7,18 @@ import re
 from typing import Any
 
 import pytest
-from harness import EngineFactory, Job, drain, greedy, random_prompts, run_at
+import torch
+from harness import (
+    EngineFactory,
+    Job,
+    assert_all_is_back,
+    drain,
+    greedy,
+    make_engine,
+    random_prompts,
+    run_alone,
+    run_at,
+)
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -96,10 +107,13 @@ def check_valid(text: str, reason: str, output: StructuredOutput) -> None:
         assert len(found["sizes"]) <= 3
 
 
-@pytest.fixture
-def serial_tokens(make_tiny_engine: EngineFactory, ascii_tokenizer: Tokenizer) -> list[list[int]]:
-    engine = make_tiny_engine(lookahead=0, tokenizer=ascii_tokenizer)
-    return [run_at(engine, {0: [job]}, first_id=n)[0] for n, job in enumerate(JOBS)]
+@pytest.fixture(scope="module")
+def serial_tokens(tiny_model: torch.nn.Module, ascii_tokenizer: Tokenizer) -> list[list[int]]:
+    engine = make_engine(tiny_model, lookahead=0, tokenizer=ascii_tokenizer)
+    tokens = run_alone(engine, JOBS)
+    engine.close()
+    assert_all_is_back(engine)
+    return tokens
 
 
 @pytest.mark.parametrize("invalidation", ["reconcile", "rollback"])

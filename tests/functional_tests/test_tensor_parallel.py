@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from capturing_cpu import CapturingCpu
 from harness import (
     CPU,
     Job,
@@ -22,7 +23,7 @@ from harness import (
 )
 from ranks import run_ranks
 
-from megatron_async import LLM
+from megatron_async import LLM, SamplingParams
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.errors import ConfigurationError
@@ -34,7 +35,18 @@ ODD = ModelArchitecture(
     "qwen2", 2, 32, 4, 2, 8, 64, 131, add_qkv_bias=True, max_position_embeddings=1024
 )
 """Two KV heads, and a vocabulary that two ranks cannot halve."""
-JOBS = [Job(prompt, greedy(20)) for prompt in random_prompts(3, (3, 40, 11, 1, 26, 7), 131)]
+SAMPLED = [
+    greedy(20),
+    SamplingParams(temperature=0.9, seed=1, num_tokens_to_generate=20, termination_id=-1),
+    SamplingParams(temperature=0.8, top_k=9, seed=2, num_tokens_to_generate=9, termination_id=-1),
+]
+"""Steps with a filtered row gather logits, others exchange scores and tokens."""
+JOBS = [
+    Job(prompt, params)
+    for prompt, params in zip(
+        random_prompts(3, (3, 40, 11, 1, 26, 7), 131), SAMPLED * 2, strict=True
+    )
+]
 ARRIVALS = {0: JOBS[:2], 3: JOBS[2:3], 4: JOBS[3:5], 9: JOBS[5:]}
 DEMO_TOKENS = 8
 PLENTY: dict[str, Any] = {"num_kv_blocks": 64, "block_size_tokens": 16, "max_requests": 6}
@@ -48,7 +60,7 @@ SCARCE: dict[str, Any] = {
 CASES: list[tuple[bool, dict[str, Any]]] = [
     (False, {"lookahead": 0, **SCARCE}),
     (False, {"lookahead": 1, **SCARCE}),
-    (False, {"lookahead": 2, **PLENTY}),
+    (False, {"lookahead": 2, "num_cuda_graphs": 2, **PLENTY}),
     (True, {"lookahead": 1, **PLENTY}),
     (True, {"lookahead": 2, **SCARCE}),
 ]
@@ -65,14 +77,17 @@ def load(name: str, ranks: int, sequence_parallel: bool = False) -> torch.nn.Mod
 
 def run_case(model: torch.nn.Module, config: dict[str, Any], staggered: bool) -> dict[str, Any]:
     """Tokens, events and a digest of all logits of one engine."""
-    engine = make_engine(model, **config)
+    device = CapturingCpu() if "num_cuda_graphs" in config else None
+    engine = make_engine(model, device=device, **config)
     wrapper, digest = engine.controller.inference_wrapped_model, hashlib.sha256()
-    forward = wrapper.forward
+    forward, calls = wrapper.forward, wrapper.collectives.calls
+    calls.clear()  # of steps that were captured
 
     def watched(view: Any, *stage: Any) -> torch.Tensor:
         logits = forward(view, *stage)
-        assert logits.shape == (view.dims.rows, wrapper.vocab_size)
-        digest.update(logits.numpy().tobytes())
+        whole = logits if wrapper.shard is None else wrapper.shard.gather(logits)
+        assert whole.shape == (view.dims.rows, wrapper.vocab_size)
+        digest.update(whole.numpy().tobytes())
         return logits
 
     wrapper.forward = watched
@@ -80,6 +95,7 @@ def run_case(model: torch.nn.Module, config: dict[str, Any], staggered: bool) ->
     stats = engine.stats()
     engine.close()
     return {
+        "choices": calls["choice by all-gather"],
         "tokens": tokens,
         "logits": digest.hexdigest(),
         "events": {name: stats[name] for name in ("steps", "pauses", "evictions")},
@@ -119,6 +135,7 @@ def test_two_ranks_say_what_one_says(folder: Path, one_rank: list[list[int]]) ->
     assert first == second  # logits too, bit for bit
     for number, case in enumerate(first):
         assert case["tokens"] == one_rank, CASES[number]
+        assert 0 < case["choices"] < case["events"]["steps"], CASES[number]
     for case, (_, config) in zip(first, CASES, strict=True):
         if "max_tokens" in config:
             assert case["events"]["pauses"] > 0

@@ -3,8 +3,10 @@
 import random
 
 import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 
-from megatron_async.detokenize import MOST_UNFINISHED, REPLACEMENT, IncrementalDetokenizer
+from megatron_async.detokenize import LONGEST_WINDOW, REPLACEMENT, IncrementalDetokenizer
 
 
 def of_bytes(tokens):
@@ -32,12 +34,48 @@ def test_random_bytes(seed):
         whole = of_bytes(data[:count])
         assert whole.startswith(text)
         missing = whole[len(text) :]
-        assert len(missing) <= MOST_UNFINISHED
         assert set(missing) <= {REPLACEMENT}
 
 
 def test_a_character_comes_whole():
     assert texts("a🙂b".encode()) == ["a", "a", "a", "a", "a🙂", "a🙂b"]
+
+
+def byte_fallback():
+    """A tokenizer of a few words that spells the rest in byte tokens, as Llama 2's does."""
+    words = ["<unk>", "▁a", "▁word", "b"]
+    names = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    ids = {name: number for number, name in enumerate(names)}
+    tokenizer = Tokenizer(BPE(ids, [], unk_token="<unk>"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return tokenizer, len(words)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_of_byte_tokens(seed):
+    """Bytes of a run are decoded together: an unfinished character changes those before it."""
+    tokenizer, first_byte = byte_fallback()
+    draw = random.Random(seed)
+    tokens, ends = [], []
+    while len(tokens) < 150:
+        if draw.random() < 0.2:
+            tokens.append(draw.randrange(1, first_byte))
+        else:
+            tokens += [first_byte + byte for byte in draw.choice("é€🙂世").encode()]
+        ends.append(len(tokens))
+    found = texts(tokens, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+    whole = tokenizer.decode(tokens)
+    assert REPLACEMENT not in whole
+    assert all(whole.startswith(text) for text in found)
+    assert [found[end - 1] for end in ends] == [tokenizer.decode(tokens[:end]) for end in ends]
+
+
+def test_bytes_that_are_no_character_come_in_the_end():
+    found = texts(b"\x80" * (LONGEST_WINDOW + 20) + b"a")
+    assert found[LONGEST_WINDOW - 2] == ""
+    assert found[LONGEST_WINDOW - 1] == REPLACEMENT * LONGEST_WINDOW
+    assert found[-1] == REPLACEMENT * (LONGEST_WINDOW + 20) + "a"
 
 
 def test_a_decoder_that_drops_the_first_space():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import stamp_kv_layers
+from megatron_async.models.embedding import InferenceOutputLayer
 from megatron_async.models.linear import pack_weights
 from megatron_async.models.parallel_state import ensure_process_groups
 from megatron_async.models.pipeline import stage_of
@@ -52,6 +53,8 @@ class GPTInferenceWrapper:
     Attributes:
         collectives: of the ranks that hold the model's layers between them.
         exchange: of the ranks that share its experts.
+        shard: the columns of the logits that this rank computes; None where they are all, and on a
+            pipeline stage that is not the last.
 
     Raises:
         ConfigurationError: the model's attention layers are not paged, or their number differs from
@@ -80,6 +83,11 @@ class GPTInferenceWrapper:
         hidden, dtype = config.hidden_size, config.params_dtype
         device = inference_context.device.torch_device
         self.collectives.prepare(most, hidden, dtype, device)
+        output: Any = getattr(model, "output_layer", None)
+        self.shard = output.shard if isinstance(output, InferenceOutputLayer) else None
+        if self.shard is not None:
+            rows = inference_context.gpu_view.samples.size(1)
+            self.collectives.prepare_choice(rows, device)
         if config.num_moe_experts:
             self.exchange.prepare(most, hidden, config.moe_router_topk, dtype, device)
 
@@ -90,8 +98,9 @@ class GPTInferenceWrapper:
         model.set_input_tensor(hidden_states)
 
     def forward(self, view: ContextGPUView) -> Tensor:
-        """Logits `[rows, vocabulary]` of the step in `view`, in the model's dtype; or, of a
-        pipeline stage that is not the last, hidden states `[tokens, 1, hidden]`.
+        """Logits `[rows, vocabulary]` of the step in `view`, in the model's dtype: of this rank's
+        columns where there is a `shard`; or, of a pipeline stage that is not the last, hidden
+        states `[tokens, 1, hidden]`.
 
         Runs inside launched work.
         """
@@ -118,4 +127,5 @@ class GPTInferenceWrapper:
             logits, _ = model.output_layer(
                 hidden_states[:, None], weight=weight, runtime_gather_output=True
             )
-        return logits[:, 0]
+        logits = logits[:, 0]
+        return logits if self.shard is None else self.shard.gather(logits)

@@ -128,14 +128,20 @@ class Ask(NamedTuple):
         return f"{self.request_id}, {self.prompt}, SamplingParams({params}), {self.priority}"
 
 
+GROUPS = [
+    st.fixed_dictionaries({}, optional=group)
+    for group in (DRAWING, STOPPING, LOG_PROBS, PROCESSORS, STRUCTURED)
+]
+
+
 @st.composite
 def sampling(draw: st.DrawFn) -> dict[str, Any]:
     """Fields of `SamplingParams`."""
     most = draw(st.sampled_from([1, 2, 5, 12, 20, MAX_NEW_TOKENS]))
     fields: dict[str, Any] = {"num_tokens_to_generate": most}
-    for group in (DRAWING, STOPPING, LOG_PROBS, PROCESSORS, STRUCTURED):
+    for group in GROUPS:
         if draw(st.booleans()):
-            fields |= draw(st.fixed_dictionaries({}, optional=group))
+            fields |= draw(group)
     # What would be refused.
     if fields.get("min_tokens", 0) > most:
         del fields["min_tokens"]

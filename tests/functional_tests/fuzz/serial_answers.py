@@ -32,14 +32,26 @@ class SerialAnswers:
         )
         self._answers: dict[str, DynamicInferenceRequest] = {}
 
-    def answer(self, ask: Ask) -> DynamicInferenceRequest:
-        """The finished request (its id seeds it, if it brings no seed)."""
+    def answer(self, ask: Ask, tokens: int | None = None) -> DynamicInferenceRequest:
+        """The finished request (its id seeds it, if it brings no seed).
+
+        Args:
+            ask: what it asks for.
+            tokens: with a number it may be cut short behind so many generated tokens.
+        """
         owner = None if "seed" in ask.sampling else ask.request_id
         key = repr((owner, ask.prompt, sorted(ask.sampling.items())))
-        if key not in self._answers:
-            params = SamplingParams(**ask.sampling)
-            future = self._engine.add_request(ask.request_id, ask.prompt, params)
-            drain(self._engine)
-            self._answers[key] = future.result()
-            assert self._answers[key].succeeded(), self._answers[key].error
-        return self._answers[key]
+        if key in self._answers:
+            return self._answers[key]
+        params = SamplingParams(**ask.sampling)
+        future = self._engine.add_request(ask.request_id, ask.prompt, params)
+        request = self._engine.get_request(ask.request_id)
+        while not future.done() and (tokens is None or request.generated_length < tokens):
+            self._engine.step_modern()
+        if future.done():
+            assert request.succeeded(), request.error
+            self._answers[key] = request
+        else:
+            self._engine.abort_request(ask.request_id)
+        drain(self._engine)
+        return request

@@ -7,11 +7,11 @@ More schedules than CI plays, and others:
 
 Planted bugs (`planted_bugs.py`) and the schedule that found them, with seed 0:
 
-    a buffer changes under a copy      one_staging_buffer 10, one_sample_buffer 10
-    rows and blocks are reused         no_generations 10, one_block_too_few 48
-    counters, and what they count      last_token_twice 48, pending_for_ever 48
-    overlap is silently off            serial_after_an_abort 12
-    state of a slot's last owner       stale_sampling_parameters 12
+    a buffer changes under a copy      one_staging_buffer 8, one_sample_buffer 12
+    rows and blocks are reused         no_generations 21, one_block_too_few 33
+    counters, and what they count      last_token_twice 33, pending_for_ever 12
+    overlap is silently off            serial_after_an_abort 29
+    state of a slot's last owner       stale_sampling_parameters 29
     streams                            a_reader_misses_the_end 10
 """
 

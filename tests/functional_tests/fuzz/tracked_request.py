@@ -62,8 +62,8 @@ class TrackedRequest:
             assert request.finish_reason == "error"
             return
         assert request.generated_tokens == self.emitted
-        answer = serial.answer(self._ask)
         if self.is_aborted:
+            answer = serial.answer(self._ask, len(self.emitted))
             assert request.finish_reason == "aborted"
             assert isinstance(request.error, RequestAborted)
             for name in CUT_SHORT:
@@ -72,6 +72,7 @@ class TrackedRequest:
                     expected = expected[: len(request.generated_tokens)]
                 assert equal(found, expected), (name, found, expected)
             return
+        answer = serial.answer(self._ask)
         assert request.error is None, request.error
         assert request.status == Status.COMPLETED
         for name, output in COMPARED.items():

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from checkpoint_models import FAMILIES
 
 from megatron_async.checkpoints import LoadedModel, load_model
-from megatron_async.checkpoints.registry import demo_file
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(scope="session")
@@ -58,10 +53,3 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 @pytest.fixture(scope="session")
 def smollm2() -> LoadedModel:
     return load_model("smollm2", torch.float32, torch.device("cpu"))
-
-
-@pytest.fixture(scope="session")
-def transformers_smollm2() -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(demo_file().parent, gguf_file=demo_file().name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 
@@ -35,7 +34,6 @@ def _many_rounds(world):
             later = rounds.start_all_reduce_max(turn)
             assert pending.result() == expected
             assert later.result() == [turn]
-            assert pending.is_done
         elif kind == 2:
             root = turn % world
             values = mine if job.rank == root else None
@@ -96,22 +94,9 @@ def _doorbell():
         time.sleep(0.3)
         assert not rounds.has_started()
         return [rounds.sync_all_reduce_max(1), rounds.sync_all_reduce_max(1)]
-    start = time.monotonic()
-    assert not rounds.wait_started(0.05)
-    assert time.monotonic() - start < 0.25
-    if job.rank == 1:
-        read, write = os.pipe()
-        os.write(write, b"x")
-        assert not rounds.wait_started(10.0, [read])  # a local request came first
-        assert rounds.wait_started(10.0)
-    else:
-
-        async def idle():
-            await asyncio.wait_for(rounds.started(), 10.0)
-
-        with pytest.raises(TimeoutError):
-            asyncio.run(asyncio.wait_for(rounds.started(), 0.01))
-        asyncio.run(idle())
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(rounds.started(), 0.01))
+    asyncio.run(asyncio.wait_for(rounds.started(), 10.0))
     assert rounds.has_started()
     found = [rounds.sync_all_reduce_max(0), rounds.sync_all_reduce_max(0)]
     assert not rounds.has_started()

@@ -10,6 +10,8 @@ import socket
 import time
 
 import pytest
+import zmq
+from msgspec.msgpack import encode
 from ranks import Ranks, run_ranks
 
 from megatron_async.communication.bootstrap import join_job
@@ -37,7 +39,7 @@ def _kill_in_every_phase(victim):
         steps.receive,
         lambda: rounds.sync_all_reduce_max(1),
         lambda: asyncio.run(rounds.all_reduce_max(1)),
-        lambda: idle.wait_started(None),
+        lambda: asyncio.run(idle.started()),
     ]
     with pytest.raises(RankLost) as raised:
         # Not rank 0, which has nothing to receive.
@@ -45,6 +47,23 @@ def _kill_in_every_phase(victim):
     with pytest.raises(RankLost):
         steps.check()
     return raised.value.ranks, str(raised.value), job.watch.losses[0].noticed
+
+
+def test_a_stranger_does_not_end_the_watch():
+    watch = DeathWatch(1)
+    context = zmq.Context()
+    with context.socket(zmq.PAIR) as stranger:
+        stranger.connect(watch.bind("127.0.0.1")[0])
+        watch.start()
+        for message in (b"", b"\xc1", encode([1]), encode({"type": "Goodbye", "failure": ""})):
+            stranger.send(message)
+        deadline = time.monotonic() + 5
+        while not watch.has_left(0):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert watch.losses == []
+    watch.close()
+    context.term()
 
 
 @pytest.mark.parametrize("victim", [0, 3])

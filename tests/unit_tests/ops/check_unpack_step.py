@@ -1,4 +1,4 @@
-"""Run by test_unpack_step.py in a process of its own: kernels against their references.
+"""Run by test_unpack_step.py and test_random_batches.py: kernels against their references.
 
     python check_unpack_step.py cpu|cuda [number of random batches besides the chosen ones]
 """

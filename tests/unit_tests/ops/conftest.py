@@ -2,8 +2,16 @@
 
 import pytest
 import torch
-from triton.runtime import interpreter
+from triton.runtime import interpreter as runtime
 from triton_interpreter import INTERPRETED, patch_index, patch_language_once_a_launch
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In the interpreter run the tests that need it: the others run in the process before."""
+    if INTERPRETED:
+        others = [item for item in items if {"device", "interpreter"}.isdisjoint(item.fixturenames)]
+        items[:] = [item for item in items if item not in set(others)]
+        config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -11,10 +19,10 @@ def better_interpreter():
     """See `patch_language_once_a_launch` and `patch_index`."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if INTERPRETED:
-            patch = patch_language_once_a_launch(interpreter._patch_lang)
-            monkeypatch.setattr(interpreter, "_patch_lang", patch)
-            patch = patch_index(interpreter._patch_lang_tensor)
-            monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+            patch = patch_language_once_a_launch(runtime._patch_lang)
+            monkeypatch.setattr(runtime, "_patch_lang", patch)
+            patch = patch_index(runtime._patch_lang_tensor)
+            monkeypatch.setattr(runtime, "_patch_lang_tensor", patch)
         yield
 
 
@@ -26,6 +34,13 @@ def device() -> str:
     if torch.cuda.is_available():
         return "cuda"
     pytest.skip("no GPU: test_in_interpreter runs it")
+
+
+@pytest.fixture
+def interpreter() -> None:
+    """For tests of several processes that do with the CPU what other tests do with GPUs."""
+    if not INTERPRETED:
+        pytest.skip("test_in_interpreter runs it")
 
 
 @pytest.fixture

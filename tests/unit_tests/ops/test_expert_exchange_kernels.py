@@ -1,13 +1,8 @@
 """The two exchanges of expert parallelism over symmetric memory, on processes that share memory."""
 
-import multiprocessing
-import os
-import signal
-import time
-
 import pytest
 import torch
-from triton_interpreter import INTERPRETED, run_in_interpreter
+from stopped_ranks import run_stopped_ranks
 
 from megatron_async.ops.expert_combine import combine_add_rms_norm, combine_sums
 from megatron_async.ops.expert_gather import WORD, gather_tokens, packed_row_bytes
@@ -21,11 +16,6 @@ PLACES, HIDDEN, TOPK, EPS = 3, 40, 3, 1e-5
 CALLS = (1, 3, 2, 3) * 5
 """Tokens of each rank in successive calls: places take their turns at different times."""
 WORDS = packed_row_bytes(HIDDEN, TOPK, torch.float32) // WORD
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-def test_in_interpreter():
-    run_in_interpreter(__file__)
 
 
 def own_tokens(rank, call):
@@ -100,38 +90,15 @@ def run_rank(rank, ranks, gathers, combines):
             assert torch.equal(total, expected)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="GPUs are tested in test_gpu_expert_exchange.py")
+@pytest.mark.usefixtures("interpreter")  # GPUs are tested in test_gpu_expert_exchange.py
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_exchanges(ranks):
-    """Each process is stopped now and then, so that the others get as far ahead as the flags let
-    them."""
     flags = PLACES * ranks
     gathers, combines = (
         [torch.zeros(flags + 2 * PLACES * row).share_memory_() for _ in range(ranks)]
         for row in (WORDS, ranks * HIDDEN)
     )
-    context = multiprocessing.get_context("fork")
-    processes = [
-        context.Process(target=run_rank, args=(rank, ranks, gathers, combines))
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + 60
-    stopped = 0
-    while all(p.is_alive() or p.exitcode == 0 for p in processes) and time.monotonic() < deadline:
-        if not any(process.is_alive() for process in processes):
-            break
-        process = processes[stopped % ranks]
-        stopped += 1
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            if process.is_alive():
-                os.kill(process.pid, number)
-            time.sleep(0.011)
-    for process in processes:
-        process.kill()
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * ranks
+    run_stopped_ranks(ranks, run_rank, ranks, gathers, combines)
 
 
 def test_refuses_what_does_not_fit():

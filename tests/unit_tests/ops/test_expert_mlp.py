@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from triton_interpreter import INTERPRETED, run_in_interpreter
 
 from megatron_async.ops.expert_mlp import (
     expert_mlp,
@@ -25,11 +24,6 @@ from megatron_async.ops.expert_sums import sum_experts, sum_experts_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-def test_in_interpreter():
-    run_in_interpreter(__file__)
 
 
 def random_routing(tokens, topk, experts, device, dummies=0.2):
@@ -91,7 +85,6 @@ def check_mlp(tokens, hidden, ffn, experts, topk, dtype, device, first=0, total=
     return found, expected
 
 
-@pytest.mark.skipif(INTERPRETED, reason="plain torch")
 @pytest.mark.parametrize("first", [0, 2])
 def test_reference_is_the_sum_of_pairs(first):
     x = torch.randn(7, 12)
@@ -101,7 +94,6 @@ def test_reference_is_the_sum_of_pairs(first):
     torch.testing.assert_close(found, plain_expert_mlp(x, routing, fc1, fc2, first))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="plain torch")
 def test_reference_routing():
     x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
     weight = torch.tensor([[0.0, 3.0], [2.0, 3.0], [1.0, 0.0]])
@@ -206,7 +198,6 @@ def test_sorts_in_chunks_and_products_that_take_several_tiles(device):
     check_layouts(layouts, 45, 32, 24, 2, 2, 8, torch.float32, device)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="plain Python")
 def test_programs_that_share_tiles():
     # One of four ranks: as many as its share of 2048 pairs can fill, or enough for the device.
     assert tile_walkers(2048, 32, 128, 16, 24) == most_tiles(512, 32, 16) == 64

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from triton_interpreter import EXACT_16_BIT, INTERPRETED, run_in_interpreter
+from triton_interpreter import EXACT_16_BIT
 
 from megatron_async.ops.expert_routing import NO_EXPERT
 from megatron_async.ops.expert_sums import (
@@ -17,11 +17,6 @@ from megatron_async.ops.rms_norm import add_rms_norm
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 EPS = 1e-5
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-def test_in_interpreter():
-    run_in_interpreter(__file__)
 
 
 def make_outputs(tokens, hidden, topk, dtype, device):
@@ -62,7 +57,6 @@ def test_sums_of_what_is_here(tokens, hidden, topk, dtype, device):
     check(tokens, hidden, topk, dtype, device)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="plain torch")
 def test_references():
     outputs = make_outputs(6, 16, 4, torch.float32, "cpu")
     sums = sum_experts_reference(outputs)

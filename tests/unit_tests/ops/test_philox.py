@@ -71,6 +71,8 @@ def test_noise_depends_on_seed_position_and_token_alone():
         alone = gumbel_noise(seeds[i : i + 1], positions[i : i + 1], 103)[0]
         assert torch.equal(batch[i], alone)
     assert torch.equal(gumbel_noise(seeds, positions, 50), batch[:, :50])
+    for first in (3, 66, 102):
+        assert torch.equal(gumbel_noise(seeds, positions, 103 - first, first), batch[:, first:])
     assert len({tuple(row.tolist()) for row in batch}) == 4
 
 

@@ -5,14 +5,8 @@ import random
 import pytest
 import torch
 from prefill_batch import PrefillBatch, random_chunks
-from triton_interpreter import INTERPRETED, run_in_interpreter
 
 from megatron_async.ops.prefill_attention import paged_prefill_attention
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-def test_in_interpreter():
-    run_in_interpreter(__file__)
 
 
 def attend(batch, rows):

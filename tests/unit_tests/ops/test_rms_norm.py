@@ -2,16 +2,11 @@
 
 import pytest
 import torch
-from triton_interpreter import EXACT_16_BIT, INTERPRETED, run_in_interpreter
+from triton_interpreter import EXACT_16_BIT
 
 from megatron_async.ops.rms_norm import MAX_HIDDEN, add_rms_norm, add_rms_norm_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-def test_in_interpreter():
-    run_in_interpreter(__file__)
 
 
 def check(tokens, hidden, dtype, device, with_residual=True, stride=0):

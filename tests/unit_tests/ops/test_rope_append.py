@@ -2,17 +2,12 @@
 
 import pytest
 import torch
-from triton_interpreter import EXACT_16_BIT, INTERPRETED, run_in_interpreter
+from triton_interpreter import EXACT_16_BIT
 
 from megatron_async.ops.rope_append import rope_append, rope_append_reference
 from megatron_async.ops.rotary import apply_rotary_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-def test_in_interpreter():
-    run_in_interpreter(__file__)
 
 
 def tables(positions, dim, device):

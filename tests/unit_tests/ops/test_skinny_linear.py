@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from triton_interpreter import INTERPRETED, run_in_interpreter
 
 from megatron_async.ops import skinny_linear as ops
 from megatron_async.ops.rms_norm import add_rms_norm, add_rms_norm_reference
@@ -22,11 +21,6 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def same_numbers(poisoned_memory):
     torch.manual_seed(0)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-def test_in_interpreter():
-    run_in_interpreter(__file__)
 
 
 def random(*shape, dtype=torch.float32, device="cpu", scale=1.0):

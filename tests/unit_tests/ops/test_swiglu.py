@@ -3,16 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from triton_interpreter import EXACT_16_BIT, INTERPRETED, run_in_interpreter
+from triton_interpreter import EXACT_16_BIT
 
 from megatron_async.ops.swiglu import swiglu, swiglu_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-def test_in_interpreter():
-    run_in_interpreter(__file__)
 
 
 def check(tokens, ffn, dtype, device, stride=0):

@@ -1,14 +1,10 @@
 """Kernels of tensor-parallel steps: lookup in a share of the vocabulary, sums of partial sums, and
 the all-reduce that adds the residual stream and takes the norm."""
 
-import multiprocessing
-import os
-import signal
-import time
-
 import pytest
 import torch
-from triton_interpreter import EXACT_16_BIT, INTERPRETED, run_in_interpreter
+from stopped_ranks import run_stopped_ranks
+from triton_interpreter import EXACT_16_BIT
 
 from megatron_async.ops.all_reduce_norm import all_reduce_add_rms_norm
 from megatron_async.ops.partial_sums import add_partial_sums, launch_sum
@@ -20,11 +16,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 RANKS, ROWS, HIDDEN, EPS = 2, 3, 40, 1e-5
 CALLS = (1, 3, 2, 3) * 12
 """Tokens of successive calls: rows take their turns at different times."""
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-def test_in_interpreter():
-    run_in_interpreter(__file__)
 
 
 @pytest.mark.parametrize("hidden", [8, 1500])
@@ -86,30 +77,12 @@ def run_rank(rank, memory, results):
         results[rank][call, 0, :tokens], results[rank][call, 1, :tokens] = normed, total
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="GPUs are tested in test_gpu_tensor_parallel.py")
+@pytest.mark.usefixtures("interpreter")  # GPUs are tested in test_gpu_tensor_parallel.py
 def test_all_reduce_with_residual_and_norm():
-    """Two processes on shared memory take the places of two GPUs. Each is stopped now and then, so
-    that the other gets as far ahead as the flags let it."""
     elements = ROWS * RANKS + 2 * ROWS * HIDDEN
     memory = [torch.zeros(elements).share_memory_() for _ in range(RANKS)]
     results = torch.zeros(RANKS, len(CALLS), 2, ROWS, HIDDEN).share_memory_()
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run_rank, args=(r, memory, results)) for r in range(RANKS)]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + 60
-    stopped = 0
-    while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
-        process = ranks[stopped % RANKS]
-        stopped += 1
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            if process.is_alive():
-                os.kill(process.pid, number)
-            time.sleep(0.011)
-    for process in ranks:
-        process.kill()
-        process.join()
-        assert process.exitcode == 0
+    run_stopped_ranks(RANKS, run_rank, memory, results)
     assert torch.equal(results[0], results[1])
     for call, tokens in enumerate(CALLS):
         residual, weight = inputs(tokens)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from triton_interpreter import INTERPRETED, run_in_interpreter
+from triton_interpreter import INTERPRETED
 
 from megatron_async.ops import log_probs as plain_log_probs
 from megatron_async.ops import logits_processing as plain
@@ -24,11 +24,6 @@ from megatron_async.ops.slot_records import (
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 CASES = 4 if INTERPRETED else 20
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-def test_in_interpreter():
-    run_in_interpreter(__file__)
 
 
 @pytest.fixture(params=range(CASES))

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from triton_interpreter import INTERPRETED, run_in_interpreter
 
 from megatron_async.ops import triton_sampling
 from megatron_async.ops.philox import gumbel_noise
@@ -27,11 +26,6 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(triton_sampling, "TILE", 512)
     monkeypatch.setattr(triton_sampling, "SEARCH_TILE", 512)
     monkeypatch.setattr(triton_sampling, "CANDIDATES", 16)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-def test_in_interpreter():
-    run_in_interpreter(__file__)
 
 
 def parameters(rows, device, temperature=1.0, top_k=0, top_p=0.0, min_p=0.0):
@@ -92,14 +86,9 @@ def check_tokens(logits, params, mode=SamplingMode.FILTERED):
 
 def check_kept(logits, params):
     """The set of tokens that top_k and top_p keep, not only one token drawn from it."""
-    rows, vocab = logits.shape
-    row = triton_sampling._row_arguments(logits, params, SamplingMode.FILTERED)
-    splits = -(-vocab // triton_sampling.TILE)
-    scores = torch.empty(rows, splits, device=logits.device)
-    ids = torch.empty_like(scores, dtype=torch.int32)
-    triton_sampling._partials[(splits, rows)](
-        *row, scores, ids, mode=2, tile=triton_sampling.TILE, num_warps=4
-    )
+    vocab = logits.size(1)
+    row = triton_sampling._row_arguments(logits, params, SamplingMode.FILTERED, vocab)
+    scores, _ = triton_sampling.best_of_tiles(row, SamplingMode.FILTERED)
     cut, last, top = triton_sampling.bounds(row, scores)
     token = torch.arange(vocab, device=logits.device)
     values = logits.to(torch.float32)

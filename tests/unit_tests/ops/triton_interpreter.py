@@ -1,7 +1,7 @@
 """Run tests of Triton kernels where there is no GPU: in Triton's interpreter.
 
-Triton reads TRITON_INTERPRET when it is imported, so a file of such tests starts itself again in a
-process of its own (`run_in_interpreter`). Fixtures are in conftest.py.
+Triton reads TRITON_INTERPRET when it is imported, so `test_in_interpreter` starts such tests again
+in a process of their own: those that use the fixtures `device` or `interpreter` (conftest.py).
 """
 
 import os
@@ -17,9 +17,13 @@ EXACT_16_BIT = (torch.float16,) if INTERPRETED else (torch.float16, torch.bfloat
 """Triton's interpreter truncates float32 to bfloat16 where a GPU rounds: no exact checks of it."""
 
 
-def run_in_interpreter(test_file: str) -> None:
-    """Run the tests of a file that are not for a GPU alone; fail with their output if they fail."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", test_file]
+def run_in_interpreter(*test_files: str) -> None:
+    """Run the tests of kernels in these files that are not for a GPU alone.
+
+    Raises:
+        AssertionError: one failed, or there are none; with their output.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", *test_files]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr

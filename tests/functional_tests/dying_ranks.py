@@ -1,0 +1,55 @@
+"""Two ranks that work until one of them is sent a signal, and what becomes of the other."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from ranks import RankOutcome, Ranks
+
+WITHIN_S = 10.0
+"""From a rank's death to the end of all others."""
+SETTINGS = {"device": "cpu", "num_kv_blocks": 32, "block_size_tokens": 16}
+LAYOUTS = {
+    "tp": {"tensor_model_parallel_size": 2},
+    "pp": {"pipeline_model_parallel_size": 2},
+    "ep": {"model": "dummy:tiny-moe", "expert_model_parallel_size": 2},
+}
+
+
+def work(folder: str, options: dict[str, Any], is_idle: bool) -> None:
+    """Generate for ever, or sit there; says when it has begun."""
+    from megatron_async import LLM, SamplingParams
+
+    options = {"model": "dummy:tiny", "max_sequence_length": 256, **SETTINGS, **options}
+    params = SamplingParams(num_tokens_to_generate=50, termination_id=-1)
+    with LLM(**options) as llm:
+        llm.generate([[1, 2, 3], [4]], params)
+        Path(folder, os.environ["RANK"]).touch()
+        if is_idle and llm.is_primary_rank:
+            time.sleep(120)
+        while True:
+            llm.generate([[1, 2, 3], [4]], params)
+
+
+def end_one(
+    tmp_path: Path, options: dict[str, Any], is_idle: bool, rank: int, how: int
+) -> tuple[RankOutcome, float]:
+    """Let two ranks work, send one of them a signal; returns how the other ended, and after how
+    many seconds."""
+    settings = {"MEGATRON_ASYNC_SILENCE_S": "1", "MEGATRON_ASYNC_LOSS_GRACE_S": "3"}
+    ranks = Ranks(2, work, str(tmp_path), options, is_idle, environment=settings)
+    while not all((tmp_path / str(number)).exists() for number in range(2)):
+        assert ranks.processes[0].is_alive()
+        time.sleep(0.02)
+    time.sleep(0.3)
+    os.kill(ranks.processes[rank].pid, how)
+    start = time.monotonic()
+    other = ranks.processes[1 - rank]
+    other.join(WITHIN_S)
+    seconds = time.monotonic() - start
+    ranks.processes[rank].kill()
+    outcome: RankOutcome = ranks.join()[1 - rank]
+    return outcome, seconds

@@ -1,0 +1,195 @@
+"""Sockets on which something else is said than was agreed, or nobody reads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from megatron_async.errors import ConfigurationError, CoordinatorLost, RequestError
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving import coordinator as coordinator_module
+from megatron_async.serving.client import CoordinatorClient
+from megatron_async.serving.coordinator import Coordinator
+from megatron_async.serving.messages import (
+    PROTOCOL,
+    Batch,
+    Chunk,
+    ClientHello,
+    Generate,
+    Message,
+    Refused,
+    ReplicaHello,
+    ReplicaInfo,
+    Run,
+    Welcome,
+    decode_for_client,
+    decode_for_replica,
+    encode,
+)
+from megatron_async.serving.records import CoordinatorConfig
+
+PARAMS = msgspec.Raw(msgspec.msgpack.encode({}))
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    coordinator = Coordinator("tcp://127.0.0.1:*", CoordinatorConfig(ping_interval_s=0.1))
+    thread = threading.Thread(target=coordinator.run, daemon=True)
+    thread.start()
+    yield coordinator
+    coordinator.stop()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+class Peer:
+    """A socket that says and hears what a test wants."""
+
+    def __init__(self, address: str, decode: Callable[[bytes], Any] = decode_for_client) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.RCVHWM, 1)
+        self._socket.connect(address)
+        self._decode = decode
+
+    def say(self, message: Message | bytes) -> None:
+        self._socket.send(message if isinstance(message, bytes) else encode(message))
+
+    def hear(self, kind: type[Message]) -> Any:
+        """The next message of a kind; others are passed over."""
+        while self._socket.poll(5000):
+            message = self._decode(self._socket.recv())
+            if isinstance(message, kind):
+                return message
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def close(self) -> None:
+        self._context.destroy(0)
+
+
+def request(number: int, **changes: Any) -> bytes:
+    values = {"params": PARAMS, "max_new_tokens": 1, "priority": 0, "stream": True}
+    return encode(Generate(number=number, prompt=[1], **{**values, **changes}))
+
+
+def replica(address: str) -> Peer:
+    """One that has joined."""
+    sizes = {"slots": 8, "kv_blocks": 8, "block_size_tokens": 4}
+    info = ReplicaInfo(name="a", instance="a", model={}, **sizes)
+    peer = Peer(address, decode_for_replica)
+    peer.say(ReplicaHello(PROTOCOL, info))
+    peer.hear(Welcome)
+    return peer
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\xc1",
+        b"\x82\xa4type\xa7Goodbye\xa7failure\xa2\xff\xfe",
+        request(1, params=msgspec.Raw(b"\x91" * 100_000 + b"\x80")),
+        request(1, priority=1.5),
+    ],
+    ids=["empty", "garbage", "no UTF-8", "nested", "float"],
+)
+def test_what_cannot_be_read_is_refused(coordinator: Coordinator, message: bytes) -> None:
+    peer = Peer(coordinator.address)
+    peer.say(ClientHello(PROTOCOL))
+    peer.hear(Welcome)
+    peer.say(request(0))
+    peer.say(message)
+    assert "cannot be read" in peer.hear(Refused).reason
+    with CoordinatorClient(coordinator.address) as client:
+        assert client.stats()["aborted_requests"] == 1
+    peer.close()
+
+
+def test_who_does_not_read_is_lost(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "MOST_UNREAD", 20)
+    peer, server = Peer(coordinator.address), replica(coordinator.address)
+    peer.say(ClientHello(PROTOCOL))
+    peer.hear(Welcome)
+    peer.say(request(0))
+    number = server.hear(Run).number
+    chunk = encode(Batch([Chunk(number, [7] * 50_000, None)]))
+    with CoordinatorClient(coordinator.address) as client:
+        for _ in range(1300):
+            server.say(chunk)
+        deadline = time.monotonic() + 10
+        while client.stats()["unfinished_requests"]:
+            assert time.monotonic() < deadline
+        assert client.stats()["clients"] == 1
+    peer.close()
+    server.close()
+
+
+def test_a_request_that_cannot_be_sent(coordinator: Coordinator) -> None:
+    with CoordinatorClient(coordinator.address) as client:
+        for prompt, priority in (([2**64], 0), ([True], 0), ("\ud800", 0), ([1], 1.5)):
+            with pytest.raises(RequestError):
+                next(client.stream(prompt, SamplingParams(), priority))  # type: ignore[arg-type]
+        assert client.stats()["received_requests"] == 0
+
+
+def test_something_else_answers() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+
+    def answer() -> None:
+        identity, _ = router.recv_multipart()
+        router.send_multipart([identity, b"\x82\xa4type\xa7Refused\xa6reason\xa2\xff\xfe"])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(CoordinatorLost, match="no coordinator of ours"):
+        CoordinatorClient(f"tcp://127.0.0.1:{port}", connect_timeout_s=5)
+    thread.join()
+    context.destroy(0)
+
+
+def test_a_file_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "answers.json"
+    file.write_text("[]")
+    with pytest.raises(ConfigurationError, match=r"answers.json.*no socket"):
+        Coordinator(f"ipc://{file}")
+    assert file.read_text() == "[]"
+
+
+@pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_public_addresses_are_warned_of(
+    host: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator = Coordinator(f"tcp://{host}:*")
+    coordinator.stop()
+    coordinator.run()
+    assert ("no authentication" in caplog.text) == warns
+
+
+def test_a_closed_client_says_so(coordinator: Coordinator) -> None:
+    server = replica(coordinator.address)
+    client = CoordinatorClient(coordinator.address)
+    stream = client.stream([1])
+
+    def answer() -> None:
+        server.say(Batch([Chunk(server.hear(Run).number, [7], None)]))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert next(stream).tokens == [7]
+    thread.join()
+    client.close()
+    stream.close()  # type: ignore[attr-defined]
+    with pytest.raises(CoordinatorLost, match="closed"):
+        client.stats()
+    server.close()
