@@ -2,11 +2,10 @@
 
     torchrun --nproc-per-node=4 scripts/benchmark_exchange.py
 
-Tokens with their routing go to all ranks, what their experts say is added up, sums come back,
-residual add and norm follow. Each is captured in a CUDA graph, many in a row, and replayed on all
-ranks at once. Columns are microseconds of both exchanges, the slowest rank's; `apart` has a kernel
-of its own that adds up the experts, as NCCL's exchange needs it. `EXCHANGE_BYTES` in
-`ops/symmetric_exchange.py` should be what a rank reads (`KiB`) where the columns cross.
+Tokens with their routing go to all ranks, sums come back, residual add and norm follow. Each is
+captured in a CUDA graph, many in a row, and replayed on all ranks at once. Columns are microseconds
+of both exchanges, the slowest rank's. `EXCHANGE_BYTES` in `ops/symmetric_exchange.py` should be
+what a rank reads (`KiB`) where the columns cross.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from megatron_async.models.moe_dispatch import TokenDispatcher
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups, world_size
 from megatron_async.ops.expert_gather import packed_row_bytes
 from megatron_async.ops.expert_routing import Routing
-from megatron_async.ops.expert_sums import ExpertOutputs, sum_experts
 from megatron_async.ops.rms_norm import add_rms_norm
 from megatron_async.ops.symmetric_exchange import LIMIT_VARIABLE, exchange_of
 from megatron_async.profiling.benchmark_record import write_record
@@ -31,7 +29,6 @@ from megatron_async.profiling.replay_time import call_us
 
 CALLS = 48
 """In a graph; layers of qwen3-30b-a3b."""
-EXPERTS = 128
 EPS = 1e-5
 DTYPE = torch.bfloat16
 MOST_BYTES = 64 << 20
@@ -39,28 +36,20 @@ MOST_BYTES = 64 << 20
 
 
 def both_exchanges(
-    dispatcher: TokenDispatcher, tokens: int, hidden: int, topk: int, apart: bool = False
+    dispatcher: TokenDispatcher, tokens: int, hidden: int, topk: int
 ) -> Callable[[], object]:
-    """A call of both, and of the norm, by whatever serves so many tokens; experts are added up by a
-    kernel of their own if `apart`."""
+    """A call of both, and of the norm, by whatever serves so many tokens."""
     x = torch.randn(tokens, hidden, device="cuda").to(DTYPE)
-    experts = torch.rand(tokens, EXPERTS, device="cuda").topk(topk, 1).indices.int()
+    experts = torch.zeros(tokens, topk, dtype=torch.int32, device="cuda")
     routing = Routing(experts, torch.ones(tokens, topk, device="cuda"))
-    everybodys = world_size() * tokens
-    rows = torch.randn(everybodys * topk, hidden, device="cuda").to(DTYPE)
-    local = EXPERTS // world_size()
-    first = dist.get_rank() * local
-    one_expert = torch.zeros(everybodys, 1, dtype=torch.int32, device="cuda")
+    sums = torch.randn(world_size() * tokens, hidden, device="cuda").to(DTYPE)
     weight = torch.ones(hidden, device="cuda", dtype=DTYPE)
 
     def call() -> object:
-        _, gathered = dispatcher.dispatch(x, routing, 0)
-        outputs = ExpertOutputs(rows, gathered.experts, first, local, DTYPE)
-        if apart:
-            outputs = ExpertOutputs(sum_experts(outputs), one_expert, 0, 1, DTYPE)
-        if dispatcher.combines_with_norm(outputs):
-            return dispatcher.combine_add_rms_norm(outputs, x, weight, EPS)
-        return add_rms_norm(dispatcher.combine(outputs, tokens), x, weight, EPS)
+        dispatcher.dispatch(x, routing, 0)
+        if dispatcher.combines_with_norm(sums):
+            return dispatcher.combine_add_rms_norm(sums, x, weight, EPS)
+        return add_rms_norm(dispatcher.combine(sums, tokens), x, weight, EPS)
 
     return call
 
@@ -86,20 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     is_first = dist.get_rank() == 0
     if is_first:
         print(exchange.report)
-        print(f"{'tokens':>6}{'KiB':>10}{'ours':>10}{'apart':>10}{'nccl':>10}")
+        print(f"{'tokens':>6}{'KiB':>10}{'ours':>10}{'nccl':>10}")
     figures = []
     for tokens, call in calls.items():
         read = (ranks - 1) * tokens * packed_row_bytes(args.hidden, args.topk, DTYPE)
         row: dict[str, float] = {"tokens": tokens, "read_bytes": read, "nccl_us": nccl[tokens]}
         if exchange.find(tokens, args.hidden, args.topk, DTYPE):
             row["ours_us"] = call_us(device, call, CALLS)
-            apart = both_exchanges(dispatcher, tokens, args.hidden, args.topk, apart=True)
-            row["apart_us"] = call_us(device, apart, CALLS)
         figures.append(row)
         if is_first:
-            times = [row.get(name, float("nan")) for name in ("ours_us", "apart_us", "nccl_us")]
-            columns = "".join(f"{time:>10.1f}" for time in times)
-            print(f"{tokens:>6}{read / 1024:>10.0f}{columns}", flush=True)
+            ours = row.get("ours_us", float("nan"))
+            print(f"{tokens:>6}{read / 1024:>10.0f}{ours:>10.1f}{nccl[tokens]:>10.1f}", flush=True)
     if is_first and args.json:
         write_record(args.json, "exchange", {**vars(args), "ranks": ranks}, figures)
 

@@ -1,9 +1,7 @@
 """Time a mixture-of-experts layer of an inference step beside what its bytes or products need.
 
-A layer is routing, the experts' grouped products, the sum of each token's experts and the norm
-behind it; a captured graph goes through several layers' weights in turn, so that they come from
-memory. `apart` are the experts with a sort whatever their number, and with kernels of their own for
-the sum and the norm. The floor is the larger of two times: the weights of
+A layer is routing and the experts' grouped products; a captured graph goes through several layers'
+weights in turn, so that they come from memory. The floor is the larger of two times: the weights of
 the experts that are hit over the bandwidth, and the products over the matrix units' speed. With
 --ranks n only the first n-th of the experts is here, as on one rank of an expert-parallel group,
 and tokens are those of all ranks. --sweep tries other tiles than those of `ops/expert_plan.py`.
@@ -17,15 +15,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from benchmark_linear import BANDWIDTH, CACHE_BYTES, EPS, microseconds, random
+from benchmark_linear import BANDWIDTH, CACHE_BYTES, microseconds, random
 from torch import Tensor
 
 from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
-from megatron_async.ops.expert_mlp import FEW_PAIRS, expert_mlp_by_plan
+from megatron_async.ops.expert_mlp import expert_mlp_by_plan
 from megatron_async.ops.expert_plan import BY_HEIGHT, ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.expert_routing import Routing, route
-from megatron_async.ops.expert_sums import sum_experts, sum_experts_add_rms_norm
-from megatron_async.ops.rms_norm import add_rms_norm
 from megatron_async.profiling.benchmark_record import write_record
 
 FLOPS = 8e14
@@ -48,7 +44,6 @@ class Layers:
         self.shape = shape
         self.local = local = shape.num_moe_experts // ranks
         hidden, ffn = shape.hidden_size, shape.moe_ffn_hidden_size
-        self.norm = torch.ones(hidden, dtype=dtype, device="cuda")
         self.expert_elements = 3 * hidden * ffn
         self.expert_bytes = self.expert_elements * dtype.itemsize
         # A decode step of one token must not find its experts in the cache either.
@@ -72,27 +67,18 @@ class Layers:
         """`routings`, to be timed."""
         self.routings(x)
 
-    def experts(
-        self, x: Tensor, routings: list[Routing], plan: ExpertPlan, apart: bool = False
-    ) -> None:
-        """The grouped products of each layer, their sum and norm."""
-        number, few_pairs = self.shape.num_moe_experts, 0 if apart else FEW_PAIRS
+    def experts(self, x: Tensor, routings: list[Routing], plan: ExpertPlan) -> None:
+        """The grouped products of each layer."""
         for routing, fc1, fc2 in zip(routings, self.fc1, self.fc2, strict=True):
-            outputs = expert_mlp_by_plan(x, routing, fc1, fc2, 0, number, plan, few_pairs)
-            if apart:
-                add_rms_norm(sum_experts(outputs), x, self.norm, EPS)
-            else:
-                sum_experts_add_rms_norm(outputs, x, self.norm, EPS)
+            expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan)
 
     def whole(self, x: Tensor, plan: ExpertPlan) -> None:
         """Both, layer by layer."""
-        number = self.shape.num_moe_experts
         for router, fc1, fc2 in zip(self.routers, self.fc1, self.fc2, strict=True):
             routing = route(
                 x, router, self.shape.moe_router_topk, self.shape.moe_router_pre_softmax
             )
-            outputs = expert_mlp_by_plan(x, routing, fc1, fc2, 0, number, plan)
-            sum_experts_add_rms_norm(outputs, x, self.norm, EPS)
+            expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan)
 
     def floor(self, routings: list[Routing]) -> tuple[float, float]:
         """Experts hit, and the least microseconds, of a layer on average."""
@@ -151,7 +137,7 @@ def main() -> None:
         parser.exit(1, "benchmark_moe: needs a CUDA device, and torch finds none.\n")
     print(
         f"{'shape':<15}{'tokens':>7}{'hit':>7}{'floor us':>10}{'layer':>10}{'routing':>9}"
-        f"{'experts':>10}{'apart':>10}"
+        f"{'experts':>10}"
     )
     figures = []
     for name in args.shapes:
@@ -167,18 +153,17 @@ def main() -> None:
                 partial(layers.whole, x, plan),
                 partial(layers.route, x),
                 partial(layers.experts, x, routings, plan),
-                partial(layers.experts, x, routings, plan, apart=True),
             ]
             times = [microseconds(call, args.replays) / count for call in calls]
-            layer, routing, experts, apart = times
+            layer, routing, experts = times
             print(
                 f"{name:<15}{tokens:>7}{hit:>7.1f}{floor:>10.2f}{layer:>10.2f}{routing:>9.2f}"
-                f"{experts:>10.2f}{apart:>10.2f}",
+                f"{experts:>10.2f}",
                 flush=True,
             )
             row = {"shape": name, "tokens": tokens, "ranks": args.ranks, "experts_hit": hit}
             row |= {"floor_us": floor, "layer_us": layer, "routing_us": routing}
-            figures.append({**row, "experts_us": experts, "apart_us": apart})
+            figures.append({**row, "experts_us": experts})
             if args.sweep:
                 sweep(layers, x, plan.up.block_m, args.replays)
         del layers

@@ -212,12 +212,12 @@ def make_norm(config: TransformerConfig, hidden_size: int, eps: float, **_: Any)
 def _add_norm(
     x: Tensor | Unreduced, residual: Tensor | None, norm: nn.RMSNorm
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` on Megatron's `[tokens, 1, hidden]`, or on summands of it."""
+    """`add_rms_norm` on Megatron's `[tokens, 1, hidden]`, or on parts of a sum over ranks."""
     flat = None if residual is None else residual.flatten(0, 1)
     if isinstance(x, Unreduced):
         assert flat is not None, "the embedding is reduced"
         assert norm.eps is not None, "make_norm sets it"
-        normed, total = x.add_rms_norm(flat, norm.weight, norm.eps)
+        normed, total = x.add_rms_norm(x.product, flat, norm.weight, norm.eps)
         return normed[:, None], total[:, None]
     normed, total = kernels_for(x).add_rms_norm(x.flatten(-3, -2), flat, norm.weight, norm.eps)
     return normed[:, None], total[:, None]

@@ -7,7 +7,6 @@ follow from the number of tokens, so that a step with experts is captured like a
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +19,7 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.models.moe_dispatch import TokenDispatcher
 from megatron_async.models.moe_experts import Experts
 from megatron_async.ops.expert_routing import Routing
-from megatron_async.ops.expert_sums import ExpertOutputs
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.skinny_linear import takes_unnormed
 from megatron_async.ops.tensor_collectives import Unreduced, collectives_of
 
 if TYPE_CHECKING:
@@ -99,19 +96,12 @@ class MoELayer(MegatronModule):
             dispatched = -(-dispatched // collectives.size) * collectives.size
         routing = self.router(x, inference_context)
         gathered, routing = self.dispatcher.dispatch(x, routing, dispatched)
-        outputs = self.experts(gathered, routing)
-        if self.may_split and collectives.size == 1 and self._adds_with_norm(x, outputs):
-            return Unreduced(partial(self.dispatcher.combine_add_rms_norm, outputs)), None
-        output = self.dispatcher.combine(outputs, x.size(0))[:, None]
+        sums = self.experts(gathered, routing)
+        if self.may_split and collectives.size == 1 and self.dispatcher.combines_with_norm(sums):
+            return Unreduced(sums, self.dispatcher.combine_add_rms_norm), None
+        output = self.dispatcher.combine(sums, x.size(0))[:, None]
         if scatter:
             return collectives.reduce_scatter(output), None
         if self.may_split and collectives.size > 1 and collectives.adds_with_norm(output):
-            return Unreduced(partial(collectives.all_reduce_add_rms_norm, output)), None
+            return Unreduced(output, collectives.all_reduce_add_rms_norm), None
         return collectives.all_reduce(output), None
-
-    def _adds_with_norm(self, x: Tensor, outputs: ExpertOutputs) -> bool:
-        """Whether the norm behind does the sum; on one GPU the next product does a row's norm."""
-        alone = self.dispatcher.size == 1
-        if alone and takes_unnormed(x):
-            return False
-        return self.dispatcher.combines_with_norm(outputs)

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from megatron_async.ops.expert_gather import packed_row_bytes
 from megatron_async.ops.expert_routing import Routing
-from megatron_async.ops.expert_sums import ExpertOutputs
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.symmetric_exchange import SymmetricExchange, exchange_of
 
 
@@ -27,14 +25,11 @@ class TokenDispatcher:
     Args:
         group: the expert-parallel group.
         topk: experts of a token.
-
-    Attributes:
-        size: of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, topk: int) -> None:
         self._group = group
-        self.size = dist.get_world_size(group)
+        self._size = dist.get_world_size(group)
         self._topk = topk
         self._exchange = exchange_of(group)
 
@@ -53,7 +48,7 @@ class TokenDispatcher:
         Raises:
             ValueError: there are more tokens here.
         """
-        if self.size == 1:
+        if self._size == 1:
             return x, routing
         own = x.size(0)
         tokens = tokens or own
@@ -66,39 +61,38 @@ class TokenDispatcher:
         all_x, experts, weights = _fields(received, x, routing)
         return all_x, Routing(experts, weights)
 
-    def combine(self, outputs: ExpertOutputs, own_tokens: int) -> Tensor:
+    def combine(self, sums: Tensor, own_tokens: int) -> Tensor:
         """Sums over all ranks' experts of this rank's tokens.
 
         Args:
-            outputs: of this rank's experts for all ranks' tokens, as `dispatch` gives them.
+            sums: `[ranks * tokens, hidden]` of this rank's experts, contiguous.
             own_tokens: how many were dispatched here, without padding.
 
         Returns:
             `[own tokens, hidden]`.
         """
-        symmetric = self._combines(outputs)
+        if self._size == 1:
+            return sums
+        symmetric = self._combines(sums)
         if symmetric is not None:
             self._exchange.calls["combine"] += 1
-            return symmetric.combine(outputs, own_tokens)
-        sums = kernels_for(outputs.rows).sum_experts(outputs)
-        if self.size == 1:
-            return sums
+            return symmetric.combine(sums, own_tokens)
         self._exchange.calls["reduce-scatter"] += 1
-        own = sums.new_empty((sums.size(0) // self.size, sums.size(1)))
+        own = sums.new_empty((sums.size(0) // self._size, sums.size(1)))
         dist.reduce_scatter_tensor(own, sums, group=self._group)
         return own[:own_tokens]
 
-    def combines_with_norm(self, outputs: ExpertOutputs) -> bool:
-        """Whether `combine_add_rms_norm` takes outputs like `combine`'s; the same on all ranks."""
-        return self.size == 1 or self._combines(outputs) is not None
+    def combines_with_norm(self, sums: Tensor) -> bool:
+        """Whether `combine_add_rms_norm` takes sums like `combine`'s; the same on all ranks."""
+        return self._combines(sums) is not None
 
     def combine_add_rms_norm(
-        self, outputs: ExpertOutputs, residual: Tensor, weight: Tensor, eps: float
+        self, sums: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """`combine`, residual add and RMSNorm in one kernel, where `combines_with_norm`.
 
         Args:
-            outputs: as for `combine`.
+            sums: as for `combine`.
             residual: `[own tokens, hidden]`.
             weight: `[hidden]`, the norm's weight.
             eps: added to the mean square.
@@ -106,17 +100,14 @@ class TokenDispatcher:
         Returns:
             normed `[own tokens, hidden]`, and the new residual.
         """
-        if self.size == 1:
-            kernels = kernels_for(residual)
-            return kernels.sum_experts_add_rms_norm(outputs, residual, weight, eps)
-        symmetric = self._combines(outputs)
+        symmetric = self._combines(sums)
         assert symmetric is not None, "see combines_with_norm"
         self._exchange.calls["combine with norm"] += 1
-        return symmetric.combine_add_rms_norm(outputs, residual, weight, eps)
+        return symmetric.combine_add_rms_norm(sums, residual, weight, eps)
 
-    def _combines(self, outputs: ExpertOutputs) -> SymmetricExchange | None:
-        tokens, hidden = outputs.shape
-        return self._exchange.find(tokens // self.size, hidden, self._topk, outputs.dtype)
+    def _combines(self, sums: Tensor) -> SymmetricExchange | None:
+        tokens, hidden = sums.size(0) // self._size, sums.size(1)
+        return self._exchange.find(tokens, hidden, self._topk, sums.dtype)
 
     def _gather(self, x: Tensor, routing: Routing, tokens: int) -> Tensor:
         """Rows of bytes of all ranks: one collective instead of three. A row is a token, its
@@ -134,7 +125,7 @@ class TokenDispatcher:
         to_experts[:own].copy_(routing.experts)
         to_weights[:own].copy_(routing.weights)
         to_experts[own:].fill_(-1)
-        received = sent.new_empty((self.size * tokens, row))
+        received = sent.new_empty((self._size * tokens, row))
         dist.all_gather_into_tensor(received, sent, group=self._group)
         return received
 

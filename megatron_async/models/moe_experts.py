@@ -14,7 +14,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_async.ops.expert_routing import Routing
-from megatron_async.ops.expert_sums import ExpertOutputs
 from megatron_async.ops.kernels import kernels_for
 
 
@@ -55,8 +54,8 @@ class Experts(MegatronModule):
         self.linear_fc1 = StackedLinear(experts, 2 * ffn, hidden, dtype)
         self.linear_fc2 = StackedLinear(experts, hidden, ffn, dtype)
 
-    def forward(self, hidden_states: Tensor, routing: Routing) -> ExpertOutputs:
-        """What this rank's experts say of `[tokens, hidden]`."""
+    def forward(self, hidden_states: Tensor, routing: Routing) -> Tensor:
+        """Sum of this rank's experts for each token: `[tokens, hidden]` -> the same."""
         return kernels_for(hidden_states).expert_mlp(
             hidden_states,
             routing,

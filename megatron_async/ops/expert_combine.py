@@ -1,9 +1,9 @@
 """Sums over the ranks that share experts, each rank's of its own tokens, in one kernel.
 
-One program for the t-th token of every rank: it adds up what its rank's experts say of each of them
-(`ops/expert_sums.py`), puts these partial sums into its rank's symmetric memory, meets the other
-ranks (`ops/symmetric_meeting.py`), and reads those of its own t-th token. They are added in the
-order of ranks, in float32. Residual add and RMSNorm may follow, as in `ops/all_reduce_norm.py`.
+One program for the t-th token of every rank: it puts its rank's partial sums of all of them into
+its rank's symmetric memory, meets the other ranks (`ops/symmetric_meeting.py`), and reads those of
+its own t-th token. They are added in the order of ranks, in float32. Residual add and RMSNorm may
+follow, as in `ops/all_reduce_norm.py`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.expert_sums import ExpertOutputs, experts_here
 from megatron_async.ops.symmetric_meeting import meet, meeting_warps
-
-ROWS_AHEAD = 8
-"""Of experts, asked for before the first are added up; about as many as the compiler would."""
 
 
 def combine_sums(
-    outputs: ExpertOutputs,
+    sums: Tensor,
     own_tokens: int,
     pointers: Tensor,
     turns: Tensor,
@@ -32,7 +28,7 @@ def combine_sums(
     """Sums over the ranks of this rank's tokens.
 
     Args:
-        outputs: of this rank's experts for `ranks * tokens` tokens, rank by rank, on a GPU.
+        sums: `[ranks * tokens, hidden]`, partial sums of all ranks' tokens, contiguous, on a GPU.
         own_tokens: how many of this rank's are no padding.
         pointers: int64 `[ranks]`: addresses of the ranks' symmetric memory: int32 flags `[places,
             ranks]`, zero at first, then, at `first_row` elements, sums `[2, places, ranks,
@@ -47,16 +43,15 @@ def combine_sums(
     Raises:
         ValueError: shapes or strides do not fit, or there are more tokens than places.
     """
-    tokens = _check_combine(outputs, own_tokens, len(pointers), len(turns))
-    rows = outputs.rows
-    out = torch.empty((own_tokens, rows.size(1)), dtype=rows.dtype, device=rows.device)
+    tokens = _check_combine(sums, own_tokens, len(pointers), len(turns))
+    out = torch.empty((own_tokens, sums.size(1)), dtype=sums.dtype, device=sums.device)
     state = pointers, turns, rank, first_row
-    _launch_combine(outputs, tokens, own_tokens, None, out, 0.0, state)
+    _launch_combine(sums, tokens, own_tokens, None, out, 0.0, state)
     return out
 
 
 def combine_add_rms_norm(
-    outputs: ExpertOutputs,
+    sums: Tensor,
     residual: Tensor,
     weight: Tensor,
     eps: float,
@@ -68,7 +63,7 @@ def combine_add_rms_norm(
     """`combine_sums` of as many tokens as the residual has, added to it, and the norm of that.
 
     Args:
-        outputs: see `combine_sums`.
+        sums: see `combine_sums`.
         residual: `[own tokens, hidden]`; rows may be strided.
         weight: `[hidden]`, the norm's weight.
         eps: added to the mean square.
@@ -81,26 +76,26 @@ def combine_add_rms_norm(
         ValueError: shapes or strides do not fit, or there are more tokens than places.
     """
     own, hidden = residual.shape
-    tokens = _check_combine(outputs, own, len(pointers), len(turns))
-    if outputs.shape[1] != hidden or weight.shape != (hidden,):
+    tokens = _check_combine(sums, own, len(pointers), len(turns))
+    if sums.size(1) != hidden or weight.shape != (hidden,):
         raise ValueError(
-            f"combine_add_rms_norm: sums are {outputs.shape}, so weight and residual must be "
-            f"{outputs.shape[1]} wide; found {tuple(weight.shape)} and {tuple(residual.shape)}."
+            f"combine_add_rms_norm: sums are {tuple(sums.shape)}, so weight and residual must be "
+            f"{sums.size(1)} wide; found {tuple(weight.shape)} and {tuple(residual.shape)}."
         )
-    if residual.dtype != outputs.dtype or residual.stride(1) != 1:
+    if residual.dtype != sums.dtype or residual.stride(1) != 1:
         raise ValueError(
-            f"combine_add_rms_norm: residual must be {outputs.dtype} with adjacent elements in its "
+            f"combine_add_rms_norm: residual must be {sums.dtype} with adjacent elements in its "
             f"rows; found {residual.dtype}, strides {residual.stride()}."
         )
     normed = torch.empty((own, hidden), dtype=residual.dtype, device=residual.device)
     total = torch.empty_like(normed)
     state = pointers, turns, rank, first_row
-    _launch_combine(outputs, tokens, own, (residual, weight, normed), total, eps, state)
+    _launch_combine(sums, tokens, own, (residual, weight, normed), total, eps, state)
     return normed, total
 
 
 def _launch_combine(
-    outputs: ExpertOutputs,
+    sums: Tensor,
     tokens: int,
     own: int,
     norm: tuple[Tensor, Tensor, Tensor] | None,
@@ -111,13 +106,11 @@ def _launch_combine(
     """Launch it; `norm` are residual, weight and where to put the norm."""
     residual, weight, normed = norm or (total, total, total)
     pointers, turns, rank, first_row = state
-    ranks, hidden, topk = len(pointers), outputs.shape[1], outputs.experts.size(1)
+    ranks, hidden = len(pointers), sums.size(1)
     block = triton.next_power_of_2(hidden)
     if tokens:
         _combine_kernel[(tokens,)](
-            outputs.rows,
-            outputs.experts,
-            outputs.experts.stride(0),
+            sums,
             residual,
             weight,
             normed,
@@ -128,11 +121,6 @@ def _launch_combine(
             tokens,
             residual.stride(0),
             eps,
-            outputs.first_expert,
-            local=outputs.local,
-            topk=topk,
-            block_topk=triton.next_power_of_2(topk),
-            ahead=max(ROWS_AHEAD // ranks, 1),
             rank=rank,
             ranks=ranks,
             lanes=triton.next_power_of_2(ranks),
@@ -141,35 +129,25 @@ def _launch_combine(
             hidden=hidden,
             block=block,
             has_norm=norm is not None,
-            num_warps=meeting_warps(ranks, block * total.element_size()),
-            **launch_options(total),
+            num_warps=meeting_warps(ranks, block * sums.element_size()),
+            **launch_options(sums),
         )
 
 
-def _check_combine(outputs: ExpertOutputs, own: int, ranks: int, places: int) -> int:
+def _check_combine(sums: Tensor, own: int, ranks: int, places: int) -> int:
     """Tokens of each rank."""
-    outputs.check()
-    tokens, rest = divmod(outputs.shape[0], ranks)
-    if rest or not own <= tokens <= places:
+    tokens, rest = divmod(sums.size(0), ranks)
+    if rest or not own <= tokens <= places or not sums.is_contiguous():
         raise ValueError(
-            f"combine_sums: outputs must be of {ranks} times at least {own} and at most {places} "
-            f"tokens; found {outputs.shape[0]}."
+            f"combine_sums: sums must be contiguous, of {ranks} times at least {own} and at most "
+            f"{places} tokens; found {tuple(sums.shape)}, strides {sums.stride()}."
         )
     return tokens
 
 
-@triton.jit
-def lowest_bit(here: tl.tensor) -> tl.tensor:
-    """Number of the lowest bit of a positive int32: the exponent of that power of two."""
-    power = (here & -here).to(tl.float32)
-    return (power.to(tl.int32, bitcast=True) >> 23) - 127
-
-
-@triton.jit(do_not_specialize=["own", "tokens", "first_expert"])
+@triton.jit(do_not_specialize=["own", "tokens"])
 def _combine_kernel(
-    outputs: tl.tensor,
-    experts: tl.tensor,
-    experts_stride: tl.tensor,
+    sums: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
     normed: tl.tensor,
@@ -180,11 +158,6 @@ def _combine_kernel(
     tokens: tl.tensor,
     residual_stride: tl.tensor,
     eps: tl.tensor,
-    first_expert: tl.tensor,
-    local: tl.constexpr,
-    topk: tl.constexpr,
-    block_topk: tl.constexpr,
-    ahead: tl.constexpr,
     rank: tl.constexpr,
     ranks: tl.constexpr,
     lanes: tl.constexpr,
@@ -209,39 +182,13 @@ def _combine_kernel(
     turn = tl.load(turns + place) + 1
     start = first_row + ((turn & 1).to(tl.int64) * places + place) * ranks * hidden
     mine = bases[rank] + start
-    heres = ()
-    sums = ()
-    left = 0
+    rows = ()
     for peer in tl.static_range(ranks):
-        token = peer * tokens + place
-        here = experts_here(experts, experts_stride, token, first_expert, local, topk, block_topk)
-        heres += (here,)  # type: ignore[assignment]
-        sums += (tl.zeros((block,), tl.float32),)  # type: ignore[assignment]
-        left |= here
-    # Few of a token's experts are here, so it is these that are asked for, of all tokens together.
-    while left != 0:
-        found = ()
-        rest = ()
-        left = 0
-        for peer in tl.static_range(ranks):
-            here = heres[peer]
-            for _ in tl.static_range(ahead):
-                pair = (peer * tokens + place) * topk + lowest_bit(here)
-                row = outputs + pair * hidden + column
-                found += (tl.load(row, mask=inside & (here != 0), other=0.0),)  # type: ignore[assignment]
-                here = here & (here - 1)
-            rest += (here,)  # type: ignore[assignment]
-            left |= here
-        heres = rest
-        more = ()
-        for peer in tl.static_range(ranks):
-            its = sums[peer]  # type: ignore[var-annotated]
-            for nth in tl.static_range(ahead):
-                its += found[peer * ahead + nth].to(tl.float32)
-            more += (its,)  # type: ignore[assignment]
-        sums = more
+        source = sums + (peer * tokens + place) * hidden
+        row = tl.load(source + column, mask=inside, other=0.0)
+        rows += (row,)  # type: ignore[assignment]
     for peer in tl.static_range(ranks):
-        tl.store(mine + peer * hidden + column, sums[peer].to(dtype), mask=inside)
+        tl.store(mine + peer * hidden + column, rows[peer], mask=inside)
     meet(pointers, turns, place, turn, rank, ranks, lanes)
     real = inside & (place < own)
     value = tl.zeros((block,), tl.float32)

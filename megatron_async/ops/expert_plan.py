@@ -41,8 +41,6 @@ BY_HEIGHT = {
 """Plans for 16-bit dtypes by the height of their tiles."""
 FLOAT32 = ExpertPlan(ProductPlan(16, 32, 32, 4, 3), ProductPlan(16, 32, 32, 4, 3))
 """Float32 has no matrix units that compute exactly: small tiles, for tests and small models."""
-RESIDENT_PROGRAMS = 512
-"""Products' programs that a device holds at a time, about: fewer make nothing faster."""
 
 
 @lru_cache(maxsize=4096)
@@ -59,34 +57,3 @@ def plan_experts(pairs: int, num_experts: int, itemsize: int) -> ExpertPlan:
     mean = pairs / num_experts
     height = next((height for height in BY_HEIGHT if mean <= height), max(BY_HEIGHT))
     return BY_HEIGHT[height]
-
-
-def most_tiles(pairs: int, local: int, height: int) -> int:
-    """Most tiles that so many pairs can fill, whatever their experts.
-
-    Args:
-        pairs: (token, expert) pairs.
-        local: experts here.
-        height: of a tile.
-    """
-    return min(pairs, min(pairs, local) + pairs // height)
-
-
-def tile_walkers(pairs: int, local: int, num_experts: int, height: int, columns: int) -> int:
-    """Programs that share the tiles of each column of weights.
-
-    As many as there are tiles where a rank's experts get their share of the pairs at most: of 2048
-    pairs 64 and not 160 on one of four ranks with 128 experts together, of which some 46 have a
-    tile. Programs without one are not free: each takes a place on the device for a microsecond. If
-    the experts here get more, some programs take two tiles.
-
-    Args:
-        pairs: of all ranks' tokens, also with experts elsewhere.
-        local: experts here.
-        num_experts: of all ranks.
-        height: of a tile.
-        columns: programs beside each other, each with another part of the weights.
-    """
-    share = -(-pairs * local // num_experts)
-    enough = max(most_tiles(share, local, height), -(-RESIDENT_PROGRAMS // columns))
-    return min(most_tiles(pairs, local, height), enough)

@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_async.ops import (
     expert_mlp,
     expert_routing,
-    expert_sums,
     log_probs,
     logits_processing,
     rms_norm,
@@ -46,9 +45,7 @@ class Kernels:
     log_probs: Callable[..., None]
     apply_token_mask: Callable[[Tensor, Tensor], None]
     route: Callable[..., expert_routing.Routing]
-    expert_mlp: Callable[..., expert_sums.ExpertOutputs]
-    sum_experts: Callable[[expert_sums.ExpertOutputs], Tensor]
-    sum_experts_add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    expert_mlp: Callable[..., Tensor]
 
 
 TORCH_KERNELS = Kernels(
@@ -68,8 +65,6 @@ TORCH_KERNELS = Kernels(
     token_mask.apply_token_mask_reference,
     expert_routing.route_reference,
     expert_mlp.expert_mlp_reference,
-    expert_sums.sum_experts_reference,
-    expert_sums.sum_experts_add_rms_norm_reference,
 )
 TRITON_KERNELS = Kernels(
     vocab_embedding.vocab_embedding,
@@ -88,8 +83,6 @@ TRITON_KERNELS = Kernels(
     token_mask.apply_token_mask,
     expert_routing.route,
     expert_mlp.expert_mlp,
-    expert_sums.sum_experts,
-    expert_sums.sum_experts_add_rms_norm,
 )
 
 

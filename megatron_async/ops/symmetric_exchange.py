@@ -21,7 +21,6 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.ops.expert_combine import combine_add_rms_norm, combine_sums
 from megatron_async.ops.expert_gather import WORD, gather_tokens, packed_row_bytes
 from megatron_async.ops.expert_routing import Routing
-from megatron_async.ops.expert_sums import ExpertOutputs
 from megatron_async.ops.symmetric_memory import ALIGNMENT, make_on_all, share
 
 EXCHANGE_BYTES = 4 << 20
@@ -85,18 +84,18 @@ class SymmetricExchange:
             x, routing, tokens, self._gathers, self._gather_turns, self._rank, self._first_word
         )
 
-    def combine(self, outputs: ExpertOutputs, own_tokens: int) -> Tensor:
+    def combine(self, sums: Tensor, own_tokens: int) -> Tensor:
         """See `ops.expert_combine.combine_sums`."""
         return combine_sums(
-            outputs, own_tokens, self._combines, self._combine_turns, self._rank, self._first_sum
+            sums, own_tokens, self._combines, self._combine_turns, self._rank, self._first_sum
         )
 
     def combine_add_rms_norm(
-        self, outputs: ExpertOutputs, residual: Tensor, weight: Tensor, eps: float
+        self, sums: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """See `ops.expert_combine.combine_add_rms_norm`."""
         return combine_add_rms_norm(
-            outputs,
+            sums,
             residual,
             weight,
             eps,

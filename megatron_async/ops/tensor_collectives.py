@@ -189,14 +189,16 @@ class TensorCollectives:
 
 @dataclass(frozen=True)
 class Unreduced:
-    """Summands of several ranks or experts, to be added up by the norm that follows.
+    """This rank's part of a sum over ranks, to be added up by the norm that follows.
 
     Attributes:
-        add_rms_norm: of (residual, weight, eps): the sum, residual add and RMSNorm, as
-            `TensorCollectives.all_reduce_add_rms_norm` of a product of this rank.
+        product: as `add_rms_norm` takes it.
+        add_rms_norm: of (product, residual, weight, eps): the sum over the ranks, residual add and
+            RMSNorm, as `TensorCollectives.all_reduce_add_rms_norm`.
     """
 
-    add_rms_norm: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    product: Tensor
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
 @cache

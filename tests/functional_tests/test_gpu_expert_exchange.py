@@ -15,7 +15,6 @@ from megatron_async.devices import make_device
 from megatron_async.models.moe_dispatch import TokenDispatcher
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups, world_size
 from megatron_async.ops.expert_routing import NO_EXPERT, Routing
-from megatron_async.ops.expert_sums import ExpertOutputs, sum_experts
 from megatron_async.ops.rms_norm import add_rms_norm_reference
 from megatron_async.ops.symmetric_exchange import LIMIT_VARIABLE, ExpertExchange, exchange_of
 
@@ -28,7 +27,6 @@ HIDDEN, TOPK, EPS, MOST = 512, 3, 1e-5, 256
 TOKENS = (1, 3, 64, 256, 300, 2)
 """Of each rank; the workspaces hold all but 300."""
 TURNS = 20
-EXPERTS = 9
 
 
 def make_dispatcher() -> tuple[TokenDispatcher, ExpertExchange, int]:
@@ -49,13 +47,6 @@ def prepare(exchange: ExpertExchange, dtype: torch.dtype) -> None:
     exchange.prepare(MOST, HIDDEN, TOPK, dtype, device)
 
 
-def as_one(sums: Tensor, topk: int) -> ExpertOutputs:
-    """`topk` experts, all here, of which each says this."""
-    experts = torch.zeros(len(sums), topk, dtype=torch.int32, device=sums.device)
-    rows = sums[:, None].expand(-1, topk, -1).reshape(-1, HIDDEN).contiguous()
-    return ExpertOutputs(rows, experts, 0, 1, sums.dtype)
-
-
 def exchanged(
     dispatcher: TokenDispatcher, rank: int, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -67,26 +58,21 @@ def exchanged(
             generator = torch.Generator().manual_seed(1000 * turn + 10 * tokens + rank)
             own = max(tokens - (turn + rank) % 3, 0)
             x = torch.randn(own, HIDDEN, generator=generator).to(dtype).cuda()
-            experts = torch.randint(EXPERTS, (own, TOPK), generator=generator).int().cuda()
+            experts = torch.randint(9, (own, TOPK), generator=generator, dtype=torch.int32).cuda()
             weights = torch.rand(own, TOPK, generator=generator).cuda()
             torch.cuda._sleep(random.randrange(100_000))  # ranks come early and late
             gathered, routing = dispatcher.dispatch(x, Routing(experts, weights), tokens)
             real = (routing.experts != NO_EXPERT).all(1)
             assert len(real) == tokens * world_size()
-            rows = torch.randn(len(real) * TOPK, HIDDEN, generator=generator).to(dtype).cuda()
-            share = -(-EXPERTS // world_size())
-            outputs = ExpertOutputs(rows, routing.experts, share * rank, share, dtype)
-            total = dispatcher.combine(outputs, own)
+            sums = torch.randn(len(real), HIDDEN, generator=generator).to(dtype).cuda()
+            total = dispatcher.combine(sums, own)
             assert total.shape == (own, HIDDEN)
             found.append((gathered[real], routing.experts, routing.weights[real], total))
-            if dispatcher.combines_with_norm(outputs):
+            if dispatcher.combines_with_norm(sums):
                 residual = torch.randn(own, HIDDEN, generator=generator).to(dtype).cuda()
                 weight = torch.linspace(0.5, 2, HIDDEN).to(dtype).cuda()
-                out = dispatcher.combine_add_rms_norm(outputs, residual, weight, EPS)
+                out = dispatcher.combine_add_rms_norm(sums, residual, weight, EPS)
                 assert torch.equal(out[1], residual + total)
-                # Sums of a kernel of its own are the same bits.
-                whole = as_one(sum_experts(outputs), 1)
-                assert torch.equal(dispatcher.combine(whole, own), total)
                 if own:
                     reference, _ = add_rms_norm_reference(total, residual, weight, EPS)
                     torch.testing.assert_close(out[0], reference, **tolerance)
@@ -113,7 +99,7 @@ def test_exchanges_give_what_nccl_gives(ranks: int, dtype: str) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA devices")
     ours, beyond = TURNS * (len(TOKENS) - 1), TURNS * len(TOKENS) + TURNS
-    expected = {"gather": ours, "combine": 2 * ours, "combine with norm": ours}
+    expected = {"gather": ours, "combine": ours, "combine with norm": ours}
     expected |= {"all-gather": beyond, "reduce-scatter": beyond}
     assert run_ranks(ranks, compare, dtype, timeout_s=180) == [expected] * ranks
 
@@ -133,10 +119,10 @@ def replayed() -> dict[str, int]:
         total = x
         for _ in range(3):
             gathered, routing = dispatcher.dispatch(total, Routing(experts, weights), 0)
-            total = dispatcher.combine(as_one(gathered * (rank + 1), TOPK), 7)
+            total = dispatcher.combine(gathered * (rank + 1), 7)
         seen.copy_(routing.experts)
         gathered, _ = dispatcher.dispatch(total, Routing(experts, weights), 0)
-        out.copy_(dispatcher.combine_add_rms_norm(as_one(gathered, 1), total, norm, EPS)[1])
+        out.copy_(dispatcher.combine_add_rms_norm(gathered * 1.0, total, norm, EPS)[1])
 
     def fill(number: int) -> None:
         x.fill_(number + rank)
@@ -145,7 +131,7 @@ def replayed() -> dict[str, int]:
     device.fence()
     device.compute.launch(chain)
     graph = device.capture(chain)
-    factor = (TOPK * sum(range(1, world_size() + 1))) ** 3 * (world_size() + 1)
+    factor = sum(range(1, world_size() + 1)) ** 3 * (world_size() + 1)
     for number in range(200):
         device.compute.launch(lambda number=number: fill(number))
         device.compute.launch(graph.replay)
@@ -169,7 +155,7 @@ def limited() -> tuple[dict[str, int], str | None]:
     prepare(exchange, torch.float32)
     x, weights = torch.full((2, HIDDEN), 1.0 + rank, device="cuda"), torch.ones(2, TOPK).cuda()
     gathered, _ = dispatcher.dispatch(x, Routing(weights.int(), weights), 0)
-    assert bool((dispatcher.combine(as_one(gathered, TOPK), 2) == 2 * TOPK * x).all())
+    assert bool((dispatcher.combine(gathered * 1.0, 2) == 2 * x).all())
     return dict(exchange.calls), exchange.report
 
 

@@ -21,8 +21,6 @@ from megatron_async.models.parallel_state import ParallelSizes, ensure_process_g
 from megatron_async.models.partition import check_partition
 from megatron_async.ops.expert_mlp import expert_mlp_reference
 from megatron_async.ops.expert_routing import NO_EXPERT, route_reference
-from megatron_async.ops.expert_sums import sum_experts_reference
-from megatron_async.ops.tensor_collectives import Unreduced
 
 ARCHITECTURE = DUMMY_SHAPES["tiny-moe"]
 HIDDEN, EXPERTS, FFN = 64, 8, 64
@@ -73,7 +71,7 @@ def make_layer(sizes: ParallelSizes) -> tuple[MoELayer, nn.Module]:
 def expected_output(x: Tensor, write_index: Tensor) -> Tensor:
     router, fc1, fc2 = all_weights()
     routing = route_reference(x, router, 2, False, write_index, LIMIT)
-    return sum_experts_reference(expert_mlp_reference(x, routing, fc1, fc2, 0, EXPERTS))
+    return expert_mlp_reference(x, routing, fc1, fc2, 0, EXPERTS)
 
 
 def _layer_on_ranks(tensor_parallel: int) -> float:
@@ -113,22 +111,6 @@ def _layer_error(tensor_parallel: int, sequence_parallel: bool) -> float:
     with pytest.raises(ValueError, match="dispatch_tokens=1, but this rank has 2"):
         layer.dispatcher.dispatch(x, routing, 1)
     return worst
-
-
-@torch.no_grad()
-def test_the_norm_behind_adds_up_the_experts():
-    layer, _ = make_layer(ParallelSizes())
-    layer.may_split = True
-    x, weight = tokens_of(3, 5), torch.linspace(0.5, 2, HIDDEN)
-    output, _ = layer(x[:, None])
-    assert isinstance(output, Unreduced)
-    expected = expected_output(x, torch.arange(5))
-    normed, total = output.add_rms_norm(x, weight, 1e-5)
-    torch.testing.assert_close(total, x + expected)
-    torch.testing.assert_close(normed, torch.rms_norm(total, (HIDDEN,), weight, 1e-5))
-    # The norm of one row is done by the product behind it.
-    row, _ = layer(x[:1, None])
-    torch.testing.assert_close(row[:, 0], expected[:1])
 
 
 PROMPTS = ([3, 1, 4], list(range(40, 60)), [7] * 5)

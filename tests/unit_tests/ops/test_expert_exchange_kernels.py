@@ -7,7 +7,6 @@ from stopped_ranks import run_stopped_ranks
 from megatron_async.ops.expert_combine import combine_add_rms_norm, combine_sums
 from megatron_async.ops.expert_gather import WORD, gather_tokens, packed_row_bytes
 from megatron_async.ops.expert_routing import NO_EXPERT, Routing
-from megatron_async.ops.expert_sums import ExpertOutputs, sum_experts_reference
 from megatron_async.ops.rms_norm import add_rms_norm_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -31,19 +30,9 @@ def tokens_of(rank, call):
     return x, Routing(experts, torch.rand(own, TOPK, generator=generator))
 
 
-def outputs_of(rank, call, ranks):
-    """What a rank's experts say of all tokens; each rank has three of nine."""
-    generator = torch.Generator().manual_seed(9000 + 100 * call)
-    tokens = ranks * CALLS[call]
-    experts = torch.randint(NO_EXPERT, 9, (tokens, TOPK + 1), generator=generator)[:, 1:]
-    rows = torch.randn(tokens * TOPK, HIDDEN, generator=generator.manual_seed(rank + 9 * call))
-    here = experts.flatten() // 3 == rank
-    rows[~here] = torch.nan
-    return ExpertOutputs(rows, experts.int(), 3 * rank, 3, rows.dtype)
-
-
 def sums_of(rank, call, ranks):
-    return sum_experts_reference(outputs_of(rank, call, ranks)).view(ranks, -1, HIDDEN)
+    generator = torch.Generator().manual_seed(9000 + 100 * call + rank)
+    return torch.randn(ranks, CALLS[call], HIDDEN, generator=generator)
 
 
 def check_gathered(rows, call, ranks):
@@ -73,7 +62,7 @@ def run_rank(rank, ranks, gathers, combines):
     weight = torch.linspace(0.5, 2, HIDDEN)
     for call in range(len(CALLS)):
         own = own_tokens(rank, call)
-        mine = outputs_of(rank, call, ranks)
+        mine = sums_of(rank, call, ranks).flatten(0, 1)
         expected = sums_of(0, call, ranks)[rank, :own]
         for peer in range(1, ranks):  # in the order of ranks, whoever adds
             expected = expected + sums_of(peer, call, ranks)[rank, :own]
@@ -111,11 +100,9 @@ def test_refuses_what_does_not_fit():
         gather_tokens(x[:1], Routing(routing.experts.long(), routing.weights), 1, *state)
     with pytest.raises(ValueError, match="but experts"):
         gather_tokens(x[:1], routing, 1, *state)
-    outputs = ExpertOutputs(torch.zeros(4, 8), torch.zeros(4, 1).int(), 0, 1, torch.float32)
     with pytest.raises(ValueError, match="at most 1 tokens; found"):
-        combine_sums(outputs, 2, *state)
-    outputs = ExpertOutputs(x, routing.experts, 0, 1, torch.float32)
+        combine_sums(torch.zeros(4, 8), 2, *state)
     with pytest.raises(ValueError, match="must be 8 wide"):
-        combine_add_rms_norm(outputs, x[:1, :4], torch.zeros(8), EPS, *state)
+        combine_add_rms_norm(x, x[:1, :4], torch.zeros(8), EPS, *state)
     with pytest.raises(ValueError, match="residual must be"):
-        combine_add_rms_norm(outputs, x[:1].half(), torch.zeros(8), EPS, *state)
+        combine_add_rms_norm(x, x[:1].half(), torch.zeros(8), EPS, *state)

@@ -11,16 +11,8 @@ from megatron_async.ops.expert_mlp import (
     expert_mlp_by_plan,
     expert_mlp_reference,
 )
-from megatron_async.ops.expert_plan import (
-    BY_HEIGHT,
-    ExpertPlan,
-    ProductPlan,
-    most_tiles,
-    plan_experts,
-    tile_walkers,
-)
+from megatron_async.ops.expert_plan import BY_HEIGHT, ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.expert_routing import NO_EXPERT, Routing, route, route_reference
-from megatron_async.ops.expert_sums import sum_experts, sum_experts_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -52,10 +44,6 @@ def plain_expert_mlp(x, routing, fc1, fc2, first):
     return out
 
 
-def reference_sums(*args):
-    return sum_experts_reference(expert_mlp_reference(*args))
-
-
 def check_route(tokens, hidden, experts, topk, pre_softmax, dtype, device, places=False):
     x = torch.randn(tokens, hidden + 16, device=device).to(dtype)[:, :hidden]
     weight = torch.randn(experts, hidden, device=device).to(dtype) / hidden**0.5
@@ -77,11 +65,11 @@ def check_mlp(tokens, hidden, ffn, experts, topk, dtype, device, first=0, total=
     fc1, fc2 = make_weights(experts, hidden, ffn, dtype, device)
     total = total or experts
     routing = random_routing(tokens, topk, total, device)
-    found = sum_experts(expert_mlp(x, routing, fc1, fc2, first, total))
-    expected = reference_sums(x, routing, fc1, fc2, first, total)
+    found = expert_mlp(x, routing, fc1, fc2, first, total)
+    expected = expert_mlp_reference(x, routing, fc1, fc2, first, total)
     tolerance = 1e-4 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    assert torch.equal(found, sum_experts(expert_mlp(x, routing, fc1, fc2, first, total)))
+    assert torch.equal(found, expert_mlp(x, routing, fc1, fc2, first, total))
     return found, expected
 
 
@@ -90,7 +78,7 @@ def test_reference_is_the_sum_of_pairs(first):
     x = torch.randn(7, 12)
     fc1, fc2 = make_weights(3, 12, 5, torch.float32, "cpu")
     routing = random_routing(7, 2, 6, "cpu")
-    found = reference_sums(x, routing, fc1, fc2, first, 6)
+    found = expert_mlp_reference(x, routing, fc1, fc2, first, 6)
     torch.testing.assert_close(found, plain_expert_mlp(x, routing, fc1, fc2, first))
 
 
@@ -150,68 +138,18 @@ def test_any_height_of_tiles(dtype, device):
     x = torch.randn(40, 48, device=device).to(dtype)
     fc1, fc2 = make_weights(3, 48, 24, dtype, device)
     routing = random_routing(40, 2, 3, device)
-    expected = reference_sums(x, routing, fc1, fc2, 0, 3)
+    expected = expert_mlp_reference(x, routing, fc1, fc2, 0, 3)
     for height in (16, 32):
         plan = ExpertPlan(ProductPlan(height, 32, 32, 4, 2), ProductPlan(height, 16, 16, 4, 2))
-        found = sum_experts(expert_mlp_by_plan(x, routing, fc1, fc2, 0, 3, plan))
+        found = expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan)
         torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
-
-
-def rows_here(outputs):
-    """What experts here say, pair by pair, without those elsewhere."""
-    number = outputs.experts.flatten() - outputs.first_expert
-    return outputs.rows[(number >= 0) & (number < outputs.local)]
-
-
-def check_layouts(layouts, tokens, hidden, ffn, experts, topk, total, dtype, device):
-    """Pairs come to the same rows by all layouts, given as arguments and patched constants."""
-    x = torch.randn(tokens, hidden, device=device).to(dtype)
-    fc1, fc2 = make_weights(experts, hidden, ffn, dtype, device)
-    routing = random_routing(tokens, topk, total, device)
-    # Most pairs are here, where a rank has a share of the experts, and some tokens choose one
-    # twice, as those do whose logits are no numbers.
-    routing.experts[: tokens // 2] %= experts
-    plan = plan_experts(tokens * topk, total, x.element_size())
-    found = []
-    for few_pairs, chunk, resident in layouts:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("megatron_async.ops.expert_mlp.SORT_CHUNK", chunk)
-            patch.setattr("megatron_async.ops.expert_plan.RESIDENT_PROGRAMS", resident)
-            outputs = expert_mlp_by_plan(x, routing, fc1, fc2, 0, total, plan, few_pairs)
-        found.append(rows_here(outputs))
-    expected = rows_here(expert_mlp_reference(x, routing, fc1, fc2, 0, total)).to(dtype)
-    tolerance = 1e-4 if dtype == torch.float32 else 0.03
-    torch.testing.assert_close(found[0], expected, rtol=tolerance, atol=tolerance)
-    assert all(torch.equal(other, found[0]) for other in found[1:])
-
-
-@pytest.mark.parametrize(
-    ("tokens", "experts", "topk"), [(16, 3, 2), (3, 3, 6), (1, 2, 1), (30, 1, 2)]
-)
-def test_few_pairs_need_no_sort(tokens, experts, topk, device):
-    layouts = ((0, 2048, 512), (64, 2048, 512), (64, 2048, 1))
-    check_layouts(layouts, tokens, 32, 24, experts, topk, 8, torch.float32, device)
-
-
-def test_sorts_in_chunks_and_products_that_take_several_tiles(device):
-    layouts = ((0, 2048, 512), (0, 32, 512), (0, 2048, 1))
-    check_layouts(layouts, 45, 32, 24, 2, 2, 8, torch.float32, device)
-
-
-def test_programs_that_share_tiles():
-    # One of four ranks: as many as its share of 2048 pairs can fill, or enough for the device.
-    assert tile_walkers(2048, 32, 128, 16, 24) == most_tiles(512, 32, 16) == 64
-    assert tile_walkers(32, 32, 128, 16, 24) == 22
-    assert tile_walkers(2048, 128, 128, 16, 24) == most_tiles(2048, 128, 16)
-    assert tile_walkers(3, 32, 128, 16, 24) == 3
 
 
 def test_tokens_that_go_nowhere_get_zeros(device):
     x = torch.full((3, 32), torch.nan, device=device)
     fc1, fc2 = make_weights(2, 32, 16, torch.float32, device)
     routing = random_routing(3, 2, 2, device, dummies=2.0)
-    found = sum_experts(expert_mlp(x, routing, fc1, fc2, 0, 2))
-    assert torch.equal(found, torch.zeros_like(x))
+    assert torch.equal(expert_mlp(x, routing, fc1, fc2, 0, 2), torch.zeros_like(x))
 
 
 def test_bad_input():
@@ -225,7 +163,7 @@ def test_bad_input():
         expert_mlp(x[:2], routing, fc1, fc2, 0, 2)
     plan = ExpertPlan(ProductPlan(16, 32, 32, 4, 2), ProductPlan(32, 16, 16, 4, 2))
     with pytest.raises(ValueError, match="walk over the same tiles"):
-        expert_mlp_by_plan(x, routing, fc1, fc2, 0, 3, plan)
+        expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan)
     with pytest.raises(ValueError, match="topk=3 must be between 1 and 2"):
         route(x, torch.randn(2, 32), 3, False)
 
@@ -262,22 +200,13 @@ def test_real_sizes(tokens):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 100, 256, 700])
-def test_layouts_at_real_sizes(tokens):
-    layouts = ((0, 2048, 512), (64, 2048, 512), (64, 512, 1))
-    for experts in (32, 128):
-        check_layouts(layouts, tokens, 2048, 768, experts, 8, 128, torch.bfloat16, "cuda")
-
-
-@pytest.mark.gpu
-@needs_gpu
 def test_replays_in_a_graph_without_reading_back():
     fc1, fc2 = make_weights(16, 256, 128, torch.bfloat16, "cuda")
     router = torch.randn(16, 256, device="cuda").to(torch.bfloat16) / 16
     x = torch.randn(24, 256, device="cuda").to(torch.bfloat16)
 
     def layer():
-        return sum_experts(expert_mlp(x, route(x, router, 4, False), fc1, fc2, 0, 16))
+        return expert_mlp(x, route(x, router, 4, False), fc1, fc2, 0, 16)
 
     layer()
     graph = torch.cuda.CUDAGraph()
@@ -287,5 +216,5 @@ def test_replays_in_a_graph_without_reading_back():
         x.normal_()
         graph.replay()
         routing = route_reference(x, router, 4, False)
-        expected = reference_sums(x, routing, fc1, fc2, 0, 16)
+        expected = expert_mlp_reference(x, routing, fc1, fc2, 0, 16)
         torch.testing.assert_close(out, expected, rtol=0.03, atol=0.03)
