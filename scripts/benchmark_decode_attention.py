@@ -1,9 +1,5 @@
 """Decode attention alone, in a graph over many layers' caches, beside the bytes it must read.
 
-Beside it the way from a layer's input to attention's output, qkv product included, as a step has
-it: with rotary and KV append as a kernel of their own (steps with prefill chunks), and within
-attention (steps of decode rows alone).
-
 With --long-row one row of each batch has that length: a long request among short ones.
 """
 
@@ -12,15 +8,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from megatron_async.ops import decode_attention as ops
-from megatron_async.ops.rope_append import rope_append
-from megatron_async.ops.rope_decode_attention import rope_decode_attention
-from megatron_async.ops.skinny_linear import linear
 from megatron_async.profiling.benchmark_record import write_record
 
 SHAPES = {"smollm2-135m": (9, 3, 64), "llama-3.1-8b": (32, 8, 128)}
@@ -40,10 +31,8 @@ def kv_lengths(rows: int, length: int, long_row: int | None) -> list[int]:
     return lengths
 
 
-def microseconds(shape: str, lengths: list[int], block_size: int) -> list[float]:
-    """Median microseconds of one layer: attention alone; product, append and attention; product,
-    and attention that appends, without and with its prefetch. The schedule's once a step is shared
-    by the layers."""
+def microseconds(shape: str, lengths: list[int], block_size: int) -> float:
+    """Median microseconds of one layer; the schedule's once a step is shared by the layers."""
     heads, kv_heads, dim = SHAPES[shape]
     cuda = torch.device("cuda")
     rows, blocks = len(lengths), [-(-length // block_size) for length in lengths]
@@ -55,57 +44,20 @@ def microseconds(shape: str, lengths: list[int], block_size: int) -> list[float]
     tables = torch.zeros(rows, max(blocks), dtype=torch.int32)
     for row, own in enumerate(torch.randperm(sum(blocks)).split(blocks)):
         tables[row, : len(own)] = own
-    last = torch.tensor(lengths) - 1
-    places = tables.gather(1, (last // block_size)[:, None])[:, 0] * block_size + last % block_size
-    tables, last, places = tables.to(cuda), last.to(cuda), places.to(cuda)
+    tables = tables.to(cuda)
     on_device = torch.tensor(lengths, dtype=torch.int32, device=cuda)
     query = torch.randn(rows, heads, dim, dtype=torch.bfloat16, device=cuda)
     out = torch.empty_like(query)
-    width, hidden = (heads + 2 * kv_heads) * dim, heads * dim
-    weights = torch.randn(layers, width, hidden, dtype=torch.bfloat16, device=cuda) / hidden**0.5
-    angles = torch.rand(max(lengths), dim, device=cuda)
-    cos, sin = angles.cos(), angles.sin()
     workspace = ops.DecodeWorkspace(rows, heads, kv_heads, dim, cuda)
-    scale = dim**-0.5
 
-    def alone() -> None:
+    def run() -> None:
+        workspace.schedule.update(on_device)
+        out.zero_()  # so that the schedule is settled
         for keys, values in cache:
             ops.paged_decode_attention(
-                query, keys, values, tables, scale, workspace, out, is_settled=True
+                query, keys, values, tables, dim**-0.5, workspace, out, is_settled=True
             )
 
-    def in_two() -> None:
-        x = query.flatten(1)
-        for (keys, values), weight in zip(cache, weights, strict=True):
-            qkv = linear(x, weight)
-            rotated = rope_append(qkv, cos, sin, last, places, keys, values)
-            ops.paged_decode_attention(
-                rotated, keys, values, tables, scale, workspace, out, is_settled=True
-            )
-            x = out.flatten(1)
-
-    def in_one(prefetch: bool) -> None:
-        x = query.flatten(1)
-        for layer, ((keys, values), weight) in enumerate(zip(cache, weights, strict=True)):
-            new = (linear(x, weight), cos, sin, last, places, keys, values, None, None, 0.0)
-            x = rope_decode_attention(
-                *new, tables, scale, workspace, is_settled=layer > 0, prefetch=prefetch
-            ).flatten(1)
-
-    def measured(run_layers: Callable[[], None]) -> float:
-        def run() -> None:
-            workspace.schedule.update(on_device)
-            out.zero_()  # so that the schedule is settled
-            run_layers()
-
-        return graph_microseconds(run) / layers
-
-    ways = (alone, in_two, partial(in_one, False), partial(in_one, True))
-    return [measured(way) for way in ways]
-
-
-def graph_microseconds(run: Callable[[], None]) -> float:
-    """Median microseconds of a replay of what `run` launches."""
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -118,13 +70,12 @@ def graph_microseconds(run: Callable[[], None]) -> float:
             graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / 5)
+        times.append(start.elapsed_time(end) * 1e3 / 5 / layers)
     return statistics.median(times)
 
 
 def main() -> None:
-    """Print microseconds a layer, the bytes' floor and the ratio of attention alone to it; with
-    --json, write them."""
+    """Print microseconds a layer, the bytes' floor and their ratio; with --json, write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
@@ -134,22 +85,16 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args()
     figures = []
-    print(
-        f"{'shape':<14}{'rows':>6}{'length':>8}{'us':>9}{'floor':>8}{'ratio':>7}"
-        f"{'+qkv, two':>11}{'+qkv, one':>11}{'prefetch':>10}"
-    )
+    print(f"{'shape':<14}{'rows':>6}{'length':>8}{'us':>9}{'floor':>8}{'ratio':>7}")
     for shape, rows, length in itertools.product(args.shapes, args.rows, args.lengths):
         _heads, kv_heads, dim = SHAPES[shape]
         lengths = kv_lengths(rows, length, args.long_row)
-        found, two, one, prefetch = microseconds(shape, lengths, args.block_size)
+        found = microseconds(shape, lengths, args.block_size)
         floor = sum(lengths) * kv_heads * dim * 4 / BANDWIDTH * 1e6
-        print(
-            f"{shape:<14}{rows:>6}{length:>8}{found:>9.2f}{floor:>8.2f}{found / floor:>7.1f}"
-            f"{two:>11.2f}{one:>11.2f}{prefetch:>10.2f}"
+        print(f"{shape:<14}{rows:>6}{length:>8}{found:>9.2f}{floor:>8.2f}{found / floor:>7.1f}")
+        figures.append(
+            {"shape": shape, "rows": rows, "length": length, "us": found, "floor_us": floor}
         )
-        case = {"shape": shape, "rows": rows, "length": length, "us": found, "floor_us": floor}
-        ways = {"with_qkv_us": two, "fused_us": one, "fused_prefetch_us": prefetch}
-        figures.append({**case, **ways})
     if args.json:
         name = "decode_attention" if args.long_row is None else "decode_attention_ragged"
         write_record(args.json, name, {"device": "cuda", **vars(args)}, figures)

@@ -18,6 +18,7 @@ from megatron_async.contexts.kv_cache import PagedKVCache
 from megatron_async.contexts.shadow import ShadowedState, ShadowRing
 from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.feed_back import feed_back_tokens
+from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.paged_attention import TorchPagedAttention
 from megatron_async.ops.sampling import SamplingTensors
 from megatron_async.ops.step_tensors import StepTensors
@@ -198,7 +199,7 @@ class ContextGPUView:
             `[tokens, heads, dim]`.
         """
         key_cache, value_cache = self.kv_cache.layer(layer)
-        return self._attention.append_and_attend(
+        query = kernels_for(mixed_qkv).rope_append(
             mixed_qkv,
             self._rotary.cos,
             self._rotary.sin,
@@ -210,6 +211,7 @@ class ContextGPUView:
             k_norm,
             self._norm_eps,
         )
+        return self._attention.attend(query, key_cache, value_cache, query.size(-1) ** -0.5)
 
     def last_token_logits(self, hidden_states: Tensor) -> Tensor:
         """Hidden states that logits are made of: `[1, tokens, hidden]` -> `[rows, hidden]`."""

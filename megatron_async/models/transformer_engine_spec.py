@@ -68,6 +68,9 @@ class TransformerEngineHybridStack(PagedHybridStack):
             self.final_norm = _on_meta_device(TENorm, config)(
                 hidden_size=config.hidden_size, config=config, eps=config.layernorm_epsilon
             )
+        for module in self.modules():
+            if isinstance(module, MoELayer):
+                module.may_split = False  # no norm here adds up summands
 
     def forward(
         self,

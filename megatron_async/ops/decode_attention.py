@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.decode_part import attend_part, first_block, store_part
 from megatron_async.ops.decode_schedule import DecodeSchedule
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 
@@ -79,7 +78,7 @@ def paged_decode_attention(
         ValueError: shapes, dtypes or strides that the kernel cannot serve.
     """
     schedule = workspace.schedule
-    check_decode(query, key_cache, value_cache, block_tables, workspace, out)
+    _check(query, key_cache, value_cache, block_tables, workspace, out)
     rows, heads, dim = query.shape
     _blocks, block_size, kv_heads, _dim = key_cache.shape
     group = heads // kv_heads
@@ -106,16 +105,9 @@ def paged_decode_attention(
         tile=schedule.tile,
         is_settled=is_settled,
         num_warps=WARPS,
-        num_stages=pipeline_stages(query.element_size(), rows * kv_heads, dim, schedule.processors),
+        num_stages=_stages(query.element_size(), rows * kv_heads, dim, schedule.processors),
         **launch_options(query),
     )
-    join_parts(workspace, out)
-
-
-def join_parts(workspace: DecodeWorkspace, out: Tensor) -> None:
-    """Launch the kernel that joins the partial results in `workspace`, for `out`, as above."""
-    schedule = workspace.schedule
-    rows, heads, dim = out.shape
     # Few units of (row, head) can have many parts each; many units have few.
     units = min(rows, schedule.extra) * heads
     chunk, warps = (32, 4) if units <= schedule.processors else (16, 2)
@@ -127,15 +119,15 @@ def join_parts(workspace: DecodeWorkspace, out: Tensor) -> None:
         out,
         heads=heads,
         dim=dim,
-        dim_tile=triton.next_power_of_2(dim),
+        dim_tile=dim_tile,
         max_parts=triton.next_power_of_2(schedule.extra),
         chunk=chunk,
         num_warps=warps,
-        **launch_options(out),
+        **launch_options(query),
     )
 
 
-def pipeline_stages(element_size: int, programs: int, dim: int, processors: int) -> int:
+def _stages(element_size: int, programs: int, dim: int, processors: int) -> int:
     """Tiles of keys and values in flight, plus one.
 
     With three stages of 128 x 64 elements three programs fit a processor at a time, and a little
@@ -147,7 +139,7 @@ def pipeline_stages(element_size: int, programs: int, dim: int, processors: int)
     return 4 if dim > 64 and 3 * processors < programs <= 4 * processors else 3
 
 
-def check_decode(
+def _check(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -155,7 +147,7 @@ def check_decode(
     workspace: DecodeWorkspace,
     out: Tensor,
 ) -> None:
-    """Raise what `paged_decode_attention` says: these would read or write the wrong memory."""
+    """What would read or write the wrong memory."""
     rows, heads, dim = query.shape
     kv_heads, cache_dim = key_cache.shape[2:]
     if cache_dim != dim or heads % kv_heads or value_cache.shape != key_cache.shape:
@@ -224,7 +216,14 @@ def _parts_kernel(
     row, start = tl.load(item), tl.load(item + 1)
     end, slot = tl.load(item + 2), tl.load(item + 3)
     table = tables + row.to(tl.int64) * table_stride
-    block = first_block(table, start, end, block_size, tile)
+    offset = tl.arange(0, tile)
+    # A lookup inside the loop would take a stage of its pipeline: block numbers are read one tile
+    # ahead, one number where a tile lies in one block.
+    if block_size % tile == 0:
+        block = tl.load(table + start // block_size, mask=start < end, other=0)
+    else:
+        position = start + offset
+        block = tl.load(table + position // block_size, mask=position < end, other=0)
     if is_settled:
         wait_for_previous(overlap)
     if row >= 0:
@@ -235,14 +234,43 @@ def _parts_kernel(
         head = kv_head * group + member
         place = head[:, None] * dim + column[None, :]
         q = tl.load(query + row * heads * dim + place, mask=inside, other=0.0)
-        gathered, maximum, total = attend_part(
-            q, key_cache, value_cache, table, block, start, end, kv_head, scale,
-            block_size, kv_heads, head_tile, dim, dim_tile, tile,
-        )  # fmt: skip
-        store_part(
-            gathered, maximum, total, row, slot, kv_head, out, part_output, part_maximum,
-            part_total, kv_heads, group, head_tile, dim, dim_tile,
-        )  # fmt: skip
+        maximum = tl.full((head_tile,), -float("inf"), tl.float32)
+        total = tl.zeros((head_tile,), tl.float32)
+        gathered = tl.zeros((head_tile, dim_tile), tl.float32)
+        for first in range(start, end, tile):
+            position = first + offset
+            exists = position < end
+            following = position + tile
+            if block_size % tile == 0:
+                token = block.to(tl.int64) * block_size + first % block_size + offset
+                block = tl.load(
+                    table + (first + tile) // block_size, mask=first + tile < end, other=0
+                )
+            else:
+                token = block.to(tl.int64) * block_size + position % block_size
+                block = tl.load(table + following // block_size, mask=following < end, other=0)
+            cell = (token * kv_heads + kv_head)[:, None] * dim + column[None, :]
+            loaded = exists[:, None]
+            if dim != dim_tile:
+                loaded &= (column < dim)[None, :]
+            k = tl.load(key_cache + cell, mask=loaded, other=0.0)
+            v = tl.load(value_cache + cell, mask=loaded, other=0.0)
+            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            score = tl.where(exists[None, :], score, -float("inf"))
+            new_maximum = tl.maximum(maximum, tl.max(score, 1))
+            weight = tl.exp2(score - new_maximum[:, None])
+            shrink = tl.exp2(maximum - new_maximum)
+            gathered = gathered * shrink[:, None]
+            gathered = tl.dot(weight.to(v.dtype), v, gathered, input_precision="ieee")
+            total = total * shrink + tl.sum(weight, 1)
+            maximum = new_maximum
+        if slot < 0:
+            result = gathered / tl.maximum(total, 1e-30)[:, None]
+            tl.store(out + row * heads * dim + place, result.to(out.dtype.element_ty), mask=inside)
+        else:
+            tl.store(part_maximum + slot * heads + head, maximum, mask=member < group)
+            tl.store(part_total + slot * heads + head, total, mask=member < group)
+            tl.store(part_output + slot * heads * dim + place, gathered, mask=inside)
 
 
 @triton.jit

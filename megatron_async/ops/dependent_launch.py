@@ -3,8 +3,7 @@
 A small kernel of a captured step costs about a microsecond before its first instruction. On Hopper
 and later a kernel may be launched early and wait itself for the one before it (CUDA Programming
 Guide, "Programmatic Dependent Launch and Synchronization"). What lies before a kernel's wait may
-only read what no kernel of the step writes (weights), or what a kernel wrote behind which another
-stands that waits before it lets its successor start. Every program of every kernel waits, so a
+only read what no kernel of the step writes (weights). Every program of every kernel waits, so a
 kernel that is done implies that all before it are; that is why a kernel may let its successor start
 before it has waited itself.
 """
@@ -92,42 +91,6 @@ def prefetch_rows(
             }""",
             "=r,l,r,r,r",
             [start.to(tl.int64), rows, row_bytes, ahead],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def prefetch_heads(
-    start: tl.tensor,
-    exists: tl.tensor,
-    dim: tl.constexpr,
-    dim_tile: tl.constexpr,
-    overlap: tl.constexpr,
-) -> None:
-    """Ask for `dim` elements at each pointer to be brought to the L2 cache: for rows that do not
-    follow each other, and by ordinary instructions, because threads issue those of `prefetch_rows`
-    one after another.
-
-    Args:
-        start: pointers `[rows, 1]`.
-        exists: bool `[rows, 1]`; nothing is asked for elsewhere.
-        dim, dim_tile: elements, and the next power of 2.
-        overlap: nothing happens without dependent launch.
-    """
-    if overlap:
-        sector: tl.constexpr = 32 * 8 // start.dtype.element_ty.primitive_bitwidth
-        at = tl.arange(0, (dim_tile + sector - 1) // sector)[None, :] * sector
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred p;
-            setp.ne.s32 p, $2, 0;
-            @p prefetch.global.L2 [$1];
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r",
-            [(start + at).to(tl.int64), (exists & (at < dim)).to(tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

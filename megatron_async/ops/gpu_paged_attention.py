@@ -11,7 +11,6 @@ from megatron_async.ops.attention_backends.base import PrefillBackend, PrefillRo
 from megatron_async.ops.attention_backends.selection import PrefillChoice
 from megatron_async.ops.decode_attention import DecodeWorkspace, paged_decode_attention
 from megatron_async.ops.paged_attention import TorchPagedAttention
-from megatron_async.ops.rope_decode_attention import rope_decode_attention
 
 if TYPE_CHECKING:
     from megatron_async.contexts.batch_dimensions import BatchDimensions
@@ -46,7 +45,6 @@ class GpuPagedAttention(TorchPagedAttention):
         self._choice = prefill
         self._backend: PrefillBackend | None = None
         self._workspace = DecodeWorkspace(max_rows, heads, kv_heads, dim, device)
-        self._is_settled = False
 
     def begin_step(
         self,
@@ -58,7 +56,6 @@ class GpuPagedAttention(TorchPagedAttention):
         """As `TorchPagedAttention.begin_step`; `prefill_starts` is needed where rows prefill."""
         decode = self._num_decode = dims.decode_rows
         self._backend = None
-        self._is_settled = False
         if dims.prefill_rows:
             assert prefill_starts is not None
             self._backend = self._choice.pick(dims.max_query_length)
@@ -74,41 +71,6 @@ class GpuPagedAttention(TorchPagedAttention):
             )
         if decode:
             self._begin_decode(dims, block_tables[:decode], kv_lengths[:decode])
-
-    def append_and_attend(
-        self,
-        mixed_qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        position_ids: Tensor,
-        write_index: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        """As `TorchPagedAttention.append_and_attend`; in steps of decode rows alone without a
-        kernel of its own for `rope_append`."""
-        new = (mixed_qkv, cos, sin, position_ids, write_index)
-        weights = (q_weight, k_weight, eps)
-        if self._backend is not None or not self._num_decode:
-            return super().append_and_attend(*new, key_cache, value_cache, *weights)
-        output = rope_decode_attention(
-            *new,
-            key_cache,
-            value_cache,
-            *weights,
-            self._decode_tables,
-            key_cache.size(-1) ** -0.5,
-            self._workspace,
-            self._is_settled,
-        )
-        # Between `begin_step` and the first layer's attention there may be a product alone (one
-        # row, a pipeline stage without embedding), and products let others start before they have
-        # waited. From now on the kernel that joined the parts is there, which waits first.
-        self._is_settled = True
-        return output
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """As `TorchPagedAttention.attend`; the output of padding tokens is undefined."""

@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_async.ops.kernels import kernels_for
-
 if TYPE_CHECKING:
     from megatron_async.contexts.batch_dimensions import BatchDimensions
 
@@ -109,42 +107,6 @@ class TorchPagedAttention:
                 mask = (self._positions[:kv_length] <= queries)[None]
             self._prefill.append(_PrefillRow(start, start + query_length, kv_index, mask))
             start += query_length
-
-    def append_and_attend(
-        self,
-        mixed_qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        position_ids: Tensor,
-        write_index: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        """`rope_append` of this step's tokens, and their attention.
-
-        Args:
-            mixed_qkv, cos, sin, position_ids, write_index, key_cache, value_cache, q_weight,
-                k_weight, eps: as for `rope_append`.
-
-        Returns:
-            `[tokens, heads, dim]`.
-        """
-        query = kernels_for(mixed_qkv).rope_append(
-            mixed_qkv,
-            cos,
-            sin,
-            position_ids,
-            write_index,
-            key_cache,
-            value_cache,
-            q_weight,
-            k_weight,
-            eps,
-        )
-        return self.attend(query, key_cache, value_cache, query.size(-1) ** -0.5)
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """Attention of one layer.

@@ -56,7 +56,9 @@ def rope_append(
     kv_heads, dim = key_cache.shape[-2:]
     tokens, width = mixed_qkv.shape
     group = width // (kv_heads * dim) - 2
-    check_append(mixed_qkv, cos, sin, key_cache, value_cache, q_weight, k_weight)
+    _check(mixed_qkv, cos, sin, key_cache, value_cache, group)
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("rope_append: give both q_weight and k_weight, or neither.")
     query = torch.empty(
         (tokens, kv_heads * group, dim), dtype=mixed_qkv.dtype, device=mixed_qkv.device
     )
@@ -115,19 +117,17 @@ def rope_append_reference(
     return query.to(mixed_qkv.dtype)
 
 
-def check_append(
+def _check(
     mixed_qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
+    group: int,
 ) -> None:
-    """Raise what `rope_append` says: these would read or write the wrong memory."""
+    """What would read or write the wrong memory."""
     kv_heads, dim = key_cache.shape[-2:]
     width = mixed_qkv.size(1)
-    group = width // (kv_heads * dim) - 2
     if group < 1 or width != kv_heads * (group + 2) * dim or dim % 2:
         raise ValueError(
             f"rope_append: rows of {width} elements are not {kv_heads} KV heads x (query heads + 2)"
@@ -145,22 +145,6 @@ def check_append(
             "rope_append: tables and caches must be contiguous and the elements of a qkv row "
             "adjacent: pass whole layers of the cache, not slices of heads."
         )
-    if (q_weight is None) != (k_weight is None):
-        raise ValueError("rope_append: give both q_weight and k_weight, or neither.")
-
-
-@triton.jit
-def norm_factor(squares: tl.tensor, eps: tl.tensor, dim: tl.constexpr) -> tl.tensor:
-    """RMSNorm's factor of each head, `[heads, 1]`, from squares `[heads, n]` that sum to those of
-    its `dim` elements; float32."""
-    return tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / dim + eps)
-
-
-@triton.jit
-def rotate(x: tl.tensor, partner: tl.tensor, cosine: tl.tensor, sine: tl.tensor) -> tl.tensor:
-    """Rotary embedding of elements `x`, float32. The partner of element i of a head is element
-    i + dim / 2, where the sine is to be negated, and the other way round."""
-    return x * cosine + partner * sine
 
 
 @triton.jit
@@ -203,7 +187,8 @@ def _rope_append_kernel(
 
     first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
     if has_norm:
-        factor = norm_factor(first * first + second * second, eps, dim)
+        square = tl.sum(first * first + second * second, axis=1, keep_dims=True)
+        factor = tl.rsqrt(square / dim + eps)
         q_first = tl.load(q_weight + lane, mask=in_lane, other=0.0).to(tl.float32)
         k_first = tl.load(k_weight + lane, mask=in_lane, other=0.0).to(tl.float32)
         q_second = tl.load(q_weight + dim // 2 + lane, mask=in_lane, other=0.0).to(tl.float32)
@@ -211,8 +196,8 @@ def _rope_append_kernel(
         first = first * factor * tl.where(head < group, q_first, k_first)
         second = second * factor * tl.where(head < group, q_second, k_second)
     dtype = query.dtype.element_ty
-    rotated_first = rotate(first, second, cosine, -sine).to(dtype)
-    rotated_second = rotate(second, first, cosine, sine).to(dtype)
+    rotated_first = (first * cosine - second * sine).to(dtype)
+    rotated_second = (second * cosine + first * sine).to(dtype)
 
     is_query = (head < group) & in_lane
     target = query + (token * kv_heads + kv_head) * (group * dim) + head * dim + lane

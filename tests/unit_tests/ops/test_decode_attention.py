@@ -29,19 +29,10 @@ def processors(count):
     return mock.patch.object(torch.cuda, "get_device_properties", return_value=properties)
 
 
-def softmax_attention(query, keys, values, scale):
-    """One row in float64: query `[heads, dim]`, keys and values `[length, kv heads, dim]`."""
-    group = len(query) // keys.size(1)
-    k, v = (found.double().repeat_interleave(group, 1) for found in (keys, values))
-    score = torch.einsum("hd,nhd->hn", query.double(), k) * scale
-    return torch.einsum("hn,nhd->hd", score.softmax(1), v)
-
-
 class Batch:
     """Rows of given lengths in a cache whose blocks are shuffled; `refill` draws others in place.
 
-    Tensors keep their addresses, as a captured graph needs. `cells` has the places of each row's
-    tokens in the flat cache.
+    Tensors keep their addresses, as a captured graph needs.
     """
 
     def __init__(
@@ -78,20 +69,22 @@ class Batch:
         order = torch.randperm(self.blocks, generator=self.generator)
         query = (query_scale * self.random(*self.query.shape)).to(self.query.dtype)
         expected = torch.zeros(self.query.shape, dtype=torch.float64)
-        self.cells = []
         for row, length in enumerate(lengths):
             used = -(-length // self.block_size)
             tables[row, :used], order = order[:used], order[used:]
             position = torch.arange(length)
             cells = tables[row, position // self.block_size].long() * self.block_size
             cells += position % self.block_size
-            self.cells.append(cells)
             for cache in (keys, values):
                 drawn = self.random(length, self.kv_heads, self.dim).to(self.keys.dtype)
                 cache.flatten(0, 1)[cells] = drawn.float()
             if length:
-                k, v = (cache.flatten(0, 1)[cells] for cache in (keys, values))
-                expected[row] = softmax_attention(query[row], k, v, self.scale)
+                k, v = (
+                    cache.flatten(0, 1)[cells].double().repeat_interleave(self.group, 1)
+                    for cache in (keys, values)
+                )
+                score = torch.einsum("hd,nhd->hn", query[row].double(), k) * self.scale
+                expected[row] = torch.einsum("hn,nhd->hd", score.softmax(1), v)
         self.keys.copy_(keys)
         self.values.copy_(values)
         self.tables.copy_(tables)
