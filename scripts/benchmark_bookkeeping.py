@@ -34,6 +34,7 @@ class NoModel:
     """Stands for the wrapped model: the cheapest logits there are."""
 
     vocab_size = 512
+    shard = None
 
     def __init__(self, context: DynamicInferenceContext, columns: int = 2) -> None:
         self.inference_context = context

@@ -11,13 +11,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.parallel_state import ParallelSizes
+
+if TYPE_CHECKING:
+    from megatron_async.models.parallel_state import ParallelSizes
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
