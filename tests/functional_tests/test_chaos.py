@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from harness import EngineFactory
+from planted_bugs import Plant, no_generations, one_sample_buffer, one_staging_buffer
 from schedules import wrong_results
 
-from megatron_async.contexts.bookkeeping_buffer import HostStaging
-from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.devices.cpu import CpuStream
-from megatron_async.text_generation_controllers.text_generation_controller import (
-    TextGenerationController,
-)
 
 SCHEDULES = 100
 SCHEDULES_A_TEST = 20
@@ -44,43 +38,7 @@ def no_wait_for_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuStream, "wait", lambda stream, event: None)
 
 
-def no_generations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot looks the same in the hands of its next owner, so zombie rows are booked."""
-    release = RequestSlots.release
-
-    def release_without_trace(slots: RequestSlots, slot: int) -> Any:
-        blocks = release(slots, slot)
-        slots.generation[slot] -= 1
-        return blocks
-
-    monkeypatch.setattr(RequestSlots, "release", release_without_trace)
-
-
-def one_staging_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next plan overwrites one that is still to be copied."""
-    make = HostStaging.__init__
-
-    def make_of_one_buffer(staging: HostStaging, *args: Any) -> None:
-        make(staging, *args)
-        ring = len(staging._tensors)
-        staging._tensors = staging._tensors[:1] * ring
-        staging._arrays = staging._arrays[:1] * ring
-
-    monkeypatch.setattr(HostStaging, "__init__", make_of_one_buffer)
-
-
-def one_sample_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step overwrites samples that nobody has read."""
-    make = TextGenerationController.__init__
-
-    def make_with_short_ring(controller: TextGenerationController, *args: Any) -> None:
-        make(controller, *args)
-        del controller._ring[1:]
-
-    monkeypatch.setattr(TextGenerationController, "__init__", make_with_short_ring)
-
-
-BUGS = [no_wait_for_the_samples, no_generations, one_staging_buffer, one_sample_buffer]
+BUGS: list[Plant] = [no_wait_for_the_samples, no_generations, one_staging_buffer, one_sample_buffer]
 
 
 @pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
@@ -88,7 +46,7 @@ def test_chaos_finds_a_planted_bug(
     tiny_model: torch.nn.Module,
     make_tiny_engine: EngineFactory,
     monkeypatch: pytest.MonkeyPatch,
-    plant: Callable[[pytest.MonkeyPatch], None],
+    plant: Plant,
 ) -> None:
     serial_engine = make_tiny_engine(lookahead=0, max_requests=16)  # made without the bug
     plant(monkeypatch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from megatron_async import (
     LLM,
     DynamicInferenceContext,
     DynamicInferenceEngine,
-    GPTInferenceWrapper,
     InferenceConfig,
     SamplingParams,
     TextGenerationController,
@@ -26,6 +24,7 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.transformer_engine_spec import HAVE_TE, require_transformer_engine
+from megatron_async.parity.references import LogitsKeeper
 
 CPU = torch.device("cpu")
 TINY = DUMMY_SHAPES["tiny"]
@@ -84,16 +83,6 @@ def test_checkpoints_load_into_norms_that_live_in_linear_layers(to: str, tmp_pat
         assert torch.equal(found[weight.stored], expected[weight.name]), weight.stored
 
 
-class KeepsLogits(GPTInferenceWrapper):
-    """Keeps the logits of the last step that ran eagerly."""
-
-    logits: torch.Tensor
-
-    def forward(self, view: Any) -> torch.Tensor:
-        self.logits = super().forward(view)
-        return self.logits
-
-
 def run(shape: str, impl: str, graphs: int) -> tuple[torch.Tensor, list[int]]:
     """Logits after a prompt, and 16 greedy tokens."""
     device = torch.device("cuda")
@@ -112,7 +101,7 @@ def run(shape: str, impl: str, graphs: int) -> tuple[torch.Tensor, list[int]]:
         num_cuda_graphs=graphs,
     )  # fmt: skip
     context = DynamicInferenceContext(model.config, config)
-    wrapper = KeepsLogits(model, context)
+    wrapper = LogitsKeeper(model, context)
     controller = TextGenerationController(wrapper)
     controller.create_cuda_graphs()
     assert (controller.graphs.count > 0) == (graphs > 0)
