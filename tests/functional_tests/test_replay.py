@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ascii_tokenizer import make_ascii_tokenizer
 from harness import TINY, EngineFactory, drain, greedy, random_prompts
 from schedules import random_schedule, run_schedule
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_async import DynamicInferenceEngine, SamplingParams, StructuredOutput
 from megatron_async.contexts import dynamic_context
@@ -20,7 +19,6 @@ from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import Launched, RecordingError, TextEnd, load_recording
 from megatron_async.simulation.replay import Replay
 from megatron_async.simulation.state_report import describe_state
-from megatron_async.tokenizer import Tokenizer
 
 
 class Letters:
@@ -170,21 +168,11 @@ def test_all_sampling_parameters_replay(make_tiny_engine, tmp_path):
     assert Replay(load_recording(path)).run() == engine.statistics.steps
 
 
-def printable_tokenizer() -> Tokenizer:
-    """A token for each printable byte, some others, and an end: 128 in all."""
-    letters = [*map(chr, range(33, 127)), *map(chr, range(0xAE, 0xAE + 33))]
-    backend = Backend(models.BPE(vocab={s: i for i, s in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<eos>"])
-    return Tokenizer(backend, {"eos_token": "<eos>"}, [127], None, "test")
-
-
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_structured_output_replays(make_tiny_engine, tmp_path, lookahead):
     """Requests held to a grammar are scheduled apart, and end where it ends."""
     path = tmp_path / "run.rec"
-    engine = make_tiny_engine(lookahead=lookahead, tokenizer=printable_tokenizer())
+    engine = make_tiny_engine(lookahead=lookahead, tokenizer=make_ascii_tokenizer())
     recorder = Recorder(engine, path)
     outputs = [StructuredOutput(regex="[a-f]{5,9}"), StructuredOutput(choice=["red", "blue"]), None]
     params = [greedy(20, structured_output=output) for output in outputs]

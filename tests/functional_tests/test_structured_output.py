@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ascii_tokenizer import EOS, make_ascii_tokenizer
 from harness import (
     EngineFactory,
     Job,
@@ -19,15 +20,12 @@ from harness import (
     run_alone,
     run_at,
 )
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_async import SamplingParams, Status, StructuredOutput
 from megatron_async.devices.cpu import Chaos, CpuDevice
 from megatron_async.errors import RequestError
 from megatron_async.tokenizer import Tokenizer
 
-EOS = 127
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -44,26 +42,7 @@ PRESSURE = {"num_kv_blocks": 18, "block_size_tokens": 8, "max_tokens": 24}
 
 @pytest.fixture(scope="module")
 def ascii_tokenizer() -> Tokenizer:
-    """A token for each byte from 0 to 126, and an end."""
-    letters = _byte_alphabet()
-    backend = Backend(models.BPE(vocab={letters[i]: i for i in range(EOS)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<eos>"])
-    return Tokenizer(backend, {"eos_token": "<eos>"}, [EOS], None, "test")
-
-
-def _byte_alphabet() -> list[str]:
-    """The letters that stand for bytes in byte-level BPE (GPT-2)."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    letters, hidden = [""] * 256, 0
-    for byte in range(256):
-        if byte in shown:
-            letters[byte] = chr(byte)
-        else:
-            letters[byte] = chr(256 + hidden)
-            hidden += 1
-    return letters
+    return make_ascii_tokenizer()
 
 
 def constrained(seed: int, output: StructuredOutput, **changes: Any) -> SamplingParams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ascii_tokenizer import make_ascii_tokenizer
 from capturing_cpu import CapturingCpu
 from harness import (
     CPU,
@@ -23,7 +25,7 @@ from harness import (
 )
 from ranks import run_ranks
 
-from megatron_async import LLM, SamplingParams
+from megatron_async import LLM, SamplingParams, StructuredOutput
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.errors import ConfigurationError
@@ -48,6 +50,11 @@ JOBS = [
     )
 ]
 ARRIVALS = {0: JOBS[:2], 3: JOBS[2:3], 4: JOBS[3:5], 9: JOBS[5:]}
+GRAMMARS: list[dict[str, Any]] = [
+    {"structured_output": StructuredOutput(regex=r"(\d{3}-){1,4}[a-f]{5}")},
+    {"termination_id": -1},
+    {"structured_output": StructuredOutput(regex=r"(red|green|blue){2}"), "top_k": 9},
+]
 DEMO_TOKENS = 8
 PLENTY: dict[str, Any] = {"num_kv_blocks": 64, "block_size_tokens": 16, "max_requests": 6}
 SCARCE: dict[str, Any] = {
@@ -163,6 +170,28 @@ def test_log_probs_are_those_of_one_rank(folder: Path) -> None:
         for kind in found:
             assert kind["prompt"] == pytest.approx(expected["prompt"], abs=1e-4)
             assert kind["generated"] == pytest.approx(expected["generated"], abs=1e-4)
+
+
+def constrained_tokens(name: str, ranks: int) -> list[list[int]]:
+    """Of rows under a grammar and others, which share steps."""
+    tokenizer = make_ascii_tokenizer()
+    engine = make_engine(load(name, ranks), tokenizer=tokenizer, lookahead=2, **PLENTY)
+    params = [
+        SamplingParams(temperature=1.0, seed=number, num_tokens_to_generate=30, **options)
+        for number, options in enumerate(GRAMMARS)
+    ]
+    prompts = [[ord("a") + number] * 4 for number in range(len(params))]
+    found = engine.generate(prompts, params)
+    engine.close()
+    for request, options in zip(found, GRAMMARS, strict=True):
+        if (output := options.get("structured_output")) is not None:
+            assert re.fullmatch(output.regex, request.generated_text), request
+    return [request.generated_tokens for request in found]
+
+
+def test_grammars_are_those_of_one_rank(folder: Path) -> None:
+    expected = constrained_tokens(str(folder), 1)
+    assert run_ranks(2, constrained_tokens, str(folder), 2) == [expected] * 2
 
 
 def demo_tokens(folder: str, prompts: list[list[int]]) -> list[list[int]]:
