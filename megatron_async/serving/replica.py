@@ -20,6 +20,7 @@ import numpy as np
 from megatron_async.contexts.request_slots import SlotState
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigurationError, CoordinatorLost, JobFailed
+from megatron_async.heap import frozen_heap
 from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.connection import Connection
@@ -322,7 +323,8 @@ def serve_replica(llm: LLM, address: str, model: str, name: str | None = None) -
         # Whoever ends a job signals all of its ranks; when to end, the primary rank says.
         for number in LEAVE_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        llm.follow()
+        with frozen_heap():
+            llm.follow()
         return
     if name is not None and llm.data_parallel_size > 1:
         name = f"{name}-{llm.data_parallel_rank}"
@@ -335,7 +337,8 @@ def serve_replica(llm: LLM, address: str, model: str, name: str | None = None) -
             loop.add_signal_handler(number, replica.leave)
         await replica.run()
 
-    asyncio.run(serve())
+    with frozen_heap():
+        asyncio.run(serve())
 
 
 def describe(
