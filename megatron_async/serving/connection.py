@@ -12,6 +12,7 @@ import zmq.asyncio
 from megatron_async.communication.keepalive import end_silent_connections
 from megatron_async.errors import ConfigurationError, CoordinatorLost
 from megatron_async.serving.messages import (
+    MOST_BYTES,
     UNREADABLE,
     ClientHello,
     Message,
@@ -91,10 +92,13 @@ class Connection[Heard]:
     def send(self, message: Message) -> None:
         """Send; never waits.
 
-        Raises: one of `UNSENDABLE`; nothing is sent.
+        Raises: one of `UNSENDABLE`, also for a message of too many bytes; nothing is sent.
         """
+        data = encode(message)
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"it takes {len(data)} bytes, and a message may have {MOST_BYTES}")
         # Without a limit to what may wait in the socket, it is done at once.
-        self._socket.send(encode(message))
+        self._socket.send(data)
 
     async def receive(self) -> Heard | None:
         """The next message; None after a while without one, and after a ping, which is answered.

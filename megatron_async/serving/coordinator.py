@@ -17,6 +17,7 @@ from megatron_async.communication.keepalive import end_silent_connections
 from megatron_async.errors import ConfigurationError
 from megatron_async.serving.dispatcher import Dispatcher
 from megatron_async.serving.messages import (
+    MOST_BYTES,
     UNREADABLE,
     Refused,
     ToClient,
@@ -56,6 +57,7 @@ class Coordinator:
         options = {
             zmq.ROUTER_MANDATORY: 1,  # who is gone is noticed when something is sent to it
             zmq.LINGER: 200,
+            zmq.MAXMSGSIZE: MOST_BYTES,  # who sends more is cut off
         }
         for option, value in options.items():
             self._socket.set(option, value)

@@ -18,6 +18,9 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises: no message, no UTF-8, nested too deeply."""
 UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
 """What encoding raises."""
+MOST_BYTES = 256 << 20
+"""Of a message: prompts and answers, log probs included, are far smaller, and a stranger must not
+fill the coordinator's memory with one."""
 
 
 class Message(msgspec.Struct, tag=True):

@@ -27,6 +27,7 @@ from megatron_async.serving.connection import Connection
 from megatron_async.serving.messages import (
     PROTOCOL,
     UNREADABLE,
+    UNSENDABLE,
     Abort,
     Batch,
     Chunk,
@@ -272,8 +273,23 @@ class Replica:
 
     def _flush(self) -> None:
         news, self._news = self._news, []
-        if news and self._connection is not None:
-            self._connection.send(Batch(news))
+        connection = self._connection
+        if not news or connection is None:
+            return
+        try:
+            connection.send(Batch(news))
+        except UNSENDABLE:  # all of it together, or one alone
+            for event in news:
+                self._send_alone(connection, event)
+
+    def _send_alone(self, connection: Connection[ToReplica], event: Chunk | Ended) -> None:
+        try:
+            connection.send(Batch([event]))
+        except UNSENDABLE as error:
+            text = f"the answer cannot be sent: {error}. Ask for fewer log probs or tokens."
+            failure = ("RequestError", text)
+            failed = Completion(finish_reason="error", failure=failure, replica=self.info.name)
+            connection.send(Batch([Ended(event.number, failed)]))
 
     def _forget_all(self) -> None:
         """Who asked is lost, or asks others."""
