@@ -216,10 +216,14 @@ def test_command_line_and_metrics(service: Service, capsys: pytest.CaptureFixtur
     assert cli.main([*arguments, "pause"]) == 2
     with pytest.raises(ValueError, match="no replica named 'nobody'"):
         service.client.pause_replica("nobody")
+    wanted = f'megatron_async_coordinator_replica_free_blocks{{replica="{name}"}}'
+    text, deadline = "", time.monotonic() + 10.0
     with serve_coordinator_metrics(service.coordinator, 0) as server:
         url = f"http://127.0.0.1:{server.port}/metrics"
-        text = urllib.request.urlopen(url).read().decode()
-    assert f'megatron_async_coordinator_replica_free_blocks{{replica="{name}"}}' in text
+        while wanted not in text and time.monotonic() < deadline:
+            time.sleep(0.05)  # it tells what was so at the last ping
+            text = urllib.request.urlopen(url).read().decode()
+    assert wanted in text
     assert 'megatron_async_coordinator_requests_total{outcome="retried"}' in text
 
 
