@@ -94,7 +94,6 @@ class LLM:
             expert_model_parallel_size,
             sequence_parallel,
         )
-        self._expert_model_parallel_size = expert_model_parallel_size
         device = resolve_device_name(device)
         self.dtype = _resolve_dtype(dtype, device)
         asked = [inference_config.get(name) for name in ("lookahead", "async_sched_mode")]
@@ -184,7 +183,7 @@ class LLM:
     @property
     def shares_experts(self) -> bool:
         """Whether the model's experts are spread over replicas, which then step together."""
-        return self._expert_model_parallel_size > 1
+        return self.engine.context.model_config.expert_model_parallel_size > 1
 
     def replica_file(self, path: str | Path) -> Path:
         """Where this replica writes what would be `path` if there were one replica: with several,

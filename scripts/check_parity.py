@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ TEXTS = (
     "A",
 )
 """Prompts of several lengths, for models with a tokenizer."""
-OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+OF_TORCHRUN = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 """Beginnings of the environment variables that make a process a rank."""
 
 
@@ -157,8 +158,7 @@ def run_engine(prompts: list[list[int]], args: argparse.Namespace) -> list[Run]:
             for size in args.batch_sizes:
                 # The engine is idle, and its buffers are made for the largest lookahead asked for.
                 engine.lookahead = lookahead
-                engine.statistics = type(engine.statistics)()
-                before = engine.stats()
+                counted, before = deepcopy(engine.statistics), engine.stats()
                 requests = llm.generate(prompts[:size], greedy_params(args.tokens))
                 after = engine.stats()
                 runs.append(
@@ -166,7 +166,7 @@ def run_engine(prompts: list[list[int]], args: argparse.Namespace) -> list[Run]:
                         replica=llm.data_parallel_rank,
                         lookahead=lookahead,
                         batch_size=size,
-                        overlap_ratio=after["overlap_ratio"],
+                        overlap_ratio=engine.statistics.overlap_ratio_since(counted),
                         pauses=int(after["pauses"] - before["pauses"]),
                         evictions=int(after["evictions"] - before["evictions"]),
                         tokens=generated(requests),

@@ -214,8 +214,8 @@ class ControllableEngine(ABC):
         self.requests.news.notify()
 
     @abstractmethod
-    def _launch_dummy(self) -> bool:
-        """Launch a step without requests, if others need one; whether one was."""
+    def _launch_dummy(self) -> None:
+        """Launch a step without requests, if others need one."""
 
     @abstractmethod
     def _wait(self, step: LaunchedStep) -> None:

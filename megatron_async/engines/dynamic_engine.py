@@ -292,15 +292,14 @@ class DynamicInferenceEngine(ControllableEngine):
             statistics.note_no_overlap(NoOverlapReason.NOTHING_TO_PLAN)
             self.observer.launched(None)
             return min(len(self.in_flight), 1)
-        self.launching.launch(plan, self.group)
+        self.launching.launch(plan, self.group, self.lookahead)
         return max(len(self.in_flight) - self.lookahead, 0)
 
-    def _launch_dummy(self) -> bool:
+    def _launch_dummy(self) -> None:
         """Launch a step without requests, if others need one."""
         plan = self.context.prepare_dummy_step()
         if plan is not None:
-            self.launching.launch(plan, self.group)
-        return plan is not None
+            self.launching.launch(plan, self.group, self.lookahead)
 
     def _wait(self, step: LaunchedStep) -> None:
         """The one wait: until the samples of `step` are on the host."""

@@ -133,9 +133,11 @@ class Leader(ConnectedGroup):
     def close(self, error: BaseException | None = None) -> None:
         if self._is_closed:
             return
-        self._send(Close(None if error is None else repr(error)))
-        self._is_closed = True
-        self._channel.close()
+        try:
+            self._send(Close(None if error is None else repr(error)))
+        finally:
+            self._is_closed = True
+            self._channel.close()
 
     def _send(self, action: Action) -> None:
         if self._is_closed:  # nobody listens any more

@@ -168,6 +168,11 @@ class EngineStatistics:
         burst of work had none before them and are not counted."""
         return self.overlapped_steps / max(self.steps - self.first_steps, 1)
 
+    def overlap_ratio_since(self, before: EngineStatistics) -> float:
+        """`overlap_ratio` of the steps that a copy of these statistics, made before, has not."""
+        steps, first = self.steps - before.steps, self.first_steps - before.first_steps
+        return (self.overlapped_steps - before.overlapped_steps) / max(steps - first, 1)
+
     def as_dict(self, lookahead: int, context: DynamicInferenceContext) -> dict[str, float | int]:
         """The mapping that `engine.stats()` returns; docs/statistics.md says what each name means.
 

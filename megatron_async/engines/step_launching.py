@@ -47,12 +47,12 @@ class StepLaunching:
         self._requests = requests
         self._statistics = statistics
         self._invalidation = invalidation
-        self._lookahead = controller.context.config.steps_in_flight - 1
         self._log = StepLog(controller.context, statistics)
         self.observer = EngineObserver()
 
-    def launch(self, plan: StepPlan, group: RankGroup) -> None:
-        """Enqueue the step of a plan behind those in flight, and tell `group` how that went.
+    def launch(self, plan: StepPlan, group: RankGroup, lookahead: int) -> None:
+        """Enqueue the step of a plan behind those in flight, and tell `group` how that went; the
+        engine's `lookahead` says whether it could have been launched ahead.
 
         A launch that raises becomes a step that failed: its resolve ends its requests and no
         others. An interrupt (Ctrl-C) goes on to the caller besides.
@@ -70,7 +70,7 @@ class StepLaunching:
             group.launch_failed(plan.step, error)
             launched = self._controller.launch_failed_step(plan, error)
             interrupt = None if isinstance(error, Exception) else error
-        statistics.count_launch(plan, bool(self._in_flight), self._lookahead)
+        statistics.count_launch(plan, bool(self._in_flight), lookahead)
         self._log.end(plan, logged)
         self._in_flight.append(launched)
         if launched.awaits_masks:

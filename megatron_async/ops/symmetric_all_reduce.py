@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_async.ops.all_reduce_norm import all_reduce_add_rms_norm
 from megatron_async.ops.partial_sums import add_partial_sums
 from megatron_async.ops.rms_norm import MAX_HIDDEN
-from megatron_async.ops.symmetric_memory import ALIGNMENT, make_on_all, share
+from megatron_async.ops.symmetric_memory import flag_bytes, make_on_all, share
 
 TWO_SHOT_BYTES = 16 << 20
 """Largest sum of the two-shot kernel. With its copy it takes 84 microseconds at 16 MiB over 2
@@ -70,8 +70,7 @@ class SymmetricAllReduce:
         self.two_shot_rows = 0
         if dtype in TWO_SHOT_DTYPES:
             self.two_shot_rows = min(max_rows, TWO_SHOT_BYTES // row_bytes)
-        flag_bytes = -(-self.one_shot_rows * self._ranks * 4 // ALIGNMENT) * ALIGNMENT
-        self._first_row = flag_bytes // dtype.itemsize
+        self._first_row = flag_bytes(self.one_shot_rows, self._ranks) // dtype.itemsize
         elements = self._first_row + 2 * self.one_shot_rows * hidden
         self._rows, self._pointers = share(elements, dtype, device, group)
         self._two_shot, _ = share(max(self.two_shot_rows, 1) * hidden, dtype, device, group)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.symmetric_meeting import meet
-from megatron_async.ops.symmetric_memory import ALIGNMENT, make_on_all, share
+from megatron_async.ops.symmetric_memory import flag_bytes, make_on_all, share
 
 WORD_BYTES = 8
 """A score and its token."""
@@ -108,8 +108,7 @@ class SymmetricChoice:
     def __init__(self, group: dist.ProcessGroup, rows: int, device: torch.device) -> None:
         self.rows = rows
         self._rank = group.rank()
-        flag_bytes = -(-rows * group.size() * 4 // ALIGNMENT) * ALIGNMENT
-        self._first_word = flag_bytes // WORD_BYTES
+        self._first_word = flag_bytes(rows, group.size()) // WORD_BYTES
         self._words, self._pointers = share(self._first_word + 2 * rows, torch.int64, device, group)
         self._turns = torch.zeros(rows, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # sync-ok: at the start
@@ -123,10 +122,10 @@ class SymmetricChoice:
 
 def make_symmetric_choice(
     group: dist.ProcessGroup, max_rows: int, device: torch.device
-) -> SymmetricChoice | None:
-    """A workspace for a group, if all of its ranks can have it; else None on all of them."""
+) -> tuple[SymmetricChoice | None, str]:
+    """A workspace for a group, if all of its ranks can have it; see `make_on_all`."""
     rows = max(max_rows, LEAST_ROWS)
-    return make_on_all(group, lambda: SymmetricChoice(group, rows, device))[0]
+    return make_on_all(group, lambda: SymmetricChoice(group, rows, device))
 
 
 @triton.jit

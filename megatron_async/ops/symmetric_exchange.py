@@ -21,7 +21,7 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.ops.expert_combine import combine_add_rms_norm, combine_sums
 from megatron_async.ops.expert_gather import WORD, gather_tokens, packed_row_bytes
 from megatron_async.ops.expert_routing import Routing
-from megatron_async.ops.symmetric_memory import ALIGNMENT, make_on_all, share
+from megatron_async.ops.symmetric_memory import flag_bytes, make_on_all, share
 
 EXCHANGE_BYTES = 4 << 20
 """Most bytes that a rank reads from others in one exchange: enough for decode steps. On 4 H200s our
@@ -64,9 +64,9 @@ class SymmetricExchange:
         self.tokens = tokens
         self._rank = group.rank()
         ranks = group.size()
-        flag_bytes = -(-tokens * ranks * 4 // ALIGNMENT) * ALIGNMENT
+        flags = flag_bytes(tokens, ranks)
         words = packed_row_bytes(hidden, topk, dtype) // WORD
-        self._first_word, self._first_sum = flag_bytes // WORD, flag_bytes // dtype.itemsize
+        self._first_word, self._first_sum = flags // WORD, flags // dtype.itemsize
         self._rows, self._gathers = share(
             self._first_word + 2 * tokens * words, torch.int32, device, group
         )

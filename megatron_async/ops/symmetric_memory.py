@@ -17,6 +17,11 @@ ALIGNMENT = 256
 """Bytes; workspaces begin at multiples of it."""
 
 
+def flag_bytes(places: int, ranks: int) -> int:
+    """Bytes of the int32 flags `[places, ranks]` that a workspace begins with, padding included."""
+    return -(-places * ranks * torch.int32.itemsize // ALIGNMENT) * ALIGNMENT
+
+
 def share(
     elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:

@@ -51,6 +51,7 @@ class TensorCollectives:
         self.symmetric: dict[tuple[int, torch.dtype], SymmetricAllReduce] = {}
         self.fallback = ""
         self.choice: SymmetricChoice | None = None
+        self._no_choice = ""
         self.calls: Counter[str] = Counter()
 
     def prepare(self, max_rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -80,14 +81,18 @@ class TensorCollectives:
             device: of the model.
         """
         if self.symmetric and self.choice is None:
-            self.choice = make_symmetric_choice(self._group, max_rows, device)
+            self.choice, self._no_choice = make_symmetric_choice(self._group, max_rows, device)
 
     @property
     def report(self) -> str | None:
-        """Which all-reduce serves which sizes, and why; None where there is no choice."""
+        """Which all-reduce serves which sizes, how tokens are chosen, and why; None where there is
+        no choice."""
         if self.symmetric:
             kinds = " and ".join(str(kind) for kind in self.symmetric.values())
-            return f"all-reduce over {self.size} ranks: {kinds}; NCCL beyond"
+            tokens = f"; best tokens by NCCL ({self._no_choice})" if self._no_choice else ""
+            if self.choice is not None:
+                tokens = f"; best tokens in one kernel up to {self.choice.rows} rows"
+            return f"all-reduce over {self.size} ranks: {kinds}; NCCL beyond{tokens}"
         if self.fallback:
             return f"all-reduce over {self.size} ranks: NCCL ({self.fallback})"
         return None

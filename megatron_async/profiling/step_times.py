@@ -100,7 +100,6 @@ def time_steps(
     ]
     step = statistics.median(means)
     launched = max(after.steps - before.steps, 1)
-    first_steps = after.first_steps - before.first_steps
     tokens = (after.generated_tokens - before.generated_tokens) / (windows * steps)
     return StepTimes(
         step_ms=step * 1e3,
@@ -109,8 +108,7 @@ def time_steps(
         step_p99_ms=singles["p99"] or 0.0,
         tokens_per_second=tokens / step,
         rows=(after.rows - before.rows) / launched,
-        overlap_ratio=(after.overlapped_steps - before.overlapped_steps)
-        / max(launched - first_steps, 1),
+        overlap_ratio=after.overlap_ratio_since(before),
         zombie_rows=after.zombie_rows - before.zombie_rows,
         prepare_us=(after.prepare_ns - before.prepare_ns) / 1e3 / launched,
         launch_us=(after.launch_ns - before.launch_ns) / 1e3 / launched,

@@ -53,6 +53,7 @@ def test_engine_agrees(
         if dtype == "float32":
             assert outcome["identical"] == run["batch_size"]
         assert run["overlap_ratio"] <= (run["lookahead"] > 0)
+        assert (run["overlap_ratio"] > 0.5) == (run["lookahead"] > 0)
         assert (run["pauses"] > 0) == (run["batch_size"] == 8)
 
 
@@ -67,6 +68,7 @@ def test_ranks_agree(tmp_path: Path) -> None:
     assert run_ranks(2, _check_on_a_rank, str(file)) == [0, 0]
     (outcome,) = json.loads(file.read_text())["outcomes"]
     assert outcome["identical"] == 2
+    assert outcome["run"]["overlap_ratio"] == 1.0
 
 
 def test_transformers_agrees(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
