@@ -327,6 +327,11 @@ class DynamicInferenceEngine(ControllableEngine):
         is_zombie = step.error is None and 0 < output.zombie_rows == step.plan.num_rows
         self.statistics.count_resolve(time.thread_time_ns() - start, is_zombie)
         self.observer.resolved(step)
+        if step.error is not None and self.in_flight:
+            # The failed step may not have told the device whose blocks are whose. Steps behind it
+            # then wrote keys and values by tables of former owners, into blocks of anybody. Their
+            # samples are dropped, and all requests are prefilled again, to the same tokens.
+            self.context.evict_all()
         return [output]
 
     def _report(self, outputs: list[StepOutput], start: float) -> dict[str, Any]:
