@@ -80,6 +80,11 @@ class InferenceConfig:
     rows). "rollback": they are discarded, device and books put back to where they were before, and
     launched again without it; for comparison, as it costs a wait and the discarded steps."""
 
+    num_speculative_tokens: int = 0
+    """Tokens that are drafted for a decode row and verified by its next step, which yields one to
+    `num_speculative_tokens` + 1 tokens. 0: no speculation. It needs a drafter, which is an argument
+    of `TextGenerationController`; the tokens are those of plain decoding, whatever is drafted."""
+
     # ---- Graphs ------------------------------------------------------------------------------
     num_cuda_graphs: int | None = None
     """Batch sizes for which a whole decode step is captured as a CUDA graph; a step is padded to
@@ -140,6 +145,7 @@ class InferenceConfig:
             value = getattr(self, name)
             if value is not None and not _is_positive(value):
                 raise ConfigurationError(f"{name}={value!r} must be a number of GiB above 0.")
+        self._require_int("num_speculative_tokens", 0)
         self._require_int("inference_sampling_seed", 0)
         self._require_int("logging_step_interval", 0)
         if self.attention_backend not in (None, *ATTENTION_BACKENDS):
@@ -152,11 +158,18 @@ class InferenceConfig:
                 f"invalidation={self.invalidation!r} is unknown: use one of "
                 f"{', '.join(INVALIDATION_POLICIES)}."
             )
-        if self.max_tokens < self.max_requests:
+        if self.invalidation == "rollback" and self.decode_width > 1:
             raise ConfigurationError(
-                f"max_tokens={self.max_tokens} is smaller than max_requests={self.max_requests}: "
-                "every active request needs one token of a step's budget. Raise max_tokens or "
-                "lower max_requests."
+                f"invalidation='rollback' is not served with num_speculative_tokens="
+                f"{self.num_speculative_tokens}, whose lengths the host does not know: use "
+                "'reconcile', or num_speculative_tokens=0."
+            )
+        if self.max_tokens < self.max_requests * self.decode_width:
+            raise ConfigurationError(
+                f"max_tokens={self.max_tokens} is smaller than max_requests={self.max_requests}"
+                f"{f' times {self.decode_width}' if self.decode_width > 1 else ''}: every active "
+                f"request needs {self.decode_width} token{'s' if self.decode_width > 1 else ''} of "
+                "a step's budget. Raise max_tokens or lower max_requests."
             )
         if not self.materialize_only_last_token_logits:
             raise ConfigurationError(
@@ -193,6 +206,21 @@ class InferenceConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigurationError(f"{name}={value!r} must be an integer of at least {least}.")
+
+    @property
+    def decode_width(self) -> int:
+        """Most query tokens of a decode row, and most tokens that it yields."""
+        return 1 + self.num_speculative_tokens
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a step: one for each request, and in a padded step dummy rows besides."""
+        return self.max_requests + self.mixed_prefill_rows
+
+    @property
+    def max_sample_rows(self) -> int:
+        """Most rows of logits of a step."""
+        return self.max_requests * self.decode_width + self.mixed_prefill_rows
 
     @property
     def mixed_prefill_rows(self) -> int:

@@ -18,7 +18,9 @@ class BatchDimensions:
     """
 
     decode_rows: int
-    """Rows with one query token each, dummy rows included."""
+    """Rows that decode, dummy rows included."""
+    width: int = 1
+    """Query tokens of each decode row: its last token, then drafts."""
     prefill_lengths: tuple[tuple[int, int], ...] = ()
     """(query length, KV length after the chunk) of each prefill row; empty for a captured shape,
     which serves any lengths."""
@@ -47,6 +49,16 @@ class BatchDimensions:
         return self.decode_rows + self.prefill_rows
 
     @property
+    def decode_tokens(self) -> int:
+        """Query tokens of all decode rows. The tokens of a row are neighbours."""
+        return self.decode_rows * self.width
+
+    @property
+    def sample_rows(self) -> int:
+        """Rows of logits: one for each query token of the decode rows, then one for each chunk."""
+        return self.decode_tokens + self.prefill_rows
+
+    @property
     def prefill_tokens(self) -> int:
         """Query tokens of all prefill chunks, padding included."""
         if self.is_captured:
@@ -56,7 +68,7 @@ class BatchDimensions:
     @property
     def tokens(self) -> int:
         """Query tokens of the step."""
-        return self.decode_rows + self.prefill_tokens
+        return self.decode_tokens + self.prefill_tokens
 
     @property
     def max_query_length(self) -> int:
@@ -78,6 +90,6 @@ class BatchDimensions:
         return self.prefill_rows == 0
 
     @property
-    def graph_key(self) -> tuple[int, int]:
-        """What tells captured shapes apart: decode rows and prefill tokens."""
-        return self.decode_rows, self.padded_prefill_tokens
+    def graph_key(self) -> tuple[int, int, int]:
+        """What tells captured shapes apart: decode rows, prefill tokens and width."""
+        return self.decode_rows, self.padded_prefill_tokens, self.width

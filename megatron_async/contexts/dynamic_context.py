@@ -95,7 +95,13 @@ class DynamicInferenceContext:
         )
         max_blocks = -(-self.max_sequence_length // self.block_size_tokens)
         stages = getattr(model_config, "pipeline_model_parallel_size", 1)
-        self.slots = RequestSlots(self.max_requests, self.max_sequence_length, max_blocks, stages)
+        self.slots = RequestSlots(
+            self.max_requests,
+            self.max_sequence_length,
+            max_blocks,
+            stages,
+            inference_config.decode_width,
+        )
         self.micro_batches = MicroBatches(self.slots, inference_config.steps_in_flight - 1)
         self.waiting = AdmissionQueue()
         self._staging = HostStaging(
@@ -160,12 +166,12 @@ class DynamicInferenceContext:
             flight is resolved (or there is no work). A plan without rows is a dummy step.
         """
         builder = self._plan_builder
-        decode, prefill = self._schedule()
-        wanted = builder.shape_of(decode, prefill)
+        decode, width, prefill = self._schedule()
+        wanted = builder.shape_of(decode, prefill, width)
         shape = self.agree(builder.next_step, wanted, self.has_unfinished_requests())
         if shape.is_empty:
             return None
-        plan = builder.build(decode, prefill, shape)
+        plan = builder.build(decode, prefill, shape, width)
         if prefill:
             is_under_way = self.slots.state == SlotState.PREFILLING
             self._prefilling = [slot for slot in self._prefilling if is_under_way[slot]]
@@ -177,49 +183,77 @@ class DynamicInferenceContext:
         shape = self.agree(builder.next_step, StepShape(), False)
         return None if shape.is_empty else builder.build(NO_SLOTS, [], shape)
 
-    def _schedule(self) -> tuple[IntArray, list[PrefillChunk]]:
-        """Decode slots and prefill chunks of the next step; both empty if nothing can run."""
+    def _schedule(self) -> tuple[IntArray, int, list[PrefillChunk]]:
+        """Decode slots, their width and prefill chunks of the next step; no slots and no chunks if
+        nothing can run."""
         while True:
             for micro_batch in self.micro_batches.in_turn():
                 with self.tracer.range("schedule", self._plan_builder.next_step):
-                    decode = self._schedule_decode(micro_batch)
-                    prefill = self._schedule_prefill(micro_batch, self.max_tokens - len(decode))
+                    decode, width = self._schedule_decode(micro_batch)
+                    budget = self.max_tokens - len(decode) * width
+                    prefill = self._schedule_prefill(micro_batch, budget)
                 if len(decode) or prefill:
                     self.micro_batches.took(micro_batch, feeds_back=len(decode) > 0)
-                    return decode, prefill
+                    return decode, width, prefill
             if not self._make_room():
-                return NO_SLOTS, []
+                return NO_SLOTS, 1, []
 
-    def _schedule_decode(self, micro_batch: int) -> IntArray:
-        """Slots of a micro-batch that decode one token this step, each with a block for it.
+    def _schedule_decode(self, micro_batch: int) -> tuple[IntArray, int]:
+        """Slots of a micro-batch that decode this step, each with blocks for its query tokens, and
+        the step's width.
 
-        When blocks run out, they go to the requests first in rank; the others pause.
+        When blocks run out, rows do without drafts. When they run out all the same, they go to the
+        requests first in rank; the others sit out until the steps in flight have told how long
+        they are, and if that is known, they pause.
         """
         slots = self.slots
-        wants = (slots.state >= SlotState.DECODING) & (slots.num_launched < slots.max_length)
+        wants = (slots.state >= SlotState.DECODING) & (
+            slots.num_known + slots.in_flight_steps < slots.max_length
+        )
         # Under a grammar the mask of a token needs the token before it: one may be in flight.
-        wants &= slots.num_launched - slots.num_known < slots.most_in_flight
+        wants &= slots.in_flight_steps < slots.most_in_flight
         rows = self.micro_batches.members(np.flatnonzero(wants).astype(np.int32), micro_batch)
-        # The token to be decoded stands at num_launched - 1, and needs a place in the cache.
-        full = slots.num_launched[rows] > slots.num_blocks[rows] * self.block_size_tokens
-        needy = rows[full]
+        width = slots.max_width
+        needy, wanted = self._in_need(rows, width)
+        if width > 1 and wanted.sum() > self.blocks.allocatable:
+            width = 1
+            needy, wanted = self._in_need(rows, width)
         if len(needy) == 0:
-            return rows
-        if len(needy) > self.blocks.free:
-            by_rank = needy[np.argsort(slots.rank[needy])]
-            needy, starved = np.split(by_rank, [self.blocks.free])
+            return rows, width
+        starved = NO_SLOTS
+        if wanted.sum() > self.blocks.allocatable:
+            by_rank = np.argsort(slots.rank[needy])
+            needy, wanted = needy[by_rank], wanted[by_rank]
+            fed = int(np.searchsorted(wanted.cumsum(), self.blocks.allocatable, side="right"))
+            starved, needy, wanted = needy[fed:], needy[:fed], wanted[:fed]
             rows = np.setdiff1d(rows, starved, assume_unique=True)
-            self._pause(starved)
         self._resume(needy)
-        self._give_blocks(needy)
-        return rows
+        if len(starved):
+            is_exact = slots.in_flight_tokens[starved] == slots.in_flight_steps[starved]
+            self._pause(starved[is_exact])
+        self._give_blocks(needy, wanted)
+        return rows, width
 
-    def _give_blocks(self, rows: IntArray) -> None:
-        """One more block for each of `rows`."""
-        indices = self.slots.num_blocks[rows]
-        blocks = self.blocks.allocate(len(rows))
-        self.slots.block_table[rows, indices] = blocks
-        self.slots.num_blocks[rows] = indices + 1
+    def _in_need(self, rows: IntArray, width: int) -> tuple[IntArray, IntArray]:
+        """Those of `rows` that want blocks for a step of this width, and how many."""
+        slots, size = self.slots, self.block_size_tokens
+        missing = slots.places(rows, width) - slots.num_blocks[rows] * size
+        is_needy = missing > 0
+        return rows[is_needy], -(-missing[is_needy] // size)
+
+    def _give_blocks(self, rows: IntArray, counts: IntArray) -> None:
+        """So many more blocks for each of `rows`."""
+        slots = self.slots
+        first = slots.num_blocks[rows]
+        blocks = self.blocks.allocate(int(counts.sum()))
+        if len(blocks) > len(rows):
+            within = np.arange(len(blocks)) - np.repeat(counts.cumsum() - counts, counts)
+            rows, indices = np.repeat(rows, counts), np.repeat(first, counts) + within
+            indices = indices.astype(np.int32)
+        else:
+            indices = first
+        slots.block_table[rows, indices] = blocks
+        slots.num_blocks[rows] = indices + 1
         self._plan_builder.add_block_updates(rows, indices, blocks)
 
     def _schedule_prefill(self, micro_batch: int, budget: int) -> list[PrefillChunk]:
@@ -251,16 +285,39 @@ class DynamicInferenceContext:
         if known > budget and not splits:
             return False
         running = slots.state == SlotState.DECODING
-        soon = slots.num_launched + ADMISSION_HORIZON > slots.num_blocks * self.block_size_tokens
+        horizon = ADMISSION_HORIZON * slots.max_width
+        at_most = slots.num_known + slots.in_flight_tokens
+        soon = at_most + horizon > slots.num_blocks * self.block_size_tokens
         reserve = int(np.count_nonzero(running & soon))
-        return -(-known // self.block_size_tokens) + reserve <= self.blocks.free
+        wanted = -(-known // self.block_size_tokens)
+        if self._plan_builder.num_updates + wanted > self.blocks.total:
+            return False  # shared blocks stand in several tables: the next step has room for them
+        cached = self.cached_blocks(waiting)
+        # A block that nobody owns is not allocatable any more once it is shared.
+        wanted -= int(np.count_nonzero(self.blocks.owners[cached]))
+        return wanted + reserve <= self.blocks.allocatable
+
+    def cached_blocks(self, waiting: WaitingRequest) -> IntArray:
+        """Blocks, int32, that hold the keys and values of the first tokens of a request, which is
+        about to be admitted; at least one of its tokens is not among these. None do: there is no
+        index of them."""
+        return NO_SLOTS
 
     def _admit(self, waiting: WaitingRequest, micro_batch: int) -> int:
         """Give a request its slot and the blocks of all its known tokens."""
         request, slots = waiting.request, self.slots
-        slot = slots.acquire(request, waiting.rank, waiting.seed, waiting.max_length, micro_batch)
+        cached = self.cached_blocks(waiting)
+        slot = slots.acquire(
+            request,
+            waiting.rank,
+            waiting.seed,
+            waiting.max_length,
+            micro_batch,
+            len(cached) * self.block_size_tokens,
+        )
         count = -(-waiting.num_known // self.block_size_tokens)
-        blocks = self.blocks.allocate(count)
+        self.blocks.share(cached)  # before a fresh one is taken, which could be one of these
+        blocks = np.concatenate((cached, self.blocks.allocate(count - len(cached))))
         indices = np.arange(count, dtype=np.int32)
         slots.block_table[slot, :count] = blocks
         slots.num_blocks[slot] = count
@@ -277,6 +334,8 @@ class DynamicInferenceContext:
         """Let requests without a block sit out this step; they keep slot and blocks, up to the
         limit for paused requests. `starved` is in order of rank."""
         slots = self.slots
+        if len(starved) == 0:
+            return
         newly = starved[slots.state[starved] != SlotState.PAUSED]
         slots.state[newly] = SlotState.PAUSED
         self.pauses += len(newly)
@@ -284,16 +343,30 @@ class DynamicInferenceContext:
             request = slots.request_at(slot)
             request.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
             request.add_event(DynamicInferenceEventType.PAUSE)
-        held = int(slots.num_blocks[starved].sum())
-        held += self.micro_batches.blocks_paused_beside(starved)
+            self._give_surplus_back(slot)
         first = slots.rank[slots.state != SlotState.FREE].min()
         for slot in starved[::-1]:
             # The first in rank is never evicted, so that it runs on to its end. Otherwise requests
             # could evict each other in turn, each time before a sample of theirs is booked.
-            if held <= self._max_paused_blocks or slots.rank[slot] == first:
+            if slots.rank[slot] == first or self._held_by_paused() <= self._max_paused_blocks:
                 break
-            held -= int(slots.num_blocks[slot])
             self._evict(slot)
+
+    def _held_by_paused(self) -> int:
+        """Blocks that paused requests hold, each counted once."""
+        slots, paused = self.slots, np.flatnonzero(self.slots.state == SlotState.PAUSED)
+        if not self.blocks.has_shared:
+            return int(slots.num_blocks[paused].sum())
+        return self.blocks.count_held([slots.blocks_of(slot) for slot in paused])
+
+    def _give_surplus_back(self, slot: int) -> None:
+        """Take the blocks from a request that were reserved for tokens which did not come."""
+        slots = self.slots
+        # Steps in flight write no further than their last token but one.
+        keep = -(-int(slots.at_most(slot) - 1) // self.block_size_tokens)
+        surplus = slots.blocks_of(slot)[keep:].copy()
+        slots.num_blocks[slot] -= len(surplus)
+        self.blocks.release(surplus)
 
     def _resume(self, rows: IntArray) -> None:
         """Continue requests that get a block; `rows` may contain running ones too."""
@@ -316,7 +389,7 @@ class DynamicInferenceContext:
             # At their length limits, their last tokens in flight: their blocks are back at the next
             # resolve, which is sooner than a prefill from the start.
             return False
-        if self.blocks.free == 0:
+        if self.blocks.allocatable == 0:
             paused = np.flatnonzero(state == SlotState.PAUSED)
             self._evict(paused[np.argmax(self.slots.rank[paused])])
         return True
@@ -379,19 +452,24 @@ class DynamicInferenceContext:
         self.device.compute.launch(partial(self.gpu_view.expect_step, step))
 
     def update_requests(
-        self, plan: StepPlan, sampled: IntArray, log_probs: IntArray | None = None
+        self,
+        plan: StepPlan,
+        sampled: IntArray,
+        counts: IntArray,
+        log_probs: IntArray | None = None,
     ) -> StepOutput:
         """Book the samples of a resolved step.
 
         Args:
             plan: of that step.
-            sampled: `[rows]` token ids, host memory; copied.
-            log_probs: int32 `[rows, OUT_WORDS]`, host memory; copied.
+            sampled: int32 `[rows, most tokens of a row]` token ids, host memory; copied.
+            counts: int32 `[rows]`: how many of them each row yields.
+            log_probs: int32 `[rows, most tokens of a row, OUT_WORDS]`, host memory; copied.
 
         Returns:
             the live rows' tokens, and which requests ended. The caller releases those.
         """
-        return book_samples(plan, self.slots, sampled, log_probs)
+        return book_samples(plan, self.slots, sampled, counts, log_probs)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block and slot has exactly one owner."""

@@ -29,35 +29,42 @@ class GraphShapes:
             ascending, that each is captured for; empty: mixed steps run eagerly.
         prefill_rows: prefill rows of a mixed graph.
         longest_sequence: tokens.
+        widths: query tokens of a decode row, ascending; each shape is captured for each.
     """
 
     decode_sizes: tuple[int, ...] = ()
     mixed_sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     prefill_rows: int = 0
     longest_sequence: int = 0
-    _shapes: dict[tuple[int, int], BatchDimensions] = field(default_factory=dict, repr=False)
+    widths: tuple[int, ...] = (1,)
+    _shapes: dict[tuple[int, int, int], BatchDimensions] = field(default_factory=dict, repr=False)
 
     def find(
-        self, decode_rows: int, prefill_rows: int, prefill_tokens: int
+        self, decode_rows: int, prefill_rows: int, prefill_tokens: int, width: int = 1
     ) -> BatchDimensions | None:
         """The smallest captured shape that holds such a step; None if there is none."""
+        fitting = _next(self.widths, width)
+        if fitting is None:
+            return None
         if prefill_rows == 0:
             size = _next(self.decode_sizes, decode_rows)
-            return None if size is None else self.shape(size)
+            return None if size is None else self.shape(size, width=fitting)
         if prefill_rows > self.prefill_rows:
             return None
         tokens = _next(tuple(self.mixed_sizes), prefill_tokens)
         if tokens is None:
             return None
         size = _next(self.mixed_sizes[tokens], decode_rows)
-        return None if size is None else self.shape(size, tokens)
+        return None if size is None else self.shape(size, tokens, fitting)
 
-    def shape(self, decode_rows: int, prefill_tokens: int = 0) -> BatchDimensions:
+    def shape(self, decode_rows: int, prefill_tokens: int = 0, width: int = 1) -> BatchDimensions:
         """The captured shape of so many decode rows and prefill tokens, padding included."""
-        key = decode_rows, prefill_tokens
+        width = width if decode_rows else 1
+        key = decode_rows, prefill_tokens, width
         if key not in self._shapes:
             self._shapes[key] = BatchDimensions(
                 decode_rows=decode_rows,
+                width=width,
                 is_captured=True,
                 padded_prefill_rows=self.prefill_rows if prefill_tokens else 0,
                 padded_prefill_tokens=prefill_tokens,
@@ -73,10 +80,10 @@ class GraphShapes:
 
     def all_shapes(self) -> list[BatchDimensions]:
         """Every shape to capture, largest first, so that smaller graphs reuse its memory."""
-        shapes = [self.shape(size) for size in self.decode_sizes]
-        for tokens, sizes in self.mixed_sizes.items():
-            shapes += [self.shape(size, tokens) for size in sizes]
-        return sorted(shapes, key=lambda dims: (-dims.tokens, -dims.prefill_tokens))
+        sizes = [(size, 0) for size in self.decode_sizes]
+        sizes += [(size, tokens) for tokens, rows in self.mixed_sizes.items() for size in rows]
+        shapes = {self.shape(*size, width) for width in self.widths for size in sizes}
+        return sorted(shapes, key=lambda dims: (-dims.tokens, -dims.prefill_tokens, dims.width))
 
 
 def make_graph_shapes(
@@ -84,7 +91,10 @@ def make_graph_shapes(
 ) -> GraphShapes:
     """The shapes that a configuration asks for, on a device and with attention that can capture
     (prefill) or not."""
-    shapes = GraphShapes(longest_sequence=config.max_sequence_length)
+    shapes = GraphShapes(
+        longest_sequence=config.max_sequence_length,
+        widths=(1,) if config.decode_width == 1 else (1, config.decode_width),
+    )
     count = config.num_cuda_graphs if captures_graphs else 0
     shapes.decode_sizes = graph_sizes(config.max_requests, count)
     captures_prefill = captures_prefill and config.use_cuda_graphs_for_non_decode_steps

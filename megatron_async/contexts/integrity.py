@@ -1,4 +1,4 @@
-"""Check that the context's books balance: every block and slot has exactly one owner."""
+"""Check that the context's books balance: blocks have the owners that they count, slots one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ def check_integrity(
     """Compare the owners' books with the allocator's.
 
     Raises:
-        AssertionError: a block is owned twice or lost, a slot's state contradicts its contents, or
-            lengths are out of order; the message names slot or block.
+        AssertionError: a block has other owners than it counts, is lost or free twice, a slot's
+            state contradicts its contents, or lengths are out of order; the message names slot or
+            block.
     """
-    owned = [slots.block_table[slot, : slots.num_blocks[slot]] for slot in range(slots.capacity)]
-    ids = np.concatenate([*owned, blocks.free_blocks()])
-    counts = np.bincount(ids, minlength=blocks.total)
-    assert len(counts) == blocks.total, f"block {ids.max()} does not exist"
-    assert (counts <= 1).all(), f"blocks owned twice: {np.flatnonzero(counts > 1)}"
-    assert (counts == 1).all(), f"blocks lost: {np.flatnonzero(counts == 0)}"
+    tables = [slots.block_table[slot, : slots.num_blocks[slot]] for slot in range(slots.capacity)]
+    for slot in np.flatnonzero(slots.num_blocks):
+        table = tables[slot]
+        assert len(np.unique(table)) == len(table), f"slot {slot} has a block twice: {table}"
+    owned = np.bincount(np.concatenate(tables), minlength=blocks.total)
+    assert len(owned) == blocks.total, f"block {len(owned) - 1} does not exist"
+    wrong = np.flatnonzero(owned != blocks.owners)
+    assert len(wrong) == 0, f"blocks {wrong} have other owners than they count"
+    ownerless = np.bincount(blocks.ownerless_blocks(), minlength=blocks.total)
+    assert (ownerless <= 1).all(), f"blocks free twice: {np.flatnonzero(ownerless > 1)}"
+    missing = np.flatnonzero((ownerless == 1) == (owned > 0))
+    assert len(missing) == 0, f"blocks {missing} are lost, or free and owned"
 
     free = slots.state == SlotState.FREE
     assert np.count_nonzero(free) == slots.num_free, "free slots miscounted"
@@ -33,8 +40,10 @@ def check_integrity(
         if request is not None:
             assert slots.slot_of[request.request_id] == slot, f"slot {slot}: not its request's"
     assert len(slots.slot_of) == slots.capacity - slots.num_free, "a request without a slot"
-    used = ~free
-    assert (slots.num_known <= slots.num_launched)[used].all(), "booked a sample never launched"
-    assert (slots.num_launched <= slots.max_length)[used].all(), "launched beyond a length limit"
+    used = np.flatnonzero(~free)
+    steps, tokens = slots.in_flight_steps[used], slots.in_flight_tokens[used]
+    assert (steps >= 0).all(), "booked a sample never launched"
+    assert (tokens >= steps).all(), "a step in flight without a width"
+    assert (slots.at_least(used) <= slots.max_length[used]).all(), "launched beyond a length limit"
     in_prefill = np.flatnonzero(slots.state == SlotState.PREFILLING)
     assert sorted(prefilling) == list(in_prefill), "prefill list disagrees with slot states"

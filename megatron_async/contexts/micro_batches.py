@@ -12,7 +12,7 @@ from collections import deque
 
 import numpy as np
 
-from megatron_async.contexts.request_slots import RequestSlots, SlotState
+from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.contexts.step_plan import IntArray
 
 
@@ -51,15 +51,6 @@ class MicroBatches:
         """Those of `slots` that are in a micro-batch."""
         count = self._slots.num_micro_batches
         return slots if count == 1 else slots[slots % count == micro_batch]
-
-    def blocks_paused_beside(self, starved: IntArray) -> int:
-        """KV blocks held by paused requests of other micro-batches than that of `starved`, who are
-        all that are paused of theirs."""
-        slots, count = self._slots, self._slots.num_micro_batches
-        if count == 1:
-            return 0
-        paused = np.flatnonzero(slots.state == SlotState.PAUSED)
-        return int(slots.num_blocks[paused[paused % count != starved[0] % count]].sum())
 
     def may_admit(self, micro_batch: int, waiting: int) -> bool:
         """Whether one of `waiting` requests may join a micro-batch: all are to be equally large

@@ -49,22 +49,34 @@ class PlanBuilder:
         """Block `blocks[i]` becomes entry `indices[i]` of the table of `slots[i]`."""
         self._updates.append((slots, indices, blocks))
 
-    def shape_of(self, decode: IntArray, chunks: list[PrefillChunk]) -> StepShape:
-        """How large a step with these decode slots and prefill chunks is."""
+    @property
+    def num_updates(self) -> int:
+        """Block-table updates of the step that is being scheduled."""
+        return sum(len(slots) for slots, _, _ in self._updates)
+
+    def shape_of(self, decode: IntArray, chunks: list[PrefillChunk], width: int = 1) -> StepShape:
+        """How large a step with these prefill chunks and decode slots of this width is."""
+        width = width if len(decode) else 1
+        decode_tokens = len(decode) * width
         if not chunks:
-            return StepShape(len(decode), tokens=len(decode))
+            return StepShape(len(decode), tokens=decode_tokens, width=width)
         prefill_tokens = sum(end - start for _, start, end in chunks)
         wanted = self._slots.prompt_log_probs
         return StepShape(
             decode_rows=len(decode),
             prefill_rows=len(chunks),
             prefill_tokens=prefill_tokens,
-            tokens=len(decode) + prefill_tokens,
+            tokens=decode_tokens + prefill_tokens,
             is_eager=int(any(start < wanted[slot] for slot, start, _ in chunks)),
+            width=width,
         )
 
     def build(
-        self, decode: IntArray, chunks: list[PrefillChunk], shape: StepShape | None = None
+        self,
+        decode: IntArray,
+        chunks: list[PrefillChunk],
+        shape: StepShape | None = None,
+        width: int = 1,
     ) -> StepPlan:
         """The plan of a step with these decode slots and prefill chunks.
 
@@ -72,13 +84,18 @@ class PlanBuilder:
             decode: slots.
             chunks: of further slots.
             shape: one that holds them; None: theirs.
+            width: most tokens that a decode row yields.
         """
-        shape = shape or self.shape_of(decode, chunks)
+        width = width if len(decode) else 1
+        shape = shape or self.shape_of(decode, chunks, width)
         slots = self._slots
-        rows, kv_lengths = decode, slots.num_launched[decode]
+        rows, kv_at_most = decode, slots.places(decode, width)
         produces = np.ones(len(decode) + len(chunks), dtype=np.bool_)
-        # Decode rows: their last token goes in, one more comes out.
-        slots.num_launched[decode] = kv_lengths + 1
+        widths = np.ones(len(decode) + len(chunks), dtype=np.int32)
+        if width > 1:
+            widths[: len(decode)] = slots.widths_of(decode, width)
+        # Decode rows: their last token goes in, and drafts; one to `widths` tokens come out.
+        slots.count_launched(decode, widths[: len(decode)])
         starts, token_ids = _NO_STARTS, _NONE
         features = following = _NONE
         spans: list[IntArray] = []
@@ -90,7 +107,8 @@ class PlanBuilder:
             complete = ends == slots.num_known[prefill_slots]
             produces[len(decode) :] = complete
             features = complete * np.int32(RowFeature.PRODUCES)
-            features[slots.num_prefilled[prefill_slots] == 0] |= RowFeature.STARTS
+            is_first = slots.num_prefilled[prefill_slots] == slots.num_cached[prefill_slots]
+            features[is_first] |= RowFeature.STARTS
             known = slots.tokens[prefill_slots, np.where(complete, 0, ends)]
             following = np.where(complete, np.int32(NO_TOKEN), known)
             prompt_chunks = tuple(
@@ -107,22 +125,25 @@ class PlanBuilder:
             starts = np.cumsum([0, *map(len, spans)], dtype=np.int32)
             slots.num_prefilled[prefill_slots] = ends
             done = prefill_slots[complete]
-            slots.num_launched[done] += 1
+            slots.count_launched(done, 1)
             slots.state[done] = SlotState.DECODING
             rows = np.concatenate((rows, prefill_slots))
-            kv_lengths = np.concatenate((kv_lengths, ends))
+            kv_at_most = np.concatenate((kv_at_most, ends))
         mode = SamplingMode(int(slots.sampling_mode[rows].max(initial=SamplingMode.GREEDY)))
         plan = StepPlan(
             step=self.next_step,
             dims=shape.captured(self._graph_shapes)
             or shape.eager(
-                kv_lengths[: len(decode)],
+                width,
+                kv_at_most[: len(decode)],
                 tuple((end - start, end) for _, start, end in chunks),
             ),
             num_decode=len(decode),
+            width=width,
             slots=rows,
             generations=slots.generation[rows],
-            kv_lengths=kv_lengths,
+            kv_at_most=kv_at_most,
+            widths=widths,
             produces=produces,
             sampling_mode=mode,
             block_updates=self._take_updates(),
@@ -162,9 +183,11 @@ def dummy_plan(dims: BatchDimensions) -> StepPlan:
         step=0,
         dims=dims,
         num_decode=0,
+        width=dims.width,
         slots=_NONE,
         generations=_NONE,
-        kv_lengths=_NONE,
+        kv_at_most=_NONE,
+        widths=_NONE,
         produces=np.empty(0, dtype=np.bool_),
         sampling_mode=SamplingMode.GREEDY,
         block_updates=BlockUpdates(_NONE, _NONE, _NONE),

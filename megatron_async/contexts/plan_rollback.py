@@ -10,6 +10,7 @@ from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.inference_request import Status
+from megatron_async.ops.slot_records import RowFeature
 
 
 def take_back(
@@ -35,7 +36,8 @@ def take_back(
     rows = plan.slots[live]
     for slot in rows[slots.state[rows] == SlotState.PAUSED]:
         slots.request_at(slot).status = Status.ACTIVE_AND_GENERATING_TOKENS
-    slots.num_launched[plan.slots[live & plan.produces]] -= 1
+    yields = live & plan.produces
+    slots.count_back(plan.slots[yields], plan.widths[yields])
 
     decode = plan.slots[: plan.num_decode][live[: plan.num_decode]]
     slots.state[decode] = SlotState.DECODING
@@ -52,6 +54,6 @@ def take_back(
         if plan.produces[row]:
             slots.state[slot] = SlotState.PREFILLING
             prefilling.insert(0, slot)  # it was ahead of those that have tokens left
-        slots.num_prefilled[slot] = plan.kv_lengths[row] - lengths[row - plan.num_decode]
-        if slots.num_prefilled[slot] == 0:
+        slots.num_prefilled[slot] = plan.kv_at_most[row] - lengths[row - plan.num_decode]
+        if plan.prefill_features[row - plan.num_decode] & RowFeature.STARTS:
             requeue(slot)

@@ -13,6 +13,7 @@ import numpy as np
 from megatron_async.contexts.step_plan import IntArray
 from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.ops.sampling import SamplingMode
+from megatron_async.ops.slot_records import RowFeature
 from megatron_async.sampling_params import SamplingParams
 
 MANY = 2**30
@@ -36,15 +37,17 @@ class SlotState(IntEnum):
 class RequestSlots:
     """State of up to `capacity` requests.
 
-    Three lengths say how far a request is, each at least the one before:
-    `num_known` tokens are on the CPU (prompt and booked samples); `num_launched` counts the samples
-    of steps in flight too; `max_length` is where the sequence ends by its limits.
+    How long a request's sequence is, the device knows. The CPU knows `num_known` tokens of it
+    (prompt and booked samples), and bounds, always taken from `num_known`: the steps in flight yield
+    one token each at least (`at_least`) and `in_flight_tokens` at most (`at_most`). Where all rows
+    have width 1, the bounds are equal. `max_length` is where the sequence ends by its limits.
 
     Args:
         capacity: number of slots.
         max_sequence_length: longest sequence, tokens.
         max_blocks: blocks that the longest sequence takes.
         num_micro_batches: groups that the slots form, `slot % num_micro_batches`.
+        max_width: most tokens that a row yields.
     """
 
     def __init__(
@@ -53,8 +56,10 @@ class RequestSlots:
         max_sequence_length: int,
         max_blocks: int,
         num_micro_batches: int = 1,
+        max_width: int = 1,
     ) -> None:
         self.capacity = capacity
+        self.max_width = max_width
         self.num_micro_batches = num_micro_batches
         self.state = np.full(capacity, SlotState.FREE, dtype=np.int8)
         self.generation = np.zeros(capacity, dtype=np.int64)
@@ -63,10 +68,16 @@ class RequestSlots:
 
         self.prompt_length = np.zeros(capacity, dtype=np.int32)
         self.num_known = np.zeros(capacity, dtype=np.int32)
-        self.num_launched = np.zeros(capacity, dtype=np.int32)
+        self.in_flight_steps = np.zeros(capacity, dtype=np.int32)
+        """Steps in flight that yield tokens of the request."""
+        self.in_flight_tokens = np.zeros(capacity, dtype=np.int32)
+        """Sum of the widths of its rows in these."""
         self.max_length = np.zeros(capacity, dtype=np.int32)
         self.num_prefilled = np.zeros(capacity, dtype=np.int32)
         """Tokens whose prefill is launched; only of a PREFILLING slot."""
+        self.num_cached = np.zeros(capacity, dtype=np.int32)
+        """Tokens that were in the cache when the request got its slot: its first chunk begins behind
+        them."""
 
         self.num_blocks = np.zeros(capacity, dtype=np.int32)
         self.block_table = np.zeros((capacity, max_blocks), dtype=np.int32)
@@ -116,6 +127,7 @@ class RequestSlots:
         seed: int,
         max_length: int,
         micro_batch: int = 0,
+        num_cached: int = 0,
     ) -> int:
         """Give a free slot to a request that starts, or starts again after an eviction.
 
@@ -125,6 +137,8 @@ class RequestSlots:
             seed: resolved seed of its random numbers.
             max_length: sequence length at which it ends.
             micro_batch: which the slot belongs to; it has a free one.
+            num_cached: its first tokens, whose keys and values are in the cache already; fewer than
+                it has.
 
         Returns:
             the slot, in state PREFILLING, without blocks.
@@ -140,9 +154,10 @@ class RequestSlots:
         self.tokens[slot, : len(prompt)] = prompt
         self.tokens[slot, len(prompt) : known] = generated
         self.prompt_length[slot] = len(prompt)
-        self.num_known[slot] = self.num_launched[slot] = known
+        self.num_known[slot] = known
+        self.in_flight_steps[slot] = self.in_flight_tokens[slot] = 0
         self.max_length[slot] = max_length
-        self.num_prefilled[slot] = 0
+        self.num_prefilled[slot] = self.num_cached[slot] = num_cached
         self.num_blocks[slot] = 0
         self._set_sampling(slot, request.sampling_params, seed)
         self.features[slot] = request.row_features
@@ -187,7 +202,7 @@ class RequestSlots:
         Returns:
             the blocks that it held, int32.
         """
-        blocks = self.block_table[slot, : self.num_blocks[slot]].copy()
+        blocks = self.blocks_of(slot).copy()
         self.state[slot] = SlotState.FREE
         self.generation[slot] += 1
         del self.slot_of[int(self.request_id[slot])]
@@ -208,7 +223,44 @@ class RequestSlots:
         if self.state[slot] == SlotState.PREFILLING:
             return int(self.num_prefilled[slot])
         # The sample of the step launched last has not been fed back.
-        return int(min(self.num_launched[slot] - 1, self.num_known[slot]))
+        return int(min(self.at_least(slot) - 1, self.num_known[slot]))
+
+    def at_least(self, slots: IntArray | int) -> IntArray:
+        """Bound of the sequences' lengths behind the steps in flight, int32 `[slots]`."""
+        return self.num_known[slots] + self.in_flight_steps[slots]
+
+    def at_most(self, slots: IntArray | int) -> IntArray:
+        """The other bound; limits of length are not taken into account."""
+        return self.num_known[slots] + self.in_flight_tokens[slots]
+
+    def widths_of(self, slots: IntArray, width: int) -> IntArray:
+        """Most tokens that rows of these slots yield in a step of this width, int32 `[slots]`: one
+        under a grammar, because the mask of a token needs the token before it."""
+        constrained = (self.features[slots] & RowFeature.CONSTRAINED) != 0
+        return np.where(constrained, 1, width).astype(np.int32)
+
+    def places(self, slots: IntArray, width: int) -> IntArray:
+        """Places in the cache that the sequences may take once rows of this width have run, int32
+        `[slots]`: the last token stands at length - 1, drafts behind it, and the last token of all
+        is never fed."""
+        at_most = self.at_most(slots)
+        if self.max_width == 1:
+            return at_most
+        return np.minimum(at_most + self.widths_of(slots, width) - 1, self.max_length[slots] - 1)
+
+    def blocks_of(self, slot: int) -> IntArray:
+        """The blocks of a slot, int32: a view."""
+        return self.block_table[slot, : self.num_blocks[slot]]
+
+    def count_launched(self, slots: IntArray, widths: IntArray | int) -> None:
+        """A step was planned that yields up to `widths` tokens of each of `slots`."""
+        self.in_flight_steps[slots] += 1
+        self.in_flight_tokens[slots] += widths
+
+    def count_back(self, slots: IntArray, widths: IntArray) -> None:
+        """Such a step is booked, or was taken back."""
+        self.in_flight_steps[slots] -= 1
+        self.in_flight_tokens[slots] -= widths
 
     def generated(self, slot: int) -> IntArray:
         """Booked generated tokens of `slot`, int32 `[n]`: a view."""

@@ -37,12 +37,18 @@ class StepPlan:
     dims: BatchDimensions
     num_decode: int
     """Rows that decode; the others are prefill chunks."""
+    width: int
+    """Most tokens that a decode row yields. `dims.width` may be more, in a captured shape."""
     slots: IntArray
     """int32 `[rows]`, decode rows first; dummy rows of a padded step are not in the plan."""
     generations: IntArray
     """int64 `[rows]`."""
-    kv_lengths: IntArray
-    """int32 `[rows]`: KV length once this step's tokens are appended."""
+    kv_at_most: IntArray
+    """int32 `[rows]`: bound of the KV length once this step's tokens are appended. Exact for prefill
+    chunks, and for rows whose steps in flight all have width 1."""
+    widths: IntArray
+    """int32 `[rows]`: most tokens that the row yields: `width`, but 1 under a grammar and for prefill
+    chunks."""
     produces: NDArray[np.bool_]
     """bool `[rows]`: whether the row's sample is a token of its request (not so for a prefill chunk
     that leaves part of the prompt for later)."""
@@ -78,12 +84,18 @@ class StepPlan:
         dummies = self.dims.decode_rows - self.num_decode
         return np.where(rows < self.num_decode, rows, rows + dummies)
 
-    def samples_of(self, device_rows: IntArray) -> IntArray:
-        """Pick the samples of the plan's rows from those of the device's rows, among which a padded
-        step has dummy rows."""
+    def sample_rows(self, rows: IntArray) -> IntArray:
+        """The first row of logits of each of `rows` of the plan."""
+        width = self.dims.width
+        decode_tokens = self.dims.decode_tokens
+        return np.where(rows < self.num_decode, rows * width, rows - self.num_decode + decode_tokens)
+
+    def rows_of(self, device_rows: IntArray) -> IntArray:
+        """Pick what belongs to the plan's rows from an array over the device's rows, among which a
+        padded step has dummy rows."""
         first_chunk = self.dims.decode_rows
         if self.num_decode in (self.num_rows, first_chunk):
             return device_rows[: self.num_rows]
         chunks = self.num_rows - self.num_decode
-        samples = device_rows[first_chunk : first_chunk + chunks]
-        return np.concatenate((device_rows[: self.num_decode], samples))
+        picked = device_rows[first_chunk : first_chunk + chunks]
+        return np.concatenate((device_rows[: self.num_decode], picked))

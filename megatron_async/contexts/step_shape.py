@@ -23,6 +23,8 @@ class StepShape(NamedTuple):
     """Query tokens."""
     is_eager: int = 0
     """1: it cannot be captured."""
+    width: int = 1
+    """Query tokens of a decode row."""
 
     @property
     def is_empty(self) -> bool:
@@ -34,23 +36,27 @@ class StepShape(NamedTuple):
         none."""
         if self.is_eager:
             return None
-        return graph_shapes.find(self.decode_rows, self.prefill_rows, self.prefill_tokens)
+        return graph_shapes.find(
+            self.decode_rows, self.prefill_rows, self.prefill_tokens, self.width
+        )
 
     def eager(
-        self, kv_lengths: IntArray, prefill_lengths: tuple[tuple[int, int], ...]
+        self, width: int, kv_lengths: IntArray, prefill_lengths: tuple[tuple[int, int], ...]
     ) -> BatchDimensions:
         """The dimensions of one rank's part of such a step where it is not captured.
 
         Args:
-            kv_lengths: of its decode rows; see `StepPlan`.
+            width: of its own decode rows; ranks may differ in it.
+            kv_lengths: bounds of its decode rows; see `StepPlan.kv_at_most`.
             prefill_lengths: see `BatchDimensions`.
         """
         rows, longest = len(kv_lengths), int(kv_lengths.max(initial=0))
         if not rows and not prefill_lengths:
-            rows = longest = 1  # a dummy row
-        tokens = rows + sum(query for query, _ in prefill_lengths)
+            rows = longest = width = 1  # a dummy row
+        tokens = rows * width + sum(query for query, _ in prefill_lengths)
         return BatchDimensions(
             decode_rows=rows,
+            width=width,
             prefill_lengths=prefill_lengths,
             max_decode_kv_length=longest,
             dispatch_tokens=self.tokens if self.tokens > tokens else 0,
