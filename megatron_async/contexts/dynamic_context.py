@@ -139,6 +139,7 @@ class DynamicInferenceContext:
         request.generated_tokens = self.slots.generated_tokens(slot)
         if self.slots.state[slot] == SlotState.PREFILLING:
             self._prefilling.remove(slot)
+        self._plan_builder.drop_block_updates(slot)
         self.blocks.release(self.slots.release(slot))
 
     def has_unfinished_requests(self) -> bool:
@@ -217,20 +218,18 @@ class DynamicInferenceContext:
     def _give_blocks(self, rows: IntArray) -> None:
         """One more block for each of `rows`."""
         indices = self.slots.num_blocks[rows]
-        blocks = self.blocks.allocate(len(rows))
-        self.slots.block_table[rows, indices] = blocks
+        self.slots.block_table[rows, indices] = blocks = self.blocks.allocate(len(rows))
         self.slots.num_blocks[rows] = indices + 1
         self._plan_builder.add_block_updates(rows, indices, blocks)
 
     def _schedule_prefill(self, micro_batch: int, budget: int) -> list[PrefillChunk]:
-        """Prefill chunks for at most `budget` tokens of a micro-batch: prompts under way first,
-        then new requests."""
+        """Prefill chunks of at most `budget` tokens: prompts under way first, then new requests."""
         chunks: list[PrefillChunk] = []
         for slot in self._prefilling:
             if slot % self.slots.num_micro_batches == micro_batch:
                 budget -= self._add_chunk(chunks, slot, budget)
         while budget > 0 and self._may_admit(micro_batch, budget):
-            budget -= self._add_chunk(chunks, self._admit(self.waiting.pop(), micro_batch), budget)
+            budget -= self._add_chunk(chunks, self._admit(micro_batch), budget)
         return chunks
 
     def _add_chunk(self, chunks: list[PrefillChunk], slot: int, budget: int) -> int:
@@ -247,28 +246,31 @@ class DynamicInferenceContext:
         if np.any(slots.state == SlotState.PAUSED):
             return False
         known = self.waiting.first().num_known
-        splits = self.config.enable_chunked_prefill or known > self.max_tokens
-        if known > budget and not splits:
+        if budget < known <= self.max_tokens and not self.config.enable_chunked_prefill:
             return False
         running = slots.state == SlotState.DECODING
         soon = slots.num_launched + ADMISSION_HORIZON > slots.num_blocks * self.block_size_tokens
         reserve = int(np.count_nonzero(running & soon))
         return -(-known // self.block_size_tokens) + reserve <= self.blocks.free
 
-    def _admit(self, waiting: WaitingRequest, micro_batch: int) -> int:
-        """Give a request its slot and the blocks of all its known tokens."""
-        request, slots = waiting.request, self.slots
+    def _admit(self, micro_batch: int) -> int:
+        """Give who waits first a slot and the blocks of all its tokens; if that raises, nothing."""
+        waiting, slots = self.waiting.first(), self.slots
+        request, count = waiting.request, -(-waiting.num_known // self.block_size_tokens)
         slot = slots.acquire(request, waiting.rank, waiting.seed, waiting.max_length, micro_batch)
-        count = -(-waiting.num_known // self.block_size_tokens)
-        blocks = self.blocks.allocate(count)
-        indices = np.arange(count, dtype=np.int32)
-        slots.block_table[slot, :count] = blocks
-        slots.num_blocks[slot] = count
-        self._plan_builder.add_block_updates(np.full(count, slot, np.int32), indices, blocks)
         self._prefilling.append(slot)
+        try:
+            slots.block_table[slot, :count] = blocks = self.blocks.allocate(count)
+            slots.num_blocks[slot] = count
+            indices = np.arange(count, dtype=np.int32)
+            self._plan_builder.add_block_updates(np.full(count, slot, np.int32), indices, blocks)
+            request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
+        except BaseException:
+            self.release_request(slot)
+            raise
+        self.waiting.pop()
         self.recomputed_tokens += waiting.num_computed
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
-        request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
         return slot
 
     # ---- Memory pressure ---------------------------------------------------------------------

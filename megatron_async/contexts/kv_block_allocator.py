@@ -28,8 +28,10 @@ class KVBlockAllocator:
     def allocate(self, count: int) -> IntArray:
         """Take `count` blocks: int32 `[count]`. The caller has made sure that they are there."""
         assert 0 <= count <= self._free, f"{count} blocks asked for, {self._free} free"
-        self._free -= count
-        return self._stack[self._free : self._free + count][::-1].copy()
+        left = self._free - count
+        blocks = self._stack[left : self._free][::-1].copy()
+        self._free = left
+        return blocks
 
     def release(self, blocks: IntArray) -> None:
         """Give blocks back."""
