@@ -218,7 +218,7 @@ class Soak:
         context.check_integrity()
         assert not engine.in_flight, "steps are left in flight"
         assert context.slots.num_free == context.max_requests, "slots are left"
-        assert context.blocks.free == context.blocks.total, "KV blocks are left"
+        assert context.blocks.allocatable == context.blocks.total, "KV blocks are left"
         assert len(context.waiting) == 0, "waiting requests are left"
         assert len(engine.requests) == 0, "unfinished requests are left"
         gc.collect()

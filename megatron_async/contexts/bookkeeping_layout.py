@@ -66,8 +66,7 @@ class BookkeepingLayout:
         Args:
             max_rows: rows of a step, padding included.
             max_tokens: prefill tokens of a step, padding included.
-            num_blocks: blocks of the pool; updates name new owners of blocks, so there are at most
-                as many in a step.
+            num_blocks: blocks of the pool; admission stops where a step would have more updates.
         """
         return _layout(max_rows, max_rows, max_tokens, num_blocks).size + max_rows * RECORD_WORDS
 

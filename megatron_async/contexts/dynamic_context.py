@@ -22,28 +22,25 @@ from megatron_async.contexts.graph_shapes import make_graph_shapes
 from megatron_async.contexts.integrity import check_integrity
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.micro_batches import MicroBatches
-from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk, dummy_plan
+from megatron_async.contexts.plan_builder import PlanBuilder, dummy_plan
 from megatron_async.contexts.plan_rollback import take_back
-from megatron_async.contexts.request_slots import RequestSlots, SlotState
+from megatron_async.contexts.request_slots import RequestSlots
+from megatron_async.contexts.scheduler import NO_SLOTS, Scheduler
 from megatron_async.contexts.step_output import StepOutput, book_samples
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.contexts.step_shape import StepShape
 from megatron_async.devices import Device, make_device
-from megatron_async.inference_request import (
-    DynamicInferenceEventType,
-    DynamicInferenceRequest,
-    Status,
-)
+from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.profiling.timeline import Timeline
 from megatron_async.profiling.tracer import Tracer
 
-ADMISSION_HORIZON = 32
-"""Admission leaves the blocks that running requests will want within this many steps, so that a
-newcomer does not pause the requests it joins right away."""
-NO_SLOTS = np.empty(0, dtype=np.int32)
+Agree = Callable[[int, StepShape, bool], StepShape]
+"""From a step's number, the shape that this rank wants for it, and whether it has unfinished
+requests, to the shape in which all ranks that share experts launch it."""
 
 
-def _alone(step: int, wanted: StepShape, has_work: bool) -> StepShape:
+def alone(step: int, wanted: StepShape, has_work: bool) -> StepShape:
+    """Nobody to agree with: the shape that is wanted."""
     return wanted
 
 
@@ -62,13 +59,8 @@ class DynamicInferenceContext:
         gpu_view: the device's snapshot of the running step.
         slots: per-request state.
         blocks: ownership of KV blocks.
-        waiting: requests without a slot.
-        micro_batches: which of the requests the next step serves.
+        scheduler: decides who runs in the next step; it counts pauses and evictions.
         graph_shapes: padded shapes that have, or will have, a captured graph.
-        agree: from a step's number, the shape that this rank wants for it, and whether it has
-            unfinished requests, to the shape in which all ranks launch it; at first it is alone.
-        pauses, evictions: counts of events so far.
-        recomputed_tokens: tokens that evictions took from the cache and that are prefilled again.
     """
 
     def __init__(
@@ -90,9 +82,6 @@ class DynamicInferenceContext:
         self.gpu_view = make_gpu_view(model_config, inference_config, self.device)
         dummy_block = self.gpu_view.kv_cache.dummy_block
         self.blocks = KVBlockAllocator(dummy_block)
-        self._max_paused_blocks = max_paused_blocks(
-            model_config, inference_config, self.blocks.total, self.device
-        )
         max_blocks = -(-self.max_sequence_length // self.block_size_tokens)
         stages = getattr(model_config, "pipeline_model_parallel_size", 1)
         self.slots = RequestSlots(
@@ -102,8 +91,6 @@ class DynamicInferenceContext:
             stages,
             inference_config.decode_width,
         )
-        self.micro_batches = MicroBatches(self.slots, inference_config.steps_in_flight - 1)
-        self.waiting = AdmissionQueue()
         self._staging = HostStaging(
             self.device,
             self.gpu_view.bookkeeping.size(1),
@@ -117,12 +104,15 @@ class DynamicInferenceContext:
             self.gpu_view.captures_prefill,
         )
         self._plan_builder = PlanBuilder(self.slots, self.graph_shapes)
-        self._prefilling: list[int] = []
-        self.agree: Callable[[int, StepShape, bool], StepShape] = _alone
+        self.scheduler = Scheduler(
+            inference_config,
+            self.slots,
+            self.blocks,
+            self._plan_builder,
+            self.tracer,
+            max_paused_blocks(model_config, inference_config, self.blocks.total, self.device),
+        )
         self._arrivals = 0
-        self.pauses = 0
-        self.evictions = 0
-        self.recomputed_tokens = 0
 
     # ---- Requests in and out -----------------------------------------------------------------
 
@@ -141,11 +131,17 @@ class DynamicInferenceContext:
     def release_request(self, slot: int) -> None:
         """End the request in `slot`: its blocks and slot are free at once (rows in flight become
         zombies), its generated tokens stay with the request."""
-        request = self.slots.request_at(slot)
-        request.generated_tokens = self.slots.generated_tokens(slot)
-        if self.slots.state[slot] == SlotState.PREFILLING:
-            self._prefilling.remove(slot)
-        self.blocks.release(self.slots.release(slot))
+        self.scheduler.release(slot)
+
+    @property
+    def waiting(self) -> AdmissionQueue:
+        """Requests without a slot."""
+        return self.scheduler.waiting
+
+    @property
+    def micro_batches(self) -> MicroBatches:
+        """Which of the requests the next step serves."""
+        return self.scheduler.micro_batches
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request waits or holds a slot."""
@@ -158,269 +154,43 @@ class DynamicInferenceContext:
 
     # ---- Planning a step ---------------------------------------------------------------------
 
-    def prepare_step(self) -> StepPlan | None:
+    def prepare_step(self, agree: Agree = alone) -> StepPlan | None:
         """Decide the next step: CPU only, and without waiting for any step in flight.
+
+        Args:
+            agree: settles its shape with other ranks.
 
         Returns:
             the plan, already counted as launched; None when nothing can run before a step in
             flight is resolved (or there is no work). A plan without rows is a dummy step.
         """
         builder = self._plan_builder
-        decode, width, prefill = self._schedule()
+        decode, width, prefill = self.scheduler.schedule()
         wanted = builder.shape_of(decode, prefill, width)
-        shape = self.agree(builder.next_step, wanted, self.has_unfinished_requests())
+        shape = agree(builder.next_step, wanted, self.has_unfinished_requests())
         if shape.is_empty:
             return None
         plan = builder.build(decode, prefill, shape, width)
         if prefill:
-            is_under_way = self.slots.state == SlotState.PREFILLING
-            self._prefilling = [slot for slot in self._prefilling if is_under_way[slot]]
+            self.scheduler.forget_prefilled()
         return plan
 
-    def prepare_dummy_step(self) -> StepPlan | None:
+    def prepare_dummy_step(self, agree: Agree = alone) -> StepPlan | None:
         """A step in which no request of this rank runs, if other ranks need one; else None."""
         builder = self._plan_builder
-        shape = self.agree(builder.next_step, StepShape(), False)
+        shape = agree(builder.next_step, StepShape(), False)
         return None if shape.is_empty else builder.build(NO_SLOTS, [], shape)
-
-    def _schedule(self) -> tuple[IntArray, int, list[PrefillChunk]]:
-        """Decode slots, their width and prefill chunks of the next step; no slots and no chunks if
-        nothing can run."""
-        while True:
-            for micro_batch in self.micro_batches.in_turn():
-                with self.tracer.range("schedule", self._plan_builder.next_step):
-                    decode, width = self._schedule_decode(micro_batch)
-                    budget = self.max_tokens - len(decode) * width
-                    prefill = self._schedule_prefill(micro_batch, budget)
-                if len(decode) or prefill:
-                    self.micro_batches.took(micro_batch, feeds_back=len(decode) > 0)
-                    return decode, width, prefill
-            if not self._make_room():
-                return NO_SLOTS, 1, []
-
-    def _schedule_decode(self, micro_batch: int) -> tuple[IntArray, int]:
-        """Slots of a micro-batch that decode this step, each with blocks for its query tokens, and
-        the step's width.
-
-        When blocks run out, rows do without drafts. When they run out all the same, they go to the
-        requests first in rank; the others sit out until the steps in flight have told how long
-        they are, and if that is known, they pause.
-        """
-        slots = self.slots
-        wants = (slots.state >= SlotState.DECODING) & (
-            slots.num_known + slots.in_flight_steps < slots.max_length
-        )
-        # Under a grammar the mask of a token needs the token before it: one may be in flight.
-        wants &= slots.in_flight_steps < slots.most_in_flight
-        rows = self.micro_batches.members(np.flatnonzero(wants).astype(np.int32), micro_batch)
-        width = slots.max_width
-        needy, wanted = self._in_need(rows, width)
-        if width > 1 and wanted.sum() > self.blocks.allocatable:
-            width = 1
-            needy, wanted = self._in_need(rows, width)
-        if len(needy) == 0:
-            return rows, width
-        starved = NO_SLOTS
-        if wanted.sum() > self.blocks.allocatable:
-            by_rank = np.argsort(slots.rank[needy])
-            needy, wanted = needy[by_rank], wanted[by_rank]
-            fed = int(np.searchsorted(wanted.cumsum(), self.blocks.allocatable, side="right"))
-            starved, needy, wanted = needy[fed:], needy[:fed], wanted[:fed]
-            rows = np.setdiff1d(rows, starved, assume_unique=True)
-        self._resume(needy)
-        if len(starved):
-            is_exact = slots.in_flight_tokens[starved] == slots.in_flight_steps[starved]
-            self._pause(starved[is_exact])
-        self._give_blocks(needy, wanted)
-        return rows, width
-
-    def _in_need(self, rows: IntArray, width: int) -> tuple[IntArray, IntArray]:
-        """Those of `rows` that want blocks for a step of this width, and how many."""
-        slots, size = self.slots, self.block_size_tokens
-        missing = slots.places(rows, width) - slots.num_blocks[rows] * size
-        is_needy = missing > 0
-        return rows[is_needy], -(-missing[is_needy] // size)
-
-    def _give_blocks(self, rows: IntArray, counts: IntArray) -> None:
-        """So many more blocks for each of `rows`."""
-        slots = self.slots
-        first = slots.num_blocks[rows]
-        blocks = self.blocks.allocate(int(counts.sum()))
-        if len(blocks) > len(rows):
-            within = np.arange(len(blocks)) - np.repeat(counts.cumsum() - counts, counts)
-            rows, indices = np.repeat(rows, counts), np.repeat(first, counts) + within
-            indices = indices.astype(np.int32)
-        else:
-            indices = first
-        slots.block_table[rows, indices] = blocks
-        slots.num_blocks[rows] = indices + 1
-        self._plan_builder.add_block_updates(rows, indices, blocks)
-
-    def _schedule_prefill(self, micro_batch: int, budget: int) -> list[PrefillChunk]:
-        """Prefill chunks for at most `budget` tokens of a micro-batch: prompts under way first,
-        then new requests."""
-        chunks: list[PrefillChunk] = []
-        for slot in self._prefilling:
-            if slot % self.slots.num_micro_batches == micro_batch:
-                budget -= self._add_chunk(chunks, slot, budget)
-        while budget > 0 and self._may_admit(micro_batch, budget):
-            budget -= self._add_chunk(chunks, self._admit(self.waiting.pop(), micro_batch), budget)
-        return chunks
-
-    def _add_chunk(self, chunks: list[PrefillChunk], slot: int, budget: int) -> int:
-        start = int(self.slots.num_prefilled[slot])
-        length = min(int(self.slots.num_known[slot]) - start, budget)
-        if length > 0:
-            chunks.append(PrefillChunk(slot, start, start + length))
-        return max(length, 0)
-
-    def _may_admit(self, micro_batch: int, budget: int) -> bool:
-        slots, queue = self.slots, len(self.waiting)
-        if not queue or not self.micro_batches.may_admit(micro_batch, queue):
-            return False
-        if np.any(slots.state == SlotState.PAUSED):
-            return False
-        known = self.waiting.first().num_known
-        splits = self.config.enable_chunked_prefill or known > self.max_tokens
-        if known > budget and not splits:
-            return False
-        running = slots.state == SlotState.DECODING
-        horizon = ADMISSION_HORIZON * slots.max_width
-        at_most = slots.num_known + slots.in_flight_tokens
-        soon = at_most + horizon > slots.num_blocks * self.block_size_tokens
-        reserve = int(np.count_nonzero(running & soon))
-        wanted = -(-known // self.block_size_tokens)
-        if self._plan_builder.num_updates + wanted > self.blocks.total:
-            return False  # shared blocks stand in several tables: the next step has room for them
-        cached = self.cached_blocks(waiting)
-        # A block that nobody owns is not allocatable any more once it is shared.
-        wanted -= int(np.count_nonzero(self.blocks.owners[cached]))
-        return wanted + reserve <= self.blocks.allocatable
-
-    def cached_blocks(self, waiting: WaitingRequest) -> IntArray:
-        """Blocks, int32, that hold the keys and values of the first tokens of a request, which is
-        about to be admitted; at least one of its tokens is not among these. None do: there is no
-        index of them."""
-        return NO_SLOTS
-
-    def _admit(self, waiting: WaitingRequest, micro_batch: int) -> int:
-        """Give a request its slot and the blocks of all its known tokens."""
-        request, slots = waiting.request, self.slots
-        cached = self.cached_blocks(waiting)
-        slot = slots.acquire(
-            request,
-            waiting.rank,
-            waiting.seed,
-            waiting.max_length,
-            micro_batch,
-            len(cached) * self.block_size_tokens,
-        )
-        count = -(-waiting.num_known // self.block_size_tokens)
-        self.blocks.share(cached)  # before a fresh one is taken, which could be one of these
-        blocks = np.concatenate((cached, self.blocks.allocate(count - len(cached))))
-        indices = np.arange(count, dtype=np.int32)
-        slots.block_table[slot, :count] = blocks
-        slots.num_blocks[slot] = count
-        self._plan_builder.add_block_updates(np.full(count, slot, np.int32), indices, blocks)
-        self._prefilling.append(slot)
-        self.recomputed_tokens += waiting.num_computed
-        request.status = Status.ACTIVE_AND_GENERATING_TOKENS
-        request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
-        return slot
-
-    # ---- Memory pressure ---------------------------------------------------------------------
-
-    def _pause(self, starved: IntArray) -> None:
-        """Let requests without a block sit out this step; they keep slot and blocks, up to the
-        limit for paused requests. `starved` is in order of rank."""
-        slots = self.slots
-        if len(starved) == 0:
-            return
-        newly = starved[slots.state[starved] != SlotState.PAUSED]
-        slots.state[newly] = SlotState.PAUSED
-        self.pauses += len(newly)
-        for slot in newly:
-            request = slots.request_at(slot)
-            request.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
-            request.add_event(DynamicInferenceEventType.PAUSE)
-            self._give_surplus_back(slot)
-        first = slots.rank[slots.state != SlotState.FREE].min()
-        for slot in starved[::-1]:
-            # The first in rank is never evicted, so that it runs on to its end. Otherwise requests
-            # could evict each other in turn, each time before a sample of theirs is booked.
-            if slots.rank[slot] == first or self._held_by_paused() <= self._max_paused_blocks:
-                break
-            self._evict(slot)
-
-    def _held_by_paused(self) -> int:
-        """Blocks that paused requests hold, each counted once."""
-        slots, paused = self.slots, np.flatnonzero(self.slots.state == SlotState.PAUSED)
-        if not self.blocks.has_shared:
-            return int(slots.num_blocks[paused].sum())
-        return self.blocks.count_held([slots.blocks_of(slot) for slot in paused])
-
-    def _give_surplus_back(self, slot: int) -> None:
-        """Take the blocks from a request that were reserved for tokens which did not come."""
-        slots = self.slots
-        # Steps in flight write no further than their last token but one.
-        keep = -(-int(slots.at_most(slot) - 1) // self.block_size_tokens)
-        surplus = slots.blocks_of(slot)[keep:].copy()
-        slots.num_blocks[slot] -= len(surplus)
-        self.blocks.release(surplus)
-
-    def _resume(self, rows: IntArray) -> None:
-        """Continue requests that get a block; `rows` may contain running ones too."""
-        slots = self.slots
-        paused = rows[slots.state[rows] == SlotState.PAUSED]
-        slots.state[paused] = SlotState.DECODING
-        for slot in paused:
-            slots.request_at(slot).status = Status.ACTIVE_AND_GENERATING_TOKENS
-
-    def _make_room(self) -> bool:
-        """Nothing can run: evict the paused request last in rank if that is what it takes.
-
-        Returns:
-            whether planning is worth another try.
-        """
-        state = self.slots.state
-        if not np.any(state == SlotState.PAUSED):
-            return False
-        if np.any(state == SlotState.DECODING):
-            # At their length limits, their last tokens in flight: their blocks are back at the next
-            # resolve, which is sooner than a prefill from the start.
-            return False
-        if self.blocks.allocatable == 0:
-            paused = np.flatnonzero(state == SlotState.PAUSED)
-            self._evict(paused[np.argmax(self.slots.rank[paused])])
-        return True
-
-    def _evict(self, slot: int) -> None:
-        """Take everything from a request, and queue it again.
-
-        Samples of it in flight become zombies; they will be sampled again, to the same tokens.
-        """
-        self.slots.request_at(slot).add_event(DynamicInferenceEventType.EVICT)
-        self.evictions += 1
-        self._requeue(slot)
-
-    def _requeue(self, slot: int) -> None:
-        slots, request = self.slots, self.slots.request_at(slot)
-        rank, seed, longest = slots.rank[slot], slots.seed[slot], slots.max_length[slot]
-        waiting = WaitingRequest(request, int(rank), int(seed), int(longest))
-        waiting.num_computed = slots.num_computed(slot)
-        self.release_request(slot)
-        self.waiting.add(waiting)
-        request.status = Status.WAITING_IN_QUEUE
 
     def evict_all(self) -> None:
         """Evict every request that holds a slot."""
-        for slot in np.flatnonzero(self.slots.state != SlotState.FREE):
-            self._evict(int(slot))
+        self.scheduler.evict_all()
 
     def take_back(self, plans: list[StepPlan]) -> None:
         """Undo `plans`, the last ones built, whose steps are over and will not be resolved."""
         for plan in reversed(plans):
-            take_back(plan, self.slots, self.blocks, self._prefilling, self._requeue)
+            take_back(
+                plan, self.slots, self.blocks, self.scheduler.prefilling, self.scheduler.requeue
+            )
         self._plan_builder.next_step = plans[0].step
         self.expect_step()
 
@@ -473,4 +243,4 @@ class DynamicInferenceContext:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block and slot has exactly one owner."""
-        check_integrity(self.slots, self.blocks, self._prefilling)
+        check_integrity(self.slots, self.blocks, self.scheduler.prefilling)

@@ -65,9 +65,10 @@ class KVBlockAllocator:
         assert 0 <= count <= self.allocatable, f"{count} asked for, {self.allocatable} there"
         if count > self._free:
             self._forget_oldest(count - self._free)
-        self._free -= count
-        blocks = self._stack[self._free : self._free + count][::-1].copy()
+        left = self._free - count
+        blocks = self._stack[left : self._free][::-1].copy()
         self.owners[blocks] = 1
+        self._free = left
         return blocks
 
     def share(self, blocks: IntArray) -> None:

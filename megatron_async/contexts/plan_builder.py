@@ -49,6 +49,11 @@ class PlanBuilder:
         """Block `blocks[i]` becomes entry `indices[i]` of the table of `slots[i]`."""
         self._updates.append((slots, indices, blocks))
 
+    def drop_block_updates(self, slot: int) -> None:
+        """Forget what stands for the next plan, which was not built, of a slot that is released."""
+        kept = [(update, update[0] != slot) for update in self._updates]
+        self._updates = [(a[keep], b[keep], c[keep]) for (a, b, c), keep in kept]
+
     @property
     def num_updates(self) -> int:
         """Block-table updates of the step that is being scheduled."""

@@ -141,13 +141,9 @@ class RequestSlots:
                 it has.
 
         Returns:
-            the slot, in state PREFILLING, without blocks.
+            the slot, in state PREFILLING, without blocks. If anything raises, it is still free.
         """
-        slot = self._free[micro_batch].pop()
-        self.state[slot] = SlotState.PREFILLING
-        self.requests[slot] = request
-        self.slot_of[request.request_id] = slot
-        self.request_id[slot] = request.request_id
+        slot = self._free[micro_batch][-1]
         self.rank[slot] = rank
         prompt, generated = request.prompt_tokens, request.generated_tokens
         known = len(prompt) + len(generated)
@@ -166,6 +162,12 @@ class RequestSlots:
         self.prompt_log_probs[slot] = len(prompt) - 1 if missing else 0
         if request.row_features:
             self.sampling_mode[slot] = SamplingMode.PROCESSED
+        # Behind all that may raise: from here on the slot is the request's.
+        self.slot_of[request.request_id] = slot
+        self._free[micro_batch].pop()
+        self.state[slot] = SlotState.PREFILLING
+        self.requests[slot] = request
+        self.request_id[slot] = request.request_id
         return slot
 
     def _set_sampling(self, slot: int, params: SamplingParams, seed: int) -> None:

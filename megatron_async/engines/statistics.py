@@ -138,7 +138,7 @@ class EngineStatistics:
         """Add the time of a `prepare_step`, after which occupancy is at its highest."""
         self.prepare_ns += nanoseconds
         self.prepare_times.add(nanoseconds)
-        blocks = context.blocks.total - context.blocks.free
+        blocks = context.blocks.total - context.blocks.allocatable
         if blocks > self.peak_blocks:
             self.peak_blocks = blocks
         slots = context.max_requests - context.slots.num_free
@@ -199,11 +199,11 @@ class EngineStatistics:
             "discarded_rows": self.discarded_rows,
             "generated_tokens": self.generated_tokens,
             "prefill_tokens": self.prefill_tokens,
-            "recomputed_tokens": context.recomputed_tokens,
+            "recomputed_tokens": context.scheduler.recomputed_tokens,
             "tokens_per_second": self.generated_tokens / self.busy_s if self.busy_s else 0.0,
             "busy_seconds": self.busy_s,
-            "pauses": context.pauses,
-            "evictions": context.evictions,
+            "pauses": context.scheduler.pauses,
+            "evictions": context.scheduler.evictions,
             "finished_requests": self.finished_requests,
             "failed_requests": self.failed_requests,
             "aborted_requests": self.aborted_requests,
@@ -215,7 +215,7 @@ class EngineStatistics:
             "slots_in_use": context.max_requests - slots.num_free,
             "slots_in_use_peak": self.peak_slots,
             "kv_blocks": blocks.total,
-            "kv_blocks_in_use": blocks.total - blocks.free,
+            "kv_blocks_in_use": blocks.total - blocks.allocatable,
             "kv_blocks_in_use_peak": self.peak_blocks,
             "cpu_us_per_step": cpu_ns / 1e3 / steps,
             "prepare_us_per_step": self.prepare_ns / 1e3 / steps,

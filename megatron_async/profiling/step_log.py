@@ -73,7 +73,7 @@ class StepLog:
             (now.tokens - before.tokens) / busy_s if busy_s else 0.0,
             ratio,
             f"{context.max_requests - context.slots.num_free}/{context.max_requests}",
-            f"{total - context.blocks.free}/{total}",
+            f"{total - context.blocks.allocatable}/{total}",
             len(context.waiting),
         )
         end = context.tracer.timed_event(context.device.compute)

@@ -313,7 +313,7 @@ class Replica:
         return ReplicaStatus(
             runs_seen=self._runs_seen,
             unfinished_tokens=running + waiting,
-            free_blocks=engine.context.blocks.free,
+            free_blocks=engine.context.blocks.allocatable,
             resolved_steps=engine.statistics.resolved_steps,
             is_stopped=engine.is_stopped,
             engine=dict(engine.stats()),

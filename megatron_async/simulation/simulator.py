@@ -167,8 +167,8 @@ class _Simulation:
             most_waiting=max(log.waiting, default=0),
             mean_waiting=statistics.fmean(log.waiting) if log.waiting else 0.0,
             late_s=log.late_us / 1e6,
-            evictions=engine.context.evictions,
-            pauses=engine.context.pauses,
+            evictions=engine.context.scheduler.evictions,
+            pauses=engine.context.scheduler.pauses,
         )
         prompts = sum(len(request.prompt) for request in self._trace)
         return Simulated(

@@ -8,7 +8,7 @@ from megatron_async.contexts.request_slots import RequestSlots, SlotState
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 
 COLUMNS = (
-    "slot", "request", "generation", "state", "rank", "prompt", "known", "launched", "limit",
+    "slot", "request", "generation", "state", "rank", "prompt", "known", "at least", "at most", "limit",
 )  # fmt: skip
 WIDTH = 16
 
@@ -20,7 +20,7 @@ def describe_state(engine: DynamicInferenceEngine) -> str:
     used = np.flatnonzero(slots.state != SlotState.FREE)
     lines = [
         f"step {engine.statistics.steps - 1} is planned; {len(used)} of {slots.capacity} slots and "
-        f"{blocks.total - blocks.free} of {blocks.total} blocks are taken",
+        f"{blocks.total - blocks.allocatable} of {blocks.total} blocks are taken",
         "".join(f"{name:>{WIDTH}}" for name in COLUMNS) + "  blocks",
         *(_slot_line(slots, int(slot)) for slot in used),
         "in flight: " + (", ".join(_step(engine, i) for i in range(len(engine.in_flight))) or "-"),
@@ -38,7 +38,8 @@ def _slot_line(slots: RequestSlots, slot: int) -> str:
         slots.rank[slot],
         slots.prompt_length[slot],
         slots.num_known[slot],
-        slots.num_launched[slot],
+        slots.at_least(slot),
+        slots.at_most(slot),
         slots.max_length[slot],
     )
     table = slots.block_table[slot, : slots.num_blocks[slot]]

@@ -77,7 +77,7 @@ def assert_all_is_back(engine: DynamicInferenceEngine) -> None:
     assert not engine.in_flight
     assert len(context.waiting) == 0
     assert context.slots.num_free == context.max_requests
-    assert context.blocks.free == context.blocks.total
+    assert context.blocks.allocatable == context.blocks.total
     context.check_integrity()
 
 

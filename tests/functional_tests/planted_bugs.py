@@ -9,8 +9,8 @@ import pytest
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.contexts.bookkeeping_buffer import HostStaging
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.request_slots import RequestSlots
+from megatron_async.contexts.scheduler import Scheduler
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
@@ -56,33 +56,32 @@ def no_generations(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_block_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that is evicted keeps its last block's place in the table of its slot: the next
     owner writes to a block that is free."""
-    admit = DynamicInferenceContext._admit
+    admit = Scheduler._admit
 
-    def admit_with_a_stale_block(
-        context: DynamicInferenceContext, waiting: Any, *others: Any
-    ) -> int:
-        slot = admit(context, waiting, *others)
-        if waiting.request.generated_tokens and context.slots.num_blocks[slot] > 1:
-            slots, updates = context.slots, context._plan_builder._updates
+    def admit_with_a_stale_block(scheduler: Scheduler, micro_batch: int) -> int:
+        waiting, slots = scheduler.waiting.first(), scheduler._slots
+        slot = admit(scheduler, micro_batch)
+        if waiting.request.generated_tokens and slots.num_blocks[slot] > 1:
+            updates = scheduler._builder._updates
             last = slots.num_blocks[slot] - 1
             slot_ids, indices, blocks = updates[-1]
             updates[-1] = (slot_ids[:-1], indices[:-1], blocks[:-1])
             assert indices[-1] == last
         return slot
 
-    monkeypatch.setattr(DynamicInferenceContext, "_admit", admit_with_a_stale_block)
+    monkeypatch.setattr(Scheduler, "_admit", admit_with_a_stale_block)
 
 
 def last_token_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that is evicted forgets its last token, and says it again."""
-    evict = DynamicInferenceContext._evict
+    evict = Scheduler._evict
 
-    def evict_too_much(context: DynamicInferenceContext, slot: int) -> None:
-        request = context.slots.request_at(slot)
-        evict(context, slot)
+    def evict_too_much(scheduler: Scheduler, slot: int) -> None:
+        request = scheduler._slots.request_at(slot)
+        evict(scheduler, slot)
         del request.generated_tokens[-1:]
 
-    monkeypatch.setattr(DynamicInferenceContext, "_evict", evict_too_much)
+    monkeypatch.setattr(Scheduler, "_evict", evict_too_much)
 
 
 def serial_after_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,14 +98,15 @@ def serial_after_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
 def pending_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that is resumed counts a sample that nobody has launched: it ends one token short
     and waits for a sample that never comes."""
-    resume = DynamicInferenceContext._resume
+    resume = Scheduler._resume
 
-    def resume_and_count(context: DynamicInferenceContext, rows: Any) -> None:
-        paused = rows[context.slots.state[rows] == 3]
-        resume(context, rows)
-        context.slots.num_launched[paused] += 1
+    def resume_and_count(scheduler: Scheduler, rows: Any) -> None:
+        slots = scheduler._slots
+        paused = rows[slots.state[rows] == 3]
+        resume(scheduler, rows)
+        slots.count_launched(paused, 1)
 
-    monkeypatch.setattr(DynamicInferenceContext, "_resume", resume_and_count)
+    monkeypatch.setattr(Scheduler, "_resume", resume_and_count)
 
 
 def stale_sampling_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

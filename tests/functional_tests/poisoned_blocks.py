@@ -42,16 +42,17 @@ class PoisonedBlocks(KVBlockAllocator):
 
     def release(self, blocks: IntArray) -> None:
         super().release(blocks)
-        if len(blocks):
-            self._compute.launch(partial(self._poison, blocks.copy()))
+        freed = blocks[self.owners[blocks] == 0]
+        if len(freed):
+            self._compute.launch(partial(self._poison, freed))
 
     def check_free_blocks(self) -> None:
         """Check, on the compute stream, that nobody has written to a free block."""
-        self._compute.launch(partial(self._check, self.free_blocks().copy()))
+        self._compute.launch(partial(self._check, self.ownerless_blocks()))
 
     def poison_free_blocks(self) -> None:
         """Fill all free blocks: the cache was allocated anew."""
-        self._compute.launch(partial(self._poison, self.free_blocks().copy()))
+        self._compute.launch(partial(self._poison, self.ownerless_blocks()))
 
     def _poison(self, blocks: IntArray) -> None:
         data = self._cache._data
@@ -71,5 +72,6 @@ class PoisonedBlocks(KVBlockAllocator):
 
 def poison_blocks(engine: DynamicInferenceEngine) -> PoisonedBlocks:
     """Give a new engine blocks that are watched."""
-    engine.context.blocks = PoisonedBlocks(engine)
-    return engine.context.blocks
+    context = engine.context
+    context.blocks = context.scheduler._blocks = PoisonedBlocks(engine)
+    return context.blocks

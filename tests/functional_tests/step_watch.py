@@ -57,9 +57,12 @@ class StepWatch:
         no new block."""
         slots, context = self._engine.context.slots, self._engine.context
         places = slots.num_blocks * context.block_size_tokens
-        decodes = (slots.state >= SlotState.DECODING) & (slots.num_launched < slots.max_length)
-        decodes &= slots.num_launched - slots.num_known < slots.most_in_flight  # of a grammar
-        ready = decodes & ((slots.num_launched <= places) | (context.blocks.free > 0))
+        everywhere = np.arange(slots.capacity)
+        decodes = slots.state >= SlotState.DECODING
+        decodes &= slots.at_least(everywhere) < slots.max_length
+        decodes &= slots.in_flight_steps < slots.most_in_flight  # of a grammar
+        has_place = slots.places(everywhere, 1) <= places
+        ready = decodes & (has_place | (context.blocks.allocatable > 0))
         return bool(np.any(ready | (slots.state == SlotState.PREFILLING)))
 
     def _check_pending_samples(self) -> None:
@@ -71,7 +74,8 @@ class StepWatch:
         for step in self._engine.in_flight:
             plan = step.plan
             held = slots.generation[plan.slots] == plan.generations
-            np.add.at(pending, plan.slots[held & plan.produces], 1)
+            yields = held & plan.produces
+            np.add.at(pending, plan.slots[yields], plan.widths[yields])
         used = slots.state != SlotState.FREE
-        counted = (slots.num_launched - slots.num_known)[used]
+        counted = slots.in_flight_tokens[used]
         assert (counted == pending[used]).all(), f"{counted} samples awaited, not {pending[used]}"

@@ -141,7 +141,7 @@ def test_an_abort_in_the_middle_of_a_prompt(
         engine.add_request(number, PROMPTS[4], greedy(TOKENS))
         for _ in range(2):
             engine.step_modern()
-        assert engine.context._prefilling
+        assert engine.context.scheduler.prefilling
         engine.abort_request(number)
     last = engine.add_request(1, PROMPTS[1], greedy(TOKENS))
     drain(engine)

@@ -53,7 +53,7 @@ def test_replays_plan_for_plan(make_tiny_engine, tmp_path, lookahead):
         engine = record_schedule(make_tiny_engine, seed, path, lookahead=lookahead)
         recording = load_recording(path)
         assert Replay(recording).run() == engine.statistics.steps
-        pressed += engine.context.evictions > 0
+        pressed += engine.context.scheduler.evictions > 0
     assert pressed, "no schedule came under memory pressure"
 
 
@@ -203,7 +203,7 @@ def test_pauses_and_suspensions_replay(make_tiny_engine, tmp_path):
         engine.unpause()
     drain(engine)
     recorder.close()
-    assert engine.context.evictions == 4
+    assert engine.context.scheduler.evictions == 4
     assert Replay(load_recording(path)).run() == engine.statistics.steps
 
 

@@ -11,9 +11,9 @@ def test_lowest_ids_first_and_back_again():
     first, second = blocks.allocate(2), blocks.allocate(3)
     assert sorted(first) == [0, 1]
     assert sorted(second) == [2, 3, 4]
-    assert blocks.free == 1
+    assert blocks.allocatable == 1
     blocks.release(first)
-    assert blocks.free == 3
+    assert blocks.allocatable == 3
     assert sorted(blocks.allocate(3)) == [0, 1, 5]
     assert len(blocks.allocate(0)) == 0
 
@@ -35,7 +35,7 @@ def test_never_two_owners(seed):
         if owned and rng.random() < 0.5:
             blocks.release(owned.pop(int(rng.integers(len(owned)))))
         else:
-            owned.append(blocks.allocate(int(rng.integers(0, blocks.free + 1))))
+            owned.append(blocks.allocate(int(rng.integers(0, blocks.allocatable + 1))))
         ids = np.concatenate([*owned, blocks.free_blocks()])
         assert sorted(ids) == list(range(20))
 

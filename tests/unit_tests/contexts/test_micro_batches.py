@@ -69,17 +69,6 @@ def test_turns():
     assert batches.in_turn() == [2, 0, 1]
 
 
-def test_paused_blocks_of_others():
-    slots = make_slots(2)
-    batches = MicroBatches(slots, 1)
-    for micro_batch in (0, 0, 1, 1):
-        slot = admit(slots, micro_batch)
-        slots.num_blocks[slot] = 10**micro_batch
-        slots.state[slot] = SlotState.PAUSED
-    assert batches.blocks_paused_beside(np.array([0, 2], np.int32)) == 20
-    assert batches.blocks_paused_beside(np.array([3], np.int32)) == 2
-
-
 # (stages, lookahead, micro-batches with work, idle share): stage times drawn by hand
 DRAWN = [
     (1, 0, 1, 0.0),

@@ -73,8 +73,8 @@ def books(context):
         for slot in np.flatnonzero(slots.state != SlotState.FREE)
     }
     waiting = [entry.request.request_id for entry in context.waiting.in_order()]
-    prefilling = [int(slots.request_id[slot]) for slot in context._prefilling]
-    return held, waiting, prefilling, context.blocks.free, context._plan_builder.next_step
+    prefilling = [int(slots.request_id[slot]) for slot in context.scheduler.prefilling]
+    return held, waiting, prefilling, context.blocks.allocatable, context._plan_builder.next_step
 
 
 def contents(plan, context):
@@ -148,7 +148,7 @@ def test_random_lives_with_plans_taken_back(device):
             tokens = [sample(number, position) for position in range(start, end)]
             stop = tokens.index(STOP) + 1 if STOP in tokens else len(tokens)
             assert request.generated_tokens == tokens[:stop], (seed, number)
-        seen += Counter(pauses=context.pauses, evictions=context.evictions)
+        seen += Counter(pauses=context.scheduler.pauses, evictions=context.scheduler.evictions)
     assert min(seen[name] for name in ("taken back", "pauses", "evictions")) > 30, seen
 
 

@@ -175,7 +175,7 @@ def test_every_request_ends_with_its_own_tokens(device, group):
         life.run(count=12)
         context = life.context
         assert not context.has_unfinished_requests(), seed
-        assert context.blocks.free == context.blocks.total, seed
+        assert context.blocks.allocatable == context.blocks.total, seed
         assert context.slots.num_free == context.max_requests, seed
         for i, request in life.requests.items():
             if i in life.aborted:
@@ -185,8 +185,8 @@ def test_every_request_ends_with_its_own_tokens(device, group):
                 assert request.status == Status.COMPLETED, (seed, i)
                 assert request.generated_tokens == life.expected[i], (seed, i)
         seen += Counter(
-            pauses=context.pauses,
-            evictions=context.evictions,
+            pauses=context.scheduler.pauses,
+            evictions=context.scheduler.evictions,
             zombies=life.zombies,
             aborts=len(life.aborted),
         )

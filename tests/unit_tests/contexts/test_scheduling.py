@@ -122,7 +122,7 @@ def test_blocks_are_given_at_boundaries_and_only_changes_are_sent(make_context):
     # Positions 0-2 and 3 in the first block, then one block every 4 tokens; the tenth token is
     # never fed back.
     assert updates == [1, 0, 1, 0, 0, 0, 1]
-    assert context.blocks.free == context.blocks.total
+    assert context.blocks.allocatable == context.blocks.total
 
 
 def test_pause_by_arrival_resume_oldest_first(make_context):
@@ -133,8 +133,8 @@ def test_pause_by_arrival_resume_oldest_first(make_context):
     plan = context.prepare_step()
     # Nobody can run, so the youngest is evicted and the oldest goes on.
     assert ids(context, plan) == [0]
-    assert context.pauses == 3
-    assert context.evictions == 1
+    assert context.scheduler.pauses == 3
+    assert context.scheduler.evictions == 1
     assert requests[1].status == Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
     assert requests[2].status == Status.WAITING_IN_QUEUE
     assert requests[2].generated_tokens == [TOKEN]
@@ -177,7 +177,7 @@ def test_an_evicted_request_keeps_its_place_and_its_tokens(make_context):
         order += sorted({r.request_id for r in requests if r.status == Status.COMPLETED} - before)
     assert order == [0, 1, 2]
     assert all(r.generated_tokens == [TOKEN] * 4 for r in requests)
-    assert context.blocks.free == context.blocks.total
+    assert context.blocks.allocatable == context.blocks.total
     assert context.slots.num_free == 8
 
 
@@ -235,7 +235,7 @@ def test_admission_leaves_blocks_for_running_requests(make_context, spare, admit
     plan = context.prepare_step()
     assert (2 in ids(context, plan)) == admitted
     assert len(context.waiting) == 1 - admitted
-    assert context.pauses == 0
+    assert context.scheduler.pauses == 0
 
 
 def test_paused_buffer_limit_evicts_early(make_context):
@@ -251,7 +251,7 @@ def test_paused_buffer_limit_evicts_early(make_context):
     assert ids(context, plan) == [0]
     paused = context.slots.state == SlotState.PAUSED
     assert context.slots.num_blocks[paused].sum() <= 1
-    assert context.evictions >= 2
+    assert context.scheduler.evictions >= 2
 
 
 def test_abort_of_a_prefilling_request_gives_everything_back(make_context):

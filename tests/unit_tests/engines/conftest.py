@@ -32,7 +32,7 @@ def make_engine(model):
     for engine in engines:
         engine.close()
         context = engine.context
-        assert context.blocks.free == context.blocks.total
+        assert context.blocks.allocatable == context.blocks.total
         assert context.slots.num_free == context.max_requests
 
 

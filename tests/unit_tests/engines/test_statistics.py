@@ -133,7 +133,7 @@ def test_tokens_computed_again_after_an_eviction(make_engine):
     known = None
     while engine.has_unfinished_requests():
         engine.step_modern()
-        if engine.context.evictions and known is None:
+        if engine.context.scheduler.evictions and known is None:
             known = 7 + len(engine.get_request(1).generated_tokens)
             assert engine.stats()["recomputed_tokens"] == 0  # it waits
     stats = engine.stats()
@@ -189,7 +189,7 @@ def test_the_mapping(make_engine):
     statistics.generated_tokens = 30
     statistics.prepare_ns, statistics.launch_ns, statistics.resolve_ns = 2000, 4000, 6000
     statistics.count_step_time(1.5, idle=True)
-    engine.context.pauses, engine.context.evictions = 4, 5
+    engine.context.scheduler.pauses, engine.context.scheduler.evictions = 4, 5
     found = engine.stats()
     assert found["steps"] == 2
     assert found["prefill_tokens"] == 10

@@ -1,0 +1,313 @@
+"""`Scheduler`: who runs in the next step, who gets blocks, and who gives way when there are none."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_async.config import InferenceConfig
+from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest
+from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
+from megatron_async.contexts.micro_batches import MicroBatches
+from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
+from megatron_async.contexts.request_slots import RequestSlots, SlotState
+from megatron_async.contexts.step_plan import IntArray
+from megatron_async.inference_request import DynamicInferenceEventType, Status
+from megatron_async.profiling.tracer import Tracer
+
+ADMISSION_HORIZON = 32
+"""Admission leaves the blocks that running requests will want within this many steps, so that a
+newcomer does not pause the requests it joins right away."""
+NO_SLOTS = np.empty(0, dtype=np.int32)
+
+
+class Scheduler:
+    """Decides on the CPU alone, without waiting for any step in flight.
+
+    Args:
+        config: settings of the engine.
+        slots: per-request state.
+        blocks: ownership of KV blocks.
+        builder: takes the block-table updates of the step that is scheduled.
+        tracer: names the range.
+        max_paused_blocks: blocks that paused requests may hold.
+
+    Attributes:
+        waiting: requests without a slot.
+        prefilling: slots whose prompt is not wholly in the cache, in order of admission.
+        micro_batches: which of the requests the next step serves.
+        pauses, evictions: counts of events so far.
+        recomputed_tokens: tokens that evictions took from the cache and that are prefilled again.
+    """
+
+    def __init__(
+        self,
+        config: InferenceConfig,
+        slots: RequestSlots,
+        blocks: KVBlockAllocator,
+        builder: PlanBuilder,
+        tracer: Tracer,
+        max_paused_blocks: int,
+    ) -> None:
+        self._config = config
+        self._slots = slots
+        self._blocks = blocks
+        self._builder = builder
+        self._tracer = tracer
+        self._max_paused_blocks = max_paused_blocks
+        self.waiting = AdmissionQueue()
+        self.prefilling: list[int] = []
+        self.micro_batches = MicroBatches(slots, config.steps_in_flight - 1)
+        self.pauses = 0
+        self.evictions = 0
+        self.recomputed_tokens = 0
+
+    def release(self, slot: int) -> None:
+        """Take slot and blocks from a request; its generated tokens stay with it."""
+        slots = self._slots
+        slots.request_at(slot).generated_tokens = slots.generated_tokens(slot)
+        if slots.state[slot] == SlotState.PREFILLING:
+            self.prefilling.remove(slot)
+        self._builder.drop_block_updates(slot)
+        self._blocks.release(slots.release(slot))
+
+    def schedule(self) -> tuple[IntArray, int, list[PrefillChunk]]:
+        """Decode slots, their width and prefill chunks of the next step; no slots and no chunks if
+        nothing can run."""
+        while True:
+            for micro_batch in self.micro_batches.in_turn():
+                with self._tracer.range("schedule", self._builder.next_step):
+                    decode, width = self._schedule_decode(micro_batch)
+                    budget = self._config.max_tokens - len(decode) * width
+                    prefill = self._schedule_prefill(micro_batch, budget)
+                if len(decode) or prefill:
+                    self.micro_batches.took(micro_batch, feeds_back=len(decode) > 0)
+                    return decode, width, prefill
+            if not self._make_room():
+                return NO_SLOTS, 1, []
+
+    def forget_prefilled(self) -> None:
+        """A plan was built: take the slots out whose prompts it completes."""
+        is_under_way = self._slots.state == SlotState.PREFILLING
+        self.prefilling = [slot for slot in self.prefilling if is_under_way[slot]]
+
+    # ---- Decode ------------------------------------------------------------------------------
+
+    def _schedule_decode(self, micro_batch: int) -> tuple[IntArray, int]:
+        """Slots of a micro-batch that decode this step, each with blocks for its query tokens, and
+        the step's width.
+
+        When blocks run out, rows do without drafts. When they run out all the same, they go to the
+        requests first in rank. The others sit out: until the steps in flight have told how long
+        their sequences are, and where that is known, paused.
+        """
+        slots, blocks = self._slots, self._blocks
+        at_least = slots.num_known + slots.in_flight_steps
+        wants = (slots.state >= SlotState.DECODING) & (at_least < slots.max_length)
+        # Under a grammar the mask of a token needs the token before it: one may be in flight.
+        wants &= slots.in_flight_steps < slots.most_in_flight
+        rows = self.micro_batches.members(np.flatnonzero(wants).astype(np.int32), micro_batch)
+        width = slots.max_width
+        needy, wanted = self._in_need(rows, width)
+        if width > 1 and wanted.sum() > blocks.allocatable:
+            width = 1
+            needy, wanted = self._in_need(rows, width)
+        if len(needy) == 0:
+            return rows, width
+        starved = NO_SLOTS
+        if wanted.sum() > blocks.allocatable:
+            by_rank = np.argsort(slots.rank[needy])
+            needy, wanted = needy[by_rank], wanted[by_rank]
+            fed = int(np.searchsorted(wanted.cumsum(), blocks.allocatable, side="right"))
+            starved, needy, wanted = needy[fed:], needy[:fed], wanted[:fed]
+            rows = np.setdiff1d(rows, starved, assume_unique=True)
+        self._resume(needy)
+        if len(starved):
+            is_exact = slots.in_flight_tokens[starved] == slots.in_flight_steps[starved]
+            self._pause(starved[is_exact])
+        self._give_blocks(needy, wanted)
+        return rows, width
+
+    def _in_need(self, rows: IntArray, width: int) -> tuple[IntArray, IntArray]:
+        """Those of `rows` that want blocks for a step of this width, and how many."""
+        slots, size = self._slots, self._config.block_size_tokens
+        missing = slots.places(rows, width) - slots.num_blocks[rows] * size
+        is_needy = missing > 0
+        return rows[is_needy], -(-missing[is_needy] // size)
+
+    def _give_blocks(self, rows: IntArray, counts: IntArray) -> None:
+        """So many more blocks for each of `rows`."""
+        slots = self._slots
+        indices = slots.num_blocks[rows]
+        blocks = self._blocks.allocate(int(counts.sum()))
+        if len(blocks) > len(rows):
+            within = np.arange(len(blocks)) - np.repeat(counts.cumsum() - counts, counts)
+            indices = (np.repeat(indices, counts) + within).astype(np.int32)
+            rows = np.repeat(rows, counts)
+        slots.block_table[rows, indices] = blocks
+        slots.num_blocks[rows] = indices + 1
+        self._builder.add_block_updates(rows, indices, blocks)
+
+    # ---- Prefill -----------------------------------------------------------------------------
+
+    def _schedule_prefill(self, micro_batch: int, budget: int) -> list[PrefillChunk]:
+        """Prefill chunks for at most `budget` tokens of a micro-batch: prompts under way first,
+        then new requests."""
+        chunks: list[PrefillChunk] = []
+        for slot in self.prefilling:
+            if slot % self._slots.num_micro_batches == micro_batch:
+                budget -= self._add_chunk(chunks, slot, budget)
+        while budget > 0 and self._may_admit(micro_batch, budget):
+            budget -= self._add_chunk(chunks, self._admit(micro_batch), budget)
+        return chunks
+
+    def _add_chunk(self, chunks: list[PrefillChunk], slot: int, budget: int) -> int:
+        start = int(self._slots.num_prefilled[slot])
+        length = min(int(self._slots.num_known[slot]) - start, budget)
+        if length > 0:
+            chunks.append(PrefillChunk(slot, start, start + length))
+        return max(length, 0)
+
+    def _may_admit(self, micro_batch: int, budget: int) -> bool:
+        slots, config, queue = self._slots, self._config, len(self.waiting)
+        if not queue or not self.micro_batches.may_admit(micro_batch, queue):
+            return False
+        if np.any(slots.state == SlotState.PAUSED):
+            return False
+        waiting = self.waiting.first()
+        if budget < waiting.num_known <= config.max_tokens and not config.enable_chunked_prefill:
+            return False
+        size = config.block_size_tokens
+        wanted = -(-waiting.num_known // size)
+        if self._builder.num_updates + wanted > self._blocks.total:
+            return False  # shared blocks stand in several tables: the next step has room for them
+        horizon = ADMISSION_HORIZON * slots.max_width
+        soon = slots.num_known + slots.in_flight_tokens + horizon > slots.num_blocks * size
+        reserve = int(np.count_nonzero((slots.state == SlotState.DECODING) & soon))
+        # A cached block that nobody owns is taken from the allocatable ones like a fresh one.
+        wanted -= int(np.count_nonzero(self._blocks.owners[self.cached_blocks(waiting)]))
+        return wanted + reserve <= self._blocks.allocatable
+
+    def cached_blocks(self, waiting: WaitingRequest) -> IntArray:
+        """Blocks, int32, that hold the keys and values of a request's first tokens, but not of all
+        of them. None: nothing looks for them yet."""
+        return NO_SLOTS
+
+    def _admit(self, micro_batch: int) -> int:
+        """Give who waits first a slot and the blocks of all its tokens; if that raises, nothing."""
+        waiting, slots, size = self.waiting.first(), self._slots, self._config.block_size_tokens
+        request, count = waiting.request, -(-waiting.num_known // size)
+        cached = self.cached_blocks(waiting)
+        slot = slots.acquire(
+            request,
+            waiting.rank,
+            waiting.seed,
+            waiting.max_length,
+            micro_batch,
+            num_cached=len(cached) * size,
+        )
+        self.prefilling.append(slot)
+        try:
+            # Shared before fresh ones are taken, which could be cached ones too.
+            slots.block_table[slot, : len(cached)] = cached
+            self._blocks.share(cached)
+            slots.num_blocks[slot] = len(cached)
+            fresh = self._blocks.allocate(count - len(cached))
+            slots.block_table[slot, len(cached) : count] = fresh
+            slots.num_blocks[slot] = count
+            indices, blocks = np.arange(count, dtype=np.int32), slots.blocks_of(slot).copy()
+            self._builder.add_block_updates(np.full(count, slot, np.int32), indices, blocks)
+            request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
+        except BaseException:
+            self.release(slot)
+            raise
+        self.waiting.pop()
+        self.recomputed_tokens += waiting.num_computed
+        request.status = Status.ACTIVE_AND_GENERATING_TOKENS
+        return slot
+
+    # ---- Memory pressure ---------------------------------------------------------------------
+
+    def _pause(self, starved: IntArray) -> None:
+        """Let requests without a block sit out this step; they keep slot and blocks, up to the
+        limit for paused requests. `starved` is in order of rank."""
+        slots = self._slots
+        newly = starved[slots.state[starved] != SlotState.PAUSED]
+        slots.state[newly] = SlotState.PAUSED
+        self.pauses += len(newly)
+        for slot in newly:
+            request = slots.request_at(slot)
+            request.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
+            request.add_event(DynamicInferenceEventType.PAUSE)
+            self._give_surplus_back(slot)
+        first = slots.rank[slots.state != SlotState.FREE].min()
+        for slot in starved[::-1]:
+            # The first in rank is never evicted, so that it runs on to its end. Otherwise requests
+            # could evict each other in turn, each time before a sample of theirs is booked.
+            if slots.rank[slot] == first or self._held_by_paused() <= self._max_paused_blocks:
+                break
+            self._evict(slot)
+
+    def _held_by_paused(self) -> int:
+        """Blocks that paused requests hold, each counted once."""
+        slots = self._slots
+        paused = np.flatnonzero(slots.state == SlotState.PAUSED)
+        return self._blocks.count_held([slots.blocks_of(slot) for slot in paused])
+
+    def _give_surplus_back(self, slot: int) -> None:
+        """Take the blocks from a request that were reserved for tokens which did not come."""
+        slots = self._slots
+        # Steps in flight write no further than their last token but one.
+        keep = -(-int(slots.at_most(slot) - 1) // self._config.block_size_tokens)
+        surplus = slots.blocks_of(slot)[keep:].copy()
+        slots.num_blocks[slot] -= len(surplus)
+        self._blocks.release(surplus)
+
+    def _resume(self, rows: IntArray) -> None:
+        """Continue requests that get a block; `rows` may contain running ones too."""
+        slots = self._slots
+        paused = rows[slots.state[rows] == SlotState.PAUSED]
+        slots.state[paused] = SlotState.DECODING
+        for slot in paused:
+            slots.request_at(slot).status = Status.ACTIVE_AND_GENERATING_TOKENS
+
+    def _make_room(self) -> bool:
+        """Nothing can run: evict the paused request last in rank if that is what it takes.
+
+        Returns:
+            whether planning is worth another try.
+        """
+        state = self._slots.state
+        if not np.any(state == SlotState.PAUSED):
+            return False
+        if np.any(state == SlotState.DECODING):
+            # At their length limits, or of unknown lengths, with tokens in flight: the next resolve
+            # brings blocks, which is sooner than a prefill from the start.
+            return False
+        if self._blocks.allocatable == 0:
+            paused = np.flatnonzero(state == SlotState.PAUSED)
+            self._evict(paused[np.argmax(self._slots.rank[paused])])
+        return True
+
+    def _evict(self, slot: int) -> None:
+        """Take everything from a request, and queue it again.
+
+        Samples of it in flight become zombies; they will be sampled again, to the same tokens.
+        """
+        self._slots.request_at(slot).add_event(DynamicInferenceEventType.EVICT)
+        self.evictions += 1
+        self.requeue(slot)
+
+    def evict_all(self) -> None:
+        """Evict every request that holds a slot."""
+        for slot in np.flatnonzero(self._slots.state != SlotState.FREE):
+            self._evict(int(slot))
+
+    def requeue(self, slot: int) -> None:
+        """Take everything from a request; it waits again at its place by rank."""
+        slots, request = self._slots, self._slots.request_at(slot)
+        rank, seed, longest = slots.rank[slot], slots.seed[slot], slots.max_length[slot]
+        waiting = WaitingRequest(request, int(rank), int(seed), int(longest))
+        waiting.num_computed = slots.num_computed(slot)
+        self.release(slot)
+        self.waiting.add(waiting)
+        request.status = Status.WAITING_IN_QUEUE

@@ -1,0 +1,113 @@
+"""An admission that raises leaves nothing half done: the request waits on, and is served later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import TINY, EngineFactory, drain, greedy, random_prompts
+
+from megatron_async import DynamicInferenceEngine
+from megatron_async.contexts import request_slots
+
+TOKENS = 12
+PROMPTS = random_prompts(71, (5, 9, 18, 7), TINY.vocab_size)
+POOL = {"max_requests": 3, "num_kv_blocks": 24, "block_size_tokens": 8}
+
+PLACES: dict[str, Callable[[DynamicInferenceEngine], tuple[Any, str]]] = {
+    "stop tokens": lambda engine: (request_slots.np, "pad"),
+    "sampling": lambda engine: (engine.context.slots, "_set_sampling"),
+    "blocks": lambda engine: (engine.context.blocks, "allocate"),
+    "block updates": lambda engine: (engine.context._plan_builder, "add_block_updates"),
+    "event": lambda engine: (engine.get_request(1), "add_event"),
+}
+
+
+@pytest.fixture(scope="module")
+def params() -> list[Any]:
+    """Request 1, the first to be admitted late, makes the array of stop tokens grow."""
+    return [
+        greedy(TOKENS),
+        greedy(TOKENS, stop_token_ids=[1]),
+        greedy(TOKENS, stop_token_ids=list(range(9)), min_tokens=TOKENS),
+        greedy(TOKENS),
+    ]
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_an_admission_that_raises_is_made_later(
+    make_tiny_engine: EngineFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    params: list[Any],
+    lookahead: int,
+    place: str,
+    error: type[BaseException],
+) -> None:
+    """Break one of these, and it fails:
+
+    - `_schedule_prefill`: take the request out of the queue before it is admitted
+    - `RequestSlots.acquire`: take the slot before the sampling parameters are set
+    - `_admit`: no `release_request`
+    """
+    serial = make_tiny_engine(lookahead=0, **POOL)
+    expected = [r.generated_tokens for r in serial.generate(PROMPTS, params)]
+    engine = make_tiny_engine(lookahead=lookahead, **POOL)
+    futures = [engine.add_request(0, PROMPTS[0], params[0])]
+    for _ in range(3):
+        engine.step_modern()
+    futures += [engine.add_request(n, PROMPTS[n], params[n]) for n in (1, 2, 3)]
+
+    def raises(*_: Any, **__: Any) -> None:
+        raise error(place)
+
+    owner, name = PLACES[place](engine)
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, raises)
+            with pytest.raises(error, match=place):
+                engine.step_modern()
+        engine.context.check_integrity()
+        assert len(engine.context.waiting) == 3
+        assert engine.context.slots.num_free == 2
+    drain(engine)
+    assert [future.result().generated_tokens for future in futures] == expected
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_the_last_of_several_admissions_raises(
+    make_tiny_engine: EngineFactory, lookahead: int
+) -> None:
+    """The first one stands, and may be aborted before the next plan: its slot's next owner has a
+    table of its own.
+
+    Break `release_request`: keep the block updates of the slot for the next plan.
+    """
+    serial = make_tiny_engine(lookahead=0, **POOL)
+    expected = [r.generated_tokens for r in serial.generate(PROMPTS, greedy(TOKENS))]
+    engine = make_tiny_engine(lookahead=lookahead, **POOL)
+    allocate, calls = engine.context.blocks.allocate, 0
+
+    def second_raises(count: int) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError
+        return allocate(count)
+
+    engine.context.blocks.allocate = second_raises  # type: ignore[method-assign]
+    first = engine.add_request(0, PROMPTS[2], greedy(TOKENS))
+    futures = [engine.add_request(n, PROMPTS[n], greedy(TOKENS)) for n in (1, 2, 3)]
+    with pytest.raises(MemoryError):
+        engine.step_modern()
+    engine.context.check_integrity()
+    assert len(engine.context.waiting) == 3
+    engine.abort_request(0)
+    assert first.result().failed()
+    stale = engine.context._plan_builder._updates
+    assert not any(np.any(slots == 0) for slots, _, _ in stale)
+    drain(engine)
+    assert [future.result().generated_tokens for future in futures] == expected[1:]
