@@ -1,8 +1,8 @@
-"""Paged attention of decode rows: one query token a row, keys and values read once.
+"""Paged attention of decode rows: one query token a row, or a few, keys and values read once.
 
 Flash-decoding (Dao et al. 2023): programs take a row's KV head and a part of its sequence, with all
-query heads of that KV head as one tile, so that each key and value is loaded once; a second kernel
-joins the parts. Which parts there are is decided on the device, once a step (`DecodeSchedule`).
+query heads of that KV head, and all query tokens of the row, as one tile, so that each key and value
+is loaded once; a second kernel joins the parts. Which parts there are is decided on the device, once a step (`DecodeSchedule`).
 
 Constants measured on an H200 (docs/performance.md). Joining inside the first kernel, by the program
 that finishes last, was slower than a second kernel with dependent launch: 5.7 against 4.9
@@ -39,13 +39,21 @@ class DecodeWorkspace:
         heads, kv_heads: query heads and KV heads.
         dim: size of a head.
         device: a GPU.
+        max_width: most query tokens of a row.
     """
 
     def __init__(
-        self, max_rows: int, heads: int, kv_heads: int, dim: int, device: torch.device
+        self,
+        max_rows: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        device: torch.device,
+        max_width: int = 1,
     ) -> None:
         self.schedule = DecodeSchedule(max_rows, kv_heads, decode_tile(dim), device)
-        shape = (self.schedule.slots, heads)
+        self.heads, self.max_width = heads, max_width
+        shape = (self.schedule.slots, heads * max_width)
         self.output = torch.empty((*shape, dim), dtype=torch.float32, device=device)
         self.maximum = torch.empty(shape, dtype=torch.float32, device=device)
         self.total = torch.empty(shape, dtype=torch.float32, device=device)
@@ -60,11 +68,13 @@ def paged_decode_attention(
     workspace: DecodeWorkspace,
     out: Tensor,
     is_settled: bool = False,
+    positions: Tensor | None = None,
 ) -> None:
     """Attention of decode rows over the paged cache; their lengths are those of the schedule.
 
     Args:
-        query: `[rows, heads, dim]`, contiguous; bfloat16, float16 or float32; dim 16 to 256.
+        query: `[rows * width, heads, dim]`, contiguous, the query tokens of a row as neighbours;
+            bfloat16, float16 or float32; dim 16 to 256.
         key_cache, value_cache: `[blocks, block size, kv heads, dim]`, contiguous, dtype of `query`.
         block_tables: int32 `[rows, blocks]`; rows may be strided.
         scale: softmax scale.
@@ -73,13 +83,17 @@ def paged_decode_attention(
         is_settled: schedule and block tables were written before the kernel launched last, and that
             one waits before it lets others start (`rope_append` does); they are then read without
             waiting for it.
+        positions: int64 `[rows * width]`, contiguous: each query token sees the keys up to its own
+            position, which is in its row's length. Needed where width is more than 1.
 
     Raises:
         ValueError: shapes, dtypes or strides that the kernel cannot serve.
     """
     schedule = workspace.schedule
-    _check(query, key_cache, value_cache, block_tables, workspace, out)
-    rows, heads, dim = query.shape
+    _check(query, key_cache, value_cache, block_tables, workspace, out, positions)
+    tokens, heads, dim = query.shape
+    rows = len(block_tables)
+    width = tokens // rows
     _blocks, block_size, kv_heads, _dim = key_cache.shape
     group = heads // kv_heads
     dim_tile = triton.next_power_of_2(dim)
@@ -91,6 +105,7 @@ def paged_decode_attention(
         block_tables,
         block_tables.stride(0),
         schedule.items,
+        schedule.items if positions is None else positions,
         scale * LOG2_E,
         out,
         workspace.output,
@@ -99,7 +114,8 @@ def paged_decode_attention(
         block_size=block_size,
         kv_heads=kv_heads,
         group=group,
-        head_tile=max(HEAD_TILE, triton.next_power_of_2(group)),
+        width=width,
+        head_tile=max(HEAD_TILE, triton.next_power_of_2(group * width)),
         dim=dim,
         dim_tile=dim_tile,
         tile=schedule.tile,
@@ -109,7 +125,7 @@ def paged_decode_attention(
         **launch_options(query),
     )
     # Few units of (row, head) can have many parts each; many units have few.
-    units = min(rows, schedule.extra) * heads
+    units = min(rows, schedule.extra) * heads * width
     chunk, warps = (32, 4) if units <= schedule.processors else (16, 2)
     _join_kernel[(min(units, 4 * schedule.processors),)](
         workspace.output,
@@ -117,7 +133,7 @@ def paged_decode_attention(
         workspace.total,
         schedule.joins,
         out,
-        heads=heads,
+        heads=heads * width,
         dim=dim,
         dim_tile=dim_tile,
         max_parts=triton.next_power_of_2(schedule.extra),
@@ -146,9 +162,12 @@ def _check(
     block_tables: Tensor,
     workspace: DecodeWorkspace,
     out: Tensor,
+    positions: Tensor | None,
 ) -> None:
     """What would read or write the wrong memory."""
-    rows, heads, dim = query.shape
+    tokens, heads, dim = query.shape
+    rows = max(len(block_tables), 1)
+    width = tokens // rows
     kv_heads, cache_dim = key_cache.shape[2:]
     if cache_dim != dim or heads % kv_heads or value_cache.shape != key_cache.shape:
         raise ValueError(
@@ -160,17 +179,29 @@ def _check(
             f"paged_decode_attention: heads of {dim} elements are not served, {HEAD_TILE} to "
             f"{MAX_DIM} are: use the torch backend."
         )
-    if out.shape != query.shape or block_tables.size(0) != rows or workspace.schedule.rows != rows:
+    if out.shape != query.shape or tokens != rows * width or workspace.schedule.rows != rows:
         raise ValueError(
             f"paged_decode_attention: query {tuple(query.shape)} wants an output of this shape, "
-            f"{rows} block tables and a schedule of {rows} rows; found {tuple(out.shape)}, "
-            f"{block_tables.size(0)} and {workspace.schedule.rows}: call schedule.update first."
+            f"equally many tokens for each of {rows} block tables, and a schedule of {rows} rows; "
+            f"found {tuple(out.shape)}, {block_tables.size(0)} and {workspace.schedule.rows}: call "
+            "schedule.update first."
         )
-    if workspace.output.shape[1:] != query.shape[1:] or workspace.schedule.kv_heads != kv_heads:
+    made_for = workspace.heads, workspace.output.size(2), workspace.schedule.kv_heads
+    if made_for != (heads, dim, kv_heads) or width > workspace.max_width:
         raise ValueError(
-            f"paged_decode_attention: the workspace was made for heads of "
-            f"{tuple(workspace.output.shape[1:])} over {workspace.schedule.kv_heads} KV heads, the "
-            f"query has {tuple(query.shape[1:])} over {kv_heads}."
+            f"paged_decode_attention: the workspace was made for heads of {made_for[:2]} over "
+            f"{made_for[2]} KV heads and up to {workspace.max_width} query tokens a row, the query "
+            f"has {tuple(query.shape[1:])} over {kv_heads} and {width} tokens a row."
+        )
+    if width > 1 and (
+        positions is None
+        or positions.shape != (tokens,)
+        or positions.dtype != torch.int64
+        or not positions.is_contiguous()
+    ):
+        raise ValueError(
+            f"paged_decode_attention: rows of {width} query tokens want their positions, contiguous "
+            f"int64 [{tokens}]."
         )
     dtypes = {tensor.dtype for tensor in (query, key_cache, value_cache, out)}
     if len(dtypes) > 1 or block_tables.dtype != torch.int32:
@@ -194,6 +225,7 @@ def _parts_kernel(
     tables: tl.tensor,
     table_stride: tl.tensor,
     items: tl.tensor,
+    positions: tl.tensor,
     scale: tl.tensor,
     out: tl.tensor,
     part_output: tl.tensor,
@@ -202,6 +234,7 @@ def _parts_kernel(
     block_size: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
+    width: tl.constexpr,
     head_tile: tl.constexpr,
     dim: tl.constexpr,
     dim_tile: tl.constexpr,
@@ -229,9 +262,15 @@ def _parts_kernel(
     if row >= 0:
         member = tl.arange(0, head_tile)
         column = tl.arange(0, dim_tile)
-        inside = (member < group)[:, None] & (column < dim)[None, :]
-        heads: tl.constexpr = kv_heads * group
+        inside = (member < width * group)[:, None] & (column < dim)[None, :]
+        # Heads of one row, over all of its query tokens.
+        heads: tl.constexpr = kv_heads * group * width
         head = kv_head * group + member
+        if width > 1:
+            query_token = member // group
+            head = query_token * (kv_heads * group) + kv_head * group + member % group
+            place_of_token = positions + row * width + query_token
+            visible = tl.load(place_of_token, mask=member < width * group, other=0) + 1
         place = head[:, None] * dim + column[None, :]
         q = tl.load(query + row * heads * dim + place, mask=inside, other=0.0)
         maximum = tl.full((head_tile,), -float("inf"), tl.float32)
@@ -256,10 +295,18 @@ def _parts_kernel(
             k = tl.load(key_cache + cell, mask=loaded, other=0.0)
             v = tl.load(value_cache + cell, mask=loaded, other=0.0)
             score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            score = tl.where(exists[None, :], score, -float("inf"))
-            new_maximum = tl.maximum(maximum, tl.max(score, 1))
-            weight = tl.exp2(score - new_maximum[:, None])
-            shrink = tl.exp2(maximum - new_maximum)
+            if width > 1:
+                seen = exists[None, :] & (position[None, :] < visible[:, None])
+                score = tl.where(seen, score, -float("inf"))
+                new_maximum = tl.maximum(maximum, tl.max(score, 1))
+                # A query token may see nothing of a part: its weights are 0, and no NaN.
+                base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+            else:
+                score = tl.where(exists[None, :], score, -float("inf"))
+                new_maximum = tl.maximum(maximum, tl.max(score, 1))
+                base = new_maximum
+            weight = tl.exp2(score - base[:, None])
+            shrink = tl.exp2(maximum - base)
             gathered = gathered * shrink[:, None]
             gathered = tl.dot(weight.to(v.dtype), v, gathered, input_precision="ieee")
             total = total * shrink + tl.sum(weight, 1)
@@ -268,8 +315,8 @@ def _parts_kernel(
             result = gathered / tl.maximum(total, 1e-30)[:, None]
             tl.store(out + row * heads * dim + place, result.to(out.dtype.element_ty), mask=inside)
         else:
-            tl.store(part_maximum + slot * heads + head, maximum, mask=member < group)
-            tl.store(part_total + slot * heads + head, total, mask=member < group)
+            tl.store(part_maximum + slot * heads + head, maximum, mask=member < width * group)
+            tl.store(part_total + slot * heads + head, total, mask=member < width * group)
             tl.store(part_output + slot * heads * dim + place, gathered, mask=inside)
 
 

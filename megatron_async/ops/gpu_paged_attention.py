@@ -26,6 +26,7 @@ class GpuPagedAttention(TorchPagedAttention):
         heads, kv_heads, dim: of the model's attention.
         device: a GPU.
         prefill: backends of the prefill rows.
+        max_width: most query tokens of a decode row.
     """
 
     def __init__(
@@ -38,13 +39,14 @@ class GpuPagedAttention(TorchPagedAttention):
         dim: int,
         device: torch.device,
         prefill: PrefillChoice,
+        max_width: int = 1,
     ) -> None:
         super().__init__(block_size, max_blocks, device)
         self.captures_prefill = prefill.captures
         self.report = str(prefill)
         self._choice = prefill
         self._backend: PrefillBackend | None = None
-        self._workspace = DecodeWorkspace(max_rows, heads, kv_heads, dim, device)
+        self._workspace = DecodeWorkspace(max_rows, heads, kv_heads, dim, device, max_width)
 
     def begin_step(
         self,
@@ -52,9 +54,10 @@ class GpuPagedAttention(TorchPagedAttention):
         block_tables: Tensor,
         kv_lengths: Tensor,
         prefill_starts: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> None:
         """As `TorchPagedAttention.begin_step`; `prefill_starts` is needed where rows prefill."""
-        decode = self._num_decode = dims.decode_rows
+        decode, self._decode_tokens = dims.decode_rows, dims.decode_tokens
         self._backend = None
         if dims.prefill_rows:
             assert prefill_starts is not None
@@ -70,11 +73,11 @@ class GpuPagedAttention(TorchPagedAttention):
                 )
             )
         if decode:
-            self._begin_decode(dims, block_tables[:decode], kv_lengths[:decode])
+            self._begin_decode(dims, block_tables[:decode], kv_lengths[:decode], positions)
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """As `TorchPagedAttention.attend`; the output of padding tokens is undefined."""
-        decode, prefill = self._num_decode, self._backend
+        decode, prefill = self._decode_tokens, self._backend
         if prefill is not None and not decode:
             return prefill.attend(query, key_cache, value_cache, scale)
         output = torch.empty_like(query)
@@ -85,10 +88,18 @@ class GpuPagedAttention(TorchPagedAttention):
         return output
 
     def _begin_decode(
-        self, dims: BatchDimensions, block_tables: Tensor, kv_lengths: Tensor
+        self,
+        dims: BatchDimensions,
+        block_tables: Tensor,
+        kv_lengths: Tensor,
+        positions: Tensor | None,
     ) -> None:
         self._workspace.schedule.update(kv_lengths)
         self._decode_tables = block_tables
+        self._query_positions = None
+        if dims.width > 1:
+            assert positions is not None
+            self._query_positions = positions[: dims.decode_tokens]
 
     def _decode(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, out: Tensor
@@ -103,4 +114,5 @@ class GpuPagedAttention(TorchPagedAttention):
             out,
             # The kernel that put this step's keys and values in place came after `begin_step`.
             is_settled=True,
+            positions=self._query_positions,
         )

@@ -54,7 +54,8 @@ class TorchPagedAttention:
         self._positions = positions
         self._block_of = positions // block_size
         self._offset_of = positions % block_size
-        self._num_decode = 0
+        self._decode_tokens = 0
+        self._width = 1
         self._decode_index: Tensor = positions
         self._decode_mask: Tensor = positions
         self._prefill: list[_PrefillRow] = []
@@ -65,6 +66,7 @@ class TorchPagedAttention:
         block_tables: Tensor,
         kv_lengths: Tensor,
         prefill_starts: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> None:
         """Prepare for the layers of one step.
 
@@ -74,15 +76,21 @@ class TorchPagedAttention:
             kv_lengths: int32 `[rows]`, this step's tokens included.
             prefill_starts: int32 `[prefill rows + 1]`; not needed here, where the host's lengths
                 are exact.
+            positions: int64 `[tokens]`, decode rows first; needed where decode rows have several
+                query tokens, each of which sees the keys up to its own position.
         """
-        self._num_decode = dims.decode_rows
+        self._decode_tokens, self._width = dims.decode_tokens, dims.width
         if dims.decode_rows:
             rows = slice(0, dims.decode_rows)
-            self._begin_decode(dims, block_tables[rows], kv_lengths[rows])
+            self._begin_decode(dims, block_tables[rows], kv_lengths[rows], positions)
         self._begin_prefill(dims, block_tables)
 
     def _begin_decode(
-        self, dims: BatchDimensions, block_tables: Tensor, kv_lengths: Tensor
+        self,
+        dims: BatchDimensions,
+        block_tables: Tensor,
+        kv_lengths: Tensor,
+        positions: Tensor | None,
     ) -> None:
         # Rounded up, because torch's fused kernels want masks aligned; the mask hides the rest.
         length = -(-dims.max_decode_kv_length // MASK_ALIGNMENT) * MASK_ALIGNMENT
@@ -94,10 +102,14 @@ class TorchPagedAttention:
         # a weight of zero does not hide a NaN.
         self._decode_index = torch.where(valid, index, index[:, :1]).view(-1)
         self._decode_mask = valid[:, None, None, :]
+        if dims.width > 1:
+            assert positions is not None
+            last = positions[: dims.decode_tokens].view(dims.decode_rows, dims.width, 1)
+            self._decode_mask = (self._positions[:length] <= last)[:, None]
 
     def _begin_prefill(self, dims: BatchDimensions, block_tables: Tensor) -> None:
         self._prefill = []
-        start = dims.decode_rows
+        start = dims.decode_tokens
         for row, (query_length, kv_length) in enumerate(dims.prefill_lengths, dims.decode_rows):
             blocks = block_tables[row].index_select(0, self._block_of[:kv_length]).to(torch.int64)
             kv_index = blocks * self._block_size + self._offset_of[:kv_length]
@@ -121,9 +133,9 @@ class TorchPagedAttention:
             `[tokens, heads, dim]`.
         """
         output = torch.empty_like(query)
-        if self._num_decode:
-            rows = slice(0, self._num_decode)
-            self._decode(query[rows], key_cache, value_cache, scale, output[rows])
+        if self._decode_tokens:
+            tokens = slice(0, self._decode_tokens)
+            self._decode(query[tokens], key_cache, value_cache, scale, output[tokens])
         keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
         for row in self._prefill:
             tokens = slice(row.start, row.end)
@@ -141,21 +153,26 @@ class TorchPagedAttention:
     def _decode(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, out: Tensor
     ) -> None:
-        """One query token a row; the query heads of a KV head are its "sequence" (no causality
-        among them), so that each key and value is read once."""
-        rows, heads, dim = query.shape
-        kv_heads, index = key_cache.size(2), self._decode_index
+        """The query heads of a KV head, of all query tokens of a row, are its "sequence" (no
+        causality but the mask's among them), so that each key and value is read once."""
+        tokens, heads, dim = query.shape
+        width, kv_heads, index = self._width, key_cache.size(2), self._decode_index
+        rows, group, mask = tokens // width, heads // kv_heads, self._decode_mask
+        if width > 1:
+            mask = mask.repeat_interleave(group, dim=2)
 
         def gather(cache: Tensor) -> Tensor:
             # [rows, kv heads, kv length, dim]
             flat = cache.flatten(0, 1).index_select(0, index)
             return flat.view(rows, -1, kv_heads, dim).transpose(1, 2)
 
+        by_head = query.view(rows, width, kv_heads, group, dim).transpose(1, 2)
         attended = F.scaled_dot_product_attention(
-            query.view(rows, kv_heads, heads // kv_heads, dim),
+            by_head.reshape(rows, kv_heads, width * group, dim),
             gather(key_cache),
             gather(value_cache),
-            attn_mask=self._decode_mask,
+            attn_mask=mask,
             scale=scale,
         )
-        out.copy_(attended.reshape(rows, heads, dim))
+        by_token = attended.reshape(rows, kv_heads, width, group, dim).transpose(1, 2)
+        out.copy_(by_token.reshape(tokens, heads, dim))

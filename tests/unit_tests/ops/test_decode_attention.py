@@ -36,11 +36,12 @@ class Batch:
     """
 
     def __init__(
-        self, longest, rows, block_size, kv_heads, group, dim, dtype, device, count=132, seed=0
-    ):
+        self, longest, rows, block_size, kv_heads, group, dim, dtype, device, count=132, seed=0,
+        width=1,
+    ):  # fmt: skip
         self.generator = torch.Generator().manual_seed(seed)
         self.kv_heads, self.group, self.dim, self.device = kv_heads, group, dim, device
-        self.block_size, self.scale = block_size, dim**-0.5
+        self.block_size, self.scale, self.width = block_size, dim**-0.5, width
         blocks_a_row = -(-longest // block_size)
         self.blocks = rows * blocks_a_row + 1
         shape = (self.blocks, block_size, kv_heads, dim)
@@ -49,10 +50,13 @@ class Batch:
         # One column more than is used: the kernel has to mind the row's stride.
         self.tables = torch.empty((rows, blocks_a_row + 1), dtype=torch.int32, device=device)
         self.lengths = torch.empty(rows, dtype=torch.int32, device=device)
-        self.query = torch.empty(rows, kv_heads * group, dim, dtype=dtype, device=device)
+        self.query = torch.empty(rows * width, kv_heads * group, dim, dtype=dtype, device=device)
+        self.positions = torch.empty(rows * width, dtype=torch.int64, device=device)
         self.out = torch.full_like(self.query, float("nan"))
         with processors(count):
-            self.workspace = DecodeWorkspace(rows, kv_heads * group, kv_heads, dim, device)
+            self.workspace = DecodeWorkspace(
+                rows, kv_heads * group, kv_heads, dim, device, width
+            )
         for tensor in (self.workspace.output, self.workspace.maximum, self.workspace.total):
             tensor.fill_(float("nan"))
         for tensor in (self.workspace.schedule.items, self.workspace.schedule.joins):
@@ -83,8 +87,13 @@ class Batch:
                     cache.flatten(0, 1)[cells].double().repeat_interleave(self.group, 1)
                     for cache in (keys, values)
                 )
-                score = torch.einsum("hd,nhd->hn", query[row].double(), k) * self.scale
-                expected[row] = torch.einsum("hn,nhd->hd", score.softmax(1), v)
+                for j in range(self.width):
+                    # The row's last tokens; beyond a limit they stand at position 0.
+                    token, last = row * self.width + j, max(length - self.width + j, 0)
+                    self.positions[token] = last
+                    seen_k, seen_v = k[: last + 1], v[: last + 1]
+                    score = torch.einsum("hd,nhd->hn", query[token].double(), seen_k) * self.scale
+                    expected[token] = torch.einsum("hn,nhd->hd", score.softmax(1), seen_v)
         self.keys.copy_(keys)
         self.values.copy_(values)
         self.tables.copy_(tables)
@@ -109,14 +118,16 @@ class Batch:
             self.workspace,
             self.out,
             is_settled,
+            self.positions if self.width > 1 else None,
         )
 
     def check(self, expected):
         found, tolerance = self.out.cpu().double(), TOLERANCE[self.out.dtype]
         assert not found.isnan().any()
         for row, length in enumerate(self.lengths.tolist()):
-            error = (found[row] - expected[row]).norm()
-            assert error <= tolerance * expected[row].norm(), (row, length, error)
+            for token in range(row * self.width, (row + 1) * self.width):
+                error = (found[token] - expected[token]).norm()
+                assert error <= tolerance * expected[token].norm(), (row, token, length, error)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +150,30 @@ def test_against_softmax(lengths, block_size, kv_heads, group, dim, dtype, count
     batch = Batch(
         max(lengths), len(lengths), block_size, kv_heads, group, dim, dtype, device, count
     )
+    expected = batch.refill(lengths)
+    batch.run(is_settled=count == 6)
+    batch.check(expected)
+
+
+@pytest.mark.parametrize("width", [2, 4, 5])
+@pytest.mark.parametrize(
+    ("lengths", "block_size", "kv_heads", "group", "dim"),
+    [
+        ([5, 15, 16, 17], 16, 1, 1, 16),
+        ([65, 63, 64, 200, 1, 129], 64, 3, 3, 64),  # parts that hold drafts alone
+        ([300, 48, 98], 48, 2, 8, 32),
+        ([70, 33], 16, 1, 3, 96),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 6, 132])
+def test_several_query_tokens_a_row(
+    lengths, block_size, kv_heads, group, dim, count, width, device
+):
+    """Each query token sees the keys up to its own position, and no draft behind it."""
+    batch = Batch(
+        max(lengths), len(lengths), block_size, kv_heads, group, dim, torch.float32, device, count,
+        width=width,
+    )  # fmt: skip
     expected = batch.refill(lengths)
     batch.run(is_settled=count == 6)
     batch.check(expected)
@@ -240,6 +275,7 @@ class TestBadInput:
             ("values", lambda t: t[:-1], "does not fit caches"),
             ("keys", lambda t: t[..., :16], "does not fit caches"),
             ("query", lambda t: t[:1], "block tables"),
+            ("query", lambda t: torch.cat((t, t)), "an output of this shape"),
             ("tables", lambda t: t[:1], "block tables"),
             ("tables", lambda t: t.long(), "int32"),
             ("out", lambda t: t.half(), "one dtype"),
@@ -285,11 +321,13 @@ class TestOnGpu:
         for rows, longest, batches in ((8, 1000, 24), (40, 200, 24), (2, 5000, 8)):
             count = draw.choice((1, 20, 132, 400))
             batch = Batch(longest, rows, block_size, *shape, dtype, cuda, count)
-            for _ in range(batches):
+            wide = Batch(longest, rows, block_size, *shape, dtype, cuda, count, width=4)
+            for number in range(batches):
                 lengths = [int(longest ** draw.random()) for _ in range(rows)]
-                expected = batch.refill(lengths)
-                batch.run(is_settled=True)
-                batch.check(expected)
+                chosen = wide if number % 6 == 5 else batch
+                expected = chosen.refill(lengths)
+                chosen.run(is_settled=True)
+                chosen.check(expected)
 
     @pytest.mark.parametrize("dim", [16, 32, 96, 192, 256])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

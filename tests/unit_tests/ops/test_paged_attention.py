@@ -29,7 +29,9 @@ def naive(query, keys, values, group, scale):
     return out
 
 
-def check(backend, device, block_size, decode, prefill, kv_heads, group, dim, tolerance):
+def check(
+    backend, device, block_size, decode, prefill, kv_heads, group, dim, tolerance, width=1
+):
     generator = torch.Generator().manual_seed(block_size * 100 + dim)
     lengths = [*decode, *(kv for _, kv in prefill)]
     max_blocks = -(-max(lengths) // block_size) + 1
@@ -50,6 +52,7 @@ def check(backend, device, block_size, decode, prefill, kv_heads, group, dim, to
         rows.append((keys, values))
     dims = BatchDimensions(
         decode_rows=len(decode),
+        width=width,
         prefill_lengths=tuple(prefill),
         max_decode_kv_length=max(decode, default=0),
     )
@@ -58,13 +61,16 @@ def check(backend, device, block_size, decode, prefill, kv_heads, group, dim, to
     kv_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
     starts = torch.tensor([0, *itertools.accumulate(asked for asked, _ in prefill)])
     starts = starts.int().to(device) if prefill else None
-    attention.begin_step(dims, tables.int().to(device), kv_lengths, starts)
+    # The query tokens of a decode row are its last; beyond a limit they stand at position 0.
+    queries = [max(length - width + j, 0) for length in decode for j in range(width)]
+    positions = torch.tensor([*queries, *[-1] * dims.prefill_tokens], device=device)
+    attention.begin_step(dims, tables.int().to(device), kv_lengths, starts, positions)
     scale = dim**-0.5
     caches = key_cache.to(device), value_cache.to(device)
     found = attention.attend(query.to(device), *caches, scale).cpu()
     token = 0
     for row, (keys, values) in enumerate(rows):
-        ends = [lengths[row]]
+        ends = [position + 1 for position in queries[row * width : (row + 1) * width]]
         if row >= len(decode):
             asked, kv = prefill[row - len(decode)]
             ends = list(range(kv - asked + 1, kv + 1))
@@ -89,7 +95,8 @@ def test_torch_backend(block_size, decode, prefill, kv_heads, group, dim):
     def backend(size, blocks):
         return TorchPagedAttention(size, blocks, torch.device("cpu"))
 
-    check(backend, "cpu", block_size, decode, prefill, kv_heads, group, dim, 1e-5)
+    for width in (1, 2, 5):
+        check(backend, "cpu", block_size, decode, prefill, kv_heads, group, dim, 1e-5, width)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +121,7 @@ class TestOnGpu:
             cuda = torch.device("cuda")
             shape = AttentionShape(heads, kv_heads, dim, size, blocks, torch.float32, cuda)
             choice = PrefillChoice((BACKENDS[name](shape),) * len(STEP_CLASSES))
-            return GpuPagedAttention(size, blocks, rows, heads, kv_heads, dim, cuda, choice)
+            return GpuPagedAttention(size, blocks, rows, heads, kv_heads, dim, cuda, choice, 5)
 
-        check(backend, "cuda", block_size, decode, prefill, kv_heads, group, dim, 1e-4)
+        for width in (1, 2, 5):
+            check(backend, "cuda", block_size, decode, prefill, kv_heads, group, dim, 1e-4, width)
