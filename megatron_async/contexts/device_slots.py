@@ -23,11 +23,8 @@ class DeviceSlots:
     Attributes:
         last_token: int64 `[slots + 1]`, the token sampled last.
         block_table: int32 `[slots + 1, max_blocks]`.
-        temperature, top_p, min_p: float32 `[slots + 1]`.
-        top_k: int32 `[slots + 1]`.
-        seed: int64 `[slots + 1]`.
-        features: int32 `[slots + 1]`, bits of `RowFeature`.
-        records: int32 `[slots + 1, RECORD_WORDS]`; valid where the features ask for it.
+        records: int32 `[slots + 1, RECORD_WORDS]`: what each slot's request asks of the sampling
+            step (`ops/slot_records.py`); of the last slot zeros, which ask for nothing.
     """
 
     def __init__(
@@ -38,10 +35,4 @@ class DeviceSlots:
         self.block_table = torch.full(
             (rows, max_blocks), dummy_block, dtype=torch.int32, device=device
         )
-        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.top_p = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.features = torch.zeros(rows, dtype=torch.int32, device=device)
         self.records = torch.zeros(rows, RECORD_WORDS, dtype=torch.int32, device=device)

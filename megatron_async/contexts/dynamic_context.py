@@ -120,16 +120,15 @@ class DynamicInferenceContext:
 
     # ---- Requests in and out -----------------------------------------------------------------
 
-    def add_request(self, request: DynamicInferenceRequest, seed: int, max_length: int) -> None:
+    def add_request(self, request: DynamicInferenceRequest, max_length: int) -> None:
         """Queue a request that the engine has found servable.
 
         Args:
-            request: with its prompt tokens.
-            seed: of its random numbers, 0 .. 2**63 - 1.
+            request: with its prompt tokens and its record.
             max_length: sequence length, tokens, at which it ends.
         """
         rank = rank_of(self._arrivals, request.priority)
-        self.waiting.add(WaitingRequest(request, rank, seed, max_length))
+        self.waiting.add(WaitingRequest(request, rank, max_length))
         self._arrivals += 1
 
     def release_request(self, slot: int) -> None:
@@ -258,7 +257,7 @@ class DynamicInferenceContext:
     def _admit(self, waiting: WaitingRequest, micro_batch: int) -> int:
         """Give a request its slot and the blocks of all its known tokens."""
         request, slots = waiting.request, self.slots
-        slot = slots.acquire(request, waiting.rank, waiting.seed, waiting.max_length, micro_batch)
+        slot = slots.acquire(request, waiting.rank, waiting.max_length, micro_batch)
         count = -(-waiting.num_known // self.block_size_tokens)
         blocks = self.blocks.allocate(count)
         indices = np.arange(count, dtype=np.int32)
@@ -332,8 +331,7 @@ class DynamicInferenceContext:
 
     def _requeue(self, slot: int) -> None:
         slots, request = self.slots, self.slots.request_at(slot)
-        rank, seed, longest = slots.rank[slot], slots.seed[slot], slots.max_length[slot]
-        waiting = WaitingRequest(request, int(rank), int(seed), int(longest))
+        waiting = WaitingRequest(request, int(slots.rank[slot]), int(slots.max_length[slot]))
         waiting.num_computed = slots.num_computed(slot)
         self.release_request(slot)
         self.waiting.add(waiting)

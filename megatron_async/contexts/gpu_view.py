@@ -20,7 +20,6 @@ from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.feed_back import feed_back_tokens
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.paged_attention import TorchPagedAttention
-from megatron_async.ops.sampling import SamplingTensors
 from megatron_async.ops.step_tensors import StepTensors
 from megatron_async.ops.unpack_step import unpack_step
 
@@ -138,27 +137,6 @@ class ContextGPUView:
         unpack_step(self.bookkeeping, self._next_entry, dims, self.slots, block_size, step)
         starts = step.prefill_starts if dims.prefill_rows else None
         self._attention.begin_step(dims, step.block_tables, step.kv_lengths, starts)
-
-    def sampling_tensors(self) -> SamplingTensors:
-        """Per-row sampling parameters; the sampled token's position is the row's KV length."""
-        return self.sampling_tensors_of(self.step.slots, self.step.kv_lengths)
-
-    def sampling_tensors_of(self, rows: Tensor, positions: Tensor) -> SamplingTensors:
-        """The same for chosen rows.
-
-        Args:
-            rows: int64, their slots.
-            positions: int32, of the tokens to be sampled.
-        """
-        slots = self.slots
-        return SamplingTensors(
-            temperature=slots.temperature.index_select(0, rows),
-            top_k=slots.top_k.index_select(0, rows),
-            top_p=slots.top_p.index_select(0, rows),
-            min_p=slots.min_p.index_select(0, rows),
-            seeds=slots.seed.index_select(0, rows),
-            positions=positions,
-        )
 
     def prefill_following(self, words: Tensor) -> Tensor:
         """The token behind each chunk, int64 `[chunks]`, -1 where there is none, from a step's

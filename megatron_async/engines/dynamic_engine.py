@@ -155,7 +155,7 @@ class DynamicInferenceEngine(ControllableEngine):
         entry = self.requests.add(request)
         try:
             self._check_has_its_job()
-            limits = prepare_request(
+            max_length = prepare_request(
                 entry, prompt, sampling_params, priority, self.controller, self.context,
                 self._grammars, self._watch,
             )  # fmt: skip
@@ -163,7 +163,7 @@ class DynamicInferenceEngine(ControllableEngine):
             # Whatever it is, also from a user's own tokenizer, it is this request's alone.
             self.requests.end(request, Status.FAILED, "error", error)
             return entry.future
-        self.context.add_request(request, limits.seed, limits.max_length)
+        self.context.add_request(request, max_length)
         self.group.added(request)
         self.observer.added(request)
         return entry.future

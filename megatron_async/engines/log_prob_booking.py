@@ -23,7 +23,7 @@ def book_prompt_log_probs(step: LaunchedStep, slots: RequestSlots) -> None:
     """Book the log probs of prompt tokens that the step's chunks delivered, but for requests that
     lost their slots since."""
     plan, words, first = step.plan, step.prompt_log_probs, 0
-    for chunk in plan.prompt_log_prob_chunks:
+    for chunk in plan.features.prompt_log_prob_chunks:
         row = plan.num_decode + chunk
         length = int(plan.prefill_starts[chunk + 1] - plan.prefill_starts[chunk])
         slot = plan.slots[row]

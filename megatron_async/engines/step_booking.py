@@ -54,7 +54,7 @@ class StepBooking:
         if step.error is not None:
             self._fail(step, step.error)
         with tracer.range("update_requests", step.plan.step):
-            if step.plan.num_prompt_log_probs:
+            if step.plan.features.num_prompt_log_probs:
                 book_prompt_log_probs(step, context.slots)
             output = context.update_requests(step.plan, step.samples, step.log_probs)
         with tracer.range("emit", step.plan.step):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_async.ops.sampling import SamplingRows
 from megatron_async.ops.sampling_state import PROMPT_TOKEN, SamplingState
 from megatron_async.ops.slot_records import (
     EDIT_WORDS,
@@ -25,21 +26,15 @@ from megatron_async.ops.slot_records import (
 
 
 @dataclass
-class ProcessingTensors:
-    """What the rows of a step ask for; on the device of the logits.
+class ProcessingRows(SamplingRows):
+    """Rows whose logits may have to be processed.
 
     Attributes:
         features: int32 `[rows]`, bits of `RowFeature`.
-        slots: int64 `[rows]`.
-        kv_lengths: int32 `[rows]`: position of the token to be sampled.
-        records: int32 `[slots + 1, RECORD_WORDS]`.
         state: per-slot counts and recent tokens.
     """
 
     features: Tensor
-    slots: Tensor
-    kv_lengths: Tensor
-    records: Tensor
     state: SamplingState
 
 
@@ -51,18 +46,12 @@ class ChunkTensors:
         first_row: index of the first among the step's rows.
         starts: int32 `[chunks + 1]`: where each begins in `token_ids`, and its end.
         token_ids: int64 `[prefill tokens]`, perhaps padded.
-        words: int32 `[ring, words]`: bookkeeping of the steps in flight.
-        entry: int32 `[1]`: which of them is this step's.
-        record_field: where in it the chunks say where their requests' records are (or -1).
         max_query_length: no chunk has more tokens.
     """
 
     first_row: int
     starts: Tensor
     token_ids: Tensor
-    words: Tensor
-    entry: Tensor
-    record_field: int
     max_query_length: int
 
     @property
@@ -71,31 +60,26 @@ class ChunkTensors:
         return len(self.starts) - 1
 
 
-def begin_chunks_reference(rows: ProcessingTensors, chunks: ChunkTensors) -> None:
-    """Take over records of requests that start, and count the chunks' tokens.
+def begin_chunks_reference(rows: ProcessingRows, chunks: ChunkTensors) -> None:
+    """Count the chunks' tokens, those of requests that start from zero.
 
     Every known token of a request passes here once since it got its slot, also those that it
     generated before an eviction.
 
     Args:
-        rows: their `records` and `state` are changed.
+        rows: their `state` is changed.
         chunks: the step's prefill chunks, one at least.
     """
-    words = chunks.words[int(chunks.entry)]
-    offsets = words[chunks.record_field : chunks.record_field + chunks.count]
-    for chunk, offset in enumerate(offsets.tolist()):  # sync-ok: CPU
+    for chunk in range(chunks.count):
         row = chunks.first_row + chunk
         features, slot = int(rows.features[row]), int(rows.slots[row])
         record = rows.records[slot]
-        if offset >= 0:
-            length = _record_words(words[offset : offset + HEADER])
-            record[:length] = words[offset : offset + length]
         counts, recent = rows.state.counts[slot], rows.state.recent[slot]
         if features & RowFeature.STARTS and features & RowFeature.PENALTIES:
             counts.zero_()
         start, end = chunks.starts[chunk : chunk + 2].tolist()  # sync-ok: CPU
         tokens = chunks.token_ids[start:end]
-        position = int(rows.kv_lengths[row]) - (end - start)
+        position = int(rows.positions[row]) - (end - start)
         in_prompt = max(int(record[Header.PROMPT_LENGTH]) - position, 0)
         if features & RowFeature.PENALTIES:
             prompt, generated = tokens[:in_prompt], tokens[in_prompt:]
@@ -108,7 +92,7 @@ def begin_chunks_reference(rows: ProcessingTensors, chunks: ChunkTensors) -> Non
 
 
 def process_logits_reference(
-    logits: Tensor, rows: ProcessingTensors, out: Tensor, kept: Tensor
+    logits: Tensor, rows: ProcessingRows, out: Tensor, kept: Tensor
 ) -> Tensor:
     """Penalise, bias and ban.
 
@@ -128,7 +112,7 @@ def process_logits_reference(
     kept[: len(logits)][constrained] = logits[constrained]
     for row, features in enumerate(rows.features.tolist()):  # sync-ok: CPU
         slot = int(rows.slots[row])
-        record, position = rows.records[slot], int(rows.kv_lengths[row])
+        record, position = rows.records[slot], int(rows.positions[row])
         if features & RowFeature.PENALTIES:
             _penalise(processed[row], rows.state.counts[slot], record)
         if features & RowFeature.EDITS:
@@ -143,7 +127,7 @@ def process_logits_reference(
     return processed
 
 
-def count_tokens_reference(tokens: Tensor, rows: ProcessingTensors) -> None:
+def count_tokens_reference(tokens: Tensor, rows: ProcessingRows) -> None:
     """Count the sampled tokens, int64 `[rows]`, of the rows that produce one; a constrained row's
     is none yet."""
     slots, length = rows.slots, rows.state.recent.size(1)
@@ -152,17 +136,13 @@ def count_tokens_reference(tokens: Tensor, rows: ProcessingTensors) -> None:
     counted = produces & ((rows.features & RowFeature.PENALTIES) != 0)
     rows.state.counts[slots[counted], tokens[counted]] += 1
     kept = produces & ((rows.features & RowFeature.BAD_WORDS) != 0)
-    place = (rows.kv_lengths[kept] % length).long()
+    place = (rows.positions[kept] % length).long()
     rows.state.recent[slots[kept], place] = tokens[kept].int()
 
 
-def _record_words(header: Tensor) -> int:
-    edits, words = int(header[Header.NUM_EDITS]), int(header[Header.NUM_BAD_WORDS])
-    return HEADER + edits * EDIT_WORDS + words * WINDOW
-
-
 def _penalise(logits: Tensor, counts: Tensor, record: Tensor) -> None:
-    frequency, presence, repetition = record[:3].view(torch.float32)
+    words = (Header.FREQUENCY, Header.PRESENCE, Header.REPETITION)
+    frequency, presence, repetition = record.view(torch.float32)[list(words)]
     seen = counts != 0
     penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits.copy_(torch.where(seen, penalised, logits))

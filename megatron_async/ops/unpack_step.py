@@ -14,18 +14,31 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
-from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
+from megatron_async.contexts.bookkeeping_layout import UPDATE_FIELDS, BookkeepingLayout
 from megatron_async.contexts.device_slots import DeviceSlots
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.philox import MASK
-from megatron_async.ops.slot_records import STEP_FEATURES, RowFeature
+from megatron_async.ops.slot_records import (
+    EDIT_WORDS,
+    HEADER,
+    RECORD_WORDS,
+    WINDOW,
+    Header,
+    RowFeature,
+)
 from megatron_async.ops.step_tensors import StepTensors
 
 TILE = 128
-PRODUCES = int(RowFeature.PRODUCES)
-KEPT = ~int(STEP_FEATURES)
-IN_KERNEL_PRODUCES = tl.constexpr(PRODUCES)
-IN_KERNEL_KEPT = tl.constexpr(KEPT)
+PRODUCES = tl.constexpr(int(RowFeature.PRODUCES))
+WORDS = tl.constexpr(RECORD_WORDS)
+FEATURES = tl.constexpr(int(Header.FEATURES))
+NUM_EDITS = tl.constexpr(int(Header.NUM_EDITS))
+NUM_BAD_WORDS = tl.constexpr(int(Header.NUM_BAD_WORDS))
+HEAD = tl.constexpr(HEADER)
+EDIT = tl.constexpr(EDIT_WORDS)
+LONGEST = tl.constexpr(WINDOW)
+SLOT_COLUMN = tl.constexpr(UPDATE_FIELDS.index("block_update_slots"))
+INDEX_COLUMN = tl.constexpr(UPDATE_FIELDS.index("block_update_indices"))
+BLOCK_COLUMN = tl.constexpr(UPDATE_FIELDS.index("block_update_blocks"))
 
 
 def unpack_step(
@@ -36,7 +49,7 @@ def unpack_step(
     block_size: int,
     out: StepTensors,
 ) -> None:
-    """Apply block-table updates and sampling parameters to `slots`, and fill `out`.
+    """Apply block-table updates and records of requests that start to `slots`, and fill `out`.
 
     Args:
         words: int32 `[ring, words]`: packed bookkeeping of the steps in flight.
@@ -70,18 +83,15 @@ def unpack_step_kernels(
         next_entry,
         out.entry,
         *table,
-        layout.start("block_update_slots"),
+        layout.start("num_block_updates"),
+        layout.start(UPDATE_FIELDS[0]),
         layout.start("row_slots"),
         layout.start("row_kv_lengths"),
         layout.start("prefill_starts"),
-        layout.start("prefill_temperature"),
+        layout.start("prefill_features"),
+        layout.start("prefill_record"),
         slots.last_token,
-        slots.temperature,
-        slots.top_k,
-        slots.top_p,
-        slots.min_p,
-        slots.seed,
-        slots.features,
+        slots.records,
         out.slots,
         out.kv_lengths,
         out.features,
@@ -92,7 +102,6 @@ def unpack_step_kernels(
         out.positions,
         out.write_index,
         dims.decode_rows,
-        dims.prefill_rows,
         blocks,
         block_size,
         dims.prefill_rows > 0,
@@ -132,7 +141,8 @@ def unpack_step_reference(
 ) -> None:
     """`unpack_step` in plain torch. It reads numbers back, so it is for the CPU and for tests."""
     entry = int(next_entry)
-    updates = int(words[entry, 0])
+    head = BookkeepingLayout.for_batch(dims, 0)
+    updates = int(words[entry, head.start("num_block_updates")])
     fields = BookkeepingLayout.for_batch(dims, updates).device_views(words[entry])
     out.entry.fill_(entry)
     slots.block_table.index_put_(
@@ -143,21 +153,20 @@ def unpack_step_reference(
     out.kv_lengths.copy_(fields["row_kv_lengths"])
     out.block_tables.copy_(slots.block_table.index_select(0, out.slots))
     decode = dims.decode_rows
-    out.features.copy_(slots.features.index_select(0, out.slots) | PRODUCES)
+    for chunk, start in enumerate(fields["prefill_record"].tolist()):  # sync-ok: CPU
+        if start >= 0:
+            given = words[entry, start:]
+            length = _record_words(given)
+            slots.records[out.slots[decode + chunk], :length] = given[:length]
+    out.features.copy_(slots.records[:, Header.FEATURES].index_select(0, out.slots))
+    out.features[:decode] |= int(RowFeature.PRODUCES)
     out.last_token[:decode] = torch.arange(decode, device=words.device)
     out.token_ids[:decode] = slots.last_token.index_select(0, out.slots[:decode])
     out.positions[:decode] = out.kv_lengths[:decode] - 1
     _write_index(out.block_tables[:decode], out.positions[:decode], block_size, out.write_index)
     if not dims.prefill_rows:
         return
-    chunk_slots = out.slots[decode:]
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        getattr(slots, name).index_copy_(0, chunk_slots, fields[f"prefill_{name}"])
-    low, high = fields["prefill_seed_low"].long() & MASK, fields["prefill_seed_high"].long()
-    slots.seed.index_copy_(0, chunk_slots, (high << 32) | low)
-    features = fields["prefill_features"]
-    out.features[decode:] = features
-    slots.features.index_copy_(0, chunk_slots, features & KEPT)
+    out.features[decode:] |= fields["prefill_features"]
     starts = fields["prefill_starts"]
     out.prefill_starts.copy_(starts)
     out.last_token[decode:] = decode + (starts[1:] - 1).clamp(min=0)
@@ -173,6 +182,11 @@ def unpack_step_reference(
     _write_index(tables, position, block_size, out.write_index[decode:])
 
 
+def _record_words(record: Tensor) -> int:
+    edits, bad_words = int(record[Header.NUM_EDITS]), int(record[Header.NUM_BAD_WORDS])
+    return HEADER + edits * EDIT_WORDS + bad_words * WINDOW
+
+
 def _write_index(tables: Tensor, positions: Tensor, block_size: int, out: Tensor) -> None:
     block = tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
     out[: len(positions)] = block * block_size + positions % block_size
@@ -185,13 +199,14 @@ def _write_index(tables: Tensor, positions: Tensor, block_size: int, out: Tensor
     do_not_specialize=[
         "words_stride",
         "table_stride",
+        "num_updates",
         "updates",
         "row_slots",
         "row_kv_lengths",
         "starts",
-        "parameters",
+        "step_features",
+        "chunk_records",
         "decode_rows",
-        "prefill_rows",
         "num_blocks",
     ]
 )
@@ -202,18 +217,15 @@ def _unpack_kernel(
     entry: tl.tensor,
     table: tl.tensor,
     table_stride: tl.tensor,
+    num_updates: tl.tensor,
     updates: tl.tensor,
     row_slots: tl.tensor,
     row_kv_lengths: tl.tensor,
     starts: tl.tensor,
-    parameters: tl.tensor,
+    step_features: tl.tensor,
+    chunk_records: tl.tensor,
     last_token: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seed: tl.tensor,
-    features: tl.tensor,
+    records: tl.tensor,
     out_slots: tl.tensor,
     out_kv_lengths: tl.tensor,
     out_features: tl.tensor,
@@ -224,7 +236,6 @@ def _unpack_kernel(
     out_positions: tl.tensor,
     out_write: tl.tensor,
     decode_rows: tl.tensor,
-    prefill_rows: tl.tensor,
     num_blocks: tl.tensor,
     block_size: tl.tensor,
     has_prefill: tl.constexpr,
@@ -239,16 +250,16 @@ def _unpack_kernel(
         tl.store(entry, current)
     slot = tl.load(step + row_slots + row).to(tl.int64)
     # Updates of this row's part of the table; of all of it where a position is looked up below.
-    count = tl.load(step)
+    count = tl.load(step + num_updates)
     first = 0
     while first < count:
         offset = first + tl.arange(0, tile)
         update = step + updates + offset
         exists = offset < count
-        index = tl.load(update + count, exists, other=-1)
-        own = exists & (tl.load(update, exists, other=-1) == slot)
+        index = tl.load(update + INDEX_COLUMN * count, exists, other=-1)
+        own = exists & (tl.load(update + SLOT_COLUMN * count, exists, other=-1) == slot)
         own = own & ((part == 0) | (index // tile == part))
-        block = tl.load(update + 2 * count, own, other=0)
+        block = tl.load(update + BLOCK_COLUMN * count, own, other=0)
         tl.store(table + slot * table_stride + index, block, own)
         first += tile
     tl.debug_barrier()
@@ -258,12 +269,13 @@ def _unpack_kernel(
     tl.store(out_tables + row.to(tl.int64) * num_blocks + column, blocks, inside)
     if part == 0:
         kv_length = tl.load(step + row_kv_lengths + row)
+        record = records + slot * WORDS
         tl.store(out_slots + row, slot)
         tl.store(out_kv_lengths + row, kv_length)
         if row < decode_rows:
             position = kv_length.to(tl.int64) - 1
             block = tl.load(table + slot * table_stride + position // block_size).to(tl.int64)
-            tl.store(out_features + row, tl.load(features + slot) | IN_KERNEL_PRODUCES)
+            tl.store(out_features + row, tl.load(record + FEATURES) | PRODUCES)
             tl.store(out_last_token + row, row)
             tl.store(out_tokens + row, tl.load(last_token + slot))
             tl.store(out_positions + row, position)
@@ -275,18 +287,20 @@ def _unpack_kernel(
             if chunk == 0:
                 tl.store(out_starts, 0)
             tl.store(out_last_token + row, decode_rows + tl.maximum(end - 1, 0))
-            # Seven arrays, one after another: see the field table.
-            given = step + parameters + chunk
-            tl.store(temperature + slot, tl.load(given).to(tl.float32, bitcast=True))
-            tl.store(top_k + slot, tl.load(given + prefill_rows))
-            tl.store(top_p + slot, tl.load(given + 2 * prefill_rows).to(tl.float32, bitcast=True))
-            tl.store(min_p + slot, tl.load(given + 3 * prefill_rows).to(tl.float32, bitcast=True))
-            low = tl.load(given + 4 * prefill_rows).to(tl.int64) & 0xFFFFFFFF
-            high = tl.load(given + 5 * prefill_rows).to(tl.int64)
-            tl.store(seed + slot, (high << 32) | low)
-            asked = tl.load(given + 6 * prefill_rows)
-            tl.store(features + slot, asked & IN_KERNEL_KEPT)
-            tl.store(out_features + row, asked)
+            asked = tl.load(record + FEATURES)
+            start = tl.load(step + chunk_records + chunk)
+            if start >= 0:
+                given = step + start
+                edits, bad_words = tl.load(given + NUM_EDITS), tl.load(given + NUM_BAD_WORDS)
+                length = HEAD + edits * EDIT + bad_words * LONGEST
+                done = 0
+                while done < length:
+                    word = done + tl.arange(0, tile)
+                    value = tl.load(given + word, word < length, other=0)
+                    tl.store(record + word, value, word < length)
+                    done += tile
+                asked = tl.load(given + FEATURES)
+            tl.store(out_features + row, asked | tl.load(step + step_features + chunk))
 
 
 @triton.jit(

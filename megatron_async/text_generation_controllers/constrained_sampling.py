@@ -20,9 +20,9 @@ from megatron_async.contexts.step_plan import IntArray
 from megatron_async.devices import Device
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.log_probs import empty_log_probs
-from megatron_async.ops.logits_processing import ProcessingTensors
+from megatron_async.ops.logits_processing import ProcessingRows
 from megatron_async.ops.sampling import SamplingMode
-from megatron_async.ops.slot_records import RowFeature
+from megatron_async.ops.slot_records import Header, RowFeature
 from megatron_async.ops.token_mask import mask_words
 from megatron_async.text_generation_controllers.token_sampler import TokenSampler
 
@@ -139,23 +139,23 @@ class ConstrainedSampler:
         count = len(words)
         index, slot, kv_length = (words[:, column] for column in range(HEAD_WORDS))
         index, slot = index.long(), slot.long()
-        features = slots.features.index_select(0, slot) & ~int(RowFeature.CONSTRAINED)
-        rows = ProcessingTensors(
-            features=features | int(RowFeature.PRODUCES),
+        asked = slots.records[:, Header.FEATURES].index_select(0, slot)
+        asked = asked & ~int(RowFeature.CONSTRAINED) | int(RowFeature.PRODUCES)
+        rows = ProcessingRows(
             slots=slot,
-            kv_lengths=kv_length.contiguous(),
+            positions=kv_length.contiguous(),
             records=slots.records,
+            features=asked,
             state=self._sampler.state,
         )
         processed = logits.processed.index_select(0, index)
         kernels = kernels_for(processed)
         kernels.apply_token_mask(processed, words[:, HEAD_WORDS:])
-        params = view.sampling_tensors_of(slot, rows.kv_lengths)
-        tokens, cuts = kernels.sample_with_cuts(processed, params, SamplingMode.FILTERED)
+        tokens, cuts = kernels.sample_with_cuts(processed, rows, SamplingMode.FILTERED)
         found = empty_log_probs(1, count, processed.device)
         entry = torch.zeros(1, dtype=torch.int32, device=processed.device)
         raw = logits.raw.index_select(0, index)
-        kernels.log_probs(raw, processed, tokens, params, cuts, rows, found, entry)
+        kernels.log_probs(raw, processed, tokens, cuts, rows, found, entry)
         kernels.count_tokens(tokens, rows)
         self._sampler.log_probs[step % len(self.ring)].index_copy_(0, index, found[0])
         slots.last_token.index_copy_(0, slot, tokens)

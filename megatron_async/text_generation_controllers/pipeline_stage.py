@@ -215,10 +215,10 @@ class LinkedStage(PipelineStage):
         if self.is_last:
             words[1:] = samples
         self._links.share_samples(words)
-        if plan.wants_log_probs:
+        if plan.features.wants_log_probs:
             self._links.share_samples(self._log_probs[entry, :rows])
-        if part is None and plan.num_prompt_log_probs:
-            self._links.share_samples(prompt.source[: plan.num_prompt_log_probs])
+        if part is None and plan.features.num_prompt_log_probs:
+            self._links.share_samples(prompt.source[: plan.features.num_prompt_log_probs])
 
     @torch.inference_mode()
     def _take(
@@ -231,7 +231,7 @@ class LinkedStage(PipelineStage):
         if failed_here:
             return  # whose slots they are may never have come here
         if part is None:
-            start, end, _ = BookkeepingLayout.for_batch(plan.dims, 0).spans["row_slots"]
+            start, end = BookkeepingLayout.for_batch(plan.dims, 0).spans["row_slots"]
             slots = view.bookkeeping[entry, start:end].long()
         else:
             places, slots = part[0].rows_and_slots(part[1])

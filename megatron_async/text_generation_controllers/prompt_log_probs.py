@@ -77,7 +77,7 @@ class PromptLogProbs:
         words = view.bookkeeping[plan.step % len(view.bookkeeping)]
         following = view.prefill_following(words)
         end = 0
-        for chunk in plan.prompt_log_prob_chunks:
+        for chunk in plan.features.prompt_log_prob_chunks:
             span = slice(
                 first + int(plan.prefill_starts[chunk]), first + int(plan.prefill_starts[chunk + 1])
             )
@@ -87,7 +87,7 @@ class PromptLogProbs:
                 part = slice(start, min(start + SLICE, len(targets)))
                 logits = self._model.project(hidden[part])
                 rows = out[end + part.start :]
-                write_prompt_log_probs(logits, targets[part], plan.prompt_top_n, rows)
+                write_prompt_log_probs(logits, targets[part], plan.features.prompt_top_n, rows)
             end += len(targets)
 
 

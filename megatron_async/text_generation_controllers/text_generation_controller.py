@@ -62,8 +62,8 @@ class LaunchedStep:
         self._stage = stage
         self.ready: Event = buffers.ready
         self.raised: BaseException | None = None
-        self.awaits_masks = len(plan.constrained_rows) > 0
-        self.unsampled_rows = plan.constrained_rows
+        self.awaits_masks = len(plan.features.constrained_rows) > 0
+        self.unsampled_rows = plan.features.constrained_rows
         self.num_constrained = 0
         self.logits: StepLogits | None = None
 
@@ -81,15 +81,15 @@ class LaunchedStep:
     @property
     def log_probs(self) -> IntArray | None:
         """int32 `[rows, OUT_WORDS]`, as `samples`; None where no row asked for log probs."""
-        if not self.plan.wants_log_probs:
+        if not self.plan.features.wants_log_probs:
             return None
         return self.plan.samples_of(self._buffers.log_probs_array[: self.plan.dims.rows])
 
     @property
     def prompt_log_probs(self) -> IntArray:
         """int32 `[tokens, OUT_WORDS]`: of the tokens of the chunks in
-        `plan.prompt_log_prob_chunks`, end to end; valid as long as `samples`."""
-        return self._buffers.prompt.array[: self.plan.num_prompt_log_probs]
+        `plan.features.prompt_log_prob_chunks`, end to end; valid as long as `samples`."""
+        return self._buffers.prompt.array[: self.plan.features.num_prompt_log_probs]
 
 
 class _SampleBuffers:
@@ -153,9 +153,9 @@ class TextGenerationController:
         Nothing here waits. What the step's own work raises is kept in the result's `error`.
         """
         buffers = self._ring[plan.step % len(self._ring)]
-        if plan.num_prompt_log_probs:
+        if plan.features.num_prompt_log_probs:
             buffers.prompt.allocate()
-        if len(plan.constrained_rows):
+        if len(plan.features.constrained_rows):
             self.constrained.entry_of(plan.step).allocate()
         launched = LaunchedStep(plan, buffers, self.stage)
         self.stage.await_samples(plan)
@@ -227,7 +227,7 @@ class TextGenerationController:
         stage.receive(plan)
         try:
             self._run_step(plan)
-            if len(plan.constrained_rows) and stage.is_last:
+            if len(plan.features.constrained_rows) and stage.is_last:
                 launched.logits = self.constrained.keep(plan.dims.rows)
         except Exception as error:
             launched.raised = error
@@ -255,7 +255,7 @@ class TextGenerationController:
                 graph.replay()
             else:
                 self._compute_step(plan.dims, plan.sampling_mode, plan.step)
-                if plan.num_prompt_log_probs and self.stage.is_last:
+                if plan.features.num_prompt_log_probs and self.stage.is_last:
                     self._prompt.compute(plan)
         end = tracer.mark(self.device.compute, plan.step)
         tracer.device_span("device_step", plan.step, start, end)
@@ -327,11 +327,11 @@ class TextGenerationController:
         rows = plan.dims.rows
         with self.tracer.range("transfer_samples_to_cpu", plan.step):
             buffers.host[:rows].copy_(buffers.source[:rows], non_blocking=True)
-            if plan.wants_log_probs:
+            if plan.features.wants_log_probs:
                 found = buffers.log_probs_source[:rows].view(-1)
                 buffers.log_probs_host[: len(found)].copy_(found, non_blocking=True)
-            if plan.num_prompt_log_probs:
-                buffers.prompt.transfer(plan.num_prompt_log_probs)
+            if plan.features.num_prompt_log_probs:
+                buffers.prompt.transfer(plan.features.num_prompt_log_probs)
             self.stage.transfer_failure(plan)
 
     # ---- Text --------------------------------------------------------------------------------

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.gpu_view import ContextGPUView
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.log_probs import empty_log_probs
-from megatron_async.ops.logits_processing import ChunkTensors, ProcessingTensors
+from megatron_async.ops.logits_processing import ChunkTensors, ProcessingRows
 from megatron_async.ops.sampling import SamplingMode
 from megatron_async.ops.sampling_state import SamplingState
 from megatron_async.ops.slot_records import WINDOW
@@ -46,7 +45,7 @@ class TokenSampler:
         self._view = view
         self._shard = shard
         device = view.samples.device
-        capacity = len(view.slots.features) - 1
+        capacity = len(view.slots.records) - 1
         self.state = SamplingState(capacity, vocab_size, WINDOW, device)
         view.rebuilt.append(self.state)
         entries, rows = view.samples.shape
@@ -55,8 +54,7 @@ class TokenSampler:
         self.kept = torch.empty(rows, vocab_size, dtype=dtype, device=device)
 
     def begin_step(self, mode: SamplingMode) -> None:
-        """Behind the view's `begin_step`: take over what requests that start ask for, and count the
-        tokens of prefill chunks."""
+        """Behind the view's `begin_step`: count the tokens of prefill chunks."""
         view, dims = self._view, self._view.dims
         if mode != SamplingMode.PROCESSED or not dims.prefill_rows:
             return
@@ -64,9 +62,6 @@ class TokenSampler:
             first_row=dims.decode_rows,
             starts=view.step.prefill_starts,
             token_ids=view.step.token_ids[dims.decode_rows :],
-            words=view.bookkeeping,
-            entry=view.step.entry,
-            record_field=BookkeepingLayout.for_batch(dims, 0).start("prefill_record"),
             max_query_length=dims.max_query_length,
         )
         kernels_for(view.samples).begin_chunks(self._rows(), chunks)
@@ -82,28 +77,31 @@ class TokenSampler:
             int64 `[rows]`.
         """
         kernels, shard = kernels_for(logits), self._shard
-        params = None if mode == SamplingMode.GREEDY else self._view.sampling_tensors()
+        rows = self._rows()
         if shard is not None:
             if mode <= SamplingMode.SOFTMAX:
-                best = kernels.best_tokens(logits, params, mode, shard.first, shard.columns)
+                best = kernels.best_tokens(logits, rows, mode, shard.first, shard.columns)
                 return shard.choose(*best)
             logits = shard.gather(logits)
         if mode != SamplingMode.PROCESSED:
-            return kernels.sample(logits, params, mode)
-        rows = self._rows()
+            return kernels.sample(logits, rows, mode)
+        return self._sample_processed(logits, rows)
+
+    def _sample_processed(self, logits: Tensor, rows: ProcessingRows) -> Tensor:
+        kernels = kernels_for(logits)
         processed = kernels.process_logits(logits, rows, self.processed, self.kept)
-        tokens, cuts = kernels.sample_with_cuts(processed, params, SamplingMode.FILTERED)
+        tokens, cuts = kernels.sample_with_cuts(processed, rows, SamplingMode.FILTERED)
         entry = self._view.step.entry
-        kernels.log_probs(logits, processed, tokens, params, cuts, rows, self.log_probs, entry)
+        kernels.log_probs(logits, processed, tokens, cuts, rows, self.log_probs, entry)
         kernels.count_tokens(tokens, rows)
         return tokens
 
-    def _rows(self) -> ProcessingTensors:
+    def _rows(self) -> ProcessingRows:
         step = self._view.step
-        return ProcessingTensors(
-            features=step.features,
+        return ProcessingRows(
             slots=step.slots,
-            kv_lengths=step.kv_lengths,
+            positions=step.kv_lengths,
             records=self._view.slots.records,
+            features=step.features,
             state=self.state,
         )
