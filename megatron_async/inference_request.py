@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from megatron_async.log_probs import RequestLogProbs
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.stop_words import cut_at_stop_word
+
+if TYPE_CHECKING:
+    from megatron_async.sampling_record import SamplingRecord
 
 
 class Status(Enum):
@@ -66,8 +69,7 @@ class DynamicInferenceRequest:
         error: why the request failed, or None.
         ttft: seconds from arrival to the first token, None before it.
         latency: seconds from arrival to the end.
-        row_features: bits of `ops.slot_records.RowFeature` that its rows carry.
-        record: see `ops.slot_records`; None without such features.
+        record: what the sampling steps must know of it; None until it is queued.
         watch_row: which of its tokens stop words or a grammar must see; see `TokenWatch`.
         stop_words_from: see `StopWords.counts_from`.
         log_probs: what was booked of them, or None if they were not asked for; the properties
@@ -88,8 +90,7 @@ class DynamicInferenceRequest:
     latency: float | None = None
     events: list[DynamicInferenceEvent] = field(default_factory=list)
     detokenizer: Callable[[list[int]], str | None] | None = field(default=None, repr=False)
-    row_features: int = field(default=0, repr=False)
-    record: NDArray[np.int32] | None = field(default=None, repr=False)
+    record: SamplingRecord | None = field(default=None, repr=False)
     watch_row: int = field(default=0, repr=False)
     stop_words_from: int = field(default=0, repr=False)
     log_probs: RequestLogProbs | None = field(default=None, repr=False)

@@ -21,7 +21,8 @@ from torch import Tensor
 from megatron_async.ops.rms_norm import add_rms_norm, add_rms_norm_reference
 from megatron_async.ops.rope_append import rope_append
 from megatron_async.ops.rotary import apply_rotary_reference
-from megatron_async.ops.sampling import SamplingMode, SamplingTensors, sample_reference
+from megatron_async.ops.sampling import SamplingMode, SamplingRows, sample_reference
+from megatron_async.ops.slot_records import HEADER, RECORD_WORDS, Header, pack_record
 from megatron_async.ops.swiglu import swiglu
 from megatron_async.ops.triton_sampling import sample
 
@@ -112,14 +113,17 @@ def sampling_cases(shape: Shape, batch: int, spread: float) -> Iterator[Case]:
     logits = spread * random(batch, shape.vocab)
 
     def case(name: str, mode: SamplingMode, heat: float, k: int, p: float, min_p: float) -> Case:
-        params = SamplingTensors(
-            temperature=torch.full((batch,), heat, device="cuda"),
-            top_k=torch.full((batch,), k, dtype=torch.int32, device="cuda"),
-            top_p=torch.full((batch,), p, device="cuda"),
-            min_p=torch.full((batch,), min_p, device="cuda"),
-            seeds=torch.arange(batch, device="cuda"),
-            positions=torch.arange(batch, dtype=torch.int32, device="cuda"),
-        )
+        numbers = {
+            Header.TEMPERATURE: heat,
+            Header.TOP_K: k,
+            Header.TOP_P: p,
+            Header.MIN_P: min_p,
+        }
+        row = torch.arange(batch, device="cuda")
+        records = torch.zeros(batch, RECORD_WORDS, dtype=torch.int32, device="cuda")
+        records[:, :HEADER] = torch.from_numpy(pack_record(numbers))
+        records[:, Header.SEED_LOW] = row.int()
+        params = SamplingRows(row, row.int(), records)
         return Case(
             f"{name}, spread {spread:g}",
             logits.numel() * 2,

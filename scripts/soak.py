@@ -46,9 +46,12 @@ class HashTokens:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def sample(self, plan: StepPlan, context: DynamicInferenceContext) -> IntArray:
+    def sample(
+        self, plan: StepPlan, context: DynamicInferenceContext
+    ) -> tuple[IntArray, IntArray]:
         """Tokens of a step: each follows from its row's request and KV length."""
-        return self.tokens(context.slots.request_id[plan.slots], plan.kv_lengths)
+        tokens = self.tokens(context.slots.request_id[plan.slots], plan.kv_at_most)
+        return tokens, np.ones(len(tokens), dtype=np.int32)
 
     def tokens(self, request_ids: Any, positions: Any) -> NDArray[np.int32]:
         """Tokens at `positions` of requests, int32."""

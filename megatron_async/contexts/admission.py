@@ -33,7 +33,6 @@ class WaitingRequest:
     request: DynamicInferenceRequest
     rank: int
     """From `rank_of`; an evicted request keeps it."""
-    seed: int
     max_length: int
     """Sequence length at which the request ends."""
     num_computed: int = 0

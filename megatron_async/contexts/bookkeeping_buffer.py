@@ -10,7 +10,6 @@ from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.devices import Device
-from megatron_async.ops.sampling import SamplingMode
 from megatron_async.ops.slot_records import NO_TOKEN, RowFeature
 
 
@@ -42,60 +41,43 @@ class HostStaging:
         updates = plan.block_updates
         layout = BookkeepingLayout.for_batch(plan.dims, len(updates.slots))
         fields = layout.host_views(self._arrays[entry])
-        self._pack_rows(fields, plan, slice(plan.dims.decode_rows), slice(plan.num_decode))
+        # Dummy rows belong to the dummy slot, and to the dummy block.
+        decode, row_slots = plan.dims.decode_rows, fields["row_slots"]
+        _fill(row_slots[:decode], plan.slots[: plan.num_decode], self._dummy_slot)
         fields["num_block_updates"][0] = len(updates.slots)
+        fields["decode_width"][0] = plan.width
         fields["block_update_slots"][:] = updates.slots
         fields["block_update_indices"][:] = updates.indices
         fields["block_update_blocks"][:] = updates.blocks
         if not plan.dims.is_decode_only:
-            chunks = slice(plan.num_decode, None)
-            self._pack_rows(fields, plan, slice(plan.dims.decode_rows, None), chunks)
-            _pack_prefill(fields, plan, slots)
-            if plan.sampling_mode == SamplingMode.PROCESSED:
-                end = _pack_records(self._arrays[entry], layout.size, fields, plan, slots)
-                return self._tensors[entry][:end]
+            _fill(row_slots[decode:], plan.slots[plan.num_decode :], self._dummy_slot)
+            _pack_prefill(fields, plan)
+            end = _pack_records(self._arrays[entry], layout.size, fields, plan, slots)
+            return self._tensors[entry][:end]
         return self._tensors[entry][: layout.size]
 
-    def _pack_rows(
-        self, fields: dict[str, np.ndarray], plan: StepPlan, device_rows: slice, rows: slice
-    ) -> None:
-        # Dummy rows: one token of the dummy slot, in the dummy block.
-        _fill(fields["row_slots"][device_rows], plan.slots[rows], self._dummy_slot)
-        _fill(fields["row_kv_lengths"][device_rows], plan.kv_lengths[rows], 1)
 
-
-def _pack_prefill(fields: dict[str, np.ndarray], plan: StepPlan, slots: RequestSlots) -> None:
+def _pack_prefill(fields: dict[str, np.ndarray], plan: StepPlan) -> None:
     # Dummy rows begin and end where the tokens end; tokens beyond that are padding.
     _fill(fields["prefill_starts"], plan.prefill_starts, int(plan.prefill_starts[-1]))
+    _fill(fields["prefill_kv_lengths"], plan.kv_at_most[plan.num_decode :], 1)
     _fill(fields["prefill_token_ids"], plan.prefill_token_ids, 0)
-    rows = plan.slots[plan.num_decode :]
-    features = slots.features[rows] | plan.prefill_features
-    _fill(fields["prefill_features"], features, 0)
+    _fill(fields["prefill_features"], plan.prefill_features, 0)
     _fill(fields["prefill_following"], plan.prefill_following, NO_TOKEN)
-    fields["prefill_record"][:] = -1
-    seeds = slots.seed[rows].view(np.int32).reshape(-1, 2)  # little-endian: low word first
-    for name, values in (
-        ("temperature", slots.temperature[rows]),
-        ("top_k", slots.top_k[rows]),
-        ("top_p", slots.top_p[rows]),
-        ("min_p", slots.min_p[rows]),
-        ("seed_low", seeds[:, 0]),
-        ("seed_high", seeds[:, 1]),
-    ):
-        _fill(fields[f"prefill_{name}"], values, 0)
 
 
 def _pack_records(
     words: np.ndarray, end: int, fields: dict[str, np.ndarray], plan: StepPlan, slots: RequestSlots
 ) -> int:
     """Append the records of requests that start; returns the words in use."""
+    fields["prefill_record"][:] = -1
     starts = (plan.prefill_features & RowFeature.STARTS) != 0
     for chunk in np.flatnonzero(starts):
         record = slots.request_at(plan.slots[plan.num_decode + chunk]).record
-        if record is not None:
-            fields["prefill_record"][chunk] = end
-            words[end : end + len(record)] = record
-            end += len(record)
+        assert record is not None, "a request with a slot has one"
+        fields["prefill_record"][chunk] = end
+        words[end : end + len(record.words)] = record.words
+        end += len(record.words)
     return end
 
 

@@ -1,11 +1,11 @@
 """`BookkeepingLayout`: where each field of a step's bookkeeping lies in the one buffer that is
 copied.
 
-Host and device build their views from the same table, so they cannot disagree. Every field is four
-bytes wide, which keeps the buffer one int32 array; floats are reinterpreted, seeds are two words.
-The list of block-table updates comes last and its length first, so that a captured step, whose
-addresses are fixed, serves any number of them. Behind it lie the records of requests that start
-(`ops/slot_records.py`); a prefill row says where its own begins, or -1.
+Host and device build their views from the same table, so they cannot disagree. Every field is
+int32, which keeps the buffer one array. The list of block-table updates comes last and its length
+first, so that a captured step, whose addresses are fixed, serves any number of them. Behind it lie
+the records of requests that start (`ops/slot_records.py`); a prefill row says where its own begins,
+or -1 where the device has it.
 """
 
 from __future__ import annotations
@@ -14,42 +14,39 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.ops.slot_records import RECORD_WORDS
 
-# (field, float?, which count of the batch is its length)
-FIELDS: tuple[tuple[str, bool, str], ...] = (
-    ("num_block_updates", False, "one"),
-    ("row_slots", False, "rows"),
-    ("row_kv_lengths", False, "rows"),
-    ("prefill_starts", False, "prefill_bounds"),
-    ("prefill_temperature", True, "prefill_rows"),
-    ("prefill_top_k", False, "prefill_rows"),
-    ("prefill_top_p", True, "prefill_rows"),
-    ("prefill_min_p", True, "prefill_rows"),
-    ("prefill_seed_low", False, "prefill_rows"),
-    ("prefill_seed_high", False, "prefill_rows"),
-    ("prefill_features", False, "prefill_rows"),
-    ("prefill_record", False, "prefill_rows"),
-    ("prefill_following", False, "prefill_rows"),
-    ("prefill_token_ids", False, "prefill_tokens"),
-    ("block_update_slots", False, "block_updates"),
-    ("block_update_indices", False, "block_updates"),
-    ("block_update_blocks", False, "block_updates"),
+# (field, which count of the batch is its length)
+FIELDS: tuple[tuple[str, str], ...] = (
+    ("num_block_updates", "one"),
+    ("decode_width", "one"),
+    ("row_slots", "rows"),
+    ("prefill_starts", "prefill_bounds"),
+    ("prefill_kv_lengths", "prefill_rows"),
+    ("prefill_features", "prefill_rows"),
+    ("prefill_record", "prefill_rows"),
+    ("prefill_following", "prefill_rows"),
+    ("prefill_token_ids", "prefill_tokens"),
+    ("block_update_slots", "block_updates"),
+    ("block_update_indices", "block_updates"),
+    ("block_update_blocks", "block_updates"),
 )
-"""The field table. A decode-only step carries 8 bytes a row and 12 a block-table entry."""
+"""The field table. A decode-only step carries 4 bytes a row and 12 a block-table entry: how long its
+rows are, the device knows."""
+UPDATE_FIELDS = tuple(name for name, count in FIELDS if count == "block_updates")
+"""The arrays of the list of block-table updates, which lie end to end."""
 
 
 @dataclass(frozen=True)
 class BookkeepingLayout:
     """Offsets, in int32 words, of every field for one set of counts."""
 
-    spans: dict[str, tuple[int, int, bool]]
-    """field -> (start, end, is float)."""
+    spans: dict[str, tuple[int, int]]
+    """field -> (start, end)."""
     size: int
     """Words in use."""
 
@@ -74,19 +71,13 @@ class BookkeepingLayout:
         """First word of a field."""
         return self.spans[field][0]
 
-    def host_views(self, buffer: NDArray[np.int32]) -> dict[str, NDArray[np.generic]]:
+    def host_views(self, buffer: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
         """NumPy views of each field into the host staging buffer."""
-        return {
-            name: buffer[start:end].view(np.float32) if is_float else buffer[start:end]
-            for name, (start, end, is_float) in self.spans.items()
-        }
+        return {name: buffer[start:end] for name, (start, end) in self.spans.items()}
 
     def device_views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Tensor views of each field into the device buffer (int32)."""
-        return {
-            name: buffer[start:end].view(torch.float32) if is_float else buffer[start:end]
-            for name, (start, end, is_float) in self.spans.items()
-        }
+        return {name: buffer[start:end] for name, (start, end) in self.spans.items()}
 
 
 @lru_cache(maxsize=512)
@@ -101,9 +92,9 @@ def _layout(
         "prefill_tokens": prefill_tokens,
         "block_updates": block_updates,
     }
-    spans: dict[str, tuple[int, int, bool]] = {}
+    spans: dict[str, tuple[int, int]] = {}
     offset = 0
-    for name, is_float, count in FIELDS:
-        spans[name] = (offset, offset + counts[count], is_float)
+    for name, count in FIELDS:
+        spans[name] = (offset, offset + counts[count])
         offset += counts[count]
     return BookkeepingLayout(spans, offset)

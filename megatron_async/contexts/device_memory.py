@@ -9,6 +9,8 @@ from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.device_slots import DeviceSlots
 from megatron_async.contexts.gpu_view import ContextGPUView
 from megatron_async.contexts.kv_cache import GIB, PagedKVCache, blocks_that_fit, bytes_per_block
+from megatron_async.contexts.sampling_state import SamplingState
+from megatron_async.contexts.slot_states import FeedbackState, SlotStates
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.partition import local_heads
@@ -35,6 +37,11 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
         ConfigurationError: a shape that the device's kernels do not serve.
     """
     max_blocks = -(-config.max_sequence_length // config.block_size_tokens)
+    states = SlotStates()
+    # What each slot takes comes first; blocks share what is left.
+    vocab_size = getattr(model, "vocab_size", None)
+    if vocab_size is not None and stage_of(model).is_last:
+        states.add(SamplingState(config.max_requests, vocab_size, device.torch_device))
     num_blocks = _num_blocks(model, config, device)
     kv_cache = PagedKVCache(
         attention_layers(model),
@@ -45,15 +52,26 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
         model.params_dtype,
         device.torch_device,
     )
-    # A step has a row for each request, and a padded one dummy rows besides.
-    max_rows = config.max_requests + config.mixed_prefill_rows
+    slots = DeviceSlots(
+        config.max_requests,
+        max_blocks,
+        num_blocks,
+        device.torch_device,
+        config.num_speculative_tokens,
+    )
+    takes_back = config.invalidation == "rollback"
+    states.add(FeedbackState(slots, config.steps_in_flight if takes_back else 0))
     view = ContextGPUView(
         config,
-        BookkeepingLayout.capacity(max_rows, config.max_tokens, num_blocks),
+        BookkeepingLayout.capacity(config.max_rows, config.max_tokens, num_blocks),
         StepTensors.empty(
-            max_rows, config.max_requests + config.max_tokens, max_blocks, device.torch_device
+            config.max_rows,
+            config.max_requests * config.decode_width + config.max_tokens,
+            max_blocks,
+            device.torch_device,
+            config.max_sample_rows,
         ),
-        DeviceSlots(config.max_requests, max_blocks, num_blocks, device.torch_device),
+        slots,
         kv_cache,
         RotaryTable(
             model.kv_channels,
@@ -64,6 +82,7 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
         ),
         model.layernorm_epsilon,
         _make_attention(model, config, device, max_blocks),
+        states,
     )
     device.fence()
     return view
@@ -166,4 +185,5 @@ def _make_attention(
         dim,
         device.torch_device,
         choose_prefill(config.attention_backend, shape, device, agree_on_least),
+        config.decode_width,
     )

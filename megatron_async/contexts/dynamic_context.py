@@ -11,8 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest, rank_of
 from megatron_async.contexts.batch_dimensions import BatchDimensions
@@ -116,16 +114,15 @@ class DynamicInferenceContext:
 
     # ---- Requests in and out -----------------------------------------------------------------
 
-    def add_request(self, request: DynamicInferenceRequest, seed: int, max_length: int) -> None:
+    def add_request(self, request: DynamicInferenceRequest, max_length: int) -> None:
         """Queue a request that the engine has found servable.
 
         Args:
-            request: with its prompt tokens.
-            seed: of its random numbers, 0 .. 2**63 - 1.
+            request: with its prompt tokens and its record.
             max_length: sequence length, tokens, at which it ends.
         """
         rank = rank_of(self._arrivals, request.priority)
-        self.waiting.add(WaitingRequest(request, rank, seed, max_length))
+        self.waiting.add(WaitingRequest(request, rank, max_length))
         self._arrivals += 1
 
     def release_request(self, slot: int) -> None:

@@ -13,14 +13,13 @@ from megatron_async.config import InferenceConfig
 from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.device_slots import DeviceSlots
-from megatron_async.contexts.known_tokens import KnownTokens, RebuiltState
 from megatron_async.contexts.kv_cache import PagedKVCache
-from megatron_async.contexts.shadow import ShadowedState, ShadowRing
+from megatron_async.contexts.slot_states import SlotStates
 from megatron_async.models.rotary import RotaryTable
-from megatron_async.ops.feed_back import feed_back_tokens
+from megatron_async.ops.feed_back import feed_back_tokens, ring_words
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.paged_attention import TorchPagedAttention
-from megatron_async.ops.sampling import SamplingTensors
+from megatron_async.ops.sampling import SamplingMode
 from megatron_async.ops.step_tensors import StepTensors
 from megatron_async.ops.unpack_step import unpack_step
 
@@ -37,11 +36,11 @@ class ContextGPUView:
         rotary: table of the model's rotary embedding.
         norm_eps: epsilon of the model's q/k norms.
         attention: the attention backend.
+        states: what steps leave for later steps, by slot.
 
     Attributes:
-        shadowed: what is put back when a step is taken back, under the policy "rollback". Whoever
-            adds per-slot state that steps change adds its shadow here.
-        rebuilt: per-slot state that is built anew then.
+        sample_ring: int32 `[steps in flight, rows, words]`: what each row of a step yields
+            (`ops/feed_back.py`).
 
     Attributes (valid from `begin_step` until the next):
         dims: host-known shape of the batch.
@@ -50,6 +49,7 @@ class ContextGPUView:
             on the last pipeline stage.
     """
 
+    # Megatron's models ask the context for these. Its own MTP layers never run here.
     num_speculative_tokens = 0
     use_flashinfer_fused_rope = False
 
@@ -63,6 +63,7 @@ class ContextGPUView:
         rotary: RotaryTable,
         norm_eps: float,
         attention: TorchPagedAttention,
+        states: SlotStates,
     ) -> None:
         device, ring = slots.last_token.device, config.steps_in_flight
         self.config = config
@@ -74,13 +75,13 @@ class ContextGPUView:
         # copy, on the upload stream; read by the step, which waits for the copy's event. Samples:
         # written by the step; read by the copy to the host, which waits for the step's event.
         self.bookkeeping = torch.zeros(ring, buffer_words, dtype=torch.int32, device=device)
-        self.samples = torch.zeros(ring, len(tensors.slots), dtype=torch.int32, device=device)
+        words = ring_words(config.decode_width)
+        self.sample_ring = torch.zeros(
+            ring, config.max_rows, words, dtype=torch.int32, device=device
+        )
         # Counted on the device, because a graph's arguments are fixed: each step moves it on.
         self._next_entry = torch.zeros(1, dtype=torch.int32, device=device)
-        self.shadowed: list[ShadowedState] = []
-        self.rebuilt: list[RebuiltState] = []
-        if config.invalidation == "rollback":
-            self.shadowed.append(ShadowRing([slots.last_token], ring))
+        self.states = states
         self._tensors = tensors
         self._rotary = rotary
         self._norm_eps = norm_eps
@@ -116,49 +117,36 @@ class ContextGPUView:
 
     def save_shadows(self, step: int) -> None:
         """Keep per-slot state as it is before `step`."""
-        for state in self.shadowed:
-            state.save(step % len(self.bookkeeping))
+        self.states.save(step % len(self.bookkeeping))
 
     def restore_shadows(self, step: int, slots: Tensor) -> None:
         """Make the state of `slots`, int64 `[rows]`, host memory, what it was before `step`, one of
         the last of a ring's length."""
-        for state in self.shadowed:
-            state.restore(step % len(self.bookkeeping), slots)
+        self.states.restore(step % len(self.bookkeeping), slots)
 
-    def rebuild(self, known: KnownTokens) -> None:
-        """Build state anew from tokens."""
-        for state in self.rebuilt:
-            state.rebuild(known)
-
-    def begin_step(self, dims: BatchDimensions) -> None:
-        """Unpack the next bookkeeping: update per-slot state and lay out tokens and positions."""
-        self.dims = dims
-        self.step = step = self._tensors.head(dims.rows, dims.prefill_rows, dims.tokens)
-        block_size = self.config.block_size_tokens
-        unpack_step(self.bookkeeping, self._next_entry, dims, self.slots, block_size, step)
-        starts = step.prefill_starts if dims.prefill_rows else None
-        self._attention.begin_step(dims, step.block_tables, step.kv_lengths, starts)
-
-    def sampling_tensors(self) -> SamplingTensors:
-        """Per-row sampling parameters; the sampled token's position is the row's KV length."""
-        return self.sampling_tensors_of(self.step.slots, self.step.kv_lengths)
-
-    def sampling_tensors_of(self, rows: Tensor, positions: Tensor) -> SamplingTensors:
-        """The same for chosen rows.
+    def begin_step(
+        self, dims: BatchDimensions, mode: SamplingMode, lengths: Tensor | None = None
+    ) -> None:
+        """Unpack the next bookkeeping: update per-slot state and lay out tokens and positions.
 
         Args:
-            rows: int64, their slots.
-            positions: int32, of the tokens to be sampled.
+            dims: shape of the step.
+            mode: of its sampling.
+            lengths: int32 `[decode rows]` of the sequences, from the pipeline stage before; None on
+                the first stage, whose steps have left them by slot.
         """
-        slots = self.slots
-        return SamplingTensors(
-            temperature=slots.temperature.index_select(0, rows),
-            top_k=slots.top_k.index_select(0, rows),
-            top_p=slots.top_p.index_select(0, rows),
-            min_p=slots.min_p.index_select(0, rows),
-            seeds=slots.seed.index_select(0, rows),
-            positions=positions,
+        self.dims = dims
+        self.step = step = self._tensors.head(dims)
+        block_size = self.config.block_size_tokens
+        unpack_step(
+            self.bookkeeping, self._next_entry, dims, self.slots, block_size, step, lengths
         )
+        starts = step.prefill_starts if dims.prefill_rows else None
+        self._attention.begin_step(
+            dims, step.block_tables, step.kv_lengths, starts, step.positions
+        )
+        if dims.prefill_rows:
+            self.states.begin_chunks(self, mode)
 
     def prefill_following(self, words: Tensor) -> Tensor:
         """The token behind each chunk, int64 `[chunks]`, -1 where there is none, from a step's
@@ -167,20 +155,21 @@ class ContextGPUView:
         return fields["prefill_following"].long()
 
     def feed_back(self, sampled: Tensor) -> None:
-        """Hand the sampled tokens, int64 `[rows]`, to the next step and to the copy to the host.
-
-        A prefill chunk that leaves part of its prompt stores a meaningless token, which the chunk
-        after it overwrites before a decode row could read it.
-        """
-        step = self.step
-        last_token = self.slots.last_token
+        """Hand the sampled tokens, int64 `[sample rows]`, to the next step and to the copy to the
+        host, those that each row yields."""
         feed_back_tokens(
-            sampled, step.slots, last_token, self.samples, step.entry, self._next_entry
+            sampled,
+            self.step,
+            self.dims,
+            self.bookkeeping,
+            self.slots,
+            self.sample_ring,
+            self._next_entry,
         )
 
     def move_on(self) -> None:
         """End a step whose samples are made elsewhere: on the last pipeline stage."""
-        self._next_entry.copy_((self.step.entry + 1) % len(self.samples))
+        self._next_entry.copy_((self.step.entry + 1) % len(self.sample_ring))
 
     # ---- Asked by the model ------------------------------------------------------------------
 
@@ -214,7 +203,8 @@ class ContextGPUView:
         return self._attention.attend(query, key_cache, value_cache, query.size(-1) ** -0.5)
 
     def last_token_logits(self, hidden_states: Tensor) -> Tensor:
-        """Hidden states that logits are made of: `[1, tokens, hidden]` -> `[rows, hidden]`."""
+        """Hidden states that logits are made of: `[1, tokens, hidden]` -> `[sample rows,
+        hidden]`."""
         self.hidden_states = hidden_states = hidden_states.squeeze(0)
         if self.dims.is_decode_only:
             return hidden_states

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,14 +31,6 @@ class KnownTokens(NamedTuple):
     recent_slots: Tensor
     recent_places: Tensor
     recent: Tensor
-
-
-class RebuiltState(Protocol):
-    """Per-slot device state that follows from a request's tokens, too large for a shadow."""
-
-    def rebuild(self, known: KnownTokens) -> None:
-        """Make the state of these slots follow from `known` alone; inside launched work."""
-        ...
 
 
 def known_tokens(slots: RequestSlots, which: IntArray) -> KnownTokens | None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 
-import numpy as np
-
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.contexts.step_plan import IntArray
 

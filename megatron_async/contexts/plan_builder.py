@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.graph_shapes import GraphShapes
+from megatron_async.contexts.plan_features import NO_FEATURES, plan_features
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
 from megatron_async.contexts.step_plan import BlockUpdates, IntArray, StepPlan
 from megatron_async.contexts.step_shape import StepShape
@@ -102,29 +102,17 @@ class PlanBuilder:
         # Decode rows: their last token goes in, and drafts; one to `widths` tokens come out.
         slots.count_launched(decode, widths[: len(decode)])
         starts, token_ids = _NO_STARTS, _NONE
-        features = following = _NONE
-        spans: list[IntArray] = []
-        prompt_chunks: tuple[int, ...] = ()
-        asking: list[int] = []
+        step_features = following = _NONE
         if chunks:
             ends = np.array([chunk.end for chunk in chunks], dtype=np.int32)
             prefill_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
             complete = ends == slots.num_known[prefill_slots]
             produces[len(decode) :] = complete
-            features = complete * np.int32(RowFeature.PRODUCES)
+            step_features = complete * np.int32(RowFeature.PRODUCES)
             is_first = slots.num_prefilled[prefill_slots] == slots.num_cached[prefill_slots]
-            features[is_first] |= RowFeature.STARTS
+            step_features[is_first] |= RowFeature.STARTS
             known = slots.tokens[prefill_slots, np.where(complete, 0, ends)]
             following = np.where(complete, np.int32(NO_TOKEN), known)
-            prompt_chunks = tuple(
-                index
-                for index, (slot, start, _) in enumerate(chunks)
-                if start < slots.prompt_log_probs[slot]
-            )
-            asking = [
-                slots.request_at(chunks[index].slot).sampling_params.top_n_logprobs
-                for index in prompt_chunks
-            ]
             spans = [slots.tokens[slot, start:end] for slot, start, end in chunks]
             token_ids = np.concatenate(spans)
             starts = np.cumsum([0, *map(len, spans)], dtype=np.int32)
@@ -154,25 +142,12 @@ class PlanBuilder:
             block_updates=self._take_updates(),
             prefill_starts=starts,
             prefill_token_ids=token_ids,
-            prefill_features=features,
+            prefill_features=step_features,
             prefill_following=following,
-            wants_log_probs=mode == SamplingMode.PROCESSED
-            and bool(np.any(slots.features[rows] & RowFeature.LOG_PROBS)),
-            prompt_log_prob_chunks=prompt_chunks,
-            num_prompt_log_probs=sum(len(spans[chunk]) for chunk in prompt_chunks),
-            prompt_top_n=max(asking, default=0),
-            constrained_rows=self._constrained(rows, produces, mode),
+            features=plan_features(slots, rows, produces, chunks, mode),
         )
         self.next_step += 1
         return plan
-
-    def _constrained(
-        self, rows: IntArray, produces: NDArray[np.bool_], mode: SamplingMode
-    ) -> IntArray:
-        if mode != SamplingMode.PROCESSED:
-            return _NONE
-        asks = (self._slots.features[rows] & RowFeature.CONSTRAINED) != 0
-        return np.flatnonzero(asks & produces)
 
     def _take_updates(self) -> BlockUpdates:
         if not self._updates:
@@ -200,9 +175,5 @@ def dummy_plan(dims: BatchDimensions) -> StepPlan:
         prefill_token_ids=_NONE,
         prefill_features=_NONE,
         prefill_following=_NONE,
-        wants_log_probs=False,
-        prompt_log_prob_chunks=(),
-        num_prompt_log_probs=0,
-        prompt_top_n=0,
-        constrained_rows=_NONE,
+        features=NO_FEATURES,
     )

@@ -12,16 +12,12 @@ import numpy as np
 
 from megatron_async.contexts.step_plan import IntArray
 from megatron_async.inference_request import DynamicInferenceRequest
-from megatron_async.ops.sampling import SamplingMode
 from megatron_async.ops.slot_records import RowFeature
 from megatron_async.sampling_params import SamplingParams
 
 MANY = 2**30
 NO_TOKEN = -1
 """Fills unused entries of `stop_ids`: no token has this id."""
-
-LEAST_TEMPERATURE = 1e-6
-"""Smaller ones are taken as 0: logits divided by them could overflow, and greedy is their limit."""
 
 
 class SlotState(IntEnum):
@@ -89,15 +85,12 @@ class RequestSlots:
         """Samples that may be unknown to the host when another step of the request is planned."""
         self.watch_row = np.zeros(capacity, dtype=np.int32)
         """Which tokens are looked at when they are booked; see `TokenWatch`."""
-        self.temperature = np.zeros(capacity, dtype=np.float32)
-        self.top_k = np.zeros(capacity, dtype=np.int32)
-        self.top_p = np.zeros(capacity, dtype=np.float32)
-        self.min_p = np.zeros(capacity, dtype=np.float32)
-        self.seed = np.zeros(capacity, dtype=np.int64)
         self.features = np.zeros(capacity, dtype=np.int32)
+        """Bits of `RowFeature`, as in the requests' records."""
         self.prompt_log_probs = np.zeros(capacity, dtype=np.int32)
         """Places of the prompt, from its beginning, whose log probs are still to be delivered."""
         self.sampling_mode = np.zeros(capacity, dtype=np.int8)
+        """`SamplingMode` of the requests' records."""
 
         self.requests: list[DynamicInferenceRequest | None] = [None] * capacity
         self.slot_of: dict[int, int] = {}
@@ -124,7 +117,6 @@ class RequestSlots:
         self,
         request: DynamicInferenceRequest,
         rank: int,
-        seed: int,
         max_length: int,
         micro_batch: int = 0,
         num_cached: int = 0,
@@ -132,9 +124,8 @@ class RequestSlots:
         """Give a free slot to a request that starts, or starts again after an eviction.
 
         Args:
-            request: its prompt and generated tokens are copied in.
+            request: its prompt and generated tokens are copied in; its record is made.
             rank: place in the order of service; kept over evictions.
-            seed: resolved seed of its random numbers.
             max_length: sequence length at which it ends.
             micro_batch: which the slot belongs to; it has a free one.
             num_cached: its first tokens, whose keys and values are in the cache already; fewer than
@@ -143,6 +134,8 @@ class RequestSlots:
         Returns:
             the slot, in state PREFILLING, without blocks. If anything raises, it is still free.
         """
+        record = request.record
+        assert record is not None, f"request {request.request_id} has no record"
         slot = self._free[micro_batch][-1]
         self.rank[slot] = rank
         prompt, generated = request.prompt_tokens, request.generated_tokens
@@ -155,13 +148,14 @@ class RequestSlots:
         self.max_length[slot] = max_length
         self.num_prefilled[slot] = self.num_cached[slot] = num_cached
         self.num_blocks[slot] = 0
-        self._set_sampling(slot, request.sampling_params, seed)
-        self.features[slot] = request.row_features
+        self._set_stop_ids(slot, request.sampling_params)
+        self.features[slot] = record.features
+        self.sampling_mode[slot] = record.mode
+        is_constrained = request.sampling_params.structured_output is not None
+        self.most_in_flight[slot] = 2 if is_constrained else MANY
         self.watch_row[slot] = request.watch_row
         missing = request.log_probs is not None and request.log_probs.num_prompt_missing
         self.prompt_log_probs[slot] = len(prompt) - 1 if missing else 0
-        if request.row_features:
-            self.sampling_mode[slot] = SamplingMode.PROCESSED
         # Behind all that may raise: from here on the slot is the request's.
         self.slot_of[request.request_id] = slot
         self._free[micro_batch].pop()
@@ -170,30 +164,12 @@ class RequestSlots:
         self.request_id[slot] = request.request_id
         return slot
 
-    def _set_sampling(self, slot: int, params: SamplingParams, seed: int) -> None:
-        is_greedy = params.is_greedy or params.temperature < LEAST_TEMPERATURE
-        # The largest float32 makes all tokens equally likely, as any larger temperature does.
-        hottest = float(np.finfo(np.float32).max)
-        self.temperature[slot] = 0 if is_greedy else min(params.temperature, hottest)
-        # More candidates than any vocabulary has is the same as no limit.
-        self.top_k[slot] = min(params.top_k, np.iinfo(np.int32).max)
-        self.top_p[slot] = params.top_p if params.top_p < 1 else 0.0
-        self.min_p[slot] = params.min_p
-        self.seed[slot] = seed
-        if is_greedy:
-            mode = SamplingMode.GREEDY
-        elif params.top_k or self.top_p[slot] or params.min_p:
-            mode = SamplingMode.FILTERED
-        else:
-            mode = SamplingMode.SOFTMAX
-        self.sampling_mode[slot] = mode
-
+    def _set_stop_ids(self, slot: int, params: SamplingParams) -> None:
         stop_ids = [NO_TOKEN if params.termination_id is None else params.termination_id]
         stop_ids += params.stop_token_ids or []
         missing = len(stop_ids) - self.stop_ids.shape[1]
         if missing > 0:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
-        self.most_in_flight[slot] = 2 if params.structured_output is not None else MANY
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
 

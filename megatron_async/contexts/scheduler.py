@@ -200,7 +200,6 @@ class Scheduler:
         slot = slots.acquire(
             request,
             waiting.rank,
-            waiting.seed,
             waiting.max_length,
             micro_batch,
             num_cached=len(cached) * size,
@@ -305,8 +304,7 @@ class Scheduler:
     def requeue(self, slot: int) -> None:
         """Take everything from a request; it waits again at its place by rank."""
         slots, request = self._slots, self._slots.request_at(slot)
-        rank, seed, longest = slots.rank[slot], slots.seed[slot], slots.max_length[slot]
-        waiting = WaitingRequest(request, int(rank), int(seed), int(longest))
+        waiting = WaitingRequest(request, int(slots.rank[slot]), int(slots.max_length[slot]))
         waiting.num_computed = slots.num_computed(slot)
         self.release(slot)
         self.waiting.add(waiting)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.contexts.plan_features import PlanFeatures
 from megatron_async.ops.sampling import SamplingMode
 
 IntArray = NDArray[np.integer[Any]]
@@ -62,17 +63,8 @@ class StepPlan:
     """int32 `[prefill chunks]`: the bits of `RowFeature` that hold for this step alone."""
     prefill_following: IntArray
     """int32 `[prefill chunks]`: the known token behind each chunk, or -1."""
-
-    wants_log_probs: bool
-    """Whether a row asks for log probs of its sample."""
-    prompt_log_prob_chunks: tuple[int, ...]
-    """Prefill chunks whose tokens' log probs are wanted."""
-    num_prompt_log_probs: int
-    """Tokens of those chunks."""
-    prompt_top_n: int
-    """Most alternatives that their requests want at each token."""
-    constrained_rows: IntArray
-    """Rows that produce a token under a grammar: they are sampled apart."""
+    features: PlanFeatures
+    """What requests of its rows ask for beyond tokens."""
 
     @property
     def num_rows(self) -> int:

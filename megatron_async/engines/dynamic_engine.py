@@ -98,7 +98,6 @@ class DynamicInferenceEngine(ControllableEngine):
     @group.setter
     def group(self, group: RankGroup) -> None:
         self._group = group
-        self.context.agree = group.agree
 
     @property
     def observer(self) -> EngineObserver:
@@ -155,7 +154,7 @@ class DynamicInferenceEngine(ControllableEngine):
         entry = self.requests.add(request)
         try:
             self._check_has_its_job()
-            limits = prepare_request(
+            max_length = prepare_request(
                 entry, prompt, sampling_params, priority, self.controller, self.context,
                 self._grammars, self._watch,
             )  # fmt: skip
@@ -163,7 +162,7 @@ class DynamicInferenceEngine(ControllableEngine):
             # Whatever it is, also from a user's own tokenizer, it is this request's alone.
             self.requests.end(request, Status.FAILED, "error", error)
             return entry.future
-        self.context.add_request(request, limits.seed, limits.max_length)
+        self.context.add_request(request, max_length)
         self.group.added(request)
         self.observer.added(request)
         return entry.future
@@ -284,7 +283,7 @@ class DynamicInferenceEngine(ControllableEngine):
         statistics, start = self.statistics, time.thread_time_ns()
         self.group.launching(self.context.next_step)
         with self.tracer.range("prepare_step", self.context.next_step):
-            plan = self.context.prepare_step()
+            plan = self.context.prepare_step(self.group.agree)
         statistics.count_prepare(time.thread_time_ns() - start, self.context)
         if plan is None:
             stuck = not self.in_flight and self.context.has_unfinished_requests()
@@ -297,7 +296,7 @@ class DynamicInferenceEngine(ControllableEngine):
 
     def _launch_dummy(self) -> None:
         """Launch a step without requests, if others need one."""
-        plan = self.context.prepare_dummy_step()
+        plan = self.context.prepare_dummy_step(self.group.agree)
         if plan is not None:
             self.launching.launch(plan, self.group, self.lookahead)
 

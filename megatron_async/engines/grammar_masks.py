@@ -36,7 +36,7 @@ def send_masks(
             continue
         plan, rows = step.plan, step.unsampled_rows
         rows = rows[slots.generation[plan.slots[rows]] == plan.generations[rows]]
-        is_known = slots.num_known[plan.slots[rows]] == plan.kv_lengths[rows]
+        is_known = slots.num_known[plan.slots[rows]] == plan.kv_at_most[rows]
         step.unsampled_rows, rows = rows[~is_known], rows[is_known]
         if len(rows):
             masks = controller.masks_for(step, rows)

@@ -7,7 +7,6 @@ from typing import Any
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.engines.request_registry import RequestEntry
 from megatron_async.engines.validation import (
-    RequestLimits,
     check_params_type,
     check_priority,
     check_request,
@@ -15,7 +14,7 @@ from megatron_async.engines.validation import (
     require_detokenizer,
 )
 from megatron_async.log_probs import RequestLogProbs
-from megatron_async.sampling_features import features_and_record
+from megatron_async.sampling_record import sampling_record
 from megatron_async.structured_output import GrammarCompiler
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
@@ -32,7 +31,7 @@ def prepare_request(
     context: DynamicInferenceContext,
     grammars: GrammarCompiler,
     watch: TokenWatch,
-) -> RequestLimits:
+) -> int:
     """Check what the caller gave, and fill in the entry and its request.
 
     Args:
@@ -44,6 +43,9 @@ def prepare_request(
         context: for its limits.
         grammars: for its tokenizer.
         watch: likewise.
+
+    Returns:
+        the sequence length, tokens, at which the request ends.
 
     Raises:
         RequestError: the request can never be served; other exceptions come from a user's own
@@ -60,8 +62,14 @@ def prepare_request(
         params.termination_id = getattr(tokenizer, "eod", None)
     limits = check_request(request, context, vocab_size)
     length = len(request.prompt_tokens)
-    features, request.record = features_and_record(params, length, vocab_size, tokenizer)
-    request.row_features = int(features)
+    request.record = sampling_record(
+        params,
+        seed=limits.seed,
+        prompt_length=length,
+        max_length=limits.max_length,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+    )
     if params.return_log_probs:
         wanted = 0 if params.skip_prompt_log_probs else length
         request.log_probs = RequestLogProbs(min(params.top_n_logprobs, vocab_size), wanted)
@@ -72,4 +80,4 @@ def prepare_request(
     if params.structured_output is not None:
         entry.grammar = grammars.compile(params.structured_output)
         request.watch_row = EVERYTHING
-    return limits
+    return limits.max_length

@@ -24,7 +24,8 @@ def plan_digest(plan: StepPlan) -> dict[str, int]:
 
 def sample_digest(step: LaunchedStep) -> dict[str, int]:
     """A checksum of the samples of a step that did not fail, as they arrived on this rank."""
-    return {"samples": _digest(step.samples)}
+    is_yielded = np.arange(step.samples.shape[1]) < step.counts[:, None]
+    return {"samples": _digest(step.samples[is_yielded]), "counts": _digest(step.counts)}
 
 
 class PlanComparer:

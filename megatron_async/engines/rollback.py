@@ -91,7 +91,7 @@ class Rollback(Invalidation):
         context.take_back(plans)
         served = np.unique(np.concatenate([plan.slots for plan in plans]))
         if (known := known_tokens(books, served)) is not None:
-            compute.launch(partial(view.rebuild, known))
+            compute.launch(partial(view.states.rebuild, known))
         if any(step.error is not None for step in self._discarded):
             # One that failed before it had updated the block tables lets the steps behind it write
             # into blocks of others: prefill all again.

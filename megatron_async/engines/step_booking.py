@@ -18,6 +18,9 @@ from megatron_async.inference_request import DynamicInferenceRequest, Status
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 from megatron_async.token_watch import TokenWatch
 
+End = tuple[int, str, BaseException | None]
+"""Slot, finish reason, and what went wrong."""
+
 
 class StepBooking:
     """Python per event in a request's life, arrays for what every token needs.
@@ -54,11 +57,13 @@ class StepBooking:
         if step.error is not None:
             self._fail(step, step.error)
         with tracer.range("update_requests", step.plan.step):
-            if step.plan.num_prompt_log_probs:
+            if step.plan.features.num_prompt_log_probs:
                 book_prompt_log_probs(step, context.slots)
-            output = context.update_requests(step.plan, step.samples, step.log_probs)
+            output = context.update_requests(
+                step.plan, step.samples, step.counts, step.log_probs
+            )
         with tracer.range("emit", step.plan.step):
-            self._emit(output)
+            output = self._emit(output)
         if context.config.check_integrity:
             context.check_integrity()
         return output
@@ -68,51 +73,80 @@ class StepBooking:
         self._invalidation.before_release(slot)
         self._context.release_request(slot)
 
-    def _emit(self, output: StepOutput) -> None:
-        """Stamp first tokens and end what has ended: Python per event, not per token."""
+    def _emit(self, output: StepOutput) -> StepOutput:
+        """Stamp first tokens and end what has ended: Python per event, not per token.
+
+        Returns:
+            the output, without tokens behind a request's end.
+        """
         slots, statistics = self._context.slots, self._statistics
-        statistics.resolved_steps += 1
-        statistics.generated_tokens += len(output.tokens)
-        statistics.zombie_rows += output.zombie_rows
         for slot in output.slots[output.is_first].tolist():  # sync-ok: NumPy
             request = slots.request_at(slot)
             request.ttft = time.perf_counter() - request.arrival_time
+        output, ends = self._find_ends(output)
+        statistics.resolved_steps += 1
+        statistics.generated_tokens += len(output.tokens)
+        statistics.zombie_rows += output.zombie_rows
         if output.log_probs is not None:
             book_log_probs(output, slots)
-        watched = self._watch.is_watched(slots.watch_row[output.slots], output.tokens)
-        rows = np.flatnonzero(output.ended | watched)
-        places = zip(rows.tolist(), output.slots[rows].tolist(), strict=True)  # sync-ok: NumPy
-        for row, slot in places:
-            request, error = slots.request_at(slot), None
+        for slot, reason, error in ends:
+            request = slots.request_at(slot)
+            self.release(slot)
+            self.observer.ended(request, reason)
+            status = Status.COMPLETED if error is None else Status.FAILED
+            self._requests.end(request, status, reason, error)
+        return output
+
+    def _find_ends(self, output: StepOutput) -> tuple[StepOutput, list[End]]:
+        """Which requests end with this output, and the output up to their ends."""
+        slots = self._context.slots
+        owners = output.slots[output.rows]
+        watched = self._watch.is_watched(slots.watch_row[owners], output.tokens)
+        is_due = output.ended.copy()
+        is_due[output.rows[watched]] = True
+        ends: list[End] = []
+        dropped = np.zeros(len(output.tokens), dtype=np.bool_)
+        rows = np.flatnonzero(is_due)
+        for row, slot in zip(rows.tolist(), output.slots[rows].tolist(), strict=True):  # sync-ok
+            tokens = np.flatnonzero(output.rows == row)
+            request, kept, error = slots.request_at(slot), len(tokens), None
+            reason: str | None = None
             try:
-                reason = self._finish_reason(request, output, row)
+                reason, kept = self._finish_reason(request, output, row)
             except Exception as failure:  # of a user's own tokenizer: this request's alone
                 reason, error = "error", failure
-            if reason is not None:
-                self.release(slot)
-                self.observer.ended(request, reason)
-                status = Status.COMPLETED if error is None else Status.FAILED
-                self._requests.end(request, status, reason, error)
+            if reason is None:
+                continue
+            ends.append((slot, reason, error))
+            dropped[tokens[kept:]] = True
+            slots.num_known[slot] -= len(tokens) - kept
+        return (output.without(dropped) if dropped.any() else output), ends
 
     def _finish_reason(
         self, request: DynamicInferenceRequest, output: StepOutput, row: int
-    ) -> str | None:
-        """Why a request ends with this token; None if it goes on."""
+    ) -> tuple[str | None, int]:
+        """Why a request ends with this row, None if it goes on, and how many of its tokens there
+        are up to the end."""
         entry = self._requests.get(request.request_id)
         grammar, matcher = entry.grammar, entry.stop_words
-        if grammar is not None:
-            grammar.accept(int(output.tokens[row]))
-        if output.stopped[row]:
-            is_termination = output.tokens[row] == request.sampling_params.termination_id
-            return "termination_id" if is_termination else "stop_token"
-        if matcher is not None:
-            generated = self._context.slots.generated(output.slots[row])
-            if matcher.end_with(generated, request.sampling_params.min_tokens):
+        tokens, params = output.tokens_of(row), request.sampling_params
+        generated = self._context.slots.generated(output.slots[row])
+        before, last = len(generated) - len(tokens), len(tokens) - 1
+        for place, token in enumerate(tokens.tolist()):  # sync-ok: NumPy, where an end is due
+            if grammar is not None:
+                grammar.accept(token)
+            if output.stopped[row] and place == last:
+                is_termination = token == params.termination_id
+                return ("termination_id" if is_termination else "stop_token"), place + 1
+            known = generated[: before + place + 1]
+            if matcher is not None and matcher.end_with(known, params.min_tokens):
                 request.stop_words_from = matcher.counts_from
-                return "stop_word"
-        if output.ended[row]:
-            return "length"
-        return "grammar" if grammar is not None and grammar.is_complete else None
+                return "stop_word", place + 1
+            if output.ended[row] and place == last:
+                return "length", place + 1
+            if grammar is not None and grammar.is_complete:
+                return "grammar", place + 1
+        return None, len(tokens)
 
     def _fail(self, step: LaunchedStep, cause: BaseException) -> None:
         """The step's own work raised: fail the requests that it served, and no others."""

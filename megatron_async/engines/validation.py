@@ -19,7 +19,7 @@ from megatron_async.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What the context needs to know of a servable request."""
+    """What follows of a servable request from the settings of its engine."""
 
     seed: int
     max_length: int

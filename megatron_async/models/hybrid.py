@@ -63,6 +63,8 @@ class ModelConfig(TransformerConfig):
     """Llama-3 frequency scaling."""
     pipeline_stage: int = 0
     """Which of the stages in `hybrid_layer_pattern` this is."""
+    vocab_size: int | None = None
+    """Tokens of the model's vocabulary; None where nobody has told."""
 
 
 def transformer_config(
@@ -346,6 +348,7 @@ def build_model(
             pg_collection=groups,
         )
     shard_vocabulary(model, architecture.vocab_size)
+    config.vocab_size = model.vocab_size
     model = model.to(dtype=dtype).to_empty(device=device)
     return model.eval().requires_grad_(False)
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_async.ops.logits_processing import ProcessingTensors
-from megatron_async.ops.sampling import SamplingTensors, filter_logits
+from megatron_async.ops.logits_processing import ProcessingRows
+from megatron_async.ops.sampling import SamplingRows, filter_logits
 from megatron_async.ops.slot_records import MAX_TOP_N, OUT_WORDS, Header, RowFeature
 
 
@@ -15,9 +15,8 @@ def log_probs_reference(
     logits: Tensor,
     processed: Tensor,
     tokens: Tensor,
-    params: SamplingTensors,
     cuts: None,
-    rows: ProcessingTensors,
+    rows: ProcessingRows,
     ring: Tensor,
     entry: Tensor,
 ) -> None:
@@ -31,7 +30,6 @@ def log_probs_reference(
         logits: `[rows, vocabulary]`, the model's.
         processed: float32, the same after `process_logits`.
         tokens: int64 `[rows]`, sampled.
-        params: of the sampling.
         cuts: not needed here; see `triton_log_probs`.
         rows: what each row asks for.
         ring: int32 `[entries, max rows, OUT_WORDS]`, written for rows that ask: float32 log prob of
@@ -45,7 +43,7 @@ def log_probs_reference(
     for row in wanted.nonzero()[:, 0].tolist():  # sync-ok: CPU
         values = logits[row].float()
         if int(rows.features[row]) & RowFeature.PROCESSED_LOG_PROBS:
-            values = _drawn_from(processed[row : row + 1], _row(params, row))[0]
+            values = _drawn_from(processed[row : row + 1], rows.one(row))[0]
         log_probs = torch.log_softmax(values, dim=-1)
         top_n = int(rows.records[int(rows.slots[row]), Header.TOP_N])
         write_log_probs(log_probs, tokens[row], top_n, out[row])
@@ -73,12 +71,8 @@ def empty_log_probs(entries: int, rows: int, device: torch.device) -> Tensor:
     return torch.zeros(entries, rows, OUT_WORDS, dtype=torch.int32, device=device)
 
 
-def _drawn_from(processed: Tensor, params: SamplingTensors) -> Tensor:
-    greedy = (params.temperature == 0) | (params.top_k == 1)
-    if greedy:
+def _drawn_from(processed: Tensor, row: SamplingRows) -> Tensor:
+    heat = row.heats()
+    if heat == 0:
         return processed
-    return filter_logits(processed / params.temperature[:, None], params)
-
-
-def _row(params: SamplingTensors, row: int) -> SamplingTensors:
-    return SamplingTensors(**{name: value[row : row + 1] for name, value in vars(params).items()})
+    return filter_logits(processed / heat[:, None], row)

@@ -13,7 +13,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from megatron_async.ops.philox import gumbel_noise
+from megatron_async.ops.philox import MASK, gumbel_noise
+from megatron_async.ops.slot_records import FLOAT_WORDS, Header
 
 
 class SamplingMode(IntEnum):
@@ -24,72 +25,83 @@ class SamplingMode(IntEnum):
     SOFTMAX = 1
     """Temperature only."""
     FILTERED = 2
-    """top_k, top_p or min_p too: needs a sort of the vocabulary."""
+    """top_k, top_p or min_p too."""
     PROCESSED = 3
     """Penalties, bias, bans or log probs too: what `RowFeature`s ask for."""
 
 
 @dataclass
-class SamplingTensors:
-    """Per-row parameters, all `[rows]` on the device of the logits.
+class SamplingRows:
+    """Rows to be sampled, on the device of the logits; what each asks for is in its record.
 
     Attributes:
-        temperature: float32; 0 is greedy.
-        top_k: int32; 0 is off, 1 is greedy.
-        top_p: float32; 0 is off.
-        min_p: float32; 0 is off.
-        seeds: int64, not negative.
-        positions: int32: position of the token to be sampled.
+        slots: int64 `[rows]`.
+        positions: int32 `[rows]`: position of the token to be sampled.
+        records: int32 `[slots + 1, RECORD_WORDS]`.
     """
 
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seeds: Tensor
+    slots: Tensor
     positions: Tensor
+    records: Tensor
+
+    def numbers(self, word: Header) -> Tensor:
+        """A word of each row's header, float32 or int32 `[rows]`."""
+        words = self.records[:, word].index_select(0, self.slots)
+        return words.view(torch.float32) if word in FLOAT_WORDS else words
+
+    def heats(self) -> Tensor:
+        """The temperature at which each row is sampled, float32 `[rows]`; 0 for greedy rows."""
+        return self.numbers(Header.TEMPERATURE).masked_fill(self.numbers(Header.TOP_K) == 1, 0)
+
+    def noise(self, vocab_size: int, first: int = 0) -> Tensor:
+        """Gumbel noise of the rows; see `gumbel_noise`."""
+        low, high = self.numbers(Header.SEED_LOW).long(), self.numbers(Header.SEED_HIGH).long()
+        return gumbel_noise((high << 32) | (low & MASK), self.positions, vocab_size, first)
+
+    def one(self, row: int) -> SamplingRows:
+        """A row by itself."""
+        part = slice(row, row + 1)
+        return SamplingRows(self.slots[part], self.positions[part], self.records)
 
 
-def sample_reference(logits: Tensor, params: SamplingTensors | None, mode: SamplingMode) -> Tensor:
+def sample_reference(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Tensor:
     """Sample one token a row.
 
     Args:
         logits: `[rows, vocabulary]`, any float dtype.
-        params: per-row parameters; None only for `GREEDY`.
+        rows: what the rows ask for; None only for `GREEDY`.
         mode: the highest mode among the rows.
 
     Returns:
         int64 `[rows]` token ids.
     """
     greedy = logits.argmax(dim=-1)
-    if mode == SamplingMode.GREEDY or params is None:
+    if mode == SamplingMode.GREEDY or rows is None:
         return greedy
+    heats = rows.heats()
     # A greedy row divides by 1 here and takes the argmax below.
-    temperature = torch.where(params.temperature > 0, params.temperature, 1.0)
-    scaled = logits.to(torch.float32) / temperature[:, None]
+    scaled = logits.to(torch.float32) / torch.where(heats > 0, heats, 1.0)[:, None]
     if mode >= SamplingMode.FILTERED:
-        scaled = filter_logits(scaled, params)
-    noise = gumbel_noise(params.seeds, params.positions, logits.size(-1))
-    sampled = (scaled + noise).argmax(dim=-1)
-    is_greedy = (params.temperature == 0) | (params.top_k == 1)
-    return torch.where(is_greedy, greedy, sampled)
+        scaled = filter_logits(scaled, rows)
+    sampled = (scaled + rows.noise(logits.size(-1))).argmax(dim=-1)
+    return torch.where(heats > 0, sampled, greedy)
 
 
 def sample_with_cuts_reference(
-    logits: Tensor, params: SamplingTensors | None, mode: SamplingMode
+    logits: Tensor, rows: SamplingRows | None, mode: SamplingMode
 ) -> tuple[Tensor, None]:
     """`sample_reference`, in the form of `triton_sampling.sample_with_cuts`."""
-    return sample_reference(logits, params, mode), None
+    return sample_reference(logits, rows, mode), None
 
 
 def best_tokens_reference(
-    logits: Tensor, params: SamplingTensors | None, mode: SamplingMode, first: int, columns: int
+    logits: Tensor, rows: SamplingRows | None, mode: SamplingMode, first: int, columns: int
 ) -> tuple[Tensor, Tensor]:
     """The best token of every row among a tensor-parallel rank's, and its score.
 
     Args:
         logits: `[rows, local columns]`, any float dtype.
-        params: as for `sample_reference`.
+        rows: as for `sample_reference`.
         mode: `GREEDY` or `SOFTMAX`.
         first: token id of the first column.
         columns: how many of the columns are tokens, the others being padding.
@@ -99,17 +111,16 @@ def best_tokens_reference(
         token ids.
     """
     scores = logits.to(torch.float32)
-    if mode != SamplingMode.GREEDY and params is not None:
-        is_greedy = (params.temperature == 0) | (params.top_k == 1)
-        temperature = torch.where(is_greedy, 1.0, params.temperature)
-        noise = gumbel_noise(params.seeds, params.positions, logits.size(-1), first)
-        scores = torch.where(is_greedy[:, None], scores, scores / temperature[:, None] + noise)
+    if mode != SamplingMode.GREEDY and rows is not None:
+        heats = rows.heats()[:, None]
+        noisy = scores / torch.where(heats > 0, heats, 1.0) + rows.noise(logits.size(-1), first)
+        scores = torch.where(heats > 0, noisy, scores)
     padding = torch.arange(logits.size(-1), device=logits.device) >= columns
     best, index = scores.masked_fill(padding, -torch.inf).max(dim=-1, keepdim=True)
     return best, (first + index).to(torch.int32)
 
 
-def filter_logits(scaled: Tensor, params: SamplingTensors) -> Tensor:
+def filter_logits(scaled: Tensor, rows: SamplingRows) -> Tensor:
     """Set what top_k, top_p and min_p exclude to minus infinity.
 
     top_p counts the probabilities left by top_k, renormalised, and keeps the token that crosses the
@@ -117,19 +128,19 @@ def filter_logits(scaled: Tensor, params: SamplingTensors) -> Tensor:
 
     Args:
         scaled: float32 `[rows, vocabulary]`, divided by temperature.
-        params: per-row parameters.
+        rows: what the rows ask for.
 
     Returns:
         float32 `[rows, vocabulary]`.
     """
     ranked, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.size(-1), device=scaled.device)[None, :]
-    top_k = params.top_k[:, None]
+    top_k = rows.numbers(Header.TOP_K)[:, None]
     drop = (top_k > 0) & (rank >= top_k)
     probability = torch.softmax(ranked.masked_fill(drop, -torch.inf), dim=-1)
-    top_p = params.top_p[:, None]
+    top_p = rows.numbers(Header.TOP_P)[:, None]
     before = probability.cumsum(dim=-1) - probability
     drop |= (top_p > 0) & (before >= top_p)
-    drop |= probability < params.min_p[:, None] * probability[:, :1]
+    drop |= probability < rows.numbers(Header.MIN_P)[:, None] * probability[:, :1]
     drop[:, 0] = False
     return torch.empty_like(scaled).scatter_(-1, order, ranked.masked_fill(drop, -torch.inf))

@@ -1,10 +1,11 @@
-"""What a request asks of the sampling step beyond temperature and filters, as int32 words.
+"""What a request asks of the sampling step, as int32 words: its *record*.
 
-A request's *features* are bits that every step carries for its row. Their numbers (penalties, the
-tokens whose logits are edited, bad words) are its *record*: packed once on the host, sent with the
-request's first chunk, and kept on the device by slot. Host and kernels share the constants here.
+Packed once on the host (`sampling_record.py`), sent with the request's first chunk, kept on the
+device by slot, and read there by the kernels through a row's slot. Host and kernels share the
+constants here. The *features* are bits that say which parts of the sampling step look at a row.
 
-A record: `HEADER` words (float32 numbers by their bits), then the edits, then the bad words.
+A record: `HEADER` words (float32 numbers by their bits), then the edits, then the bad words; the
+words behind these are what an earlier owner of the slot left.
 - An edit is (token, float32 to add, until): added to the token's logit while the token to be
   sampled stands at a position below `until`.
 - A bad word is `WINDOW` tokens, its own at the end and `NO_TOKEN` before them: its last token is
@@ -13,7 +14,7 @@ A record: `HEADER` words (float32 numbers by their bits), then the edits, then t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum, IntFlag
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 
 class RowFeature(IntFlag):
-    """Bits of a row."""
+    """Bits of a row: those of its request's record, and two that hold for one step."""
 
     PENALTIES = 1
     EDITS = 2
@@ -38,23 +39,47 @@ class RowFeature(IntFlag):
     """Of this step: the request's first chunk since it got its slot."""
 
 
-STEP_FEATURES = RowFeature.PRODUCES | RowFeature.STARTS
-"""Bits that a slot does not keep."""
-
-
 class Header(IntEnum):
-    """Words of a record's header."""
+    """Words of a record's header. All zeros are a greedy row that asks for nothing."""
 
-    FREQUENCY = 0
-    PRESENCE = 1
-    REPETITION = 2
-    TOP_N = 3
-    PROMPT_LENGTH = 4
-    NUM_EDITS = 5
-    NUM_BAD_WORDS = 6
+    FEATURES = 0
+    """Bits of `RowFeature`."""
+    TEMPERATURE = 1
+    """float32; 0 is greedy."""
+    TOP_K = 2
+    """0 is off, 1 is greedy."""
+    TOP_P = 3
+    """float32; 0 is off."""
+    MIN_P = 4
+    """float32; 0 is off."""
+    SEED_LOW = 5
+    """Of the request's random numbers; the seed is not negative."""
+    SEED_HIGH = 6
+    MAX_LENGTH = 7
+    """Sequence length, tokens, at which the request ends."""
+    FREQUENCY = 8
+    PRESENCE = 9
+    REPETITION = 10
+    """float32 penalties, each."""
+    TOP_N = 11
+    """Alternatives whose log probs are wanted."""
+    PROMPT_LENGTH = 12
+    NUM_EDITS = 13
+    NUM_BAD_WORDS = 14
 
 
-HEADER = 8
+FLOAT_WORDS = frozenset(
+    (
+        Header.TEMPERATURE,
+        Header.TOP_P,
+        Header.MIN_P,
+        Header.FREQUENCY,
+        Header.PRESENCE,
+        Header.REPETITION,
+    )
+)
+"""Words of the header that are float32."""
+HEADER = 16
 EDIT_WORDS = 3
 WINDOW = 16
 """Longest bad word, tokens; as many recent tokens are kept on the device."""
@@ -64,6 +89,8 @@ RECORD_WORDS = HEADER + MAX_EDITS * EDIT_WORDS + MAX_BAD_WORDS * WINDOW
 MAX_TOP_N = 20
 """Most alternatives of a token, as in vLLM."""
 NO_TOKEN = -1
+PROMPT_TOKEN = 1 << 30
+"""Bit of a token's count: it is in the prompt. The bits below count it among the generated ones."""
 FOREVER = int(np.iinfo(np.int32).max)
 OUT_WORDS = 1 + 2 * MAX_TOP_N
 """Log probs of a row: of its token, then the ids of the likeliest tokens, then their log probs."""
@@ -72,25 +99,22 @@ Edit = tuple[int, float, int]
 
 
 def pack_record(
-    penalties: tuple[float, float, float],
-    top_n: int,
-    prompt_length: int,
+    numbers: Mapping[Header, float],
     edits: Sequence[Edit] = (),
     bad_words: Sequence[Sequence[int]] = (),
 ) -> NDArray[np.int32]:
-    """A request's record.
+    """A record, int32 `[words]`.
 
     Args:
-        penalties: frequency, presence and repetition penalty.
-        top_n: alternatives whose log probs are wanted.
-        prompt_length: tokens.
+        numbers: of the header; what is left out is 0. The counts of edits and bad words follow from
+            these.
         edits: at most `MAX_EDITS`; of one token at most one that adds a finite number.
         bad_words: at most `MAX_BAD_WORDS`, of at most `WINDOW` tokens each.
     """
     words = np.zeros(HEADER + len(edits) * EDIT_WORDS + len(bad_words) * WINDOW, dtype=np.int32)
-    words[: len(penalties)].view(np.float32)[:] = penalties
-    words[Header.TOP_N] = top_n
-    words[Header.PROMPT_LENGTH] = prompt_length
+    floats = words.view(np.float32)
+    for place, number in numbers.items():
+        (floats if place in FLOAT_WORDS else words)[place] = number
     words[Header.NUM_EDITS] = len(edits)
     words[Header.NUM_BAD_WORDS] = len(bad_words)
     start = HEADER + len(edits) * EDIT_WORDS

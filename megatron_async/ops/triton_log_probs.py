@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.logits_processing import ProcessingTensors
-from megatron_async.ops.sampling import SamplingTensors
+from megatron_async.ops.logits_processing import ProcessingRows
 from megatron_async.ops.slot_records import MAX_TOP_N, OUT_WORDS, Header, RowFeature
-from megatron_async.ops.tile_scores import is_filtered
+from megatron_async.ops.tile_scores import heat_of, is_filtered, keeps, record_of
 from megatron_async.ops.triton_sampling import FilterCuts
 from megatron_async.ops.triton_search import load_tile
 
@@ -33,9 +32,8 @@ def log_probs(
     logits: Tensor,
     processed: Tensor,
     tokens: Tensor,
-    params: SamplingTensors,
     cuts: FilterCuts,
-    rows: ProcessingTensors,
+    rows: ProcessingRows,
     ring: Tensor,
     entry: Tensor,
 ) -> None:
@@ -45,9 +43,8 @@ def log_probs(
         logits: elements of a row must be adjacent.
         processed: contiguous.
         tokens: sampled.
-        params: of the sampling.
-        cuts: where its filters cut, from `sample_with_cuts` of `processed`.
-        rows: what each row asks for.
+        cuts: where the filters cut, from `sample_with_cuts` of `processed`.
+        rows: what each row asks for; `records` contiguous.
         ring: contiguous; written.
         entry: which entry of it.
     """
@@ -58,14 +55,11 @@ def log_probs(
     total = torch.empty_like(most)
     values = torch.empty(count, splits, MAX_TOP_N, dtype=torch.float32, device=device)
     ids = torch.empty_like(values, dtype=torch.int32)
-    asked = (rows.features, rows.slots, rows.records, rows.records.stride(0))
+    asked = (rows.features, rows.slots, rows.records)
     scores = (logits, logits.stride(0), processed, vocab)
-    drawn = (params.temperature, params.top_k, params.top_p, params.min_p)
-    _tiles[(splits, count)](
-        *scores, *asked, *drawn, *cuts, most, total, values, ids, TILE, num_warps=4
-    )
+    _tiles[(splits, count)](*scores, *asked, *cuts, most, total, values, ids, TILE, num_warps=4)
     _finish[(count,)](
-        *scores, *asked, *drawn, tokens, most, total, values, ids,
+        *scores, *asked, tokens, most, total, values, ids,
         ring, ring.stride(0), entry, splits,
         triton.next_power_of_2(splits), triton.next_power_of_2(splits * MAX_TOP_N),
     )  # fmt: skip
@@ -80,11 +74,6 @@ def _tiles(
     features: tl.tensor,
     slots: tl.tensor,
     records: tl.tensor,
-    record_stride: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
     cut: tl.tensor,
     last: tl.tensor,
     top: tl.tensor,
@@ -97,16 +86,16 @@ def _tiles(
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     asked = tl.load(features + row)
     if (asked & (LOG_PROBS | CONSTRAINED)) == LOG_PROBS:
+        record = record_of(records, slots, row)
         token = split * tile + tl.arange(0, tile)
         if (asked & PROCESSED) != 0:
             score = load_tile(processed + row * vocab, split * tile, vocab, tile)
-            heat, k = tl.load(temperature + row), tl.load(top_k + row)
-            least = tl.load(min_p + row)
-            if (heat > 0) & (k != 1):
-                if is_filtered(k, tl.load(top_p + row), least):
-                    limit = tl.load(cut + row)
-                    keep = (score > limit) | ((score == limit) & (token <= tl.load(last + row)))
-                    keep &= tl.exp((score - tl.load(top + row)) / heat) >= least
+            heat = heat_of(record)
+            if heat > 0:
+                if is_filtered(record):
+                    limit, largest = tl.load(cut + row), tl.load(top + row)
+                    last_id = tl.load(last + row)
+                    keep = keeps(record, score, token, heat, limit, last_id, largest)
                     score = tl.where(keep, score, float("-inf"))
                 score = score / heat
         else:
@@ -116,7 +105,7 @@ def _tiles(
         finite = tl.where(largest > float("-inf"), largest, 0.0)
         tl.store(most + out, largest)
         tl.store(total + out, tl.sum(tl.exp(score - finite), axis=0))
-        wanted = tl.load(records + tl.load(slots + row) * record_stride + TOP_N)
+        wanted = tl.load(record + TOP_N)
         place = 0
         while place < wanted:
             value, index = tl.max(score, axis=0, return_indices=True)
@@ -135,11 +124,6 @@ def _finish(
     features: tl.tensor,
     slots: tl.tensor,
     records: tl.tensor,
-    record_stride: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
     tokens: tl.tensor,
     most: tl.tensor,
     total: tl.tensor,
@@ -155,6 +139,7 @@ def _finish(
     row = tl.program_id(0).to(tl.int64)
     asked = tl.load(features + row)
     if (asked & (LOG_PROBS | CONSTRAINED)) == LOG_PROBS:
+        record = record_of(records, slots, row)
         split = tl.arange(0, block)
         part = tl.load(most + row * splits + split, mask=split < splits, other=float("-inf"))
         sums = tl.load(total + row * splits + split, mask=split < splits, other=0.0)
@@ -163,14 +148,14 @@ def _finish(
         token = tl.load(tokens + row)
         if (asked & PROCESSED) != 0:
             score = tl.load(processed + row * vocab + token)
-            heat = tl.load(temperature + row)
-            if (heat > 0) & (tl.load(top_k + row) != 1):
+            heat = heat_of(record)
+            if heat > 0:
                 score = score / heat
         else:
             score = tl.load(logits + row * row_stride + token).to(tl.float32)
         out = ring + tl.load(entry).to(tl.int64) * ring_stride + row * WORDS
         tl.store(out, (score - log_total).to(tl.int32, bitcast=True))
-        wanted = tl.load(records + tl.load(slots + row) * record_stride + TOP_N)
+        wanted = tl.load(record + TOP_N)
         # Tile after tile, in each from the likeliest on: equal ones are in order of their ids.
         index = tl.arange(0, candidates)
         exists = (index < splits * MOST) & (index % MOST < wanted)

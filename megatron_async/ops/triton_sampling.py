@@ -1,7 +1,7 @@
 """The sampler as kernels: what `sample_reference` computes, without a sort, for a captured step.
 
-Every row's parameters are read on the device, so one captured graph serves every mixture of
-greedy, sampled and filtered rows, and a row pays only for what it asks:
+Every row's parameters are read on the device, from its request's record, so one captured graph
+serves every mixture of greedy, sampled and filtered rows, and a row pays only for what it asks:
 
 1. `best_of_tile`: the vocabulary in tiles, many programs a row. The best token of each tile: of
    logits + Gumbel noise for a row that is sampled from all tokens, of the logits for any other.
@@ -26,8 +26,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.sampling import SamplingMode, SamplingTensors
-from megatron_async.ops.tile_scores import NOISE_GROUP, best_of_tile, gumbel, is_filtered
+from megatron_async.ops.sampling import SamplingMode, SamplingRows
+from megatron_async.ops.slot_records import RECORD_WORDS
+from megatron_async.ops.tile_scores import (
+    LOG2_E,
+    NOISE_GROUP,
+    TOP_K,
+    TOP_P,
+    best_of_tile,
+    float_of,
+    heat_of,
+    is_filtered,
+    keeps,
+    noise_of,
+    record_of,
+)
 from megatron_async.ops.triton_search import (
     key_value,
     load_tile,
@@ -48,7 +61,6 @@ CANDIDATES = 4096
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Low bits of a float32 that numbers of the dtype leave alone."""
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 SPAN = tl.constexpr(40.0)
 """Where the search ends, in nats below the likeliest token. Gumbel noise of 23 bits lies in
 [-2.9, 16.7], so a token 20 nats down is never chosen, and 2 ** 18 tokens 40 nats down weigh less
@@ -63,7 +75,7 @@ class FilterCuts(NamedTuple):
     top: Tensor
 
 
-def sample(logits: Tensor, params: SamplingTensors | None, mode: SamplingMode) -> Tensor:
+def sample(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Tensor:
     """Sample one token a row; as `sample_reference`, with tensors on a GPU.
 
     The tokens are the reference's, except where two scores, or a filter and its limit, are equal
@@ -71,47 +83,47 @@ def sample(logits: Tensor, params: SamplingTensors | None, mode: SamplingMode) -
 
     Args:
         logits: `[rows, vocabulary]`, bfloat16, float16 or float32; elements of a row adjacent.
-        params: per-row parameters; None only for `GREEDY`.
+        rows: what the rows ask for; None only for `GREEDY`.
         mode: the highest mode among the rows; a captured step takes `FILTERED`.
 
     Returns:
         int64 `[rows]` token ids.
 
     Raises:
-        ValueError: the logits' rows are strided or of another dtype, or parameters are missing or
-            not contiguous.
+        ValueError: the logits' rows are strided or of another dtype, or `rows` is missing or does
+            not fit.
     """
-    return sample_with_cuts(logits, params, mode)[0]
+    return sample_with_cuts(logits, rows, mode)[0]
 
 
 def sample_with_cuts(
-    logits: Tensor, params: SamplingTensors | None, mode: SamplingMode
+    logits: Tensor, rows: SamplingRows | None, mode: SamplingMode
 ) -> tuple[Tensor, FilterCuts | None]:
     """`sample`, and where its filters cut; None where the mode has none."""
-    rows, vocab = logits.shape
-    row = _row_arguments(logits, params, mode, vocab)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    count, vocab = logits.shape
+    row = _row_arguments(logits, rows, mode, vocab)
+    tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
     cuts = None
-    if rows == 0:
+    if count == 0:
         return tokens, cuts
     scores, ids = best_of_tiles(row, mode)
     splits = scores.size(1)
     if mode == SamplingMode.FILTERED:
         cuts = FilterCuts(*bounds(row, scores))
-        _choose[(splits, rows)](*row, *cuts, scores, ids, tile=TILE, num_warps=4)
-    _combine[(rows,)](scores, ids, tokens, vocab, splits, block=triton.next_power_of_2(splits))
+        _choose[(splits, count)](*row, *cuts, scores, ids, tile=TILE, num_warps=4)
+    _combine[(count,)](scores, ids, tokens, vocab, splits, block=triton.next_power_of_2(splits))
     return tokens, cuts
 
 
 def best_tokens(
-    logits: Tensor, params: SamplingTensors | None, mode: SamplingMode, first: int, columns: int
+    logits: Tensor, rows: SamplingRows | None, mode: SamplingMode, first: int, columns: int
 ) -> tuple[Tensor, Tensor]:
     """The best tokens of every row among a tensor-parallel rank's; as `best_tokens_reference`, with
     tensors on a GPU.
 
     Args:
         logits: `[rows, local columns]`, as for `sample`.
-        params: as for `sample`.
+        rows: as for `sample`.
         mode: `GREEDY` or `SOFTMAX`.
         first: token id of the first column.
         columns: how many of the columns are tokens, the others being padding.
@@ -124,7 +136,7 @@ def best_tokens(
     Raises:
         ValueError: as `sample`.
     """
-    return best_of_tiles(_row_arguments(logits, params, mode, columns), mode, first)
+    return best_of_tiles(_row_arguments(logits, rows, mode, columns), mode, first)
 
 
 def best_of_tiles(
@@ -185,7 +197,7 @@ def bounds(row: tuple[Any, ...], scores: Tensor) -> tuple[Tensor, ...]:
 
 
 def _row_arguments(
-    logits: Tensor, params: SamplingTensors | None, mode: SamplingMode, columns: int
+    logits: Tensor, rows: SamplingRows | None, mode: SamplingMode, columns: int
 ) -> tuple[Any, ...]:
     """The arguments that describe the rows, the same for every kernel that reads logits."""
     if logits.stride(1) != 1 or logits.size(1) < 1 or logits.dtype not in UNUSED_BITS:
@@ -194,19 +206,18 @@ def _row_arguments(
             f"{logits.stride()}: rows must be adjacent and not empty, of float32, float16 or "
             "bfloat16: call .contiguous() or .float()."
         )
-    if params is None:
+    if rows is None:
         if mode != SamplingMode.GREEDY:
-            raise ValueError(f"sample: mode {mode.name} needs the rows' parameters; found None.")
-        fields = [logits] * 6
+            raise ValueError(f"sample: mode {mode.name} needs what the rows ask for; found None.")
+        fields = (logits, logits, logits)
     else:
-        fields = [params.temperature, params.top_k, params.top_p, params.min_p]
-        fields += [params.seeds, params.positions]
-        rows = logits.size(0)
-        if any(field.shape != (rows,) or not field.is_contiguous() for field in fields):
-            found = [tuple(field.shape) for field in fields]
+        fields = (rows.slots, rows.positions, rows.records)
+        wanted = (logits.size(0),), (logits.size(0),), (len(rows.records), RECORD_WORDS)
+        found = tuple(tuple(field.shape) for field in fields)
+        if found != wanted or not all(field.is_contiguous() for field in fields):
             raise ValueError(
-                f"sample: each parameter must be contiguous and ({rows},), one a row of the "
-                f"logits; found {found}."
+                f"sample: slots, positions and records must be contiguous and {wanted}; found "
+                f"{found}."
             )
     return (logits, *fields, logits.stride(0), columns)
 
@@ -217,12 +228,9 @@ def _row_arguments(
 @triton.jit
 def _bounds(
     logits: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seeds: tl.tensor,
+    slots: tl.tensor,
     positions: tl.tensor,
+    records: tl.tensor,
     row_stride: tl.tensor,
     vocab: tl.constexpr,
     scores: tl.tensor,
@@ -238,10 +246,11 @@ def _bounds(
     candidates: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    heat = tl.load(temperature + row)
-    k, p = tl.load(top_k + row), tl.load(top_p + row)
-    if (heat <= 0) | (k == 1) | (is_filtered(k, p, tl.load(min_p + row)) == 0):
+    record = record_of(records, slots, row)
+    heat = heat_of(record)
+    if (heat <= 0) | (is_filtered(record) == 0):
         return
+    k, p = tl.load(record + TOP_K), float_of(record, TOP_P)
     split = tl.arange(0, block)
     tops = tl.load(scores + row * splits + split, mask=split < splits, other=float("-inf"))
     top = tl.max(tops)
@@ -310,12 +319,9 @@ def _bounds(
 @triton.jit
 def _choose(
     logits: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seeds: tl.tensor,
+    slots: tl.tensor,
     positions: tl.tensor,
+    records: tl.tensor,
     row_stride: tl.tensor,
     vocab: tl.constexpr,
     cut: tl.tensor,
@@ -326,20 +332,18 @@ def _choose(
     tile: tl.constexpr,
 ) -> None:
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    heat = tl.load(temperature + row)
-    k, least = tl.load(top_k + row), tl.load(min_p + row)
-    if (heat <= 0) | (k == 1) | (is_filtered(k, tl.load(top_p + row), least) == 0):
+    record = record_of(records, slots, row)
+    heat = heat_of(record)
+    if (heat <= 0) | (is_filtered(record) == 0):
         return
     score = load_tile(logits + row * row_stride, split * tile, vocab, tile)
     token = split * tile + tl.arange(0, tile)
-    limit = tl.load(cut + row)
-    keep = (score > limit) | ((score == limit) & (token <= tl.load(last + row)))
-    keep &= tl.exp2((score - tl.load(top + row)) * (LOG2_E / heat)) >= least
-    keep &= token < vocab
+    limit, last_id, largest = tl.load(cut + row), tl.load(last + row), tl.load(top + row)
+    keep = keeps(record, score, token, heat, limit, last_id, largest) & (token < vocab)
     best, index = float("-inf"), 0
     # Most tiles keep nothing: they skip the noise.
     if tl.max(keep.to(tl.int32)) > 0:
-        noise = gumbel(tl.load(seeds + row), tl.load(positions + row), split * tile, tile)
+        noise = noise_of(record, tl.load(positions + row), split * tile, tile)
         score = tl.where(keep, score / heat + noise, float("-inf"))
         best, index = tl.max(score, axis=0, return_indices=True)
     out = row * tl.num_programs(0) + split

@@ -1,31 +1,46 @@
 """First work of a step: from the packed bookkeeping to what the layers read.
 
 One kernel, and another for prefill tokens, where plain torch needs thirty. The first takes a row:
-its block-table updates, then what follows from its slot and KV length. The second takes tokens of
-the prefill chunks: what follows from a token's row. They find the step's bookkeeping in a ring by a
-number on the device, because a captured step's addresses are fixed.
+its block-table updates, then what follows from its slot; how long a decode row's sequence is, the
+steps before have left there. The second takes tokens of the prefill chunks: what follows from a
+token's row. They find the step's bookkeeping in a ring by a number on the device, because a captured
+step's addresses are fixed.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
-from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
+from megatron_async.contexts.bookkeeping_layout import UPDATE_FIELDS, BookkeepingLayout
 from megatron_async.contexts.device_slots import DeviceSlots
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.philox import MASK
-from megatron_async.ops.slot_records import STEP_FEATURES, RowFeature
+from megatron_async.ops.slot_records import (
+    EDIT_WORDS,
+    HEADER,
+    RECORD_WORDS,
+    WINDOW,
+    Header,
+    RowFeature,
+)
 from megatron_async.ops.step_tensors import StepTensors
+from megatron_async.ops.unpack_step_reference import unpack_step_reference
 
 TILE = 128
-PRODUCES = int(RowFeature.PRODUCES)
-KEPT = ~int(STEP_FEATURES)
-IN_KERNEL_PRODUCES = tl.constexpr(PRODUCES)
-IN_KERNEL_KEPT = tl.constexpr(KEPT)
+PRODUCES = tl.constexpr(int(RowFeature.PRODUCES))
+WORDS = tl.constexpr(RECORD_WORDS)
+FEATURES = tl.constexpr(int(Header.FEATURES))
+MAX_LENGTH = tl.constexpr(int(Header.MAX_LENGTH))
+NUM_EDITS = tl.constexpr(int(Header.NUM_EDITS))
+NUM_BAD_WORDS = tl.constexpr(int(Header.NUM_BAD_WORDS))
+HEAD = tl.constexpr(HEADER)
+EDIT = tl.constexpr(EDIT_WORDS)
+LONGEST = tl.constexpr(WINDOW)
+SLOT_COLUMN = tl.constexpr(UPDATE_FIELDS.index("block_update_slots"))
+INDEX_COLUMN = tl.constexpr(UPDATE_FIELDS.index("block_update_indices"))
+BLOCK_COLUMN = tl.constexpr(UPDATE_FIELDS.index("block_update_blocks"))
 
 
 def unpack_step(
@@ -35,8 +50,9 @@ def unpack_step(
     slots: DeviceSlots,
     block_size: int,
     out: StepTensors,
+    lengths: Tensor | None = None,
 ) -> None:
-    """Apply block-table updates and sampling parameters to `slots`, and fill `out`.
+    """Apply block-table updates and records of requests that start to `slots`, and fill `out`.
 
     Args:
         words: int32 `[ring, words]`: packed bookkeeping of the steps in flight.
@@ -44,11 +60,14 @@ def unpack_step(
         dims: shape of the step.
         slots: per-slot state, changed in place. Block-table updates are for rows of this step only.
         block_size: tokens a block.
-        out: tensors of the step's size, written. Padding tokens get id 0 at position 0 and a place
-            in the last slot's first block.
+        out: tensors of the step's size, written. Padding tokens, and query tokens behind which their
+            request's limit leaves no place, get position 0 and a place in the last slot's first
+            block; the former id 0.
+        lengths: int32 `[decode rows]` of the sequences, where another rank knows them; None: those
+            of `slots`.
     """
     unpack = unpack_step_kernels if words.is_cuda else unpack_step_reference
-    unpack(words, next_entry, dims, slots, block_size, out)
+    unpack(words, next_entry, dims, slots, block_size, out, lengths)
 
 
 def unpack_step_kernels(
@@ -58,6 +77,7 @@ def unpack_step_kernels(
     slots: DeviceSlots,
     block_size: int,
     out: StepTensors,
+    lengths: Tensor | None = None,
 ) -> None:
     """`unpack_step` by Triton kernels."""
     layout = BookkeepingLayout.for_batch(dims, 0)
@@ -70,20 +90,23 @@ def unpack_step_kernels(
         next_entry,
         out.entry,
         *table,
-        layout.start("block_update_slots"),
+        layout.start("num_block_updates"),
+        layout.start(UPDATE_FIELDS[0]),
         layout.start("row_slots"),
-        layout.start("row_kv_lengths"),
+        layout.start("prefill_kv_lengths"),
         layout.start("prefill_starts"),
-        layout.start("prefill_temperature"),
+        layout.start("prefill_features"),
+        layout.start("prefill_record"),
         slots.last_token,
-        slots.temperature,
-        slots.top_k,
-        slots.top_p,
-        slots.min_p,
-        slots.seed,
-        slots.features,
-        out.slots,
+        slots.length if lengths is None else lengths,
+        slots.drafts,
+        slots.drafts.stride(0),
+        slots.records,
+        out.row_slots,
+        out.lengths,
         out.kv_lengths,
+        out.slots,
+        out.sample_positions,
         out.features,
         out.last_token,
         out.block_tables,
@@ -92,9 +115,11 @@ def unpack_step_kernels(
         out.positions,
         out.write_index,
         dims.decode_rows,
-        dims.prefill_rows,
         blocks,
+        len(slots.last_token) - 1,
         block_size,
+        dims.width,
+        lengths is not None,
         dims.prefill_rows > 0,
         TILE,
         **options,
@@ -105,13 +130,14 @@ def unpack_step_kernels(
             out.entry,
             *table,
             layout.start("prefill_token_ids"),
-            out.slots,
+            out.row_slots,
             out.kv_lengths,
             out.prefill_starts,
             out.token_ids,
             out.positions,
             out.write_index,
             dims.decode_rows,
+            dims.decode_tokens,
             dims.prefill_rows,
             dims.prefill_tokens,
             len(slots.last_token) - 1,
@@ -122,62 +148,6 @@ def unpack_step_kernels(
         )
 
 
-def unpack_step_reference(
-    words: Tensor,
-    next_entry: Tensor,
-    dims: BatchDimensions,
-    slots: DeviceSlots,
-    block_size: int,
-    out: StepTensors,
-) -> None:
-    """`unpack_step` in plain torch. It reads numbers back, so it is for the CPU and for tests."""
-    entry = int(next_entry)
-    updates = int(words[entry, 0])
-    fields = BookkeepingLayout.for_batch(dims, updates).device_views(words[entry])
-    out.entry.fill_(entry)
-    slots.block_table.index_put_(
-        (fields["block_update_slots"].long(), fields["block_update_indices"].long()),
-        fields["block_update_blocks"],
-    )
-    out.slots.copy_(fields["row_slots"])
-    out.kv_lengths.copy_(fields["row_kv_lengths"])
-    out.block_tables.copy_(slots.block_table.index_select(0, out.slots))
-    decode = dims.decode_rows
-    out.features.copy_(slots.features.index_select(0, out.slots) | PRODUCES)
-    out.last_token[:decode] = torch.arange(decode, device=words.device)
-    out.token_ids[:decode] = slots.last_token.index_select(0, out.slots[:decode])
-    out.positions[:decode] = out.kv_lengths[:decode] - 1
-    _write_index(out.block_tables[:decode], out.positions[:decode], block_size, out.write_index)
-    if not dims.prefill_rows:
-        return
-    chunk_slots = out.slots[decode:]
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        getattr(slots, name).index_copy_(0, chunk_slots, fields[f"prefill_{name}"])
-    low, high = fields["prefill_seed_low"].long() & MASK, fields["prefill_seed_high"].long()
-    slots.seed.index_copy_(0, chunk_slots, (high << 32) | low)
-    features = fields["prefill_features"]
-    out.features[decode:] = features
-    slots.features.index_copy_(0, chunk_slots, features & KEPT)
-    starts = fields["prefill_starts"]
-    out.prefill_starts.copy_(starts)
-    out.last_token[decode:] = decode + (starts[1:] - 1).clamp(min=0)
-    token = torch.arange(dims.prefill_tokens, device=words.device)
-    row = torch.searchsorted(starts[1:].contiguous(), token, right=True)
-    inside = token < starts[-1]
-    row = decode + row.clamp(max=dims.prefill_rows - 1)
-    position = out.kv_lengths[row] - starts[row - decode + 1] + token
-    position = position.where(inside, 0)
-    out.token_ids[decode:] = fields["prefill_token_ids"].where(inside, 0)
-    out.positions[decode:] = position
-    tables = out.block_tables[row].where(inside[:, None], slots.block_table[-1])
-    _write_index(tables, position, block_size, out.write_index[decode:])
-
-
-def _write_index(tables: Tensor, positions: Tensor, block_size: int, out: Tensor) -> None:
-    block = tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
-    out[: len(positions)] = block * block_size + positions % block_size
-
-
 # Offsets and counts are not to be specialized on: every shape would compile its own kernels.
 
 
@@ -185,14 +155,17 @@ def _write_index(tables: Tensor, positions: Tensor, block_size: int, out: Tensor
     do_not_specialize=[
         "words_stride",
         "table_stride",
+        "num_updates",
         "updates",
         "row_slots",
-        "row_kv_lengths",
+        "chunk_kv_lengths",
         "starts",
-        "parameters",
+        "step_features",
+        "chunk_records",
+        "drafts_stride",
         "decode_rows",
-        "prefill_rows",
         "num_blocks",
+        "dummy_slot",
     ]
 )
 def _unpack_kernel(
@@ -202,20 +175,23 @@ def _unpack_kernel(
     entry: tl.tensor,
     table: tl.tensor,
     table_stride: tl.tensor,
+    num_updates: tl.tensor,
     updates: tl.tensor,
     row_slots: tl.tensor,
-    row_kv_lengths: tl.tensor,
+    chunk_kv_lengths: tl.tensor,
     starts: tl.tensor,
-    parameters: tl.tensor,
+    step_features: tl.tensor,
+    chunk_records: tl.tensor,
     last_token: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seed: tl.tensor,
-    features: tl.tensor,
-    out_slots: tl.tensor,
+    lengths: tl.tensor,
+    drafts: tl.tensor,
+    drafts_stride: tl.tensor,
+    records: tl.tensor,
+    out_row_slots: tl.tensor,
+    out_lengths: tl.tensor,
     out_kv_lengths: tl.tensor,
+    out_slots: tl.tensor,
+    out_sample_positions: tl.tensor,
     out_features: tl.tensor,
     out_last_token: tl.tensor,
     out_tables: tl.tensor,
@@ -224,9 +200,11 @@ def _unpack_kernel(
     out_positions: tl.tensor,
     out_write: tl.tensor,
     decode_rows: tl.tensor,
-    prefill_rows: tl.tensor,
     num_blocks: tl.tensor,
+    dummy_slot: tl.tensor,
     block_size: tl.tensor,
+    width: tl.constexpr,
+    by_row: tl.constexpr,
     has_prefill: tl.constexpr,
     tile: tl.constexpr,
     overlap: tl.constexpr,
@@ -239,16 +217,16 @@ def _unpack_kernel(
         tl.store(entry, current)
     slot = tl.load(step + row_slots + row).to(tl.int64)
     # Updates of this row's part of the table; of all of it where a position is looked up below.
-    count = tl.load(step)
+    count = tl.load(step + num_updates)
     first = 0
     while first < count:
         offset = first + tl.arange(0, tile)
         update = step + updates + offset
         exists = offset < count
-        index = tl.load(update + count, exists, other=-1)
-        own = exists & (tl.load(update, exists, other=-1) == slot)
+        index = tl.load(update + INDEX_COLUMN * count, exists, other=-1)
+        own = exists & (tl.load(update + SLOT_COLUMN * count, exists, other=-1) == slot)
         own = own & ((part == 0) | (index // tile == part))
-        block = tl.load(update + 2 * count, own, other=0)
+        block = tl.load(update + BLOCK_COLUMN * count, own, other=0)
         tl.store(table + slot * table_stride + index, block, own)
         first += tile
     tl.debug_barrier()
@@ -257,36 +235,62 @@ def _unpack_kernel(
     blocks = tl.load(table + slot * table_stride + column, inside, other=0)
     tl.store(out_tables + row.to(tl.int64) * num_blocks + column, blocks, inside)
     if part == 0:
-        kv_length = tl.load(step + row_kv_lengths + row)
-        tl.store(out_slots + row, slot)
-        tl.store(out_kv_lengths + row, kv_length)
+        record = records + slot * WORDS
+        tl.store(out_row_slots + row, slot)
         if row < decode_rows:
-            position = kv_length.to(tl.int64) - 1
-            block = tl.load(table + slot * table_stride + position // block_size).to(tl.int64)
-            tl.store(out_features + row, tl.load(features + slot) | IN_KERNEL_PRODUCES)
-            tl.store(out_last_token + row, row)
-            tl.store(out_tokens + row, tl.load(last_token + slot))
-            tl.store(out_positions + row, position)
-            tl.store(out_write + row, block * block_size + position % block_size)
+            length = tl.load(lengths + (row if by_row else slot))
+            limit = tl.load(record + MAX_LENGTH)
+            tl.store(out_lengths + row, length)
+            kv_length = tl.maximum(tl.minimum(length - 1 + width, limit - 1), 1)
+            tl.store(out_kv_lengths + row, kv_length)
+            asked = tl.load(record + FEATURES) | PRODUCES
+            token = tl.load(last_token + slot)
+            for query in tl.static_range(width):
+                position = (length - 1 + query).to(tl.int64)
+                fed = (position >= 0) & (position < limit - 1)
+                position = tl.where(fed, position, 0)
+                owner = tl.where(fed, slot, dummy_slot)
+                place = table + owner * table_stride + position // block_size
+                write = tl.load(place).to(tl.int64) * block_size + position % block_size
+                sample = row * width + query
+                if query > 0:
+                    token = tl.maximum(tl.load(drafts + slot * drafts_stride + query - 1), 0)
+                if width > 1:
+                    tl.store(out_slots + sample, slot)
+                    tl.store(out_sample_positions + sample, length + query)
+                tl.store(out_features + sample, asked)
+                tl.store(out_last_token + sample, sample)
+                tl.store(out_tokens + sample, token)
+                tl.store(out_positions + sample, position)
+                tl.store(out_write + sample, write)
         elif has_prefill:
             chunk = row - decode_rows
+            sample = decode_rows * width + chunk
+            kv_length = tl.load(step + chunk_kv_lengths + chunk)
+            tl.store(out_lengths + row, kv_length)
+            tl.store(out_kv_lengths + row, kv_length)
+            if width > 1:
+                tl.store(out_slots + sample, slot)
+                tl.store(out_sample_positions + sample, kv_length)
             end = tl.load(step + starts + chunk + 1)
             tl.store(out_starts + chunk + 1, end)
             if chunk == 0:
                 tl.store(out_starts, 0)
-            tl.store(out_last_token + row, decode_rows + tl.maximum(end - 1, 0))
-            # Seven arrays, one after another: see the field table.
-            given = step + parameters + chunk
-            tl.store(temperature + slot, tl.load(given).to(tl.float32, bitcast=True))
-            tl.store(top_k + slot, tl.load(given + prefill_rows))
-            tl.store(top_p + slot, tl.load(given + 2 * prefill_rows).to(tl.float32, bitcast=True))
-            tl.store(min_p + slot, tl.load(given + 3 * prefill_rows).to(tl.float32, bitcast=True))
-            low = tl.load(given + 4 * prefill_rows).to(tl.int64) & 0xFFFFFFFF
-            high = tl.load(given + 5 * prefill_rows).to(tl.int64)
-            tl.store(seed + slot, (high << 32) | low)
-            asked = tl.load(given + 6 * prefill_rows)
-            tl.store(features + slot, asked & IN_KERNEL_KEPT)
-            tl.store(out_features + row, asked)
+            tl.store(out_last_token + sample, decode_rows * width + tl.maximum(end - 1, 0))
+            asked = tl.load(record + FEATURES)
+            start = tl.load(step + chunk_records + chunk)
+            if start >= 0:
+                given = step + start
+                edits, bad_words = tl.load(given + NUM_EDITS), tl.load(given + NUM_BAD_WORDS)
+                length = HEAD + edits * EDIT + bad_words * LONGEST
+                done = 0
+                while done < length:
+                    word = done + tl.arange(0, tile)
+                    value = tl.load(given + word, word < length, other=0)
+                    tl.store(record + word, value, word < length)
+                    done += tile
+                asked = tl.load(given + FEATURES)
+            tl.store(out_features + sample, asked | tl.load(step + step_features + chunk))
 
 
 @triton.jit(
@@ -295,6 +299,7 @@ def _unpack_kernel(
         "table_stride",
         "token_ids",
         "decode_rows",
+        "decode_tokens",
         "prefill_rows",
         "prefill_tokens",
         "dummy_slot",
@@ -314,6 +319,7 @@ def _unpack_tokens_kernel(
     out_positions: tl.tensor,
     out_write: tl.tensor,
     decode_rows: tl.tensor,
+    decode_tokens: tl.tensor,
     prefill_rows: tl.tensor,
     prefill_tokens: tl.tensor,
     dummy_slot: tl.tensor,
@@ -342,7 +348,7 @@ def _unpack_tokens_kernel(
     slot = tl.where(inside, tl.load(row_slots + row), dummy_slot)
     block = tl.load(table + slot * table_stride + position // block_size).to(tl.int64)
     given = tl.load(step + token_ids + token, mask=exists & inside, other=0)
-    tl.store(out_tokens + decode_rows + token, given.to(tl.int64), mask=exists)
-    tl.store(out_positions + decode_rows + token, position, mask=exists)
+    tl.store(out_tokens + decode_tokens + token, given.to(tl.int64), mask=exists)
+    tl.store(out_positions + decode_tokens + token, position, mask=exists)
     write = block * block_size + position % block_size
-    tl.store(out_write + decode_rows + token, write, mask=exists)
+    tl.store(out_write + decode_tokens + token, write, mask=exists)

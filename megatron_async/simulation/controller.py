@@ -9,6 +9,7 @@ import numpy as np
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.graph_shapes import mixed_graph_sizes
 from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.ops.feed_back import COUNT, TOKENS
 from megatron_async.simulation.device_times import Machine
 from megatron_async.simulation.virtual_device import VirtualDevice
 from megatron_async.text_generation_controllers.cuda_graphs import CaptureReport
@@ -21,8 +22,11 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 class TokenSource(Protocol):
     """Says what a step samples."""
 
-    def sample(self, plan: StepPlan, context: DynamicInferenceContext) -> IntArray:
-        """Tokens of the plan's rows, int32 `[rows]`.
+    def sample(
+        self, plan: StepPlan, context: DynamicInferenceContext
+    ) -> tuple[IntArray, IntArray]:
+        """Tokens that the plan's rows yield, int32 `[tokens]`, row by row, and how many each row
+        does, int32 `[rows]`.
 
         Called when the step is launched, so that every row's slot is still its request's. What it
         raises fails the step, as a fault of a model's would.
@@ -66,7 +70,7 @@ class ModelLessController(TextGenerationController):
         self._virtual = context.device
         self._tokens = tokens
         self._machine = machine
-        self._samples: IntArray = np.empty(0, np.int32)
+        self._sampled: tuple[IntArray, IntArray] = (np.empty(0, np.int32), np.empty(0, np.int32))
         self.idle_us = 0.0
         self.engine_was_idle = True
         """Set by who steps the engine: what precedes the next step is no idling."""
@@ -83,7 +87,7 @@ class ModelLessController(TextGenerationController):
         return None
 
     def _run_step(self, plan: StepPlan) -> None:
-        self._samples = self._tokens.sample(plan, self.context)
+        self._sampled = self._tokens.sample(plan, self.context)
         self._spend(plan)
 
     def _spend(self, plan: StepPlan) -> None:
@@ -101,9 +105,10 @@ class ModelLessController(TextGenerationController):
         self._busy_until_us = stream.free_us
 
     def _transfer_samples_to_cpu(self, plan: StepPlan, buffers: _SampleBuffers) -> None:
-        decode, first_chunk = plan.num_decode, plan.dims.decode_rows
-        chunks = plan.num_rows - decode
-        buffers.array[:decode] = self._samples[:decode]
-        buffers.array[first_chunk : first_chunk + chunks] = self._samples[decode:]
+        tokens, counts = self._sampled
+        rows = plan.device_rows(np.arange(plan.num_rows))
+        buffers.array[rows, COUNT] = counts
+        within = np.arange(len(tokens)) - np.repeat(counts.cumsum() - counts, counts)
+        buffers.array[np.repeat(rows, counts), TOKENS + within] = tokens
         if self._machine is not None:
             self._virtual.copy.spend(self._machine.cpu.turnaround_us)

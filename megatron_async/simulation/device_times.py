@@ -52,7 +52,7 @@ class DeviceTimes:
     def step_us(self, plan: StepPlan) -> float:
         """Time of a step."""
         dims = plan.dims
-        return self.time_us(dims.prefill_tokens, dims.decode_rows, int(plan.kv_lengths.sum()))
+        return self.time_us(dims.prefill_tokens, dims.decode_rows, int(plan.kv_at_most.sum()))
 
     def time_us(self, prefill_tokens: int, decode_rows: int, kv_tokens: int) -> float:
         """Time of a step of so many tokens and rows, padding included; never negative."""

@@ -12,6 +12,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.engines.observer import EngineObserver
@@ -97,8 +99,8 @@ class Recorder(EngineObserver):
 
     def resolved(self, step: LaunchedStep) -> None:
         now, spent = time.perf_counter_ns(), self._statistics.resolve_ns
-        samples = step.samples.copy()
-        self._events.append(("resolve", step.plan.step, samples, step.error, spent, now))
+        samples, counts = step.samples.copy(), step.counts.copy()
+        self._events.append(("resolve", step.plan.step, samples, counts, step.error, spent, now))
 
     def ended(self, request: DynamicInferenceRequest, reason: str) -> None:
         if reason in TEXT_ENDS:
@@ -165,12 +167,14 @@ class Recorder(EngineObserver):
         if kind == "launch":
             return self._launched(*event[1:])
         if kind == "resolve":
-            _, step, samples, error, spent, now = event
+            _, step, samples, counts, error, spent, now = event
             prepare, launch, before = self._before_ns
             self._before_ns = (prepare, launch, spent)
             times = [(spent - before) / 1e3, now / 1e3]
-            tokens = samples.tolist()  # sync-ok: NumPy, on the recorder's thread
-            return [kind, step, tokens, None if error is None else repr(error), times]
+            is_yielded = np.arange(samples.shape[1]) < counts[:, None]
+            tokens = samples[is_yielded].tolist()  # sync-ok: NumPy, on the recorder's thread
+            each = None if (counts == 1).all() else counts.tolist()  # sync-ok: the same
+            return [kind, step, tokens, each, None if error is None else repr(error), times]
         return list(event)
 
     def _launched(
@@ -182,7 +186,7 @@ class Recorder(EngineObserver):
         times = [*spent, now_ns / 1e3]
         if plan is None:
             return ["launch", None, [], [0, 0, 0], times]
-        work = [plan.dims.prefill_tokens, plan.dims.decode_rows, int(plan.kv_lengths.sum())]
+        work = [plan.dims.prefill_tokens, plan.dims.decode_rows, int(plan.kv_at_most.sum())]
         return ["launch", plan.step, plan_checksums(plan), work, times]
 
 

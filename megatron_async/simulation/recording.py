@@ -12,7 +12,8 @@ line is an array, in the order in which things happened; times are microseconds:
     ["evict_all"]                             the engine was suspended and gave its KV cache back
     ["launch", step, [checksum of each of PLAN_FIELDS], [prefill tokens, decode rows, KV tokens],
         [prepare, launch, when]]              step null: nothing could be planned before a resolve
-    ["resolve", step, [samples of its rows], error or null, [resolve, when]]
+    ["resolve", step, [tokens that its rows yield], [how many each; null: one], error or null,
+        [resolve, when]]
     ["text_end", request id, reason, generated tokens]     an end that token ids alone do not tell
     ["device", [[step, start, end], ...]]                  where a timeline was kept
     ["end", {counters}]                                    last line; without it, truncated
@@ -37,8 +38,10 @@ from megatron_async.simulation.model_shape import ModelShape
 from megatron_async.structured_output import StructuredOutput
 
 FORMAT = "megatron_async recording"
-VERSION = 1
-PLAN_FIELDS = ("slots", "generations", "kv_lengths", "produces", "prefill", "block_updates")
+VERSION = 2
+PLAN_FIELDS = (
+    "slots", "generations", "kv_at_most", "widths", "produces", "prefill", "block_updates",
+)  # fmt: skip
 """What a plan is compared by. Padding is left out, so that a GPU's run replays anywhere."""
 COUNTERS = (
     "steps", "generated_tokens", "prefill_tokens", "zombie_rows", "pauses", "evictions",
@@ -104,7 +107,9 @@ class Resolved:
     """A step was booked."""
 
     step: int
-    samples: list[int]
+    tokens: list[int]
+    counts: list[int] | None
+    """Tokens of each row of the plan; None: one each."""
     error: str | None
     times_us: tuple[float, float]
     """CPU time of resolving, and when it was done."""
@@ -151,7 +156,8 @@ def plan_checksums(plan: StepPlan) -> list[int]:
     parts = (
         (plan.slots,),
         (plan.generations,),
-        (plan.kv_lengths,),
+        (plan.kv_at_most,),
+        (plan.widths,),
         (plan.produces,),
         (plan.prefill_starts, plan.prefill_token_ids),
         (updates.slots, updates.indices, updates.blocks),
@@ -253,8 +259,8 @@ def _parse(recording: Recording, record: list[Any]) -> None:
         step, checksums, work, times = values
         recording.events.append(Launched(step, checksums, tuple(work), tuple(times)))
     elif kind == "resolve":
-        step, samples, error, times = values
-        recording.events.append(Resolved(step, samples, error, tuple(times)))
+        step, tokens, counts, error, times = values
+        recording.events.append(Resolved(step, tokens, counts, error, tuple(times)))
     elif kind == "text_end":
         recording.events.append(TextEnd(*values))
     elif kind == "device":

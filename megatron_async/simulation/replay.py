@@ -138,15 +138,21 @@ class _RecordedTokens:
         events = recording.events
         self._resolved = {event.step: event for event in events if isinstance(event, Resolved)}
 
-    def sample(self, plan: StepPlan, context: DynamicInferenceContext) -> IntArray:
-        """The recorded samples; zeros for a step that was never resolved, and for a plan of another
-        size, which the comparison is about to find."""
+    def sample(
+        self, plan: StepPlan, context: DynamicInferenceContext
+    ) -> tuple[IntArray, IntArray]:
+        """The recorded tokens; one zero a row for a step that was never resolved, and for a plan of
+        another size, which the comparison is about to find."""
         resolved = self._resolved.get(plan.step)
         if resolved is not None and resolved.error is not None:
             raise RuntimeError(resolved.error)
-        if resolved is None or len(resolved.samples) != plan.num_rows:
-            return np.zeros(plan.num_rows, dtype=np.int32)
-        return np.array(resolved.samples, dtype=np.int32)
+        counts = np.ones(plan.num_rows, dtype=np.int32)
+        if resolved is not None and resolved.counts is not None:
+            counts = np.array(resolved.counts, dtype=np.int32)
+        if resolved is None or len(counts) != plan.num_rows or counts.sum() != len(resolved.tokens):
+            ones = np.ones(plan.num_rows, dtype=np.int32)
+            return np.zeros(plan.num_rows, dtype=np.int32), ones
+        return np.array(resolved.tokens, dtype=np.int32), counts
 
 
 class _PlanComparer(EngineObserver):

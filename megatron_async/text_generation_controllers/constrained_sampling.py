@@ -18,16 +18,17 @@ from torch import Tensor
 from megatron_async.contexts.gpu_view import ContextGPUView
 from megatron_async.contexts.step_plan import IntArray
 from megatron_async.devices import Device
+from megatron_async.ops.feed_back import TOKENS
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.log_probs import empty_log_probs
-from megatron_async.ops.logits_processing import ProcessingTensors
+from megatron_async.ops.logits_processing import ProcessingRows
 from megatron_async.ops.sampling import SamplingMode
-from megatron_async.ops.slot_records import RowFeature
+from megatron_async.ops.slot_records import Header, RowFeature
 from megatron_async.ops.token_mask import mask_words
 from megatron_async.text_generation_controllers.token_sampler import TokenSampler
 
-HEAD_WORDS = 3
-"""Device row, slot, KV length."""
+HEAD_WORDS = 4
+"""Device row, row of logits, slot, position."""
 
 
 @dataclass
@@ -74,12 +75,18 @@ class MaskEntry:
         self._device.fence()
 
     def fill(
-        self, first: int, rows: IntArray, slots: IntArray, kv_lengths: IntArray
+        self,
+        first: int,
+        rows: IntArray,
+        sample_rows: IntArray,
+        slots: IntArray,
+        positions: IntArray,
     ) -> NDArray[np.int32]:
         """Name rows, each array `[rows]`, from the entry's row `first` on; returns their masks,
         int32 `[rows, words]`, to be written."""
         found = self.words[first : first + len(rows)]
-        found[:, 0], found[:, 1], found[:, 2] = rows, slots, kv_lengths
+        for column, values in enumerate((rows, sample_rows, slots, positions)):
+            found[:, column] = values
         return found[:, HEAD_WORDS:]
 
     def receive(self, part: slice) -> None:
@@ -89,7 +96,7 @@ class MaskEntry:
     def rows_and_slots(self, part: slice) -> tuple[Tensor, Tensor]:
         """Device rows and slots, int64, of entry rows that have been received."""
         words = self.target[part]
-        return words[:, 0].long(), words[:, 1].long()
+        return words[:, 0].long(), words[:, 2].long()
 
 
 class ConstrainedSampler:
@@ -109,7 +116,7 @@ class ConstrainedSampler:
         self, view: ContextGPUView, sampler: TokenSampler, vocab_size: int, device: Device
     ) -> None:
         self._view, self._sampler = view, sampler
-        entries, rows = view.samples.shape
+        entries, rows, _ = view.sample_ring.shape
         self.ring = [MaskEntry(rows, vocab_size, device) for _ in range(entries)]
 
     def entry_of(self, step: int) -> MaskEntry:
@@ -137,26 +144,26 @@ class ConstrainedSampler:
         view, slots = self._view, self._view.slots
         words = self.entry_of(step).target[part]
         count = len(words)
-        index, slot, kv_length = (words[:, column] for column in range(HEAD_WORDS))
-        index, slot = index.long(), slot.long()
-        features = slots.features.index_select(0, slot) & ~int(RowFeature.CONSTRAINED)
-        rows = ProcessingTensors(
-            features=features | int(RowFeature.PRODUCES),
+        row, index, slot = (words[:, column].long() for column in range(3))
+        asked = slots.records[:, Header.FEATURES].index_select(0, slot)
+        asked = asked & ~int(RowFeature.CONSTRAINED) | int(RowFeature.PRODUCES)
+        rows = ProcessingRows(
             slots=slot,
-            kv_lengths=kv_length.contiguous(),
+            positions=words[:, 3].contiguous(),
             records=slots.records,
+            features=asked,
             state=self._sampler.state,
         )
         processed = logits.processed.index_select(0, index)
         kernels = kernels_for(processed)
         kernels.apply_token_mask(processed, words[:, HEAD_WORDS:])
-        params = view.sampling_tensors_of(slot, rows.kv_lengths)
-        tokens, cuts = kernels.sample_with_cuts(processed, params, SamplingMode.FILTERED)
+        tokens, cuts = kernels.sample_with_cuts(processed, rows, SamplingMode.FILTERED)
         found = empty_log_probs(1, count, processed.device)
         entry = torch.zeros(1, dtype=torch.int32, device=processed.device)
         raw = logits.raw.index_select(0, index)
-        kernels.log_probs(raw, processed, tokens, params, cuts, rows, found, entry)
+        kernels.log_probs(raw, processed, tokens, cuts, rows, found, entry)
         kernels.count_tokens(tokens, rows)
         self._sampler.log_probs[step % len(self.ring)].index_copy_(0, index, found[0])
         slots.last_token.index_copy_(0, slot, tokens)
-        view.samples[step % len(self.ring)].index_copy_(0, index, tokens.int())
+        samples = view.sample_ring[step % len(self.ring), :, TOKENS]
+        samples.index_copy_(0, row, tokens.int())

@@ -53,6 +53,11 @@ class PipelineStage:
         """Input of the stage's layers, `[tokens, 1, hidden]`; None where tokens are looked up."""
         return None
 
+    def lengths(self, dims: BatchDimensions) -> Tensor | None:
+        """Lengths of the decode rows' sequences, int32 `[decode rows]`; None where they are known by
+        slot."""
+        return None
+
     def keep(self, hidden_states: Tensor) -> None:
         """The output of the stage's layers, `[tokens, 1, hidden]`; a part of captured work."""
         raise AssertionError("the last stage hands no hidden states on")
@@ -114,17 +119,23 @@ class LinkedStage(PipelineStage):
         # A rank holds its share of the tokens where the residual stream is split.
         sequence_parallel = getattr(model, "sequence_parallel", False)
         self._shares = model.tensor_model_parallel_size if sequence_parallel else 1
-        tokens = context.max_requests + context.max_tokens
-        shape = 1 + -(-tokens // self._shares), model.hidden_size
-        # Row 0 of a message says who failed. Steps use these one after another, on the compute
-        # stream; what is being sent lies apart, so that the next step may begin.
+        config = context.config
+        tokens = context.max_requests * config.decode_width + context.max_tokens
+        self._row_bytes = model.hidden_size * model.params_dtype.itemsize
+        rows = self._header_rows(context.max_requests) + -(-tokens // self._shares)
+        shape = rows, model.hidden_size
+        # The first rows of a message are its header: int32 words, of which the first says who
+        # failed, and the others how long the decode rows' sequences are. Steps use these tensors one
+        # after another, on the compute stream; what is being sent lies apart, so that the next step
+        # may begin.
         self._input = torch.zeros(shape, dtype=model.params_dtype, device=target)
         self._output = torch.zeros_like(self._input)
         self._sending = torch.zeros(2, *shape, dtype=model.params_dtype, device=target)
-        # Ring: word 0 says who failed; then the samples. Written by the last stage's step (word 0)
-        # and on the copy stream; used again only after the host has resolved the step.
-        entries, rows = view.samples.shape
-        self._words = torch.zeros(entries, 1 + rows, dtype=torch.int32, device=target)
+        # Ring: word 0 says who failed; then the rows of the sample ring. Written by the last stage's
+        # step (word 0) and on the copy stream; used again only after the host has resolved the step.
+        entries, rows, self._row_words = view.sample_ring.shape
+        words = 1 + rows * self._row_words
+        self._words = torch.zeros(entries, words, dtype=torch.int32, device=target)
         self._host = self._device.host_buffer(entries, torch.int32)
         self._failed: IntArray = self._host.numpy()  # sync-ok: host memory
         self._returned: dict[int, tuple[int, Event]] = {}
@@ -148,15 +159,21 @@ class LinkedStage(PipelineStage):
     def receive(self, plan: StepPlan) -> None:
         """See `PipelineStage.receive`."""
         if not self.is_first:
-            self._links.receive(self._input[: 1 + self._num_tokens(plan.dims)])
+            self._links.receive(self._input[: self._message_rows(plan.dims)])
 
     def hidden_states(self, dims: BatchDimensions) -> Tensor | None:
-        """See `PipelineStage.hidden_states`."""
-        return None if self.is_first else self._input[1 : 1 + self._num_tokens(dims), None]
+        """Of the message received last."""
+        if self.is_first:
+            return None
+        return self._input[self._header_rows(dims.decode_rows) : self._message_rows(dims), None]
+
+    def lengths(self, dims: BatchDimensions) -> Tensor | None:
+        """Of the message received last: a stage behind the first keeps none."""
+        return None if self.is_first else self._header(self._input)[1 : 1 + dims.decode_rows]
 
     def keep(self, hidden_states: Tensor) -> None:
-        """See `PipelineStage.keep`."""
-        self._output[1 : 1 + len(hidden_states)].copy_(hidden_states[:, 0])
+        """Until `send`."""
+        self._output[: len(hidden_states)].copy_(hidden_states[:, 0])
 
     def send(self, plan: StepPlan, failed: bool) -> None:
         """See `PipelineStage.send`."""
@@ -165,20 +182,33 @@ class LinkedStage(PipelineStage):
             if failed:
                 word.fill_(self._number)
             else:
-                word.copy_(self._input[0, 0])
+                word.copy_(self._header(self._input)[0])
             return
-        place, end = plan.step % 2, 1 + self._num_tokens(plan.dims)
+        place, end = plan.step % 2, self._message_rows(plan.dims)
         self._links.await_sent(place)
-        message = self._sending[place, :end]
+        message, rows = self._sending[place, :end], plan.dims.decode_rows
+        header = self._header(message)
         if failed:
-            message.fill_(self._number)
+            # Rows of length 0 write no key of anybody.
+            message.zero_()
+            header[0] = self._number
         else:
-            message[0] = self._input[0]
-            message[1:] = self._output[1:end]
+            header[0] = self._header(self._input)[0]
+            header[1 : 1 + rows] = self._view.step.lengths[:rows]
+            first = self._header_rows(rows)
+            message[first:] = self._output[: end - first]
         self._links.send(message, place)
 
-    def _num_tokens(self, dims: BatchDimensions) -> int:
-        return -(-dims.tokens // self._shares)
+    def _header_rows(self, decode_rows: int) -> int:
+        """Rows of a message that its header takes."""
+        return -(-(1 + decode_rows) * 4 // self._row_bytes)
+
+    def _message_rows(self, dims: BatchDimensions) -> int:
+        return self._header_rows(dims.decode_rows) + -(-dims.tokens // self._shares)
+
+    def _header(self, message: Tensor) -> Tensor:
+        """The words of a message, int32; those behind its header are hidden states."""
+        return message.view(torch.int32).view(-1)
 
     # ---- Back: on the copy stream ------------------------------------------------------------
 
@@ -211,14 +241,14 @@ class LinkedStage(PipelineStage):
     ) -> None:
         view, rows = self._view, plan.dims.rows
         entry = plan.step % len(self._words)
-        words, samples = self._words[entry, : 1 + rows], view.samples[entry, :rows]
+        words = self._words[entry, : 1 + rows * self._row_words]
         if self.is_last:
-            words[1:] = samples
+            words[1:] = view.sample_ring[entry, :rows].view(-1)
         self._links.share_samples(words)
-        if plan.wants_log_probs:
-            self._links.share_samples(self._log_probs[entry, :rows])
-        if part is None and plan.num_prompt_log_probs:
-            self._links.share_samples(prompt.source[: plan.num_prompt_log_probs])
+        if plan.features.wants_log_probs:
+            self._links.share_samples(self._log_probs[entry, : plan.dims.sample_rows])
+        if part is None and plan.features.num_prompt_log_probs:
+            self._links.share_samples(prompt.source[: plan.features.num_prompt_log_probs])
 
     @torch.inference_mode()
     def _take(
@@ -226,17 +256,17 @@ class LinkedStage(PipelineStage):
     ) -> None:
         """Store samples as `ContextGPUView.feed_back` does on the last stage."""
         view, entry, rows = self._view, plan.step % len(self._words), plan.dims.rows
-        samples = view.samples[entry, :rows]
-        samples.copy_(self._words[entry, 1 : 1 + rows])
+        found = view.sample_ring[entry, :rows]
+        found.copy_(self._words[entry, 1 : 1 + rows * self._row_words].view_as(found))
         if failed_here:
             return  # whose slots they are may never have come here
         if part is None:
-            start, end, _ = BookkeepingLayout.for_batch(plan.dims, 0).spans["row_slots"]
+            start, end = BookkeepingLayout.for_batch(plan.dims, 0).spans["row_slots"]
             slots = view.bookkeeping[entry, start:end].long()
         else:
             places, slots = part[0].rows_and_slots(part[1])
-            samples = samples.index_select(0, places)
-        view.slots.last_token.index_copy_(0, slots, samples.long())
+            found = found.index_select(0, places)
+        view.slots.store(found, slots)
 
     def _micro_batch(self, plan: StepPlan) -> int:
         return int(plan.slots[0]) % self._context.slots.num_micro_batches

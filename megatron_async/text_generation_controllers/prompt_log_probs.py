@@ -66,18 +66,18 @@ class PromptLogProbs:
         self._model = model
         context = model.inference_context
         self._view = context.gpu_view
-        self.ring = [PromptEntry(context.max_tokens, device) for _ in self._view.samples]
+        self.ring = [PromptEntry(context.max_tokens, device) for _ in self._view.sample_ring]
 
     @torch.inference_mode()
     def compute(self, plan: StepPlan) -> None:
         """Fill the step's entry: for each token of the plan's `prompt_log_prob_chunks`, end to end,
         what the logits there say of the token behind it. Runs inside launched work."""
-        view, first = self._view, plan.dims.decode_rows
+        view, first = self._view, plan.dims.decode_tokens
         out = self.ring[plan.step % len(self.ring)].source
         words = view.bookkeeping[plan.step % len(view.bookkeeping)]
         following = view.prefill_following(words)
         end = 0
-        for chunk in plan.prompt_log_prob_chunks:
+        for chunk in plan.features.prompt_log_prob_chunks:
             span = slice(
                 first + int(plan.prefill_starts[chunk]), first + int(plan.prefill_starts[chunk + 1])
             )
@@ -87,7 +87,7 @@ class PromptLogProbs:
                 part = slice(start, min(start + SLICE, len(targets)))
                 logits = self._model.project(hidden[part])
                 rows = out[end + part.start :]
-                write_prompt_log_probs(logits, targets[part], plan.prompt_top_n, rows)
+                write_prompt_log_probs(logits, targets[part], plan.features.prompt_top_n, rows)
             end += len(targets)
 
 

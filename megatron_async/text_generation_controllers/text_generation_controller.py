@@ -16,12 +16,14 @@ from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.devices import Device, Event
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.models.pipeline import stage_of
+from megatron_async.ops.feed_back import COUNT, TOKENS
 from megatron_async.ops.sampling import SamplingMode
 from megatron_async.text_generation_controllers.constrained_sampling import (
     ConstrainedSampler,
     StepLogits,
 )
 from megatron_async.text_generation_controllers.cuda_graphs import CaptureReport, StepGraphs
+from megatron_async.text_generation_controllers.drafting import Drafter, make_drafting
 from megatron_async.text_generation_controllers.pipeline_stage import PipelineStage, make_stage
 from megatron_async.text_generation_controllers.prompt_log_probs import (
     PromptEntry,
@@ -62,8 +64,8 @@ class LaunchedStep:
         self._stage = stage
         self.ready: Event = buffers.ready
         self.raised: BaseException | None = None
-        self.awaits_masks = len(plan.constrained_rows) > 0
-        self.unsampled_rows = plan.constrained_rows
+        self.awaits_masks = len(plan.features.constrained_rows) > 0
+        self.unsampled_rows = plan.features.constrained_rows
         self.num_constrained = 0
         self.logits: StepLogits | None = None
 
@@ -74,22 +76,34 @@ class LaunchedStep:
 
     @property
     def samples(self) -> IntArray:
-        """int32 `[rows]` of the plan, host memory; valid once `ready` is reached and until the ring
-        comes round (the step's resolve reads it before)."""
-        return self.plan.samples_of(self._buffers.array[: self.plan.dims.rows])
+        """int32 `[rows of the plan, most tokens of a row]`, host memory; valid once `ready` is
+        reached and until the ring comes round (the step's resolve reads it before)."""
+        tokens = slice(TOKENS, TOKENS + self._buffers.max_width)
+        return self.plan.rows_of(self._buffers.array[: self.plan.dims.rows])[:, tokens]
+
+    @property
+    def counts(self) -> IntArray:
+        """int32 `[rows of the plan]`: how many of its samples each row yields; as `samples`."""
+        return self.plan.rows_of(self._buffers.array[: self.plan.dims.rows])[:, COUNT]
 
     @property
     def log_probs(self) -> IntArray | None:
-        """int32 `[rows, OUT_WORDS]`, as `samples`; None where no row asked for log probs."""
-        if not self.plan.wants_log_probs:
+        """int32 `[rows of the plan, most tokens of a row, OUT_WORDS]`, as `samples`; None where no
+        row asked for log probs."""
+        plan = self.plan
+        if not plan.features.wants_log_probs:
             return None
-        return self.plan.samples_of(self._buffers.log_probs_array[: self.plan.dims.rows])
+        found = self._buffers.log_probs_array
+        first = plan.sample_rows(np.arange(plan.num_rows))
+        # Beyond a row's own samples stands anything.
+        index = first[:, None] + np.arange(self._buffers.max_width)
+        return found[np.minimum(index, len(found) - 1)]
 
     @property
     def prompt_log_probs(self) -> IntArray:
         """int32 `[tokens, OUT_WORDS]`: of the tokens of the chunks in
-        `plan.prompt_log_prob_chunks`, end to end; valid as long as `samples`."""
-        return self._buffers.prompt.array[: self.plan.num_prompt_log_probs]
+        `plan.features.prompt_log_prob_chunks`, end to end; valid as long as `samples`."""
+        return self._buffers.prompt.array[: self.plan.features.num_prompt_log_probs]
 
 
 class _SampleBuffers:
@@ -97,10 +111,16 @@ class _SampleBuffers:
     copy, read at resolve; used again only after the host has resolved its last step."""
 
     def __init__(
-        self, source: Tensor, log_probs: Tensor, prompt: PromptEntry, device: Device
+        self,
+        source: Tensor,
+        max_width: int,
+        log_probs: Tensor,
+        prompt: PromptEntry,
+        device: Device,
     ) -> None:
         self.source = source
-        self.host = device.host_buffer(len(source), source.dtype)
+        self.max_width = max_width
+        self.host = device.host_buffer(source.numel(), source.dtype).view_as(source)
         self.array = self.host.numpy()  # sync-ok: host memory
         self.log_probs_source = log_probs
         self.log_probs_host = device.host_buffer(log_probs.numel(), log_probs.dtype)
@@ -116,12 +136,17 @@ class TextGenerationController:
     Args:
         inference_wrapped_model: the model, wrapped for its context.
         tokenizer: for text prompts and texts out; None serves token ids only.
+        drafter: proposes what may come next, for `InferenceConfig.num_speculative_tokens` tokens.
+
+    Raises:
+        ConfigurationError: a drafter without tokens to draft, or the reverse.
     """
 
     def __init__(
         self,
         inference_wrapped_model: GPTInferenceWrapper,
         tokenizer: ControllerTokenizer | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.inference_wrapped_model = inference_wrapped_model
         self.tokenizer = tokenizer
@@ -129,7 +154,7 @@ class TextGenerationController:
         self.vocab_size = inference_wrapped_model.vocab_size
         self.device = self.context.device
         self.tracer = self.context.tracer
-        view = self.context.gpu_view
+        view, config = self.context.gpu_view, self.context.config
         dtype = self.context.model_config.params_dtype
         is_last = stage_of(self.context.model_config).is_last
         shard = inference_wrapped_model.shard
@@ -137,12 +162,13 @@ class TextGenerationController:
         self.constrained = ConstrainedSampler(view, self.sampler, self.vocab_size, self.device)
         self._prompt = PromptLogProbs(inference_wrapped_model, self.device)
         self._ring = [
-            _SampleBuffers(samples, log_probs, prompt, self.device)
+            _SampleBuffers(samples, config.decode_width, log_probs, prompt, self.device)
             for samples, log_probs, prompt in zip(
-                view.samples, self.sampler.log_probs, self._prompt.ring, strict=True
+                view.sample_ring, self.sampler.log_probs, self._prompt.ring, strict=True
             )
         ]
         self.stage = make_stage(self.context, self.sampler.log_probs)
+        self.drafting = make_drafting(drafter, config)
         self.graphs = StepGraphs(self.device, without_gather=shard is not None)
         self.capture_report: CaptureReport | None = None
         self.device.fence()
@@ -153,9 +179,9 @@ class TextGenerationController:
         Nothing here waits. What the step's own work raises is kept in the result's `error`.
         """
         buffers = self._ring[plan.step % len(self._ring)]
-        if plan.num_prompt_log_probs:
+        if plan.features.num_prompt_log_probs:
             buffers.prompt.allocate()
-        if len(plan.constrained_rows):
+        if len(plan.features.constrained_rows):
             self.constrained.entry_of(plan.step).allocate()
         launched = LaunchedStep(plan, buffers, self.stage)
         self.stage.await_samples(plan)
@@ -190,8 +216,13 @@ class TextGenerationController:
             rows: indices in its plan.
         """
         plan, entry = launched.plan, self.constrained.entry_of(launched.plan.step)
-        slots, kv_lengths = plan.slots[rows], plan.kv_lengths[rows]
-        return entry.fill(launched.num_constrained, plan.device_rows(rows), slots, kv_lengths)
+        return entry.fill(
+            launched.num_constrained,
+            plan.device_rows(rows),
+            plan.sample_rows(rows),
+            plan.slots[rows],
+            plan.kv_at_most[rows],  # exact: under a grammar rows have width 1
+        )
 
     def sample_constrained(self, launched: LaunchedStep, count: int, *, is_last: bool) -> None:
         """Enqueue the sampling of the `count` rows of a step whose masks were filled last, and,
@@ -227,8 +258,8 @@ class TextGenerationController:
         stage.receive(plan)
         try:
             self._run_step(plan)
-            if len(plan.constrained_rows) and stage.is_last:
-                launched.logits = self.constrained.keep(plan.dims.rows)
+            if len(plan.features.constrained_rows) and stage.is_last:
+                launched.logits = self.constrained.keep(plan.dims.sample_rows)
         except Exception as error:
             launched.raised = error
             # It may not have come as far as to count itself.
@@ -255,7 +286,7 @@ class TextGenerationController:
                 graph.replay()
             else:
                 self._compute_step(plan.dims, plan.sampling_mode, plan.step)
-                if plan.num_prompt_log_probs and self.stage.is_last:
+                if plan.features.num_prompt_log_probs and self.stage.is_last:
                     self._prompt.compute(plan)
         end = tracer.mark(self.device.compute, plan.step)
         tracer.device_span("device_step", plan.step, start, end)
@@ -268,9 +299,7 @@ class TextGenerationController:
         view, tracer, stage = self.context.gpu_view, self.tracer, self.stage
         start = tracer.mark(self.device.compute, step)
         with tracer.range("forward_pass", step):
-            view.begin_step(dims)
-            if stage.is_last:
-                self.sampler.begin_step(mode)
+            view.begin_step(dims, mode, stage.lengths(dims))
             if (hidden_states := stage.hidden_states(dims)) is not None:
                 self.inference_wrapped_model.set_input_tensor(hidden_states)
             output = self.inference_wrapped_model.forward(view)
@@ -280,7 +309,11 @@ class TextGenerationController:
         forwarded = tracer.mark(self.device.compute, step)
         if stage.is_last:
             with tracer.range("sampling", step):
-                view.feed_back(self.sampler.sample(output, mode))
+                sampled = self.sampler.sample(output, mode)
+                view.feed_back(sampled)
+                self.sampler.remember(sampled, mode)
+                if self.drafting is not None:
+                    self.drafting.draft(view)
         end = tracer.mark(self.device.compute, step)
         tracer.device_span("forward_pass", step, start, forwarded)
         tracer.device_span("sampling", step, forwarded, end)
@@ -327,11 +360,11 @@ class TextGenerationController:
         rows = plan.dims.rows
         with self.tracer.range("transfer_samples_to_cpu", plan.step):
             buffers.host[:rows].copy_(buffers.source[:rows], non_blocking=True)
-            if plan.wants_log_probs:
-                found = buffers.log_probs_source[:rows].view(-1)
+            if plan.features.wants_log_probs:
+                found = buffers.log_probs_source[: plan.dims.sample_rows].view(-1)
                 buffers.log_probs_host[: len(found)].copy_(found, non_blocking=True)
-            if plan.num_prompt_log_probs:
-                buffers.prompt.transfer(plan.num_prompt_log_probs)
+            if plan.features.num_prompt_log_probs:
+                buffers.prompt.transfer(plan.features.num_prompt_log_probs)
             self.stage.transfer_failure(plan)
 
     # ---- Text --------------------------------------------------------------------------------

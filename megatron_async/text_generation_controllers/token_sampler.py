@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.gpu_view import ContextGPUView
+from megatron_async.contexts.sampling_state import SamplingState
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.log_probs import empty_log_probs
-from megatron_async.ops.logits_processing import ChunkTensors, ProcessingTensors
+from megatron_async.ops.logits_processing import ProcessingRows
 from megatron_async.ops.sampling import SamplingMode
-from megatron_async.ops.sampling_state import SamplingState
-from megatron_async.ops.slot_records import WINDOW
 from megatron_async.ops.vocabulary_shard import VocabularyShard
 
 
@@ -28,10 +26,10 @@ class TokenSampler:
 
     Attributes:
         state: what rows with penalties and bad words remember, by slot.
-        log_probs: int32 `[steps in flight, rows, OUT_WORDS]`. Written by steps of mode PROCESSED,
+        log_probs: int32 `[steps in flight, sample rows, OUT_WORDS]`. Written by steps of mode PROCESSED,
             read by the copy to the host, which waits for the step's event; an entry is written
             again only after the host has resolved the step that wrote it.
-        processed: float32 `[rows, vocabulary]`: logits of the last step of mode PROCESSED, where
+        processed: float32 `[sample rows, vocabulary]`: logits of the last step of mode PROCESSED, where
             `ConstrainedSampler` finds them.
         kept: the same of its constrained rows before they were processed, in the model's dtype.
     """
@@ -45,65 +43,55 @@ class TokenSampler:
     ) -> None:
         self._view = view
         self._shard = shard
-        device = view.samples.device
-        capacity = len(view.slots.features) - 1
-        self.state = SamplingState(capacity, vocab_size, WINDOW, device)
-        view.rebuilt.append(self.state)
-        entries, rows = view.samples.shape
+        device, rows = view.sample_ring.device, view.config.max_sample_rows
+        self.state = _state_of(view, vocab_size)
+        entries = len(view.sample_ring)
         self.log_probs = empty_log_probs(entries, rows, device)
         self.processed = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
         self.kept = torch.empty(rows, vocab_size, dtype=dtype, device=device)
 
-    def begin_step(self, mode: SamplingMode) -> None:
-        """Behind the view's `begin_step`: take over what requests that start ask for, and count the
-        tokens of prefill chunks."""
-        view, dims = self._view, self._view.dims
-        if mode != SamplingMode.PROCESSED or not dims.prefill_rows:
-            return
-        chunks = ChunkTensors(
-            first_row=dims.decode_rows,
-            starts=view.step.prefill_starts,
-            token_ids=view.step.token_ids[dims.decode_rows :],
-            words=view.bookkeeping,
-            entry=view.step.entry,
-            record_field=BookkeepingLayout.for_batch(dims, 0).start("prefill_record"),
-            max_query_length=dims.max_query_length,
-        )
-        kernels_for(view.samples).begin_chunks(self._rows(), chunks)
-
     def sample(self, logits: Tensor, mode: SamplingMode) -> Tensor:
-        """One token a row.
+        """One token for each row of logits.
 
         Args:
-            logits: `[rows, vocabulary]`, or of this rank's columns, in the model's dtype.
+            logits: `[sample rows, vocabulary]`, or of this rank's columns, in the model's dtype.
             mode: the highest among the rows.
 
         Returns:
-            int64 `[rows]`.
+            int64 `[sample rows]`.
         """
         kernels, shard = kernels_for(logits), self._shard
-        params = None if mode == SamplingMode.GREEDY else self._view.sampling_tensors()
+        rows = self.state.rows(self._view)
         if shard is not None:
             if mode <= SamplingMode.SOFTMAX:
-                best = kernels.best_tokens(logits, params, mode, shard.first, shard.columns)
+                best = kernels.best_tokens(logits, rows, mode, shard.first, shard.columns)
                 return shard.choose(*best)
             logits = shard.gather(logits)
         if mode != SamplingMode.PROCESSED:
-            return kernels.sample(logits, params, mode)
-        rows = self._rows()
+            return kernels.sample(logits, rows, mode)
+        return self._sample_processed(logits, rows)
+
+    def _sample_processed(self, logits: Tensor, rows: ProcessingRows) -> Tensor:
+        kernels = kernels_for(logits)
         processed = kernels.process_logits(logits, rows, self.processed, self.kept)
-        tokens, cuts = kernels.sample_with_cuts(processed, params, SamplingMode.FILTERED)
+        tokens, cuts = kernels.sample_with_cuts(processed, rows, SamplingMode.FILTERED)
         entry = self._view.step.entry
-        kernels.log_probs(logits, processed, tokens, params, cuts, rows, self.log_probs, entry)
-        kernels.count_tokens(tokens, rows)
+        kernels.log_probs(logits, processed, tokens, cuts, rows, self.log_probs, entry)
         return tokens
 
-    def _rows(self) -> ProcessingTensors:
-        step = self._view.step
-        return ProcessingTensors(
-            features=step.features,
-            slots=step.slots,
-            kv_lengths=step.kv_lengths,
-            records=self._view.slots.records,
-            state=self.state,
-        )
+    def remember(self, tokens: Tensor, mode: SamplingMode) -> None:
+        """Behind the view's `feed_back`: count those of the sampled tokens, int64 `[sample rows]`,
+        that their rows yield."""
+        if mode == SamplingMode.PROCESSED:
+            kernels_for(tokens).count_tokens(tokens, self.state.rows(self._view))
+
+
+def _state_of(view: ContextGPUView, vocab_size: int) -> SamplingState:
+    """The view's, or one more where the model's configuration did not tell the vocabulary."""
+    state = view.states.find(SamplingState)
+    if state is None:
+        capacity = len(view.slots.records) - 1
+        state = SamplingState(capacity, vocab_size, view.sample_ring.device)
+        if vocab_size:
+            view.states.add(state)
+    return state

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from megatron_async import DynamicInferenceEngine
+from megatron_async.contexts import bookkeeping_buffer
 from megatron_async.contexts.bookkeeping_buffer import HostStaging
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.contexts.scheduler import Scheduler
+from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
@@ -110,13 +112,19 @@ def pending_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stale_sampling_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seed of a slot's last owner stays."""
-    set_sampling = RequestSlots._set_sampling
+    """The record of a slot's last owner stays."""
+    pack_records = bookkeeping_buffer._pack_records
 
-    def set_without_seed(slots: RequestSlots, slot: int, params: Any, seed: int) -> None:
-        set_sampling(slots, slot, params, int(slots.seed[slot]) or seed)
+    def pack_for_the_first_owner(
+        words: Any, end: int, fields: Any, plan: StepPlan, slots: RequestSlots
+    ) -> int:
+        end = pack_records(words, end, fields, plan, slots)
+        chunks = plan.num_rows - plan.num_decode
+        had_owner = plan.generations[plan.num_decode :] > 0
+        fields["prefill_record"][:chunks][had_owner] = -1
+        return end
 
-    monkeypatch.setattr(RequestSlots, "_set_sampling", set_without_seed)
+    monkeypatch.setattr(bookkeeping_buffer, "_pack_records", pack_for_the_first_owner)
 
 
 def a_reader_misses_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

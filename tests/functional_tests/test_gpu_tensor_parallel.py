@@ -16,7 +16,8 @@ from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups, world_size
 from megatron_async.ops import triton_sampling
 from megatron_async.ops.rms_norm import add_rms_norm_reference
-from megatron_async.ops.sampling import SamplingMode, SamplingTensors
+from megatron_async.ops.sampling import SamplingMode, SamplingRows
+from megatron_async.ops.slot_records import RECORD_WORDS, Header
 from megatron_async.ops.symmetric_choice import LEAST_ROWS
 from megatron_async.ops.tensor_collectives import TensorCollectives, collectives_of
 from megatron_async.ops.vocabulary_shard import VocabularyShard
@@ -147,21 +148,16 @@ def test_captured_sums_follow_their_inputs(world: int) -> None:
     assert run_ranks(world, replayed_sums, timeout_s=120) == [8] * world
 
 
-def rows_to_sample(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, SamplingTensors]:
+def rows_to_sample(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, SamplingRows]:
     """Logits `[rows, VOCAB]` with many ties, and parameters of greedy and sampled rows."""
     generator = torch.Generator("cuda").manual_seed(rows)
     logits = torch.randn(rows, VOCAB, generator=generator, device="cuda").to(dtype)
     logits[::2] = logits[::2].round()
     number = torch.arange(rows, device="cuda")
-    off = torch.zeros(rows, device="cuda")
-    return logits, SamplingTensors(
-        temperature=(number % 3) * 0.5,
-        top_k=off.int(),
-        top_p=off,
-        min_p=off,
-        seeds=number,
-        positions=number.int(),
-    )
+    records = torch.zeros(rows, RECORD_WORDS, dtype=torch.int32, device="cuda")
+    records[:, Header.TEMPERATURE] = ((number % 3) * 0.5).view(torch.int32)
+    records[:, Header.SEED_LOW] = number.int()
+    return logits, SamplingRows(number, number.int(), records)
 
 
 def choices(dtype_name: str) -> dict[str, int]:
@@ -183,7 +179,7 @@ def choices(dtype_name: str) -> dict[str, int]:
 
             def choose(
                 own: torch.Tensor = own,
-                params: SamplingTensors = params,
+                params: SamplingRows = params,
                 mode: SamplingMode = mode,
                 found: torch.Tensor = found,
             ) -> None:

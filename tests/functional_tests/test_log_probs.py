@@ -13,7 +13,8 @@ from plain_model import PlainModel, process
 
 from megatron_async import SamplingParams
 from megatron_async.inference_request import DynamicInferenceRequest
-from megatron_async.ops.sampling import SamplingTensors, filter_logits
+from megatron_async.ops.sampling import SamplingRows, filter_logits
+from megatron_async.sampling_record import sampling_record
 
 PROMPTS = random_prompts(3, [3, 1, 40, 9, 25, 12, 31, 2], 128)
 TOKENS = 30
@@ -94,9 +95,11 @@ def test_processed_ones_are_of_what_is_drawn_from(
     for place, found in enumerate(request.log_probs.generated_top_n()):
         at = logits[len(prompt) - 1 + place]
         scaled = process(at, prompt, tokens[:place], params)[None] / params.temperature
-        filters = SamplingTensors(
-            *(torch.tensor([value]) for value in (params.temperature, 9, 0.95, 0.0, 0, 0))
+        record = sampling_record(
+            params, seed=0, prompt_length=1, max_length=9, vocab_size=logits.size(1)
         )
+        first = torch.zeros(1, dtype=torch.int64)
+        filters = SamplingRows(first, first.int(), torch.from_numpy(record.words)[None])
         expected = filter_logits(scaled, filters).log_softmax(-1)[0]
         assert np.isclose(request.generated_log_probs[place], expected[tokens[place]], atol=1e-4)
         # Filtered tokens are no alternatives: there may be fewer than asked for.

@@ -10,6 +10,7 @@ from harness import EngineFactory, Job, greedy, random_prompts, run_at
 from plain_model import PlainModel
 
 from megatron_async import SamplingParams
+from megatron_async.contexts.plan_features import NO_FEATURES
 from megatron_async.text_generation_controllers.token_sampler import TokenSampler
 
 TOKENS = 40
@@ -92,11 +93,13 @@ def test_plain_requests_cost_nothing(
 ) -> None:
     """No kernel of processing is launched and nothing more is copied."""
     engine = make_tiny_engine(lookahead=1)
-    monkeypatch.setattr(TokenSampler, "_rows", lambda sampler: pytest.fail("was processed"))
+    monkeypatch.setattr(
+        TokenSampler, "_sample_processed", lambda *given: pytest.fail("was processed")
+    )
     plans = []
     launch = engine.controller.launch_step
     engine.controller.launch_step = lambda plan: plans.append(plan) or launch(plan)
     jobs = [Job([1, 2, 3], SamplingParams(temperature=0.9, top_k=5, num_tokens_to_generate=9))]
     run_at(engine, {0: jobs, 2: [Job([4, 5], greedy(9))]})
     assert plans
-    assert not any(plan.wants_log_probs or plan.num_prompt_log_probs for plan in plans)
+    assert all(plan.features is NO_FEATURES for plan in plans)

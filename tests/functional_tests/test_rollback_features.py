@@ -11,9 +11,9 @@ from harness import TINY, EngineFactory, drain, greedy, make_engine, random_prom
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.contexts.known_tokens import KnownTokens
+from megatron_async.contexts.sampling_state import SamplingState
 from megatron_async.inference_request import DynamicInferenceRequest
-from megatron_async.ops.sampling_state import PROMPT_TOKEN, SamplingState
-from megatron_async.ops.slot_records import WINDOW
+from megatron_async.ops.slot_records import PROMPT_TOKEN, WINDOW
 
 TOKENS = 30
 PROMPTS = random_prompts(9, (5, 33, 2, 14, 40, 21, 8, 1), TINY.vocab_size)

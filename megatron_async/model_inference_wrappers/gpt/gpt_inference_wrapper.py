@@ -79,15 +79,14 @@ class GPTInferenceWrapper:
         self.collectives = collectives_of(groups.tp)
         self.exchange = exchange_of(groups.ep)
         config, settings = inference_context.model_config, inference_context.config
-        most = settings.max_requests + settings.max_tokens
+        most = settings.max_requests * settings.decode_width + settings.max_tokens
         hidden, dtype = config.hidden_size, config.params_dtype
         device = inference_context.device.torch_device
         self.collectives.prepare(most, hidden, dtype, device)
         output: Any = getattr(model, "output_layer", None)
         self.shard = output.shard if isinstance(output, InferenceOutputLayer) else None
         if self.shard is not None:
-            rows = inference_context.gpu_view.samples.size(1)
-            self.collectives.prepare_choice(rows, device)
+            self.collectives.prepare_choice(settings.max_sample_rows, device)
         if config.num_moe_experts:
             self.exchange.prepare(most, hidden, config.moe_router_topk, dtype, device)
 
@@ -98,7 +97,7 @@ class GPTInferenceWrapper:
         model.set_input_tensor(hidden_states)
 
     def forward(self, view: ContextGPUView) -> Tensor:
-        """Logits `[rows, vocabulary]` of the step in `view`, in the model's dtype: of this rank's
+        """Logits `[sample rows, vocabulary]` of the step in `view`, in the model's dtype: of this rank's
         columns where there is a `shard`; or, of a pipeline stage that is not the last, hidden
         states `[tokens, 1, hidden]`.
 

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from ready_requests import made_ready
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.bookkeeping_buffer import HostStaging
@@ -14,9 +15,11 @@ from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.devices import CpuDevice
 from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.ops.slot_records import HEADER, Header, RowFeature
 from megatron_async.sampling_params import SamplingParams
 
 DUMMY_SLOT = 4
+SEED = 1 << 40 | 0x8000_0001
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def slots():
             prompt_tokens=np.arange(10 * i, 10 * i + 6, dtype=np.int32),
             sampling_params=SamplingParams(temperature=0.5, top_k=i + 2, top_p=0.9, min_p=0.1),
         )
-        slots.acquire(request, rank=i, seed=(i + 1) << 40 | 0x8000_0001, max_length=20)
+        slots.acquire(made_ready(request, 20, SEED + i), rank=i, max_length=20)
     return slots
 
 
@@ -42,7 +45,7 @@ def staging():
 def test_fields_do_not_overlap_and_fit():
     dims = BatchDimensions(decode_rows=5, prefill_lengths=((3, 3), (4, 9)))
     layout = BookkeepingLayout.for_batch(dims, 7)
-    spans = sorted((start, end) for start, end, _ in layout.spans.values())
+    spans = sorted(layout.spans.values())
     assert len(spans) == len(FIELDS)
     assert spans[0][0] == 0
     assert spans[-1][1] == layout.size
@@ -59,7 +62,6 @@ def test_host_and_device_views_are_the_same_words_of_a_buffer():
         host[name][:] = i + 1
     for i, name in enumerate(device):
         assert device[name].tolist() == [i + 1] * len(host[name]), name
-        assert device[name].dtype == (torch.float32 if layout.spans[name][2] else torch.int32)
     assert (words != 0).all(), "no word belongs to nobody"
 
 
@@ -91,7 +93,7 @@ def test_no_step_exceeds_the_capacity(seed):
 
 def test_device_reads_what_the_host_wrote(slots, staging):
     builder = PlanBuilder(slots)
-    builder.build(np.empty(0, np.int32), [PrefillChunk(0, 0, 6)])
+    builder.build(np.empty(0, np.int32), [PrefillChunk(0, 0, 6), PrefillChunk(2, 0, 2)])
     builder.add_block_updates(*(np.array([v], np.int32) for v in (0, 1, 5)))
     chunks = [PrefillChunk(1, 0, 6), PrefillChunk(2, 2, 5)]
     plan = builder.build(np.array([0], np.int32), chunks)
@@ -103,12 +105,16 @@ def test_device_reads_what_the_host_wrote(slots, staging):
     assert fields["prefill_token_ids"].tolist() == [10, 11, 12, 13, 14, 15, 22, 23, 24]
     assert fields["num_block_updates"].tolist() == [1]
     assert fields["prefill_starts"].tolist() == [0, 6, 9]
-    assert fields["prefill_top_k"].tolist() == [3, 4]
-    assert fields["prefill_top_p"].tolist() == pytest.approx([0.9, 0.9])
-    low = fields["prefill_seed_low"].to(torch.int64) & 0xFFFFFFFF
-    seeds = (fields["prefill_seed_high"].to(torch.int64) << 32) | low
-    assert seeds.tolist() == [(i + 1) << 40 | 0x8000_0001 for i in (1, 2)]
+    size = BookkeepingLayout.for_batch(plan.dims, 1).size
     assert plan.produces.tolist() == [True, True, False]
+    # Slot 2 goes on with a prompt: the device has its record.
+    assert fields["prefill_record"].tolist() == [size, -1]
+    assert len(words) == size + HEADER
+    record = words[size:]
+    assert record[Header.TOP_K] == 3
+    assert record[Header.TOP_P : Header.TOP_P + 1].view(torch.float32).item() == np.float32(0.9)
+    assert record[Header.SEED_LOW :][:2].clone().view(torch.int64).item() == SEED + 1
+    assert record[Header.MAX_LENGTH] == 20
 
 
 def test_padded_rows_point_at_the_dummy_slot(slots, staging):
@@ -132,7 +138,7 @@ def test_padded_rows_point_at_the_dummy_slot(slots, staging):
 
 def test_a_mixed_step_is_padded_twice(slots, staging):
     builder = PlanBuilder(slots, GraphShapes((4,), {8: (0, 2), 16: (0, 2, 4)}, prefill_rows=3))
-    builder.build(np.empty(0, np.int32), [PrefillChunk(0, 0, 6)])
+    builder.build(np.empty(0, np.int32), [PrefillChunk(0, 0, 6), PrefillChunk(2, 0, 2)])
     chunks = [PrefillChunk(1, 0, 6), PrefillChunk(2, 2, 5)]
     plan = builder.build(np.array([0], np.int32), chunks)
     assert (plan.dims.decode_rows, plan.dims.prefill_rows, plan.dims.prefill_tokens) == (2, 3, 16)
@@ -143,7 +149,8 @@ def test_a_mixed_step_is_padded_twice(slots, staging):
     assert fields["prefill_starts"].tolist() == [0, 6, 9, 9]
     expected = [10, 11, 12, 13, 14, 15, 22, 23, 24]
     assert fields["prefill_token_ids"].tolist() == expected + [0] * 7
-    assert fields["prefill_top_k"].tolist() == [3, 4, 0]
+    assert fields["prefill_record"].tolist() == [layout.size, -1, -1]
+    assert fields["prefill_features"].tolist() == [RowFeature.PRODUCES | RowFeature.STARTS, 0, 0]
     assert plan.samples_of(np.array([5, 99, 6, 7, 99])).tolist() == [5, 6, 7]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ready_requests import made_ready
 
 from megatron_async.contexts.micro_batches import MicroBatches
-from megatron_async.contexts.request_slots import RequestSlots, SlotState
+from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
 
@@ -21,7 +22,7 @@ def admit(slots: RequestSlots, micro_batch: int) -> int:
         request_id=number, prompt=None, sampling_params=SamplingParams()
     )
     request.prompt_tokens = np.arange(3, dtype=np.int32)
-    return slots.acquire(request, number, 0, 9, micro_batch)
+    return slots.acquire(made_ready(request, 9), number, 9, micro_batch)
 
 
 def join(batches: MicroBatches, slots: RequestSlots, micro_batch: int, waiting: int) -> int:

@@ -5,6 +5,7 @@ from collections import Counter, deque
 import numpy as np
 import pytest
 import torch
+from ready_requests import made_ready
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -40,7 +41,7 @@ def add(context, number, prompt_length, max_length):
         prompt_tokens=np.full(prompt_length, 100 + number, np.int32),
         sampling_params=SamplingParams(termination_id=STOP),
     )
-    context.add_request(request, seed=number, max_length=max_length)
+    context.add_request(made_ready(request, max_length), max_length)
     return request
 
 

@@ -10,6 +10,7 @@ from copy import copy
 import numpy as np
 import pytest
 import torch
+from ready_requests import made_ready
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -90,7 +91,7 @@ class Life:
             priority=int(self.rng.integers(-2, 3)) if self.has_priorities else 0,
         )
         self.expected[i] = expected_tokens(i, prompt_length, max_length)
-        context.add_request(self.requests[i], seed=i, max_length=max_length)
+        context.add_request(made_ready(self.requests[i], max_length), max_length)
 
     def abort(self):
         """Any unfinished request, wherever it is."""

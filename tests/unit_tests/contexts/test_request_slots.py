@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from ready_requests import made_ready
 
 from megatron_async.contexts.admission import (
     ARRIVALS,
@@ -13,6 +14,7 @@ from megatron_async.contexts.admission import (
 from megatron_async.contexts.request_slots import NO_TOKEN, RequestSlots, SlotState
 from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.ops.sampling import SamplingMode
+from megatron_async.ops.slot_records import RowFeature
 from megatron_async.sampling_params import SamplingParams
 
 
@@ -31,7 +33,7 @@ def request(request_id, prompt=(1, 2, 3), generated=(), **params):
 
 
 def acquire(slots, request_id=0, **kwargs):
-    return slots.acquire(request(request_id, **kwargs), request_id, seed=5, max_length=10)
+    return slots.acquire(made_ready(request(request_id, **kwargs), 10), request_id, max_length=10)
 
 
 def test_a_slot_is_released_to_the_next_generation(slots):
@@ -74,40 +76,23 @@ def test_stop_ids_grow_and_leave_nothing_to_the_next_owner(slots):
     assert slots.stop_ids[second].tolist() == [9, NO_TOKEN, NO_TOKEN, NO_TOKEN]
 
 
-GREEDY, SOFTMAX, FILTERED, _ = SamplingMode
-
-
-@pytest.mark.parametrize(
-    ("params", "mode", "temperature"),
-    [
-        ({}, SOFTMAX, 1),
-        ({"temperature": 0.0, "top_p": 0.5}, GREEDY, 0),
-        ({"top_k": 1, "temperature": 0.5}, GREEDY, 0),
-        ({"temperature": 1e-40}, GREEDY, 0),
-        ({"temperature": 1e-5}, SOFTMAX, 1e-5),
-        ({"temperature": 1e39}, SOFTMAX, np.finfo(np.float32).max),
-        ({"top_k": 2}, FILTERED, 1),
-        ({"top_p": 0.5}, FILTERED, 1),
-        ({"top_p": 1.0}, SOFTMAX, 1),  # 1 is off, as 0 is
-        ({"min_p": 0.1}, FILTERED, 1),
-        ({"top_k": 10**12}, FILTERED, 1),
-    ],
-)
-def test_sampling_parameters_of_a_slot(slots, params, mode, temperature):
-    slot = acquire(slots, **params)
-    assert slots.sampling_mode[slot] == mode
-    assert slots.temperature[slot] == np.float32(temperature)
-    assert slots.top_p[slot] == params.get("top_p", 0) % 1
-    assert slots.top_k[slot] == min(params.get("top_k", 0), 2**31 - 1)
-    assert slots.seed[slot] == 5
+def test_a_slot_has_the_mode_and_the_features_of_its_request(slots):
+    assert slots.sampling_mode[acquire(slots, 0)] == SamplingMode.SOFTMAX
+    slot = acquire(slots, 1, temperature=0.0, presence_penalty=0.5)
+    assert slots.sampling_mode[slot] == SamplingMode.PROCESSED
+    assert slots.features[slot] == RowFeature.PENALTIES
+    slots.release(slot)
+    assert acquire(slots, 2, temperature=0.0) == slot
+    assert slots.sampling_mode[slot] == SamplingMode.GREEDY
+    assert slots.features[slot] == 0
 
 
 def test_the_queue_keeps_the_order_of_service():
     queue = AdmissionQueue()
     for rank in (3, 4, 7):
-        queue.add(WaitingRequest(request(10 + rank), rank, 0, 10))
+        queue.add(WaitingRequest(request(10 + rank), rank, 10))
     for rank in (5, 1, 9):
-        waiting = WaitingRequest(request(10 + rank, generated=(1, 1)), rank, 0, 10)
+        waiting = WaitingRequest(request(10 + rank, generated=(1, 1)), rank, 10)
         queue.add(waiting)
         assert waiting.num_known == 5
     assert queue.remove(99) is None
@@ -118,16 +103,16 @@ def test_the_queue_keeps_the_order_of_service():
 
 def test_the_queue_forgets_what_was_taken_out():
     queue = AdmissionQueue()
-    queue.add(WaitingRequest(request(0), 10**6, 0, 10))
+    queue.add(WaitingRequest(request(0), 10**6, 10))
     for rank in range(1000):  # one id, used again and again, always before the request above
-        queue.add(WaitingRequest(request(1), rank, 0, 10))
+        queue.add(WaitingRequest(request(1), rank, 10))
         assert queue.first().rank == rank
         assert queue.remove(1).rank == rank
     assert len(queue) == 1
     assert len(queue._heap) < 100, "entries of removed requests pile up"
     assert queue.first().request.request_id == 0
-    queue.add(WaitingRequest(request(2), 5, 0, 10))
-    queue.add(WaitingRequest(request(3), 4, 0, 10))
+    queue.add(WaitingRequest(request(2), 5, 10))
+    queue.add(WaitingRequest(request(3), 4, 10))
     assert [waiting.rank for waiting in queue.in_order()] == [4, 5, 10**6]
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from ready_requests import made_ready
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -46,7 +47,8 @@ def add(context, request_id, prompt_length, generate=8, priority=0, **params):
         prompt_tokens=np.arange(1, prompt_length + 1, dtype=np.int32),
         sampling_params=SamplingParams(temperature=0.0, termination_id=-1, **params),
     )
-    context.add_request(request, seed=request_id, max_length=prompt_length + generate)
+    max_length = prompt_length + generate
+    context.add_request(made_ready(request, max_length), max_length)
     return request
 
 

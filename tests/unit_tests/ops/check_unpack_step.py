@@ -13,6 +13,7 @@ from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.device_slots import DeviceSlots
 from megatron_async.ops import feed_back as feed_back_ops
 from megatron_async.ops import unpack_step as ops
+from megatron_async.ops.slot_records import RECORD_WORDS, Header, pack_record
 from megatron_async.ops.step_tensors import StepTensors
 
 where = sys.argv[1]
@@ -42,6 +43,8 @@ def random_slots(count, blocks):
     slots = DeviceSlots(count, blocks, DUMMY_BLOCK, torch.device(where))
     slots.last_token.copy_(torch.from_numpy(rng.integers(0, 50000, count + 1)))
     slots.block_table[:-1].copy_(torch.from_numpy(rng.integers(0, 1000, (count, blocks))))
+    # What earlier owners left.
+    slots.records[:-1].copy_(torch.from_numpy(rng.integers(0, 256, (count, RECORD_WORDS))))
     return slots
 
 
@@ -50,6 +53,14 @@ def copy_of(slots, count, blocks):
     for name, tensor in vars(slots).items():
         getattr(copy, name).copy_(tensor)
     return copy
+
+
+def random_record():
+    """One of any length, whose words all differ from those of other records."""
+    edits = [(int(token), 0.5, 7) for token in rng.integers(0, 999, rng.choice([0, 0, 1, 90]))]
+    bad_words = [[int(token)] for token in rng.integers(0, 999, rng.choice([0, 0, 1, 9]))]
+    numbers = {word: int(rng.integers(2**20)) for word in Header}
+    return pack_record(numbers | {Header.FEATURES: int(rng.integers(256))}, edits, bad_words)
 
 
 def fill(words, dims, count, blocks, block_size, query_lengths, updates):
@@ -70,13 +81,15 @@ def fill(words, dims, count, blocks, block_size, query_lengths, updates):
         fields["prefill_starts"][1 : chunks + 1] = ends
         fields["prefill_starts"][chunks + 1 :] = ends[-1] if chunks else 0
         fields["prefill_token_ids"][:] = rng.integers(0, 50000, dims.prefill_tokens)
-        for name in ("temperature", "top_p", "min_p"):
-            fields[f"prefill_{name}"][:chunks] = rng.random(chunks)
-            fields[f"prefill_{name}"][chunks:] = 0
-        for name in ("top_k", "seed_low", "seed_high"):
-            fields[f"prefill_{name}"][:chunks] = rng.integers(-(2**31), 2**31, chunks)
-            fields[f"prefill_{name}"][chunks:] = 0
-        fields["prefill_seed_high"][:] &= 0x7FFFFFFF
+        fields["prefill_features"][:chunks] = rng.choice([0, 256, 512, 768], chunks)
+        fields["prefill_features"][chunks:] = 0
+        fields["prefill_record"][:] = -1
+        end = layout.size
+        for chunk in np.flatnonzero(rng.random(chunks) < 0.7):
+            record = random_record()
+            fields["prefill_record"][chunk] = end
+            words[end : end + len(record)] = record
+            end += len(record)
     fields["row_slots"][:], fields["row_kv_lengths"][:] = slots, lengths
     own = np.unique(slots[slots < count])  # updates are for rows of the step
     pairs = rng.permutation(len(own) * blocks)[:updates]
@@ -135,7 +148,8 @@ for (decode, query_lengths, dummies, padding, count, blocks, block_size), share 
         padded_prefill_rows=len(query_lengths) + dummies,
         padded_prefill_tokens=tokens,
     )
-    words = np.full((RING, BookkeepingLayout.for_batch(dims, updates).size + 7), -1, np.int32)
+    size = BookkeepingLayout.for_batch(dims, updates).size + len(query_lengths) * RECORD_WORDS
+    words = np.full((RING, size + 7), -1, np.int32)
     entry = int(rng.integers(RING))
     query = np.array(query_lengths, dtype=np.int64)
     fill(words[entry], dims, count, blocks, block_size, query, updates)

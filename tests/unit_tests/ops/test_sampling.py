@@ -4,26 +4,18 @@ import math
 
 import pytest
 import torch
+from sampled_rows import rows_asking
 
-from megatron_async.ops.sampling import (
-    SamplingMode,
-    SamplingTensors,
-    filter_logits,
-    sample_reference,
-)
+from megatron_async.ops.sampling import SamplingMode, filter_logits, sample_reference
 
 
 def tensors(rows, positions=None):
     """`rows` of (temperature, top_k, top_p, min_p, seed)."""
     temperature, top_k, top_p, min_p, seeds = zip(*rows, strict=True)
-    return SamplingTensors(
-        torch.tensor(temperature, dtype=torch.float32),
-        torch.tensor(top_k, dtype=torch.int32),
-        torch.tensor(top_p, dtype=torch.float32),
-        torch.tensor(min_p, dtype=torch.float32),
-        torch.tensor(seeds),
-        torch.tensor(positions or range(len(rows)), dtype=torch.int32),
-    )
+    return rows_asking(
+        len(rows), seeds=seeds, positions=positions or range(len(rows)),
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+    )  # fmt: skip
 
 
 def naive_kept(logits, top_k, top_p, min_p):

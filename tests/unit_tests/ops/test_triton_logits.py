@@ -6,18 +6,20 @@ import pytest
 import torch
 from triton_interpreter import INTERPRETED
 
+from megatron_async.contexts.sampling_state import SamplingState
 from megatron_async.ops import log_probs as plain_log_probs
 from megatron_async.ops import logits_processing as plain
 from megatron_async.ops import token_mask, triton_log_probs, triton_logits, triton_sampling
-from megatron_async.ops.logits_processing import ChunkTensors, ProcessingTensors
-from megatron_async.ops.sampling import SamplingMode, SamplingTensors
-from megatron_async.ops.sampling_state import PROMPT_TOKEN, SamplingState
+from megatron_async.ops.logits_processing import ChunkTensors, ProcessingRows
+from megatron_async.ops.sampling import SamplingMode
 from megatron_async.ops.slot_records import (
     FOREVER,
     MAX_TOP_N,
     OUT_WORDS,
+    PROMPT_TOKEN,
     RECORD_WORDS,
     WINDOW,
+    Header,
     RowFeature,
     pack_record,
 )
@@ -50,15 +52,26 @@ def random_record(rng, vocab, top_n):
         [rng.randrange(min(vocab, 3)) for _ in range(rng.choice([1, 2, 3, WINDOW]))]
         for _ in range(rng.choice([0, 1, 64]))
     ]
-    penalties = rng.choice([0.0, 0.7]), rng.choice([0.0, -0.4]), rng.choice([1.0, 1.3])
-    prompt = rng.choice([1, 5, 25])
-    return torch.from_numpy(pack_record(penalties, top_n, prompt, edits, words))
+    numbers = {
+        Header.TEMPERATURE: rng.choice([0.0, 0.5, 1.0, 2.0]),
+        Header.TOP_K: rng.choice([0, 0, 1, 3, 40]),
+        Header.TOP_P: rng.choice([0.0, 0.0, 0.61]),
+        Header.MIN_P: rng.choice([0.0, 0.0, 0.053]),
+        Header.SEED_LOW: rng.randrange(-(2**31), 2**31),
+        Header.SEED_HIGH: rng.randrange(2**31),
+        Header.FREQUENCY: rng.choice([0.0, 0.7]),
+        Header.PRESENCE: rng.choice([0.0, -0.4]),
+        Header.REPETITION: rng.choice([1.0, 1.3]),
+        Header.TOP_N: top_n,
+        Header.PROMPT_LENGTH: rng.choice([1, 5, 25]),
+    }
+    return torch.from_numpy(pack_record(numbers, edits, words))
 
 
 def random_rows(rng, vocab, count, device):
     """Every kind of row; the last one a dummy row."""
     slots = count + 3
-    state = SamplingState(slots, vocab, WINDOW, device)
+    state = SamplingState(slots, vocab, device)
     state.counts.copy_(torch.randint(3, (slots + 1, vocab)))
     state.counts.bitwise_or_(PROMPT_TOKEN * torch.randint(2, (slots + 1, vocab), device=device))
     state.recent.copy_(torch.randint(min(vocab, 3), (slots + 1, WINDOW)))
@@ -69,11 +82,12 @@ def random_rows(rng, vocab, count, device):
         record = random_record(rng, vocab, min(vocab, rng.choice([0, 1, 5, MAX_TOP_N])))
         records[slot, : len(record)] = record
     features[-1], order[-1] = RowFeature.PRODUCES, slots
-    return ProcessingTensors(
-        features=features.to(torch.int32).to(device),
+    records[-1] = 0
+    return ProcessingRows(
         slots=order.to(device),
-        kv_lengths=torch.randint(1, 40, (count,), dtype=torch.int32).to(device),
+        positions=torch.randint(1, 40, (count,), dtype=torch.int32).to(device),
         records=records.to(device),
+        features=features.to(torch.int32).to(device),
         state=state,
     )
 
@@ -84,15 +98,12 @@ def copy_of(rows):
     )
     state.counts.copy_(rows.state.counts)
     state.recent.copy_(rows.state.recent)
-    return ProcessingTensors(
-        rows.features, rows.slots, rows.kv_lengths, rows.records.clone(), state
-    )
+    return ProcessingRows(rows.slots, rows.positions, rows.records.clone(), rows.features, state)
 
 
 def same_state(rows, other):
     for name in ("counts", "recent"):
         assert torch.equal(getattr(rows.state, name), getattr(other.state, name)), name
-    assert torch.equal(rows.records, other.records)
 
 
 def on_cpu(rows):
@@ -101,8 +112,8 @@ def on_cpu(rows):
     state = SamplingState(len(moved.records) - 1, moved.state.counts.size(1), WINDOW, "cpu")
     state.counts.copy_(moved.state.counts)
     state.recent.copy_(moved.state.recent)
-    fields = (moved.features, moved.slots, moved.kv_lengths, moved.records)
-    return ProcessingTensors(*(field.cpu() for field in fields), state)
+    fields = (moved.slots, moved.positions, moved.records, moved.features)
+    return ProcessingRows(*(field.cpu() for field in fields), state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -151,19 +162,11 @@ def test_chunks_are_counted(rng, device):
     chunks = len(lengths) + dummies + 1  # the last row is a dummy anyway
     rows.features[decode + len(lengths) :] = 0
     rows.slots[decode + len(lengths) :] = len(rows.records) - 1
-    entry, field = 1, 5
-    words = torch.full((3, 40 + chunks * RECORD_WORDS), -9, dtype=torch.int32)
-    words[entry, field : field + chunks] = -1
-    end = 40
     for chunk, length in enumerate(lengths):
         row = decode + chunk
-        rows.kv_lengths[row] = length + rng.choice([0, 4])
+        rows.positions[row] = length + rng.choice([0, 4])
         if rng.random() < 0.6:
             rows.features[row] |= int(RowFeature.STARTS)
-            record = random_record(rng, vocab, 3)
-            words[entry, field + chunk] = end
-            words[entry, end : end + len(record)] = record
-            end += len(record)
     starts = [0]
     for length in lengths + [0] * (chunks - len(lengths)):
         starts.append(starts[-1] + length)
@@ -171,17 +174,15 @@ def test_chunks_are_counted(rng, device):
         "first_row": decode,
         "starts": torch.tensor(starts, dtype=torch.int32),
         "token_ids": torch.randint(vocab, (starts[-1] + 5,)),
-        "words": words,
-        "entry": torch.tensor([entry], dtype=torch.int32),
     }
-    rest = {"record_field": field, "max_query_length": max(lengths)}
+    longest = max(lengths)
     expected = on_cpu(rows)
-    plain.begin_chunks_reference(expected, ChunkTensors(**given, **rest))
+    plain.begin_chunks_reference(expected, ChunkTensors(**given, max_query_length=longest))
     moved = {
         name: value if isinstance(value, int) else value.to(device)
         for name, value in given.items()
     }
-    triton_logits.begin_chunks(rows, ChunkTensors(**moved, **rest))
+    triton_logits.begin_chunks(rows, ChunkTensors(**moved, max_query_length=longest))
     found = on_cpu(rows)
     # The dummy slot's state is nobody's.
     for state in (found.state, expected.state):
@@ -189,38 +190,21 @@ def test_chunks_are_counted(rng, device):
     same_state(found, expected)
 
 
-def parameters(rng, count):
-    def pick(values, dtype):
-        return torch.tensor([rng.choice(values) for _ in range(count)], dtype=dtype)
-
-    return {
-        "temperature": pick([0.0, 0.5, 1.0, 2.0], torch.float32),
-        "top_k": pick([0, 0, 1, 3, 40], torch.int32),
-        "top_p": pick([0.0, 0.0, 0.61], torch.float32),
-        "min_p": pick([0.0, 0.0, 0.053], torch.float32),
-        "seeds": torch.randint(2**62, (count,)),
-        "positions": torch.randint(2**20, (count,), dtype=torch.int32),
-    }
-
-
 def test_log_probs(rng, device):
     vocab, count = rng.choice([7, 130, 1003]), rng.randint(1, 9)
     rows = random_rows(rng, vocab, count, device)
     logits = 3 * torch.randn(count, vocab, device=device)
-    given = parameters(rng, count)
-    params = SamplingTensors(**{name: value.to(device) for name, value in given.items()})
     processed = triton_logits.process_logits(
         logits, rows, torch.empty_like(logits), torch.empty_like(logits)
     )
     mode = SamplingMode.FILTERED
-    tokens, cuts = triton_sampling.sample_with_cuts(processed, params, mode)
+    tokens, cuts = triton_sampling.sample_with_cuts(processed, rows, mode)
     ring = torch.full((2, count + 1, OUT_WORDS), -3, dtype=torch.int32, device=device)
     expected = ring.cpu()
     entry = torch.tensor([1], dtype=torch.int32, device=device)
-    triton_log_probs.log_probs(logits, processed, tokens, params, cuts, rows, ring, entry)
+    triton_log_probs.log_probs(logits, processed, tokens, cuts, rows, ring, entry)
     plain_log_probs.log_probs_reference(
-        logits.cpu(), processed.cpu(), tokens.cpu(), SamplingTensors(**given), None,
-        on_cpu(rows), expected, entry.cpu(),
+        logits.cpu(), processed.cpu(), tokens.cpu(), None, on_cpu(rows), expected, entry.cpu(),
     )  # fmt: skip
     found = ring.cpu()
     floats = slice(1 + MAX_TOP_N, None)

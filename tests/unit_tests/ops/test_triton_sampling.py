@@ -2,15 +2,11 @@
 
 import pytest
 import torch
+from sampled_rows import rows_asking
 
 from megatron_async.ops import triton_sampling
-from megatron_async.ops.philox import gumbel_noise
-from megatron_async.ops.sampling import (
-    SamplingMode,
-    SamplingTensors,
-    filter_logits,
-    sample_reference,
-)
+from megatron_async.ops.sampling import SamplingMode, filter_logits, sample_reference
+from megatron_async.ops.slot_records import Header
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -29,17 +25,15 @@ def small_tiles(monkeypatch):
 
 
 def parameters(rows, device, temperature=1.0, top_k=0, top_p=0.0, min_p=0.0):
-    def of(value, dtype):
-        value = torch.as_tensor(value, dtype=dtype)
-        return value.expand(rows).clone().to(device)
-
-    return SamplingTensors(
-        temperature=of(temperature, torch.float32),
-        top_k=of(top_k, torch.int32),
-        top_p=of(top_p, torch.float32),
-        min_p=of(min_p, torch.float32),
-        seeds=torch.randint(2**62, (rows,)).to(device),
-        positions=torch.randint(2**20, (rows,), dtype=torch.int32).to(device),
+    return rows_asking(
+        rows,
+        device,
+        seeds=torch.randint(2**62, (rows,)),
+        positions=torch.randint(2**20, (rows,)),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
     )
 
 
@@ -60,7 +54,7 @@ def mixed_parameters(rows, device):
 
 
 def scaled_logits(logits, params):
-    heat = torch.where(params.temperature > 0, params.temperature, 1.0)
+    heat = torch.where(params.heats() > 0, params.heats(), 1.0)
     return logits.to(torch.float32) / heat[:, None]
 
 
@@ -75,11 +69,11 @@ def check_tokens(logits, params, mode=SamplingMode.FILTERED):
     scores = scaled_logits(logits, params)
     if mode == SamplingMode.FILTERED:
         scores = filter_logits(scores, params)
-    scores = scores + gumbel_noise(params.seeds, params.positions, logits.size(1))
+    scores = scores + params.noise(logits.size(1))
     differ = (tokens != expected).nonzero().view(-1)
     ours = scores[differ, tokens[differ]]
     torch.testing.assert_close(ours, scores[differ, expected[differ]], rtol=0, atol=2e-5)
-    greedy = (params.temperature == 0) | (params.top_k == 1)
+    greedy = params.heats() == 0
     assert torch.equal(tokens[greedy], expected[greedy])
     assert len(differ) <= 0.01 * len(tokens)
 
@@ -100,9 +94,10 @@ def check_kept(logits, params):
     assert len(differ) <= 0.001 * kept.numel()
     for at, extra in differ.tolist():
         ranked, order = scaled_logits(logits, params)[at].sort(descending=True, stable=True)
-        k = params.top_k[at] if params.top_k[at] > 0 else vocab
+        k, p = (params.numbers(word)[at].item() for word in (Header.TOP_K, Header.TOP_P))
+        k = k if k > 0 else vocab
         before = ranked.double()[:k].softmax(0).cumsum(0)[(order == extra).nonzero() - 1]
-        assert abs(before - params.top_p[at]) < 1e-5
+        assert abs(before - p) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -185,8 +180,8 @@ def test_a_row_does_not_depend_on_its_company(device, small_tiles):
     params = mixed_parameters(8, device)
     together = triton_sampling.sample(logits, params, SamplingMode.FILTERED)
     for row in range(0, 8, 3):
-        one = SamplingTensors(**{k: v[row : row + 1] for k, v in vars(params).items()})
-        alone = triton_sampling.sample(logits[row : row + 1], one, SamplingMode.FILTERED)
+        one = logits[row : row + 1]
+        alone = triton_sampling.sample(one, params.one(row), SamplingMode.FILTERED)
         assert alone.item() == together[row].item()
 
 
@@ -210,9 +205,9 @@ def test_bad_input():
         triton_sampling.sample(torch.ones(5, 2).t(), None, SamplingMode.GREEDY)
     with pytest.raises(ValueError, match=r"torch.float64 logits.*call .*\.float\(\)"):
         triton_sampling.sample(logits.double(), None, SamplingMode.GREEDY)
-    with pytest.raises(ValueError, match="mode SOFTMAX needs the rows' parameters"):
+    with pytest.raises(ValueError, match="mode SOFTMAX needs what the rows ask for"):
         triton_sampling.sample(logits, None, SamplingMode.SOFTMAX)
-    with pytest.raises(ValueError, match=r"must be contiguous and \(2,\)"):
+    with pytest.raises(ValueError, match=r"must be contiguous and \(\(2,\)"):
         triton_sampling.sample(logits, parameters(3, "cpu"), SamplingMode.SOFTMAX)
 
 

@@ -26,9 +26,8 @@ def batch(vocab, device):
     logits[3] = 1.0
     logits[4] = -torch.inf
     logits[5, : vocab - 1] = -torch.inf
-    params = parameters(8, device, temperature=[0.0, 1.0, 0.3, 0.0, 0.9, 0.0, 5.0, 1e-3])
-    params.top_k[6] = 1
-    return logits, params
+    heats = [0.0, 1.0, 0.3, 0.0, 0.9, 0.0, 5.0, 1e-3]
+    return logits, parameters(8, device, temperature=heats, top_k=[0] * 6 + [1, 0])
 
 
 def shards(logits, ranks):

@@ -1,44 +1,108 @@
-"""From a request's sampling parameters to the features and the record that its rows carry."""
+"""From a request's sampling parameters to its record: the one translator between the two."""
 
 from __future__ import annotations
 
 import math
 import numbers
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async.errors import RequestError
+from megatron_async.ops.sampling import SamplingMode
 from megatron_async.ops.slot_records import (
     FOREVER,
     MAX_BAD_WORDS,
     MAX_EDITS,
     WINDOW,
     Edit,
+    Header,
     RowFeature,
     pack_record,
 )
 from megatron_async.sampling_params import SamplingParams
 
+LEAST_TEMPERATURE = 1e-6
+"""Smaller ones are taken as 0: logits divided by them could overflow, and greedy is their limit."""
+HOTTEST = float(np.finfo(np.float32).max)
+"""Makes all tokens equally likely, as any larger temperature does."""
+MOST = int(np.iinfo(np.int32).max)
 
-def features_and_record(
-    params: SamplingParams, prompt_length: int, vocab_size: int, tokenizer: Any
-) -> tuple[RowFeature, NDArray[np.int32] | None]:
-    """What the sampling step must do for a request beyond temperature and filters.
+
+@dataclass(frozen=True, eq=False)
+class SamplingRecord:
+    """What the sampling steps must know of a request, made once.
+
+    Attributes:
+        words: int32 `[words]`, for the device; see `ops/slot_records.py`.
+        features: the bits that its rows carry.
+        mode: what a step with one of its rows must be able to do, at least.
+    """
+
+    words: NDArray[np.int32]
+    features: RowFeature
+    mode: SamplingMode
+
+
+def sampling_record(
+    params: SamplingParams,
+    *,
+    seed: int,
+    prompt_length: int,
+    max_length: int,
+    vocab_size: int,
+    tokenizer: Any = None,
+) -> SamplingRecord:
+    """The record of a request.
 
     Args:
         params: validated; its termination id resolved.
+        seed: of the request's random numbers, 0 .. 2**63 - 1.
         prompt_length: tokens.
+        max_length: sequence length, tokens, at which the request ends.
         vocab_size: token ids run from 0 to vocab_size - 1.
         tokenizer: of the engine, or None; for bad words that are texts.
-
-    Returns:
-        the features, and the record, None where there are no features.
 
     Raises:
         RequestError: more than a record holds, a bad word that is none, or nothing left to sample.
     """
+    edits = _edits(params, prompt_length)
+    bad_words = _bad_words(params, vocab_size, tokenizer)
+    banned = {token for token, value, _ in edits if value == -math.inf}
+    banned |= {word[0] for word in bad_words if len(word) == 1}
+    if len(banned) >= vocab_size:
+        raise RequestError(
+            f"bad_words and min_tokens ban all {vocab_size} tokens of the vocabulary: leave one."
+        )
+    features = _features(params, has_edits=bool(edits), has_bad_words=bool(bad_words))
+    seed_low, seed_high = np.array([seed], dtype="<i8").view("<i4")
+    is_greedy = params.is_greedy or params.temperature < LEAST_TEMPERATURE
+    words = pack_record(
+        {
+            Header.FEATURES: features,
+            Header.TEMPERATURE: 0 if is_greedy else min(params.temperature, HOTTEST),
+            # More candidates than any vocabulary has is the same as no limit.
+            Header.TOP_K: min(params.top_k, MOST),
+            Header.TOP_P: _top_p(params),
+            Header.MIN_P: params.min_p,
+            Header.SEED_LOW: seed_low,
+            Header.SEED_HIGH: seed_high,
+            Header.MAX_LENGTH: max_length,
+            Header.FREQUENCY: params.frequency_penalty,
+            Header.PRESENCE: params.presence_penalty,
+            Header.REPETITION: params.repetition_penalty,
+            Header.TOP_N: min(params.top_n_logprobs, vocab_size),
+            Header.PROMPT_LENGTH: prompt_length,
+        },
+        edits,
+        bad_words,
+    )
+    return SamplingRecord(words, features, _mode(params, features, is_greedy))
+
+
+def _features(params: SamplingParams, *, has_edits: bool, has_bad_words: bool) -> RowFeature:
     features = RowFeature(0)
     penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
     if penalties != (0, 0, 1):
@@ -47,25 +111,27 @@ def features_and_record(
         features |= RowFeature.LOG_PROBS
         if params.logprobs_mode == "processed":
             features |= RowFeature.PROCESSED_LOG_PROBS
-    edits = _edits(params, prompt_length)
-    if edits:
+    if has_edits:
         features |= RowFeature.EDITS
     if params.structured_output is not None:
         features |= RowFeature.CONSTRAINED
-    bad_words = _bad_words(params, vocab_size, tokenizer)
-    if bad_words:
+    if has_bad_words:
         features |= RowFeature.BAD_WORDS
-    if not features:
-        return features, None
-    banned = {token for token, value, _ in edits if value == -math.inf}
-    banned |= {word[0] for word in bad_words if len(word) == 1}
-    if len(banned) >= vocab_size:
-        raise RequestError(
-            f"bad_words and min_tokens ban all {vocab_size} tokens of the vocabulary: leave one."
-        )
-    top_n = min(params.top_n_logprobs, vocab_size)
-    record = pack_record(penalties, top_n, prompt_length, edits, bad_words)
-    return features, record
+    return features
+
+
+def _mode(params: SamplingParams, features: RowFeature, is_greedy: bool) -> SamplingMode:
+    if features:
+        return SamplingMode.PROCESSED
+    if is_greedy:
+        return SamplingMode.GREEDY
+    if params.top_k or _top_p(params) or params.min_p:
+        return SamplingMode.FILTERED
+    return SamplingMode.SOFTMAX
+
+
+def _top_p(params: SamplingParams) -> float:
+    return params.top_p if params.top_p < 1 else 0.0  # 1 keeps all tokens
 
 
 def _edits(params: SamplingParams, prompt_length: int) -> list[Edit]:
