@@ -13,6 +13,7 @@ from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.device_slots import DeviceSlots
 from megatron_async.ops import feed_back as feed_back_ops
 from megatron_async.ops import unpack_step as ops
+from megatron_async.ops.feed_back import ring_words
 from megatron_async.ops.slot_records import RECORD_WORDS, Header, pack_record
 from megatron_async.ops.step_tensors import StepTensors
 
@@ -31,25 +32,34 @@ class Recorder:
         return lambda *args, **_: self.kernel[grid](*args, overlap=False)
 
 
-def poisoned(decode, prefill_rows, tokens, blocks):
-    rows = decode + prefill_rows
-    whole = StepTensors.empty(rows + 3, tokens + 5, blocks, torch.device(where))
+def poisoned(dims, blocks):
+    sizes = dims.rows + 3, dims.tokens + 5, blocks
+    whole = StepTensors.empty(*sizes, torch.device(where), dims.sample_rows + 2)
     for field in vars(whole).values():
         field.fill_(-5)
-    return whole, whole.head(rows, prefill_rows, tokens)
+    return whole, whole.head(dims)
 
 
-def random_slots(count, blocks):
-    slots = DeviceSlots(count, blocks, DUMMY_BLOCK, torch.device(where))
+def random_slots(count, blocks, block_size, drafts):
+    slots = DeviceSlots(count, blocks, DUMMY_BLOCK, torch.device(where), drafts)
+    # Drafts that are often right, and sometimes none.
+    slots.drafts.copy_(torch.from_numpy(rng.integers(-1, 3, (count + 1, drafts))))
     slots.last_token.copy_(torch.from_numpy(rng.integers(0, 50000, count + 1)))
     slots.block_table[:-1].copy_(torch.from_numpy(rng.integers(0, 1000, (count, blocks))))
     # What earlier owners left.
     slots.records[:-1].copy_(torch.from_numpy(rng.integers(0, 256, (count, RECORD_WORDS))))
+    # Some are at their limits, or were launched beyond them.
+    limits = rng.integers(2, blocks * block_size + 1, count) if blocks * block_size > 1 else 1
+    lengths = np.maximum(limits - rng.integers(-2, 6, count), 1)
+    slots.records[:-1, Header.MAX_LENGTH] = torch.tensor(limits, dtype=torch.int32, device=where)
+    slots.length[:-1] = torch.tensor(lengths, dtype=torch.int32, device=where)
     return slots
 
 
 def copy_of(slots, count, blocks):
-    copy = DeviceSlots(count, blocks, DUMMY_BLOCK, torch.device(where))
+    copy = DeviceSlots(
+        count, blocks, DUMMY_BLOCK, torch.device(where), slots.drafts.size(1)
+    )
     for name, tensor in vars(slots).items():
         getattr(copy, name).copy_(tensor)
     return copy
@@ -70,7 +80,6 @@ def fill(words, dims, count, blocks, block_size, query_lengths, updates):
     slots = rng.permutation(count)[: dims.rows]
     slots = np.concatenate((slots, np.full(dims.rows - len(slots), count)))
     lengths = rng.integers(1, blocks * block_size + 1, dims.rows)
-    lengths[slots == count] = 1
     ends = np.cumsum(query_lengths)
     chunks = len(query_lengths)
     if dims.prefill_rows:
@@ -90,7 +99,9 @@ def fill(words, dims, count, blocks, block_size, query_lengths, updates):
             fields["prefill_record"][chunk] = end
             words[end : end + len(record)] = record
             end += len(record)
-    fields["row_slots"][:], fields["row_kv_lengths"][:] = slots, lengths
+        fields["prefill_kv_lengths"][:] = lengths[first:]
+    fields["row_slots"][:] = slots
+    fields["decode_width"][0] = rng.integers(1, dims.width + 1)
     own = np.unique(slots[slots < count])  # updates are for rows of the step
     pairs = rng.permutation(len(own) * blocks)[:updates]
     fields["num_block_updates"][0] = updates
@@ -141,12 +152,13 @@ for _ in range(int(sys.argv[2]) if len(sys.argv) > 2 else 0):
     runs.append((random_case(), float(rng.choice(shares))))
 for (decode, query_lengths, dummies, padding, count, blocks, block_size), share in runs:
     updates = round(share * min(700, (decode + len(query_lengths)) * blocks))
-    tokens = sum(query_lengths) + padding
+    width = int(rng.choice([1, 1, 2, 4])) if decode else 1
     dims = BatchDimensions(
         decode_rows=decode,
+        width=width,
         is_captured=True,
         padded_prefill_rows=len(query_lengths) + dummies,
-        padded_prefill_tokens=tokens,
+        padded_prefill_tokens=sum(query_lengths) + padding,
     )
     size = BookkeepingLayout.for_batch(dims, updates).size + len(query_lengths) * RECORD_WORDS
     words = np.full((RING, size + 7), -1, np.int32)
@@ -155,28 +167,37 @@ for (decode, query_lengths, dummies, padding, count, blocks, block_size), share 
     fill(words[entry], dims, count, blocks, block_size, query, updates)
     device_words = torch.from_numpy(words).to(where)
     next_entry = torch.tensor([entry], dtype=torch.int32, device=where)
-    slots = random_slots(count, blocks)
+    slots = random_slots(count, blocks, block_size, width - 1 + int(rng.integers(3)))
     truth_slots = copy_of(slots, count, blocks)
-    whole, found = poisoned(decode, dims.prefill_rows, dims.tokens, blocks)
-    truth_whole, truth = poisoned(decode, dims.prefill_rows, dims.tokens, blocks)
+    whole, found = poisoned(dims, blocks)
+    truth_whole, truth = poisoned(dims, blocks)
     arguments = (device_words, next_entry, dims)
-    ops.unpack_step_reference(*arguments, truth_slots, block_size, truth)
-    ops.unpack_step_kernels(*arguments, slots, block_size, found)
+    told = None
+    if rng.random() < 0.3:  # as on a later pipeline stage
+        told = torch.from_numpy(rng.integers(0, blocks * block_size, decode)).int().to(where)
+    ops.unpack_step_reference(*arguments, truth_slots, block_size, truth, told)
+    ops.unpack_step_kernels(*arguments, slots, block_size, found, told)
     for name in vars(truth_whole):
         assert torch.equal(getattr(whole, name), getattr(truth_whole, name)), (name, dims)
     for name in vars(slots):
         assert torch.equal(getattr(slots, name), getattr(truth_slots, name)), (name, dims)
 
-    rows = min(dims.rows, count)
-    distinct = torch.from_numpy(rng.permutation(count)[:rows]).to(where)
-    sampled = torch.from_numpy(rng.integers(0, 50000, rows)).to(where)
-    ring = torch.zeros(RING, rows + 2, dtype=torch.int32, device=where)
-    step_entry = torch.tensor([2], dtype=torch.int32, device=where)
-    after = torch.full_like(step_entry, -5)
-    expected_last, expected_ring = slots.last_token.clone(), ring.clone()
-    expected_last[distinct] = sampled
-    expected_ring[2, :rows] = sampled.int()
-    feed_back_ops.feed_back_kernel(sampled, distinct, slots.last_token, ring, step_entry, after)
-    assert torch.equal(slots.last_token, expected_last)
-    assert torch.equal(ring, expected_ring)
-    assert after.tolist() == [0]
+    # Samples that often agree with the drafts, and -1 where nothing could be sampled.
+    sampled = torch.from_numpy(rng.integers(-1, 3, dims.sample_rows)).to(where)
+    wide = ring_words(1 + slots.drafts.size(1))
+    ring = torch.full((RING, dims.rows + 2, wide), -5, dtype=torch.int32, device=where)
+    truth_ring, after = ring.clone(), torch.full_like(next_entry, -5)
+    truth_after = after.clone()
+    for place, target, its_slots, its_ring, its_after in (
+        (feed_back_ops.feed_back_reference, truth, truth_slots, truth_ring, truth_after),
+        (feed_back_ops.feed_back_kernel, found, slots, ring, after),
+    ):
+        place(sampled, target, dims, device_words, its_slots, its_ring, its_after)
+    # What stands behind a chunk's one token is anybody's.
+    truth_ring[:, decode:, 3:] = ring[:, decode:, 3:]
+    assert torch.equal(ring, truth_ring), dims
+    for name in vars(slots):
+        mine, its = getattr(slots, name), getattr(truth_slots, name)
+        assert torch.equal(mine[:-1], its[:-1]), (name, dims)
+    assert slots.length[-1] == truth_slots.length[-1] == 1
+    assert after.tolist() == truth_after.tolist() == [(entry + 1) % RING]
