@@ -28,7 +28,7 @@ from megatron_async.contexts.request_slots import RequestSlots, SlotState
 from megatron_async.contexts.step_output import StepOutput, book_samples
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.contexts.step_shape import StepShape
-from megatron_async.devices import Device, make_device
+from megatron_async.devices import Device, make_device, makes_ordinary_tensors
 from megatron_async.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -71,6 +71,7 @@ class DynamicInferenceContext:
         recomputed_tokens: tokens that evictions took from the cache and that are prefilled again.
     """
 
+    @makes_ordinary_tensors
     def __init__(
         self,
         model_config: Any,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.inference.utils import InferenceMode
 from torch import Tensor, nn
 
+from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import stamp_kv_layers
 from megatron_async.models.embedding import InferenceOutputLayer
@@ -61,6 +62,7 @@ class GPTInferenceWrapper:
             what the context has a KV cache for.
     """
 
+    @makes_ordinary_tensors
     def __init__(self, model: nn.Module, inference_context: DynamicInferenceContext) -> None:
         self.model = model.eval()
         self.inference_context = inference_context
