@@ -20,7 +20,7 @@ from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.job import FINISH_TIMEOUT_S
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-from megatron_async.devices import make_device, resolve_device_name
+from megatron_async.devices import make_device, makes_ordinary_tensors, resolve_device_name
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine, Prompt
 from megatron_async.engines.join_group import join_group
 from megatron_async.errors import ConfigurationError
@@ -71,6 +71,7 @@ class LLM:
         ConfigurationError: an unknown setting, or one that this machine or model cannot honour.
     """
 
+    @makes_ordinary_tensors
     def __init__(
         self,
         model: str,

@@ -15,7 +15,7 @@ from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.partition import local_heads
 from megatron_async.models.pipeline import stage_of
-from megatron_async.models.rotary import RotaryTable
+from megatron_async.models.rotary import RotaryTable, described_frequencies
 from megatron_async.ops.attention_backends.base import AttentionShape
 from megatron_async.ops.attention_backends.selection import choose_prefill
 from megatron_async.ops.decode_attention import HEAD_TILE, MAX_DIM
@@ -74,11 +74,7 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
         slots,
         kv_cache,
         RotaryTable(
-            model.kv_channels,
-            config.max_sequence_length,
-            getattr(model, "rotary_base", 10000.0),
-            getattr(model, "rope_scaling", None),
-            device.torch_device,
+            described_frequencies(model), config.max_sequence_length, device.torch_device
         ),
         model.layernorm_epsilon,
         _make_attention(model, config, device, max_blocks),

@@ -27,7 +27,7 @@ from megatron_async.contexts.scheduler import NO_SLOTS, Scheduler
 from megatron_async.contexts.step_output import StepOutput, book_samples
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.contexts.step_shape import StepShape
-from megatron_async.devices import Device, make_device
+from megatron_async.devices import Device, make_device, makes_ordinary_tensors
 from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.profiling.timeline import Timeline
 from megatron_async.profiling.tracer import Tracer
@@ -61,6 +61,7 @@ class DynamicInferenceContext:
         graph_shapes: padded shapes that have, or will have, a captured graph.
     """
 
+    @makes_ordinary_tensors
     def __init__(
         self,
         model_config: Any,

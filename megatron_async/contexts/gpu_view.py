@@ -33,12 +33,13 @@ class ContextGPUView:
         tensors: what steps are unpacked to, for the largest step.
         slots: per-slot device state.
         kv_cache: the paged cache.
-        rotary: table of the model's rotary embedding.
+        rotary: table of the rotary embedding that the model's configuration describes.
         norm_eps: epsilon of the model's q/k norms.
         attention: the attention backend.
         states: what steps leave for later steps, by slot.
 
     Attributes:
+        rotary: as given, or of the model's own rotary embedding, where it has one.
         sample_ring: int32 `[steps in flight, rows, words]`: what each row of a step yields
             (`ops/feed_back.py`).
 
@@ -83,7 +84,7 @@ class ContextGPUView:
         self._next_entry = torch.zeros(1, dtype=torch.int32, device=device)
         self.states = states
         self._tensors = tensors
-        self._rotary = rotary
+        self.rotary = rotary
         self._norm_eps = norm_eps
         self._attention = attention
         self.dims = BatchDimensions(decode_rows=0)
@@ -174,7 +175,12 @@ class ContextGPUView:
     # ---- Asked by the model ------------------------------------------------------------------
 
     def attention(
-        self, layer: int, mixed_qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+        self,
+        layer: int,
+        mixed_qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        scale: float | None = None,
     ) -> Tensor:
         """q/k norm, rotary embedding, KV append and causal attention of one layer.
 
@@ -183,6 +189,7 @@ class ContextGPUView:
             mixed_qkv: `[tokens, kv_heads * (group + 2) * dim]`, in Megatron's order: for each KV
                 head its query heads, its key, its value.
             q_norm, k_norm: `[dim]`, RMSNorm weights of query and key heads, or None.
+            scale: of scores before the softmax; None: one by the root of dim.
 
         Returns:
             `[tokens, heads, dim]`.
@@ -190,8 +197,8 @@ class ContextGPUView:
         key_cache, value_cache = self.kv_cache.layer(layer)
         query = kernels_for(mixed_qkv).rope_append(
             mixed_qkv,
-            self._rotary.cos,
-            self._rotary.sin,
+            self.rotary.cos,
+            self.rotary.sin,
             self.step.positions,
             self.step.write_index,
             key_cache,
@@ -200,7 +207,8 @@ class ContextGPUView:
             k_norm,
             self._norm_eps,
         )
-        return self._attention.attend(query, key_cache, value_cache, query.size(-1) ** -0.5)
+        scale = query.size(-1) ** -0.5 if scale is None else scale
+        return self._attention.attend(query, key_cache, value_cache, scale)
 
     def last_token_logits(self, hidden_states: Tensor) -> Tensor:
         """Hidden states that logits are made of: `[1, tokens, hidden]` -> `[sample rows,

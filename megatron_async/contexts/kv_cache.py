@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import OutOfMemoryError
 
 GIB = 1024**3
@@ -56,6 +57,7 @@ class PagedKVCache:
         """Size of the whole cache, also while it is released."""
         return math.prod(self._shape) * self._dtype.itemsize
 
+    @makes_ordinary_tensors
     def allocate(self) -> None:
         """Take the memory."""
         # Zeroed because a masked position has weight 0, and 0 times a stray NaN is NaN.

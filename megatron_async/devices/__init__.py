@@ -10,9 +10,20 @@ import torch
 from megatron_async.devices.base import Device, Event, Graph, Stream
 from megatron_async.devices.cpu import Chaos, CpuDevice
 from megatron_async.devices.cuda import CudaDevice
+from megatron_async.devices.ordinary_tensors import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
 
-__all__ = ["Chaos", "CpuDevice", "CudaDevice", "Device", "Event", "Graph", "Stream", "make_device"]
+__all__ = [
+    "Chaos",
+    "CpuDevice",
+    "CudaDevice",
+    "Device",
+    "Event",
+    "Graph",
+    "Stream",
+    "make_device",
+    "makes_ordinary_tensors",
+]
 
 
 def resolve_device_name(name: str | torch.device | None) -> str:

@@ -69,6 +69,7 @@ class PagedSelfAttention(SelfAttention):
             mixed_qkv.squeeze(1)[: inference_context.dims.tokens],
             q_norm.weight if q_norm is not None else None,
             k_norm.weight if k_norm is not None else None,
+            self.config.softmax_scale,
         )
         output, bias = self.linear_proj(context.view(context.size(0), 1, -1))
         return output, bias

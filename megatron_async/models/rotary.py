@@ -8,6 +8,7 @@ those between are blended.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,33 +37,45 @@ def inverse_frequencies(
     return torch.where((wavelength <= low) & (wavelength >= high), blended, stretched)
 
 
+def described_frequencies(config: Any) -> Tensor:
+    """Inverse frequencies of the rope that a model's configuration describes: none where it is
+    Megatron's own, which leaves rope to the model's constructor (`models/positions.py` asks that).
+
+    Args:
+        config: `models.hybrid.ModelConfig`, or Megatron's `TransformerConfig`.
+    """
+    if not hasattr(config, "rotary_base"):
+        return torch.empty(0, device="cpu")
+    scaling = getattr(config, "rope_scaling", None)
+    return inverse_frequencies(config.kv_channels, config.rotary_base, scaling)
+
+
 class RotaryTable:
     """cos and sin for positions 0 .. max_positions - 1.
 
     Args:
-        dim: rotated dimensions of a head (even).
+        frequencies: float32 `[rotated / 2]`, on the CPU: inverse frequencies of the rotated pairs;
+            none for a model without rotary embedding.
         max_positions: number of rows.
-        base: rope base ("theta").
-        scaling: Llama-3 scaling or None.
         device: where the table lives.
+        interpolation: positions are divided by it (linear interpolation, Chen et al. 2023).
 
     Attributes:
-        cos, sin: float32 `[max_positions, dim]`; the second half repeats the first, because the
-            rotation pairs element i with i + dim / 2.
+        cos, sin: float32 `[max_positions, rotated]`; the second half repeats the first, because the
+            rotation pairs element i of a head with i + rotated / 2.
     """
 
     def __init__(
         self,
-        dim: int,
+        frequencies: Tensor,
         max_positions: int,
-        base: float,
-        scaling: RopeScaling | None,
         device: torch.device,
+        interpolation: float | None = None,
     ) -> None:
-        angles = torch.outer(
-            torch.arange(max_positions, dtype=torch.float32, device="cpu"),
-            inverse_frequencies(dim, base, scaling),
-        )
+        positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
+        if interpolation is not None:
+            positions *= 1 / interpolation
+        angles = torch.outer(positions, frequencies)
         angles = torch.cat((angles, angles), dim=-1)
         self.cos = angles.cos().to(device)
         self.sin = angles.sin().to(device)

@@ -39,7 +39,8 @@ def rope_append(
         mixed_qkv: `[tokens, kv_heads * (group + 2) * dim]`, output of `linear_qkv` in Megatron's
             order: for each KV head its `group` query heads, its key, its value. bfloat16, float16
             or float32 on a GPU; rows may be strided, elements not.
-        cos, sin: float32 `[positions, dim]`, the tables of `RotaryTable`.
+        cos, sin: float32 `[positions, rotated]`, the tables of `RotaryTable`; `rotated` is even and
+            at most dim. The other elements of a head are left as they are.
         position_ids: int64 `[tokens]`, rows of the tables.
         write_index: int64 `[tokens]`: place in the cache, block * block size + offset, all
             different.
@@ -80,6 +81,7 @@ def rope_append(
             kv_heads=kv_heads,
             group=group,
             dim=dim,
+            rotated=cos.size(1),
             heads=heads,
             half=half,
             has_norm=q_weight is not None,
@@ -133,9 +135,12 @@ def _check(
             f"rope_append: rows of {width} elements are not {kv_heads} KV heads x (query heads + 2)"
             f" x an even dim {dim}: pass the output of linear_qkv and this model's KV cache."
         )
-    if cos.shape[1] != dim or cos.shape != sin.shape or value_cache.shape != key_cache.shape:
+    rotated = cos.size(1)
+    fits = rotated <= dim and rotated % 2 == 0
+    if not fits or cos.shape != sin.shape or value_cache.shape != key_cache.shape:
         raise ValueError(
-            f"rope_append: cos and sin must be [positions, {dim}] and the caches alike; found "
+            f"rope_append: cos and sin must be alike, [positions, an even number up to {dim}], and "
+            "the caches alike; found "
             f"{tuple(cos.shape)}, {tuple(sin.shape)}, {tuple(key_cache.shape)} and "
             f"{tuple(value_cache.shape)}."
         )
@@ -164,6 +169,7 @@ def _rope_append_kernel(
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     dim: tl.constexpr,
+    rotated: tl.constexpr,
     heads: tl.constexpr,
     half: tl.constexpr,
     has_norm: tl.constexpr,
@@ -175,39 +181,50 @@ def _rope_append_kernel(
     head = tl.arange(0, heads)[:, None]
     lane = tl.arange(0, half)[None, :]
     in_lane = lane < dim // 2
+    # Each lane has two elements of a head: a pair to be rotated, or two to be left alone.
+    turns = lane < rotated // 2
+    if rotated == dim:
+        at_first = lane
+        at_second = lane + dim // 2
+    else:
+        at_first = tl.where(turns, lane, lane + rotated // 2)
+        at_second = tl.where(turns, lane + rotated // 2, lane + dim // 2)
     inside = (head < group + 2) & in_lane
-    source = mixed_qkv + token * qkv_stride + (kv_head * (group + 2) + head) * dim + lane
-    raw_first = tl.load(source, mask=inside, other=0.0)
-    raw_second = tl.load(source + dim // 2, mask=inside, other=0.0)
+    source = mixed_qkv + token * qkv_stride + (kv_head * (group + 2) + head) * dim
+    raw_first = tl.load(source + at_first, mask=inside, other=0.0)
+    raw_second = tl.load(source + at_second, mask=inside, other=0.0)
     position = tl.load(position_ids + token)
     row = tl.load(write_index + token)
     # The second half of a table's row repeats the first.
-    cosine = tl.load(cos + position * dim + lane, mask=in_lane, other=0.0)
-    sine = tl.load(sin + position * dim + lane, mask=in_lane, other=0.0)
+    cosine = tl.load(cos + position * rotated + lane, mask=turns, other=0.0)
+    sine = tl.load(sin + position * rotated + lane, mask=turns, other=0.0)
 
     first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
     if has_norm:
         square = tl.sum(first * first + second * second, axis=1, keep_dims=True)
         factor = tl.rsqrt(square / dim + eps)
-        q_first = tl.load(q_weight + lane, mask=in_lane, other=0.0).to(tl.float32)
-        k_first = tl.load(k_weight + lane, mask=in_lane, other=0.0).to(tl.float32)
-        q_second = tl.load(q_weight + dim // 2 + lane, mask=in_lane, other=0.0).to(tl.float32)
-        k_second = tl.load(k_weight + dim // 2 + lane, mask=in_lane, other=0.0).to(tl.float32)
+        q_first = tl.load(q_weight + at_first, mask=in_lane, other=0.0).to(tl.float32)
+        k_first = tl.load(k_weight + at_first, mask=in_lane, other=0.0).to(tl.float32)
+        q_second = tl.load(q_weight + at_second, mask=in_lane, other=0.0).to(tl.float32)
+        k_second = tl.load(k_weight + at_second, mask=in_lane, other=0.0).to(tl.float32)
         first = first * factor * tl.where(head < group, q_first, k_first)
         second = second * factor * tl.where(head < group, q_second, k_second)
     dtype = query.dtype.element_ty
     rotated_first = (first * cosine - second * sine).to(dtype)
     rotated_second = (second * cosine + first * sine).to(dtype)
+    if rotated != dim:
+        rotated_first = tl.where(turns, rotated_first, first.to(dtype))
+        rotated_second = tl.where(turns, rotated_second, second.to(dtype))
 
     is_query = (head < group) & in_lane
-    target = query + (token * kv_heads + kv_head) * (group * dim) + head * dim + lane
-    tl.store(target, rotated_first, mask=is_query)
-    tl.store(target + dim // 2, rotated_second, mask=is_query)
+    target = query + (token * kv_heads + kv_head) * (group * dim) + head * dim
+    tl.store(target + at_first, rotated_first, mask=is_query)
+    tl.store(target + at_second, rotated_second, mask=is_query)
     # The same addresses for every head of the tile; the masks let one head through.
-    place = (row * kv_heads + kv_head) * dim + lane + head * 0
+    place = (row * kv_heads + kv_head) * dim + head * 0
     is_key = (head == group) & in_lane
-    tl.store(key_cache + place, rotated_first, mask=is_key)
-    tl.store(key_cache + place + dim // 2, rotated_second, mask=is_key)
+    tl.store(key_cache + place + at_first, rotated_first, mask=is_key)
+    tl.store(key_cache + place + at_second, rotated_second, mask=is_key)
     is_value = (head == group + 1) & in_lane
-    tl.store(value_cache + place, raw_first, mask=is_value)
-    tl.store(value_cache + place + dim // 2, raw_second, mask=is_value)
+    tl.store(value_cache + place + at_first, raw_first, mask=is_value)
+    tl.store(value_cache + place + at_second, raw_second, mask=is_value)

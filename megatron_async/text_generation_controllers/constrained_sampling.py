@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_async.contexts.gpu_view import ContextGPUView
 from megatron_async.contexts.step_plan import IntArray
-from megatron_async.devices import Device
+from megatron_async.devices import Device, makes_ordinary_tensors
 from megatron_async.ops.feed_back import TOKENS
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.log_probs import empty_log_probs
@@ -63,6 +63,7 @@ class MaskEntry:
         self.target = self._host
         self.arrived = device.event()
 
+    @makes_ordinary_tensors
     def allocate(self) -> None:
         """Take the memory, unless it is there."""
         if self._host.numel():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.contexts.step_plan import IntArray, StepPlan
-from megatron_async.devices import Device
+from megatron_async.devices import Device, makes_ordinary_tensors
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.ops.slot_records import MAX_TOP_N, OUT_WORDS
 
@@ -35,6 +35,7 @@ class PromptEntry:
         self._host = self.source
         self.array: IntArray = self.source.numpy()  # sync-ok: host memory
 
+    @makes_ordinary_tensors
     def allocate(self) -> None:
         """Take the memory, unless it is there."""
         if len(self.source):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.step_plan import IntArray, StepPlan
-from megatron_async.devices import Device, Event
+from megatron_async.devices import Device, Event, makes_ordinary_tensors
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.models.pipeline import stage_of
 from megatron_async.ops.feed_back import COUNT, TOKENS
@@ -142,6 +142,7 @@ class TextGenerationController:
         ConfigurationError: a drafter without tokens to draft, or the reverse.
     """
 
+    @makes_ordinary_tensors
     def __init__(
         self,
         inference_wrapped_model: GPTInferenceWrapper,

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.inference.utils import InferenceMode
 from torch import Tensor, nn
 
+from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import stamp_kv_layers
 from megatron_async.models.embedding import InferenceOutputLayer
+from megatron_async.models.fitness import check_model
 from megatron_async.models.linear import pack_weights
 from megatron_async.models.parallel_state import ensure_process_groups
 from megatron_async.models.pipeline import stage_of
+from megatron_async.models.positions import take_over_positions
 from megatron_async.ops.symmetric_exchange import exchange_of
 from megatron_async.ops.tensor_collectives import collectives_of
 
@@ -47,7 +50,8 @@ class GPTInferenceWrapper:
     """Wraps a Megatron model whose attention is `PagedSelfAttention`.
 
     Args:
-        model: a `HybridModel` or `GPTModel` on the context's device.
+        model: a `HybridModel` or `GPTModel` on the context's device. Its rotary embedding is taken
+            over: from here on `PagedSelfAttention` applies it.
         inference_context: the context that it will run in.
 
     Attributes:
@@ -58,9 +62,10 @@ class GPTInferenceWrapper:
 
     Raises:
         ConfigurationError: the model's attention layers are not paged, or their number differs from
-            what the context has a KV cache for.
+            what the context has a KV cache for; or the model has a property that is not served.
     """
 
+    @makes_ordinary_tensors
     def __init__(self, model: nn.Module, inference_context: DynamicInferenceContext) -> None:
         self.model = model.eval()
         self.inference_context = inference_context
@@ -72,6 +77,8 @@ class GPTInferenceWrapper:
                 f"for {cached}: build the model with megatron_async.models.hybrid (or with "
                 "PagedSelfAttention in its layer spec), and the context from its configuration."
             )
+        check_model(model, inference_context.model_config, inference_context.config)
+        take_over_positions(model, inference_context)
         self._is_last_stage = stage_of(inference_context.model_config).is_last
         pack_weights(model, inference_context.device.free_memory())
         self.vocab_size: int = model.vocab_size  # type: ignore[assignment]
@@ -126,5 +133,7 @@ class GPTInferenceWrapper:
             logits, _ = model.output_layer(
                 hidden_states[:, None], weight=weight, runtime_gather_output=True
             )
+        if self.inference_context.model_config.use_mup:
+            logits = model._scale_logits(logits)
         logits = logits[:, 0]
         return logits if self.shard is None else self.shard.gather(logits)

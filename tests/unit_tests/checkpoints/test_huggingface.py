@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.rotary import RotaryTable
+from megatron_async.models.rotary import RotaryTable, inverse_frequencies
 
 CPU = torch.device("cpu")
 MODEL = "model.safetensors"
@@ -25,7 +25,8 @@ MODEL = "model.safetensors"
 def plain_logits(model: nn.Module, a: ModelArchitecture, ids: Tensor) -> Tensor:
     """The architecture written out, on the parameters of our model: logits `[tokens, vocab]`."""
     p = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    table = RotaryTable(a.kv_channels, len(ids), a.rotary_base, a.rope_scaling, CPU)
+    frequencies = inverse_frequencies(a.kv_channels, a.rotary_base, a.rope_scaling)
+    table = RotaryTable(frequencies, len(ids), CPU)
     shared = a.num_attention_heads // a.num_query_groups
 
     def norm(x: Tensor, name: str) -> Tensor:

@@ -37,7 +37,7 @@ def llama_rotary(dim, base, scaling):
 def test_table_equals_transformers(dim, base, scaling):
     theirs = llama_rotary(dim, base, scaling)
     assert torch.equal(inverse_frequencies(dim, base, scaling), theirs.inv_freq)
-    table = RotaryTable(dim, 3000, base, scaling, CPU)
+    table = RotaryTable(inverse_frequencies(dim, base, scaling), 3000, CPU)
     cos, sin = theirs(torch.zeros(1), torch.arange(3000)[None])
     assert torch.equal(table.cos, cos[0])
     assert torch.equal(table.sin, sin[0])
@@ -56,7 +56,7 @@ def test_rotation_equals_transformers_in_any_order_of_positions():
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(9, n, 32, generator=generator) for n in (6, 2))
     positions = torch.randint(500, (9,), generator=generator)
-    table = RotaryTable(32, 500, 1e4, None, CPU)
+    table = RotaryTable(inverse_frequencies(32, 1e4), 500, CPU)
     cos, sin = table.cos[positions], table.sin[positions]
     found = apply_rotary_reference(query, key, cos[:, None], sin[:, None])
     theirs = apply_rotary_pos_emb(

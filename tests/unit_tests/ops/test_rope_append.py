@@ -19,11 +19,23 @@ def tables(positions, dim, device):
     return angles.cos(), angles.sin()
 
 
-def inputs(tokens, kv_heads, group, dim, dtype, device, norm, blocks=9, block_size=16, stride=0):
+def inputs(
+    tokens,
+    kv_heads,
+    group,
+    dim,
+    dtype,
+    device,
+    norm,
+    blocks=9,
+    block_size=16,
+    stride=0,
+    rotated=None,
+):
     """Arguments of rope_append, caches full of NaN."""
     width = kv_heads * (group + 2) * dim
     qkv = torch.randn(tokens, width + stride, device=device).to(dtype)[:, :width]
-    cos, sin = tables(200, dim, device)
+    cos, sin = tables(200, dim if rotated is None else rotated, device)
     positions = torch.randint(200, (tokens,), device=device)
     places = torch.randperm(blocks * block_size, device=device)[:tokens]
     shape = (2, blocks, block_size, kv_heads, dim)
@@ -62,6 +74,26 @@ def check(arguments):
 def test_equals_torch(tokens, kv_heads, group, dim, dtype, norm, device):
     check(inputs(tokens, kv_heads, group, dim, dtype, device, norm))
     check(inputs(tokens, kv_heads, group, dim, dtype, device, norm, stride=3))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dim", "rotated"),
+    [(2, 3, 64, 32), (1, 2, 80, 20), (2, 1, 8, 6), (2, 2, 16, 2), (3, 2, 64, 0)],
+)
+def test_only_the_first_elements_are_rotated(
+    kv_heads, group, dim, rotated, dtype, norm, device
+):
+    arguments = inputs(5, kv_heads, group, dim, dtype, device, norm, rotated=rotated)
+    query = check(arguments)
+    if not norm:
+        heads = arguments[0].view(5, kv_heads, group + 2, dim)
+        plain = heads[:, :, :group].flatten(1, 2)
+        assert torch.equal(query[..., rotated:], plain[..., rotated:])
+        keys = arguments[5].flatten(0, 1)[arguments[4]]
+        assert torch.equal(keys[..., rotated:], heads[:, :, group, rotated:])
+        assert rotated == 0 or not torch.equal(query, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,7 +137,10 @@ def test_bad_input():
 
     expect("rows of 63 elements", mixed_qkv=good[0][:, :63])
     expect("rows of 32 elements", mixed_qkv=good[0][:, :32])
-    expect(r"\[positions, 8\]", cos=good[1][:, :4])
+    expect("cos and sin must be alike", cos=good[1][:, :4])
+    for width in (3, 10):
+        table = torch.zeros(200, width)
+        expect("an even number up to 8", cos=table, sin=table)
     expect("caches alike", value_cache=good[6][:1])
     expect("both q_weight and k_weight", k_weight=None)
     expect("contiguous", mixed_qkv=good[0].t().contiguous().t())

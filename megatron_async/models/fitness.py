@@ -1,0 +1,170 @@
+"""Whether a model computes what its configuration and its constructor say, once it is served.
+
+The modules of this package stand in for Megatron's and serve less. What they do not serve is
+refused here by its name: ignored, it would give other tokens and no error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.enums import AttnMaskType
+from torch import nn
+
+from megatron_async.config import InferenceConfig
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.attention import PagedSelfAttention
+from megatron_async.models.hybrid import PagedHybridStack
+from megatron_async.models.mlp import GatedMLP
+from megatron_async.models.moe import MoELayer
+from megatron_async.models.partition import local_heads
+from megatron_async.models.positions import LEARNED, rotary_of
+
+ATTENTION = {
+    "attention_output_gate": False,
+    "softmax_type": "vanilla",
+    "multi_latent_attention": False,
+    "flash_decode": False,
+    "context_parallel_size": 1,
+    "fp8": None,
+    "fp4": None,
+}
+"""Fields of `TransformerConfig` and the one value of each that `PagedSelfAttention` serves."""
+STACK = {"fp32_residual_connection": False, "apply_residual_connection_post_layernorm": False}
+"""The same of `PagedHybridStack`."""
+NORMS = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False}
+"""The same of `make_norm`, whose norms `PagedHybridStack` has and its subclasses have not."""
+MLP = {
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "add_bias_linear": False,
+}
+"""The same of `GatedMLP` and of the experts of `MoELayer`."""
+EXPERTS = MLP | {
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "moe_router_num_groups": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_latent_size": None,
+    "moe_apply_probs_on_input": False,
+}
+"""The same of `MoELayer`."""
+
+
+def check_model(model: nn.Module, config: Any, settings: InferenceConfig) -> None:
+    """Check that nothing about a model would be ignored.
+
+    Args:
+        model: with `PagedSelfAttention` layers.
+        config: the `TransformerConfig` that its context was made from.
+        settings: of the engine.
+
+    Raises:
+        ConfigurationError: with all that is not served.
+    """
+    found = [*_positions(model, settings), *_modules(model, config, settings)]
+    if found:
+        raise ConfigurationError(
+            f"this model is not served, because of {'; '.join(dict.fromkeys(found))}. Change that, "
+            "or serve the model with Megatron-Core's own engine."
+        )
+
+
+def _positions(model: nn.Module, settings: InferenceConfig) -> Iterator[str]:
+    kind, rotary = getattr(model, "position_embedding_type", "none"), rotary_of(model)
+    config: Any = getattr(model, "config", None)
+    if rotary is not None and type(rotary) is not RotaryEmbedding:
+        yield f"position_embedding_type={kind!r} ({type(rotary).__name__})"
+    elif rotary is None and kind not in ("none", LEARNED):
+        yield f"position_embedding_type={kind!r} without a rotary_pos_emb"
+    described = kind == "none" and hasattr(config, "rotary_base")
+    if rotary is None and not described and not hasattr(model, "position_embedding_type"):
+        yield "a position_embedding_type that neither it nor its configuration tells"
+    rotates = rotary is not None or described
+    if rotates and (config.rotary_interleaved or getattr(rotary, "rotary_interleaved", False)):
+        yield "rotary_interleaved=True"
+    if rotates and any(config.no_rope_freq or ()):
+        yield f"no_rope_freq={config.no_rope_freq}"
+    longest = getattr(model, "max_sequence_length", settings.max_sequence_length)
+    if kind == LEARNED and longest < settings.max_sequence_length:
+        yield (
+            f"max_sequence_length={settings.max_sequence_length}, as it has learnt {longest} "
+            "positions"
+        )
+
+
+def _modules(model: nn.Module, config: Any, settings: InferenceConfig) -> Iterator[str]:
+    for module in model.modules():
+        mine: Any = getattr(module, "config", None)
+        if isinstance(module, PagedSelfAttention) and mine is not None:
+            yield from _unserved(mine, ATTENTION)
+            yield from _window(mine, settings)
+            yield from _heads(module, config)
+            yield from _query_and_key_norms(module, config)
+        elif isinstance(module, PagedHybridStack):
+            yield from _unserved(mine, STACK)
+            if type(module) is PagedHybridStack:
+                yield from _unserved(mine, NORMS)
+        elif isinstance(module, GatedMLP):
+            yield from _unserved(mine, MLP)
+        elif isinstance(module, MoELayer):
+            yield from _unserved(mine, EXPERTS)
+    decoder = getattr(model, "decoder", None)
+    foreign = decoder is not None and not isinstance(decoder, PagedHybridStack)
+    if config.sequence_parallel and foreign:
+        yield "sequence_parallel=True with other layers than those of models.hybrid"
+
+
+def _unserved(config: Any, served: dict[str, Any]) -> Iterator[str]:
+    for name, value in served.items():
+        mine = getattr(config, name)
+        if mine != value and not (value is None and not mine):
+            yield f"{name}={getattr(mine, '__name__', repr(mine))}"
+
+
+def _window(config: Any, settings: InferenceConfig) -> Iterator[str]:
+    if config.window_size is None or config.window_size[0] < 0:
+        return
+    # A token sees itself and so many before it.
+    longest = config.window_size[0] + 1
+    if settings.max_sequence_length > longest:
+        yield (
+            f"window_size={config.window_size}, which takes a max_sequence_length of at most "
+            f"{longest}, not {settings.max_sequence_length}"
+        )
+
+
+def _heads(module: PagedSelfAttention, config: Any) -> Iterator[str]:
+    if module.attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+        yield f"attn_mask_type={module.attn_mask_type.name} in its layer spec, where causal is due"
+    heads, kv_heads = local_heads(config)
+    found = (
+        module.num_attention_heads_per_partition,
+        module.num_query_groups_per_partition,
+        module.hidden_size_per_attention_head,
+    )
+    if found != (heads, kv_heads, config.kv_channels):
+        yield (
+            f"a layer's query heads, KV heads and their size {found}, where the context has room "
+            f"for {(heads, kv_heads, config.kv_channels)}"
+        )
+
+
+def _query_and_key_norms(module: PagedSelfAttention, config: Any) -> Iterator[str]:
+    norms = [norm for norm in (module.q_layernorm, module.k_layernorm) if norm is not None]
+    if len(norms) == 1:
+        yield "a norm of queries or keys, where only both are served"
+    for norm in norms:
+        kind, eps = type(norm).__name__, config.layernorm_epsilon
+        if not kind.endswith("RMSNorm"):
+            yield f"a {kind} of query and key heads, where RMSNorm is served"
+        elif getattr(norm, "zero_centered_gamma", False):
+            yield "layernorm_zero_centered_gamma=True for query and key heads"
+        elif getattr(norm, "eps", eps) != eps:
+            yield f"an epsilon of {norm.eps} for query and key heads, where the others have {eps}"
