@@ -62,6 +62,10 @@ class EngineStatistics:
     generated_tokens: int = 0
     prefill_tokens: int = 0
     """Tokens prefilled, recomputed ones included."""
+    drafted_tokens: int = 0
+    """Drafts that steps verified."""
+    accepted_tokens: int = 0
+    """Drafts that were what plain decoding says; zombie rows and tokens behind an end included."""
     zombie_rows: int = 0
     discarded_steps: int = 0
     """Steps launched, taken back and launched again: under the policy "rollback" alone."""
@@ -193,6 +197,8 @@ class EngineStatistics:
             "captured_steps": self.captured_steps,
             "pipeline_bubble": context.micro_batches.bubble_share,
             "rows": self.rows,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
             "zombie_rows": self.zombie_rows,
             "zombie_steps": self.zombie_steps,
             "discarded_steps": self.discarded_steps,

@@ -56,6 +56,9 @@ class StepBooking:
         context, tracer = self._context, self._context.tracer
         if step.error is not None:
             self._fail(step, step.error)
+        if step.plan.width > 1:
+            self._statistics.drafted_tokens += int((step.plan.widths - 1).sum())
+            self._statistics.accepted_tokens += int(np.maximum(step.counts - 1, 0).sum())
         with tracer.range("update_requests", step.plan.step):
             if step.plan.features.num_prompt_log_probs:
                 book_prompt_log_probs(step, context.slots)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.contexts.gpu_view import ContextGPUView
 from megatron_async.contexts.graph_shapes import mixed_graph_sizes
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.ops.feed_back import COUNT, TOKENS
@@ -43,6 +45,13 @@ class _NoWeights:
         self.shard = None
 
 
+class _NoDrafts:
+    """Stands for a drafter: the token source says how many tokens a row yields."""
+
+    def propose(self, view: ContextGPUView, count: int) -> Tensor:
+        raise AssertionError("no step computes anything here")
+
+
 class ModelLessController(TextGenerationController):
     """Runs a step by asking where its tokens come from and how long it takes.
 
@@ -65,7 +74,8 @@ class ModelLessController(TextGenerationController):
         tokens: TokenSource,
         machine: Machine | None = None,
     ) -> None:
-        super().__init__(_NoWeights(context, vocab_size))  # type: ignore[arg-type]
+        drafter = _NoDrafts() if context.config.num_speculative_tokens else None
+        super().__init__(_NoWeights(context, vocab_size), None, drafter)  # type: ignore[arg-type]
         assert isinstance(context.device, VirtualDevice)
         self._virtual = context.device
         self._tokens = tokens

@@ -21,6 +21,7 @@ from megatron_async.devices import CpuDevice, Device
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
 from megatron_async.profiling.timeline import Timeline
+from megatron_async.text_generation_controllers.drafting import Drafter
 
 CPU = torch.device("cpu")
 EngineFactory = Callable[..., DynamicInferenceEngine]
@@ -57,6 +58,7 @@ def make_engine(
     tokenizer: Any = None,
     device: Device | None = None,
     timeline: Timeline | None = None,
+    drafter: Drafter | None = None,
     **config: Any,
 ) -> DynamicInferenceEngine:
     """The trio around `model`, its books checked after every step."""
@@ -66,7 +68,8 @@ def make_engine(
     settings = InferenceConfig(**{"check_integrity": True, "max_sequence_length": 512, **config})
     device = device or CpuDevice()
     context = DynamicInferenceContext(model.config, settings, device, timeline)
-    controller = TextGenerationController(GPTInferenceWrapper(model, context), tokenizer)
+    wrapped = GPTInferenceWrapper(model, context)
+    controller = TextGenerationController(wrapped, tokenizer, drafter)
     return DynamicInferenceEngine(controller, context)
 
 

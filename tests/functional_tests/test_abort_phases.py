@@ -41,7 +41,7 @@ def is_finishing(engine: DynamicInferenceEngine) -> bool:
         return False
     slots = engine.context.slots
     slot = slots.requests.index(engine.get_request(VICTIM))
-    return bool(slots.num_launched[slot] >= slots.max_length[slot] - 1)
+    return bool(slots.at_least(slot) >= slots.max_length[slot] - 1)
 
 
 CRAMPED = {"num_kv_blocks": 9, "block_size_tokens": 8}

@@ -101,7 +101,7 @@ def test_no_token_is_lost_or_doubled_by_memory_pressure(
 
     - `release_request`: do not store `request.generated_tokens`
     - `update_requests`: `is_first=length <= slots.prompt_length[rows] + 1`
-    - `_pause`: `slots.num_launched[newly] -= 1` besides
+    - `_pause`: `slots.count_back(newly, 1)` besides
     - `_resume`: leave the state `PAUSED` (nobody is admitted any more)
     - `_launch_next`: resolve all that is in flight (`return len(self.in_flight)`)
     """

@@ -25,6 +25,7 @@ from schedules import wrong_results
 
 from megatron_async import DynamicInferenceEngine, SamplingParams, Status
 from megatron_async.contexts.shadow import ShadowRing
+from megatron_async.contexts.slot_states import PerSlotState
 from megatron_async.errors import ConfigurationError, StepFailed
 
 POLICIES = ("reconcile", "rollback")
@@ -235,11 +236,11 @@ def test_a_discarded_step_may_have_failed_before_its_first_work(
         )
         view, calls = engine.context.gpu_view, []
 
-        def faulty(dims: Any, view: Any = view, calls: Any = calls, bad: int = bad) -> None:
-            calls.append(dims)
+        def faulty(*step: Any, view: Any = view, calls: Any = calls, bad: int = bad) -> None:
+            calls.append(step)
             if len(calls) - 1 == bad:
                 raise FloatingPointError("made up")
-            type(view).begin_step(view, dims)
+            type(view).begin_step(view, *step)
 
         view.begin_step = faulty  # type: ignore[method-assign]
         futures = [engine.add_request(i, PROMPTS[i], params[i]) for i in range(len(PROMPTS))]
@@ -287,6 +288,19 @@ def test_captured_steps(
     assert (engine.stats()["discarded_steps"] > 0) == (lookahead > 0)
 
 
+class StepCounts(PerSlotState):
+    """A count of steps by slot, put back with its shadow."""
+
+    def __init__(self, counts: torch.Tensor, entries: int) -> None:
+        self._ring = ShadowRing([counts], entries)
+
+    def save(self, entry: int) -> None:
+        self._ring.save(entry)
+
+    def restore(self, entry: int, slots: torch.Tensor) -> None:
+        self._ring.restore(entry, slots)
+
+
 def test_other_state_joins(make_tiny_engine: EngineFactory, whole: list[list[int]]) -> None:
     """A count of steps by slot, as a recurrent state would be: with its shadow it forgets the
     discarded steps, for those who go on."""
@@ -298,7 +312,7 @@ def test_other_state_joins(make_tiny_engine: EngineFactory, whole: list[list[int
         view = engine.context.gpu_view
         state = torch.zeros(engine.context.max_requests + 1, dtype=torch.int64)
         if has_shadow:
-            view.shadowed.append(ShadowRing([state], engine.context.config.steps_in_flight))
+            view.states.add(StepCounts(state, engine.context.config.steps_in_flight))
         wrapped: Any = engine.controller.inference_wrapped_model
         forward = wrapped.forward
 

@@ -100,7 +100,7 @@ def test_device_reads_what_the_host_wrote(slots, staging):
     words = staging.pack(plan, slots)
     fields = BookkeepingLayout.for_batch(plan.dims, 1).device_views(words)
     assert fields["row_slots"].tolist() == [0, 1, 2]
-    assert fields["row_kv_lengths"].tolist() == [7, 6, 5]
+    assert fields["prefill_kv_lengths"].tolist() == [6, 5]
     assert fields["block_update_blocks"].tolist() == [5]
     assert fields["prefill_token_ids"].tolist() == [10, 11, 12, 13, 14, 15, 22, 23, 24]
     assert fields["num_block_updates"].tolist() == [1]
@@ -128,12 +128,12 @@ def test_padded_rows_point_at_the_dummy_slot(slots, staging):
     layout = BookkeepingLayout.for_batch(plan.dims, 1)
     fields = layout.device_views(staging.pack(plan, slots))
     assert fields["row_slots"].tolist() == [0, 1, 2, DUMMY_SLOT]
-    assert fields["row_kv_lengths"].tolist() == [7, 7, 7, 1]
+    assert fields["decode_width"].tolist() == [1]
     assert fields["num_block_updates"].tolist() == [1]
     assert fields["block_update_slots"].tolist() == [2]
     assert fields["block_update_indices"].tolist() == [1]
     assert fields["block_update_blocks"].tolist() == [7]
-    assert plan.samples_of(np.array([5, 6, 7, 99])).tolist() == [5, 6, 7]
+    assert plan.rows_of(np.array([5, 6, 7, 99])).tolist() == [5, 6, 7]
 
 
 def test_a_mixed_step_is_padded_twice(slots, staging):
@@ -145,13 +145,13 @@ def test_a_mixed_step_is_padded_twice(slots, staging):
     layout = BookkeepingLayout.for_batch(plan.dims, 0)
     fields = layout.device_views(staging.pack(plan, slots))
     assert fields["row_slots"].tolist() == [0, DUMMY_SLOT, 1, 2, DUMMY_SLOT]
-    assert fields["row_kv_lengths"].tolist() == [7, 1, 6, 5, 1]
+    assert fields["prefill_kv_lengths"].tolist() == [6, 5, 1]
     assert fields["prefill_starts"].tolist() == [0, 6, 9, 9]
     expected = [10, 11, 12, 13, 14, 15, 22, 23, 24]
     assert fields["prefill_token_ids"].tolist() == expected + [0] * 7
     assert fields["prefill_record"].tolist() == [layout.size, -1, -1]
     assert fields["prefill_features"].tolist() == [RowFeature.PRODUCES | RowFeature.STARTS, 0, 0]
-    assert plan.samples_of(np.array([5, 99, 6, 7, 99])).tolist() == [5, 6, 7]
+    assert plan.rows_of(np.array([5, 99, 6, 7, 99])).tolist() == [5, 6, 7]
 
 
 def test_a_mixed_step_that_fits_no_shape_runs_eagerly(slots):

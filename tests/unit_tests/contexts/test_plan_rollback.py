@@ -52,8 +52,9 @@ def sample(number, position):
 
 def resolve(context, plan):
     numbers = [context.slots.request_id[slot] for slot in plan.slots]
-    samples = [sample(int(n), int(p)) for n, p in zip(numbers, plan.kv_lengths, strict=True)]
-    output = context.update_requests(plan, np.array(samples, np.int32))
+    samples = [sample(int(n), int(p)) for n, p in zip(numbers, plan.kv_at_most, strict=True)]
+    table = np.array(samples, np.int32)[:, None]
+    output = context.update_requests(plan, table, np.ones(len(table), np.int32))
     for slot in output.slots[output.ended]:
         request = context.slots.request_at(slot)
         context.release_request(slot)
@@ -67,7 +68,8 @@ def books(context):
         int(slots.request_id[slot]): (
             SlotState(int(slots.state[slot])).name,
             int(slots.num_known[slot]),
-            int(slots.num_launched[slot]),
+            int(slots.at_least(slot)),
+            int(slots.at_most(slot)),
             int(slots.num_prefilled[slot]) if slots.state[slot] == SlotState.PREFILLING else None,
             int(slots.num_blocks[slot]),
         )
@@ -81,7 +83,7 @@ def books(context):
 def contents(plan, context):
     """A plan without its slots and blocks."""
     numbers = context.slots.request_id[plan.slots]
-    fields = (numbers, plan.kv_lengths, plan.produces, plan.prefill_starts, plan.prefill_token_ids)
+    fields = (numbers, plan.kv_at_most, plan.produces, plan.prefill_starts, plan.prefill_token_ids)
     return plan.step, plan.num_decode, [field.tolist() for field in fields]
 
 

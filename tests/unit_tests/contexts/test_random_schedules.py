@@ -122,22 +122,23 @@ class Life:
         for slot, index, block in zip(updates.slots, updates.indices, updates.blocks):
             self.table[int(slot), int(index)] = int(block)
         used = []
-        for slot, length in zip(plan.slots.tolist(), plan.kv_lengths.tolist()):
+        for slot, length in zip(plan.slots.tolist(), plan.kv_at_most.tolist()):
             blocks = [self.table[slot, i] for i in range(-(-length // 4))]
             assert blocks == slots.block_table[slot, : len(blocks)].tolist()
             used += blocks
         assert len(set(used)) == len(used), "two rows would write one block"
         ids = [int(slots.request_id[slot]) for slot in plan.slots]
-        self.in_flight.append((plan, ids, plan.kv_lengths.copy(), plan.generations.copy()))
+        self.in_flight.append((plan, ids, plan.kv_at_most.copy(), plan.generations.copy()))
         return True
 
     def resolve(self):
         context = self.context
         plan, ids, lengths, generations = self.in_flight.popleft()
-        assert np.array_equal(plan.kv_lengths, lengths), "a plan in flight was changed"
+        assert np.array_equal(plan.kv_at_most, lengths), "a plan in flight was changed"
         assert np.array_equal(plan.generations, generations), "a plan in flight was changed"
         samples = [sample(i, int(length)) for i, length in zip(ids, lengths)]
-        output = context.update_requests(plan, np.array(samples, np.int32))
+        table = np.array(samples, np.int32)[:, None]
+        output = context.update_requests(plan, table, np.ones(len(table), np.int32))
         self.zombies += output.zombie_rows
         for row in np.flatnonzero(output.ended):
             request = context.slots.request_at(output.slots[row])

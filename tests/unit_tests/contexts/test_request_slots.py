@@ -58,7 +58,7 @@ def test_a_slot_is_released_to_the_next_generation(slots):
 
 def test_an_evicted_request_brings_its_tokens_back(slots):
     slot = acquire(slots, prompt=(4, 5), generated=(6, 7, 8))
-    assert slots.num_known[slot] == slots.num_launched[slot] == 5
+    assert slots.num_known[slot] == slots.at_least(slot) == slots.at_most(slot) == 5
     assert slots.tokens[slot, :5].tolist() == [4, 5, 6, 7, 8]
     assert slots.prompt_length[slot] == 2
     assert slots.num_prefilled[slot] == 0

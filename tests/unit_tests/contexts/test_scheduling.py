@@ -54,7 +54,8 @@ def add(context, request_id, prompt_length, generate=8, priority=0, **params):
 
 def book(context, plan, token=TOKEN):
     """Resolve a step with one token for every row, and end what ended, as the engine does."""
-    output = context.update_requests(plan, np.full(plan.num_rows, token, np.int32))
+    ones = np.ones(plan.num_rows, np.int32)
+    output = context.update_requests(plan, np.full((plan.num_rows, 1), token, np.int32), ones)
     for slot in output.slots[output.ended]:
         request = context.slots.request_at(slot)
         context.release_request(slot)

@@ -28,7 +28,7 @@ CONFIG = InferenceConfig(num_kv_blocks=16, block_size_tokens=8)
 
 class Ones:
     def sample(self, plan, context):
-        return np.ones(plan.num_rows, np.int32)
+        return np.ones(plan.num_rows, np.int32), np.ones(plan.num_rows, np.int32)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_the_lines_of_a_recording(path):
     assert recording.shape == SHAPE
     assert recording.config == CONFIG
     resolved = [event for event in recording.events if isinstance(event, Resolved)]
-    assert [event.samples for event in resolved] == [[1]] * 4
+    assert [event.tokens for event in resolved] == [[1]] * 4
 
 
 def test_other_files_are_refused(tmp_path, path):

@@ -26,7 +26,7 @@ MACHINE = Machine(DEVICE, CPU, "made up")
 
 class Zeros:
     def sample(self, plan, context):
-        return np.zeros(plan.num_rows, np.int32)
+        return np.zeros(plan.num_rows, np.int32), np.ones(plan.num_rows, np.int32)
 
 
 def trace(*requests):
