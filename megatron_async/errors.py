@@ -13,6 +13,24 @@ class RequestAborted(RuntimeError):
     """The request was aborted by its owner before it finished."""
 
 
+class NoTokenToChoose(RuntimeError):
+    """A request's logits left no token to choose: one was NaN or infinite, or all tokens were
+    banned; only this request fails.
+
+    Attributes:
+        position: in the sequence, of the token that could not be chosen.
+    """
+
+    def __init__(self, request_id: int, position: int, generated: int) -> None:
+        super().__init__(
+            f"request {request_id}: no token can be chosen at position {position} of its sequence, "
+            "because a logit there is NaN or infinite, or every token is banned: check the model's "
+            "weights and params_dtype (float16 overflows where bfloat16 does not), or allow more "
+            f"(bad_words, structured_output). The {generated} tokens generated before are kept."
+        )
+        self.position = position
+
+
 class StepFailed(RuntimeError):
     """A step's forward pass or sampling raised; its requests fail, the engine goes on.
 

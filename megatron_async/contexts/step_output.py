@@ -31,6 +31,8 @@ class StepOutput:
     """bool `[live]`: the token ends its request (termination id or stop token)."""
     ended: NDArray[np.bool_]
     """bool `[live]`: stopped, or at its length limit."""
+    failed_slots: IntArray
+    """int32 `[failed]`: of requests whose logits left no token to choose."""
     zombie_rows: int
     """Rows whose request was gone when the step was resolved."""
     log_probs: IntArray | None = None
@@ -44,6 +46,8 @@ def book_samples(
     """Book the samples of a step; see `DynamicInferenceContext.update_requests`."""
     held = slots.generation[plan.slots] == plan.generations
     live = held & plan.produces
+    failed_slots = plan.slots[live & (sampled < 0)]
+    live &= sampled >= 0
     rows, tokens = plan.slots[live], sampled[live]
     length = slots.num_known[rows]
     slots.tokens[rows, length] = tokens
@@ -57,6 +61,7 @@ def book_samples(
         is_first=length == slots.prompt_length[rows],
         stopped=stopped,
         ended=stopped | (length + 1 >= slots.max_length[rows]),
+        failed_slots=failed_slots,
         zombie_rows=len(held) - int(np.count_nonzero(held)),
         log_probs=None if log_probs is None else log_probs[live],
     )

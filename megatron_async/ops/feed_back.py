@@ -23,7 +23,8 @@ def feed_back_tokens(
     on.
 
     Args:
-        sampled: int64 `[rows]`.
+        sampled: int64 `[rows]`; -1 where there is no token: the ring tells the host so, and the
+            next step, which is in flight already, gets token 0.
         slots: int64 `[rows]`.
         last_token: int64 `[slots]`, changed at `slots`.
         ring: int32 `[entries, max rows]`, changed in row `entry`.
@@ -32,7 +33,7 @@ def feed_back_tokens(
     """
     if not sampled.is_cuda:
         rows = sampled.numel()
-        last_token.index_copy_(0, slots, sampled)
+        last_token.index_copy_(0, slots, sampled.clamp(min=0))
         ring[:, :rows].index_copy_(0, entry.long(), sampled.int()[None])
         next_entry.copy_((entry + 1) % len(ring))
         return
@@ -83,7 +84,7 @@ def _feed_back_kernel(
     inside = offset < rows
     token = tl.load(sampled + offset, inside, other=0)
     slot = tl.load(slots + offset, inside, other=0)
-    tl.store(last_token + slot, token, inside)
+    tl.store(last_token + slot, tl.maximum(token, 0), inside)
     current = tl.load(entry)
     tl.store(ring + current.to(tl.int64) * stride + offset, token.to(tl.int32), inside)
     if tl.program_id(0) == 0:

@@ -129,10 +129,10 @@ def process_logits_reference(
 
 def count_tokens_reference(tokens: Tensor, rows: ProcessingRows) -> None:
     """Count the sampled tokens, int64 `[rows]`, of the rows that produce one; a constrained row's
-    is none yet."""
+    is none yet, and -1 is none."""
     slots, length = rows.slots, rows.state.recent.size(1)
     is_final = RowFeature.PRODUCES | RowFeature.CONSTRAINED
-    produces = (rows.features & is_final) == RowFeature.PRODUCES
+    produces = ((rows.features & is_final) == RowFeature.PRODUCES) & (tokens >= 0)
     counted = produces & ((rows.features & RowFeature.PENALTIES) != 0)
     rows.state.counts[slots[counted], tokens[counted]] += 1
     kept = produces & ((rows.features & RowFeature.BAD_WORDS) != 0)

@@ -89,6 +89,7 @@ RECORD_WORDS = HEADER + MAX_EDITS * EDIT_WORDS + MAX_BAD_WORDS * WINDOW
 MAX_TOP_N = 20
 """Most alternatives of a token, as in vLLM."""
 NO_TOKEN = -1
+"""No token has this id. As a sample: the row's logits leave none to choose (`ops/sampling.py`)."""
 FOREVER = int(np.iinfo(np.int32).max)
 OUT_WORDS = 1 + 2 * MAX_TOP_N
 """Log probs of a row: of its token, then the ids of the likeliest tokens, then their log probs."""

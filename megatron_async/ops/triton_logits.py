@@ -235,8 +235,8 @@ def _count_tokens(
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = row < count
     asked = tl.load(features + row, mask=inside, other=0)
-    produces = (asked & (PRODUCES | CONSTRAINED)) == PRODUCES
     token = tl.load(tokens + row, mask=inside, other=0)
+    produces = ((asked & (PRODUCES | CONSTRAINED)) == PRODUCES) & (token >= 0)
     slot = tl.load(slots + row, mask=inside, other=0)
     # A slot has one row in a step, so nobody else counts here.
     counted = produces & ((asked & PENALTIES) != 0)

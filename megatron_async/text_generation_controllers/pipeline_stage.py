@@ -236,7 +236,7 @@ class LinkedStage(PipelineStage):
         else:
             places, slots = part[0].rows_and_slots(part[1])
             samples = samples.index_select(0, places)
-        view.slots.last_token.index_copy_(0, slots, samples.long())
+        view.slots.last_token.index_copy_(0, slots, samples.long().clamp(min=0))
 
     def _micro_batch(self, plan: StepPlan) -> int:
         return int(plan.slots[0]) % self._context.slots.num_micro_batches

@@ -169,12 +169,13 @@ for (decode, query_lengths, dummies, padding, count, blocks, block_size), share 
 
     rows = min(dims.rows, count)
     distinct = torch.from_numpy(rng.permutation(count)[:rows]).to(where)
-    sampled = torch.from_numpy(rng.integers(0, 50000, rows)).to(where)
+    sampled = torch.from_numpy(rng.integers(-1, 50000, rows)).to(where)
+    sampled[: rows // 3] = -1  # no token could be chosen
     ring = torch.zeros(RING, rows + 2, dtype=torch.int32, device=where)
     step_entry = torch.tensor([2], dtype=torch.int32, device=where)
     after = torch.full_like(step_entry, -5)
     expected_last, expected_ring = slots.last_token.clone(), ring.clone()
-    expected_last[distinct] = sampled
+    expected_last[distinct] = sampled.clamp(min=0)
     expected_ring[2, :rows] = sampled.int()
     feed_back_ops.feed_back_kernel(sampled, distinct, slots.last_token, ring, step_entry, after)
     assert torch.equal(slots.last_token, expected_last)
