@@ -101,7 +101,9 @@ class StepBooking:
         are told of a step's samples says so."""
         slots, request = self._context.slots, self._context.slots.request_at(slot)
         position, generated = int(slots.num_known[slot]), len(slots.generated(slot))
-        error = NoTokenToChoose(request.request_id, position, generated)
+        grammar = self._requests.get(request.request_id).grammar
+        failure = None if grammar is None else grammar.failure
+        error = NoTokenToChoose(request.request_id, position, generated, failure)
         self.release(slot)
         self._requests.end(request, Status.FAILED, "error", error)
 

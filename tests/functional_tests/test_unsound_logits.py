@@ -82,6 +82,7 @@ def test_it_fails_alone(
     assert isinstance(failed.error, NoTokenToChoose)
     assert failed.error.position == POSITION
     assert "request 0: no token can be chosen at position 41" in str(failed.error)
+    assert "check the model's weights" in str(failed.error)
     assert f"The {BEFORE} tokens generated before are kept" in str(failed.error)
     assert failed.generated_tokens == alone[0][:BEFORE]
     assert [request.generated_tokens for request in others] == alone[1:]
