@@ -13,6 +13,41 @@ class RequestAborted(RuntimeError):
     """The request was aborted by its owner before it finished."""
 
 
+class NoTokenToChoose(RuntimeError):
+    """A request's logits left no token to choose: one was NaN or infinite, or all tokens were
+    banned; only this request fails.
+
+    Args:
+        request_id: of the request.
+        position: in its sequence, of the token that could not be chosen.
+        generated: tokens that it has generated before.
+        grammar_failure: why its grammar allowed nothing at all, if it gave up.
+
+    Attributes:
+        position: the argument.
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        position: int,
+        generated: int,
+        grammar_failure: Exception | None = None,
+    ) -> None:
+        reason = (
+            "a logit there is NaN or infinite (check the model's weights and params_dtype: float16 "
+            "overflows where bfloat16 does not), or its bans (bad_words, min_tokens, the grammar) "
+            "leave no token together (relax one of them)"
+        )
+        if grammar_failure is not None:
+            reason = f"its grammar gave up, {grammar_failure!r}: give a simpler one"
+        super().__init__(
+            f"request {request_id}: no token can be chosen at position {position} of its sequence: "
+            f"{reason}. The {generated} tokens generated before are kept."
+        )
+        self.position = position
+
+
 class StepFailed(RuntimeError):
     """A step's forward pass or sampling raised; its requests fail, the engine goes on.
 

@@ -93,6 +93,11 @@ class TokenGrammar:
             )
 
     @property
+    def failure(self) -> Exception | None:
+        """Why the last mask allowed nothing, if the grammar gave up on it."""
+        return self._failure
+
+    @property
     def is_complete(self) -> bool:
         """Whether nothing may come any more but the end."""
         return self._matcher.is_stopped()
@@ -106,7 +111,7 @@ class TokenGrammar:
         try:
             self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
         except Exception as failure:
-            # Others are in the same step: it goes on, and this request fails in `accept`.
+            # Others are in the same step: it goes on, and this request has no token to choose.
             self._failure = failure
             out[:] = 0
 

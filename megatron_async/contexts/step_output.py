@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 
+_NO_ROWS = np.empty(0, dtype=np.int64)
+
 
 @dataclass(frozen=True)
 class StepOutput:
@@ -33,6 +35,8 @@ class StepOutput:
     """bool `[live]`: the row's last token ends its request (termination id or stop token)."""
     ended: NDArray[np.bool_]
     """bool `[live]`: stopped, or at its length limit."""
+    failed_slots: IntArray
+    """int32 `[failed]`: of requests whose logits left no token to choose."""
     zombie_rows: int
     """Rows whose request was gone when the step was resolved."""
     log_probs: IntArray | None = None
@@ -71,15 +75,19 @@ def book_samples(
     slots.count_back(owners, plan.widths[live])
     table, counts = sampled[live], counts[live]
     length = slots.num_known[owners]
-    if table.shape[1] == 1 and counts.all():
+    failed = _NO_ROWS
+    if table.shape[1] == 1 and counts.all() and table.min(initial=0) >= 0:
         tokens, rows, place = table[:, 0], np.arange(len(owners)), length
         stopped = (slots.stop_ids[owners] == table).any(axis=1)
     else:
         column = np.arange(table.shape[1])
         is_stop = (slots.stop_ids[owners][:, None] == table[:, :, None]).any(axis=2)
-        is_stop &= column < counts[:, None]
+        is_stop &= (column < counts[:, None]) & (table >= 0)
         stopped = is_stop.any(axis=1)
         counts = np.where(stopped, is_stop.argmax(axis=1) + 1, counts)
+        is_missing = (column < counts[:, None]) & (table < 0)
+        failed = np.flatnonzero(is_missing.any(axis=1))
+        counts[failed] = is_missing[failed].argmax(axis=1)
         is_token = column < counts[:, None]
         tokens, rows = table[is_token], np.repeat(np.arange(len(owners)), counts)
         place = length[rows] + np.nonzero(is_token)[1]
@@ -97,6 +105,7 @@ def book_samples(
         is_first=(length == slots.prompt_length[owners]) & (counts > 0),
         stopped=stopped,
         ended=stopped | (length + counts >= slots.max_length[owners]),
+        failed_slots=owners[failed],
         zombie_rows=len(held) - int(np.count_nonzero(held)),
         log_probs=log_probs,
     )

@@ -13,7 +13,7 @@ from megatron_async.engines.log_prob_booking import book_log_probs, book_prompt_
 from megatron_async.engines.observer import EngineObserver
 from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.statistics import EngineStatistics
-from megatron_async.errors import StepFailed
+from megatron_async.errors import NoTokenToChoose, StepFailed
 from megatron_async.inference_request import DynamicInferenceRequest, Status
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 from megatron_async.token_watch import TokenWatch
@@ -98,6 +98,10 @@ class StepBooking:
             self.observer.ended(request, reason)
             status = Status.COMPLETED if error is None else Status.FAILED
             self._requests.end(request, status, reason, error)
+        gone = {slot for slot, *_ in ends}
+        for slot in output.failed_slots.tolist():  # sync-ok: NumPy
+            if slot not in gone:
+                self._end_without_token(slot)
         return output
 
     def _find_ends(self, output: StepOutput) -> tuple[StepOutput, list[End]]:
@@ -124,6 +128,17 @@ class StepBooking:
             dropped[tokens[kept:]] = True
             slots.num_known[slot] -= len(tokens) - kept
         return (output.without(dropped) if dropped.any() else output), ends
+
+    def _end_without_token(self, slot: int) -> None:
+        """The logits of a request left no token to choose: fail it, and no other. What observers
+        are told of a step's samples says so."""
+        slots, request = self._context.slots, self._context.slots.request_at(slot)
+        position, generated = int(slots.num_known[slot]), len(slots.generated(slot))
+        grammar = self._requests.get(request.request_id).grammar
+        failure = None if grammar is None else grammar.failure
+        error = NoTokenToChoose(request.request_id, position, generated, failure)
+        self.release(slot)
+        self._requests.end(request, Status.FAILED, "error", error)
 
     def _finish_reason(
         self, request: DynamicInferenceRequest, output: StepOutput, row: int

@@ -55,7 +55,8 @@ def feed_back_tokens(
     behind it overwrites before a decode row could read it.
 
     Args:
-        sampled: int64 `[sample rows]`; -1 where nothing could be sampled, which is fed back as 0.
+        sampled: int64 `[sample rows]`; -1 where there is no token: the ring tells the host so, and
+            the next step, which may be in flight already, gets token 0.
         step: the step, as it was unpacked.
         dims: its shape.
         words: int32 `[ring, words]`: bookkeeping, for the width that the plan gave decode rows.

@@ -176,10 +176,10 @@ def process_logits_reference(
 
 def count_tokens_reference(tokens: Tensor, rows: ProcessingRows) -> None:
     """Count the sampled tokens, int64 `[rows]`, of the rows that produce one which their request
-    gets; a constrained row's is none yet."""
+    gets; a constrained row's is none yet, and -1 is none."""
     slots, length = rows.slots, rows.state.recent.size(1)
     is_final = RowFeature.PRODUCES | RowFeature.CONSTRAINED
-    produces = (rows.features & is_final) == RowFeature.PRODUCES
+    produces = ((rows.features & is_final) == RowFeature.PRODUCES) & (tokens >= 0)
     if rows.drafts is not None:
         produces &= rows.drafts.is_yielded()[: len(tokens)]
     counted = produces & ((rows.features & RowFeature.PENALTIES) != 0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.ops.philox import MASK, gumbel_noise
-from megatron_async.ops.slot_records import FLOAT_WORDS, Header
+from megatron_async.ops.slot_records import FLOAT_WORDS, NO_TOKEN, Header
 
 
 class SamplingMode(IntEnum):
@@ -65,7 +65,10 @@ class SamplingRows:
 
 
 def sample_reference(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Tensor:
-    """Sample one token a row.
+    """Sample one token a row, where its logits leave one.
+
+    They leave none where one of them is NaN or plus infinity, which no sound model gives, or all of
+    them are minus infinity. Such a row is told by the sample -1, whatever its mode.
 
     Args:
         logits: `[rows, vocabulary]`, any float dtype.
@@ -75,7 +78,8 @@ def sample_reference(logits: Tensor, rows: SamplingRows | None, mode: SamplingMo
     Returns:
         int64 `[rows]` token ids.
     """
-    greedy = logits.argmax(dim=-1)
+    is_sound = logits.amax(dim=-1).isfinite()  # NaN is taken for the largest
+    greedy = logits.argmax(dim=-1).where(is_sound, NO_TOKEN)
     if mode == SamplingMode.GREEDY or rows is None:
         return greedy
     heats = rows.heats()
@@ -84,7 +88,7 @@ def sample_reference(logits: Tensor, rows: SamplingRows | None, mode: SamplingMo
     if mode >= SamplingMode.FILTERED:
         scaled = filter_logits(scaled, rows)
     sampled = (scaled + rows.noise(logits.size(-1))).argmax(dim=-1)
-    return torch.where(heats > 0, sampled, greedy)
+    return torch.where((heats > 0) & is_sound, sampled, greedy)
 
 
 def sample_with_cuts_reference(
@@ -107,8 +111,8 @@ def best_tokens_reference(
         columns: how many of the columns are tokens, the others being padding.
 
     Returns:
-        float32 `[rows, 1]`, what `sample_reference` takes the largest of, and int32 `[rows, 1]`
-        token ids.
+        float32 `[rows, 1]`, what `sample_reference` takes the largest of, infinity for NaN; and
+        int32 `[rows, 1]` token ids.
     """
     scores = logits.to(torch.float32)
     if mode != SamplingMode.GREEDY and rows is not None:
@@ -116,7 +120,8 @@ def best_tokens_reference(
         noisy = scores / torch.where(heats > 0, heats, 1.0) + rows.noise(logits.size(-1), first)
         scores = torch.where(heats > 0, noisy, scores)
     padding = torch.arange(logits.size(-1), device=logits.device) >= columns
-    best, index = scores.masked_fill(padding, -torch.inf).max(dim=-1, keepdim=True)
+    scores = scores.masked_fill(scores.isnan(), torch.inf).masked_fill(padding, -torch.inf)
+    best, index = scores.max(dim=-1, keepdim=True)
     return best, (first + index).to(torch.int32)
 
 

@@ -89,6 +89,7 @@ RECORD_WORDS = HEADER + MAX_EDITS * EDIT_WORDS + MAX_BAD_WORDS * WINDOW
 MAX_TOP_N = 20
 """Most alternatives of a token, as in vLLM."""
 NO_TOKEN = -1
+"""No token has this id. As a sample: the row's logits leave none to choose (`ops/sampling.py`)."""
 PROMPT_TOKEN = 1 << 30
 """Bit of a token's count: it is in the prompt. The bits below count it among the generated ones."""
 FOREVER = int(np.iinfo(np.int32).max)

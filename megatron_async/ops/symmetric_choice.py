@@ -18,9 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.slot_records import NO_TOKEN
 from megatron_async.ops.symmetric_meeting import meet
 from megatron_async.ops.symmetric_memory import flag_bytes, make_on_all, share
+from megatron_async.ops.tile_scores import is_finite, nan_to_infinity
 
+NOTHING = tl.constexpr(NO_TOKEN)
 WORD_BYTES = 8
 """A score and its token."""
 LEAST_ROWS = 1024
@@ -30,7 +33,6 @@ LEAST_ROWS = 1024
 def choose_among_ranks(
     scores: Tensor,
     ids: Tensor,
-    vocab_size: int,
     pointers: Tensor,
     turns: Tensor,
     rank: int,
@@ -42,7 +44,6 @@ def choose_among_ranks(
         scores: float32 `[rows, splits]`, contiguous, on a GPU: the best of each part of this rank's
             columns.
         ids: int32 `[rows, splits]`, contiguous: the tokens that have them, rising.
-        vocab_size: tokens of all ranks.
         pointers: int64 `[ranks]`: addresses of the ranks' symmetric memory: int32 flags `[places,
             ranks]`, zero at first, then, at `first_word` words of eight bytes, two for each row,
             `[2, places]`. Ranks hold the vocabulary in their order.
@@ -51,8 +52,8 @@ def choose_among_ranks(
         first_word: words before the rows' own.
 
     Returns:
-        int64 `[rows]`: the largest score of all, of equal ones the lowest token. With NaN among the
-        scores it is any token that exists, the same on all ranks.
+        int64 `[rows]`: the largest score of all, of equal ones the lowest token; -1 where the
+        largest is not finite, or one is NaN. The same on all ranks.
 
     Raises:
         ValueError: shapes or strides do not fit, or there are more rows than places.
@@ -74,7 +75,6 @@ def choose_among_ranks(
             pointers,
             turns,
             splits,
-            vocab=vocab_size,
             rank=rank,
             ranks=len(pointers),
             lanes=triton.next_power_of_2(len(pointers)),
@@ -113,10 +113,10 @@ class SymmetricChoice:
         self._turns = torch.zeros(rows, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # sync-ok: at the start
 
-    def choose(self, scores: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    def choose(self, scores: Tensor, ids: Tensor) -> Tensor:
         """See `choose_among_ranks`."""
         return choose_among_ranks(
-            scores, ids, vocab_size, self._pointers, self._turns, self._rank, self._first_word
+            scores, ids, self._pointers, self._turns, self._rank, self._first_word
         )
 
 
@@ -136,7 +136,6 @@ def _choose_among_ranks_kernel(
     pointers: tl.tensor,
     turns: tl.tensor,
     splits: tl.tensor,
-    vocab: tl.constexpr,
     rank: tl.constexpr,
     ranks: tl.constexpr,
     lanes: tl.constexpr,
@@ -149,9 +148,8 @@ def _choose_among_ranks_kernel(
     split = tl.arange(0, block)
     wait_for_previous(overlap)
     score = tl.load(scores + row * splits + split, mask=split < splits, other=float("-inf"))
-    best, index = tl.max(score, axis=0, return_indices=True)
-    # With NaN any lane may win.
-    token = tl.load(ids + row * splits + tl.minimum(index, splits - 1))
+    best, index = tl.max(nan_to_infinity(score), axis=0, return_indices=True)
+    token = tl.load(ids + row * splits + index)
     word = (best.to(tl.int32, bitcast=True).to(tl.int64) << 32) | token.to(tl.int64)
     turn = tl.load(turns + row) + 1
     start = first_word + (turn & 1).to(tl.int64) * places + row
@@ -164,6 +162,6 @@ def _choose_among_ranks_kernel(
     found = tl.load(theirs + start, mask=exists, other=0, cache_modifier=".cg")
     score = (found >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     # Of equal scores the first wins: that of the rank with the lowest tokens.
-    _, winner = tl.max(tl.where(exists, score, float("-inf")), axis=0, return_indices=True)
-    chosen = tl.where(peer == tl.minimum(winner, ranks - 1), found.to(tl.int32), 0)
-    tl.store(tokens + row, tl.minimum(tl.sum(chosen), vocab - 1).to(tl.int64))
+    best, winner = tl.max(tl.where(exists, score, float("-inf")), axis=0, return_indices=True)
+    chosen = tl.sum(tl.where(peer == winner, found.to(tl.int32), 0)).to(tl.int64)
+    tl.store(tokens + row, tl.where(is_finite(best), chosen, NOTHING))

@@ -42,7 +42,8 @@ def best_of_tile(
     tile: tl.constexpr,
 ) -> None:
     """Kernel, one program a tile and row: the best score and its token, to `[rows, tiles]`. Rows
-    with a filter count as greedy.
+    with a filter count as greedy. NaN counts as infinity, so that no comparison loses it: who joins
+    the tiles finds a row that has either by a best score that is not finite.
 
     `first` is the token of the first column; `lead` lies it behind the begin of its noise group.
     """
@@ -65,9 +66,22 @@ def best_of_tile(
             if not filtered:
                 score = score / heat + noise_of(record, tl.load(positions + row), start, tile)
                 score = tl.where(inside, score, float("-inf"))
+    score = nan_to_infinity(score)
     best, index = tl.max(score, axis=0, return_indices=True)
     tl.store(scores + out, best)
     tl.store(ids + out, start + index)
+
+
+@triton.jit
+def nan_to_infinity(score: tl.tensor) -> tl.tensor:
+    """The scores, with infinity in place of NaN."""
+    return tl.where(score == score, score, float("inf"))
+
+
+@triton.jit
+def is_finite(score: tl.tensor) -> tl.tensor:
+    """Whether a score is a number, and not infinite."""
+    return (score > float("-inf")) & (score < float("inf"))
 
 
 # ---- Of a row's record -----------------------------------------------------------------------

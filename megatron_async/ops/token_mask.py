@@ -17,14 +17,16 @@ def mask_words(vocab_size: int) -> int:
 
 
 def apply_token_mask_reference(logits: Tensor, masks: Tensor) -> None:
-    """Set the logits of tokens that are not allowed to minus infinity.
+    """Set the logits of tokens that are not allowed to minus infinity. NaN stays, to be found when
+    the row is sampled.
 
     Args:
         logits: float32 `[rows, vocabulary]`, changed.
         masks: int32 `[rows, mask_words(vocabulary)]`; bit i % 32 of word i // 32 allows token i.
     """
     bits = (masks[:, :, None] >> torch.arange(BITS, device=masks.device)) & 1
-    logits.masked_fill_(bits.flatten(1)[:, : logits.size(1)] == 0, -torch.inf)
+    banned = bits.flatten(1)[:, : logits.size(1)] == 0
+    logits.masked_fill_(banned & ~logits.isnan(), -torch.inf)
 
 
 def apply_token_mask(logits: Tensor, masks: Tensor) -> None:
@@ -47,8 +49,7 @@ def _apply_token_mask(
     inside = token < vocab
     word = tl.load(masks + row * mask_stride + token // 32, mask=inside, other=-1)
     banned = ((word >> (token % 32)) & 1) == 0
-    tl.store(
-        logits + row * vocab + token,
-        tl.full((tile,), float("-inf"), tl.float32),
-        mask=inside & banned,
-    )
+    place = logits + row * vocab + token
+    logit = tl.load(place, mask=inside, other=0.0)
+    minus = tl.full((tile,), float("-inf"), tl.float32)
+    tl.store(place, minus, mask=inside & banned & (logit == logit))

@@ -145,7 +145,7 @@ def _finish(
         sums = tl.load(total + row * splits + split, mask=split < splits, other=0.0)
         largest = tl.max(part, axis=0)
         log_total = largest + tl.log(tl.sum(sums * tl.exp(part - largest), axis=0))
-        token = tl.load(tokens + row)
+        token = tl.maximum(tl.load(tokens + row), 0)  # of a row without a token nobody reads it
         if (asked & PROCESSED) != 0:
             score = tl.load(processed + row * vocab + token)
             heat = heat_of(record)

@@ -271,14 +271,14 @@ def _count_tokens(
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = row < count
     asked = tl.load(features + row, mask=inside, other=0)
-    produces = (asked & (PRODUCES | CONSTRAINED)) == PRODUCES
+    token = tl.load(tokens + row, mask=inside, other=0)
+    produces = ((asked & (PRODUCES | CONSTRAINED)) == PRODUCES) & (token >= 0)
     if width > 1:
         decodes = row < decode_rows * width
         owner = tl.where(decodes, row // width, row - decode_rows * (width - 1))
         found = ring + tl.load(entry).to(tl.int64) * ring_stride + owner * row_words
         yields = tl.load(found, mask=inside, other=0)
         produces = produces & (tl.where(decodes, row % width, 0) < yields)
-    token = tl.load(tokens + row, mask=inside, other=0)
     slot = tl.load(slots + row, mask=inside, other=0)
     counted = produces & ((asked & PENALTIES) != 0)
     place = counts + slot * vocab + token

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.sampling import SamplingMode, SamplingRows
-from megatron_async.ops.slot_records import RECORD_WORDS
+from megatron_async.ops.slot_records import NO_TOKEN, RECORD_WORDS
 from megatron_async.ops.tile_scores import (
     LOG2_E,
     NOISE_GROUP,
@@ -37,6 +37,7 @@ from megatron_async.ops.tile_scores import (
     float_of,
     heat_of,
     is_filtered,
+    is_finite,
     keeps,
     noise_of,
     record_of,
@@ -61,6 +62,7 @@ CANDIDATES = 4096
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Low bits of a float32 that numbers of the dtype leave alone."""
 
+NOTHING = tl.constexpr(NO_TOKEN)
 SPAN = tl.constexpr(40.0)
 """Where the search ends, in nats below the likeliest token. Gumbel noise of 23 bits lies in
 [-2.9, 16.7], so a token 20 nats down is never chosen, and 2 ** 18 tokens 40 nats down weigh less
@@ -87,7 +89,7 @@ def sample(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Ten
         mode: the highest mode among the rows; a captured step takes `FILTERED`.
 
     Returns:
-        int64 `[rows]` token ids.
+        int64 `[rows]` token ids; -1 as in the reference.
 
     Raises:
         ValueError: the logits' rows are strided or of another dtype, or `rows` is missing or does
@@ -111,7 +113,7 @@ def sample_with_cuts(
     if mode == SamplingMode.FILTERED:
         cuts = FilterCuts(*bounds(row, scores))
         _choose[(splits, count)](*row, *cuts, scores, ids, tile=TILE, num_warps=4)
-    _combine[(count,)](scores, ids, tokens, vocab, splits, block=triton.next_power_of_2(splits))
+    _combine[(count,)](scores, ids, tokens, splits, block=triton.next_power_of_2(splits))
     return tokens, cuts
 
 
@@ -130,8 +132,8 @@ def best_tokens(
 
     Returns:
         float32 scores and int32 token ids, both `[rows, splits]`: the best of each tile. A row's
-        scores have the bits that `sample` compares. A tile whose logits are all minus infinity or
-        NaN may name a token that is not this rank's.
+        scores have the bits that `sample` compares. NaN counts as infinity. A tile whose best score
+        is minus infinity may name a token that is not this rank's.
 
     Raises:
         ValueError: as `sample`.
@@ -171,7 +173,8 @@ def bounds(row: tuple[Any, ...], scores: Tensor) -> tuple[Tensor, ...]:
     Returns:
         cut (float32), last (int32) and top (float32), each `[rows]`: top_k and top_p keep the
         tokens with a logit over `cut`, and those with exactly `cut` up to token id `last`; `top` is
-        the largest logit. Only rows with a filter are written.
+        the largest logit. Only rows with a filter are written, and of one whose largest logit is
+        not finite only `top`.
     """
     rows, splits = scores.shape
     cut = torch.empty(rows, dtype=torch.float32, device=scores.device)
@@ -254,6 +257,9 @@ def _bounds(
     split = tl.arange(0, block)
     tops = tl.load(scores + row * splits + split, mask=split < splits, other=float("-inf"))
     top = tl.max(tops)
+    tl.store(top_out + row, top)
+    if is_finite(top) == 0:
+        return
     rate = LOG2_E / heat
     logits += row * row_stride
     scratch += row * candidates
@@ -313,7 +319,6 @@ def _bounds(
             last = nth_equal(logits, vocab, cut, keep, tile)
     tl.store(cut_out + row, cut)
     tl.store(last_out + row, last)
-    tl.store(top_out + row, top)
 
 
 @triton.jit
@@ -336,9 +341,12 @@ def _choose(
     heat = heat_of(record)
     if (heat <= 0) | (is_filtered(record) == 0):
         return
+    largest = tl.load(top + row)
+    if is_finite(largest) == 0:
+        return  # the tiles' best scores stay, and say so
     score = load_tile(logits + row * row_stride, split * tile, vocab, tile)
     token = split * tile + tl.arange(0, tile)
-    limit, last_id, largest = tl.load(cut + row), tl.load(last + row), tl.load(top + row)
+    limit, last_id = tl.load(cut + row), tl.load(last + row)
     keep = keeps(record, score, token, heat, limit, last_id, largest) & (token < vocab)
     best, index = float("-inf"), 0
     # Most tiles keep nothing: they skip the noise.
@@ -356,14 +364,12 @@ def _combine(
     scores: tl.tensor,
     ids: tl.tensor,
     tokens: tl.tensor,
-    vocab: tl.constexpr,
     splits: tl.tensor,
     block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, block)
     score = tl.load(scores + row * splits + split, mask=split < splits, other=float("-inf"))
-    _, index = tl.max(score, axis=0, return_indices=True)
-    # With NaN among the logits any lane may win; the token stays one that exists.
-    token = tl.load(ids + row * splits + tl.minimum(index, splits - 1))
-    tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
+    best, index = tl.max(score, axis=0, return_indices=True)
+    token = tl.load(ids + row * splits + index).to(tl.int64)
+    tl.store(tokens + row, tl.where(is_finite(best), token, NOTHING))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_async.ops.slot_records import NO_TOKEN
 from megatron_async.ops.tensor_collectives import TensorCollectives
 
 
@@ -43,16 +44,18 @@ class VocabularyShard:
         """The best token of each row on all ranks; the same on every rank.
 
         Args:
-            scores: float32 `[rows, splits]`: the best of each part of this rank's columns.
+            scores: float32 `[rows, splits]`: the best of each part of this rank's columns,
+                infinity where a logit is NaN.
             ids: int32 `[rows, splits]`: the tokens that have them, rising.
 
         Returns:
-            int64 `[rows]` token ids: the largest score of all, of equal ones the lowest token.
+            int64 `[rows]` token ids: the largest score of all, of equal ones the lowest token; -1
+            where the largest is not finite.
         """
         choice = self.collectives.choice
         if choice is not None and len(scores) <= choice.rows:
             self.collectives.calls["choice"] += 1
-            return choice.choose(scores, ids, self.vocab_size)
+            return choice.choose(scores, ids)
         self.collectives.calls["choice by all-gather"] += 1
         return self._choose_gathered(scores, ids)
 
@@ -62,6 +65,6 @@ class VocabularyShard:
         pairs = self.collectives.all_gather(torch.cat(pair, 1)[None])
         # argmax takes the first of equal ones: the rank with the lowest tokens.
         winner = pairs[..., 0].contiguous().view(torch.float32).argmax(0, keepdim=True)
+        score = pairs[..., 0].contiguous().view(torch.float32).gather(0, winner)[0]
         tokens = pairs[..., 1].gather(0, winner)[0].long()
-        # With NaN among the logits a kernel may name a token that does not exist.
-        return tokens.clamp(max=self.vocab_size - 1)
+        return tokens.where(score.isfinite(), NO_TOKEN)

@@ -99,6 +99,11 @@ class _RecordedGrammar(TokenGrammar):
         self._countdown.take()
 
     @property
+    def failure(self) -> None:
+        """What was recorded says that no token could be chosen, and not why."""
+        return
+
+    @property
     def is_complete(self) -> bool:
         """Whether the recorded request ended with this token by its grammar."""
         return self._countdown.is_at("grammar")

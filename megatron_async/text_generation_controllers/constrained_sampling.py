@@ -165,6 +165,6 @@ class ConstrainedSampler:
         kernels.log_probs(raw, processed, tokens, cuts, rows, found, entry)
         kernels.count_tokens(tokens, rows)
         self._sampler.log_probs[step % len(self.ring)].index_copy_(0, index, found[0])
-        slots.last_token.index_copy_(0, slot, tokens)
+        slots.last_token.index_copy_(0, slot, tokens.clamp(min=0))
         samples = view.sample_ring[step % len(self.ring), :, TOKENS]
         samples.index_copy_(0, row, tokens.int())

@@ -88,3 +88,21 @@ def test_samples_follow_the_filtered_distribution(temperature, top_k, top_p, min
     # 99.9 % of chi-square, by degrees of freedom.
     limits = {1: 10.8, 2: 13.8, 3: 16.3, 4: 18.5, 5: 20.5}
     assert chi_square < limits[len(kept) - 1]
+
+
+@pytest.mark.parametrize("mode", SamplingMode)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_unsound_row_has_no_token(mode, value):
+    logits = torch.randn(4, 97, generator=torch.Generator().manual_seed(0))
+    rows = tensors([(0.0, 0, 0.0, 0.0, 1), (1.0, 0, 0.0, 0.0, 2), (0.7, 5, 0.9, 0.1, 3),
+                    (1.0, 0, 0.0, 0.0, 4)])  # fmt: skip
+    expected = sample_reference(logits, rows, mode)
+    for damaged in range(4):
+        broken = logits.clone()
+        broken[damaged, 50] = value
+        found = sample_reference(broken, rows, mode)
+        assert found[damaged] == -1
+        assert [t for i, t in enumerate(found.tolist()) if i != damaged] == [
+            t for i, t in enumerate(expected.tolist()) if i != damaged
+        ]
+    assert sample_reference(torch.full_like(logits, -math.inf), rows, mode).eq(-1).all()

@@ -134,12 +134,14 @@ def test_logits_are_processed(rng, device, dtype):
 def test_tokens_are_masked(rng, device):
     vocab, count = rng.choice([7, 32, 130, 1003]), rng.randint(1, 5)
     logits = torch.randn(count, vocab, device=device)
+    logits[0, vocab // 2] = torch.nan  # allowed or not, it stays
     shape = (count, token_mask.mask_words(vocab) + 3)  # the rows of a wider array
     words = torch.randint(-(2**31), 2**31, shape).to(device, torch.int32)[:, 3:]
     expected = logits.cpu()
     token_mask.apply_token_mask(logits, words)
     token_mask.apply_token_mask_reference(expected, words.cpu())
-    assert torch.equal(logits.cpu(), expected)
+    torch.testing.assert_close(logits.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    assert logits[0, vocab // 2].isnan()
 
 
 def test_samples_are_counted(rng, device):
@@ -149,6 +151,7 @@ def test_samples_are_counted(rng, device):
     rows.features[drop] &= ~int(RowFeature.PRODUCES)
     expected = on_cpu(rows)
     tokens = torch.randint(vocab, (count,), device=device)
+    tokens[torch.rand(count, device=device) < 0.1] = -1  # no token could be chosen
     triton_logits.count_tokens(tokens, rows)
     plain.count_tokens_reference(tokens.cpu(), expected)
     same_state(on_cpu(rows), expected)

@@ -185,14 +185,25 @@ def test_a_row_does_not_depend_on_its_company(device, small_tiles):
         assert alone.item() == together[row].item()
 
 
-def test_nan_logits_give_a_token_that_exists(device):
-    logits = torch.full((2, 5), torch.nan, device=device)
-    for mode, params in (
-        (SamplingMode.GREEDY, None),
-        (SamplingMode.FILTERED, parameters(2, device, top_k=3, top_p=0.9)),
-    ):
-        tokens = triton_sampling.sample(logits, params, mode)
-        assert ((tokens >= 0) & (tokens < 5)).all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [5, 1003])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_unsound_rows_have_no_token(vocab, dtype, value, device, small_tiles):
+    """One NaN or infinity, wherever it is, or nothing but minus infinity; other rows are left
+    alone."""
+    logits = (3 * torch.randn(8, vocab, device=device)).to(dtype)
+    filters = {"top_k": [0, 0, 3, 0] * 2, "top_p": [0.0, 0.0, 0.0, 0.9] * 2}
+    params = parameters(8, device, temperature=[0.0, 0.8, 0.8, 0.8] * 2, **filters)
+    sound = torch.arange(8, device=device) < 4
+    places = [slice(None)] if value < 0 else [0, vocab // 2, vocab - 1, slice(None)]
+    for mode in (SamplingMode.GREEDY, SamplingMode.FILTERED):
+        expected = triton_sampling.sample(logits, params, mode).where(sound, -1)
+        for place in places:
+            damaged = logits.clone()
+            damaged[4:, place] = value
+            assert torch.equal(triton_sampling.sample(damaged, params, mode), expected)
+            reference = sample_reference(damaged, params, mode)
+            assert torch.equal(reference == -1, ~sound)
 
 
 def test_no_rows():

@@ -1,0 +1,162 @@
+"""A request whose logits become NaN fails, alone, and says why; the others give their tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ascii_tokenizer import make_ascii_tokenizer
+from harness import (
+    TINY,
+    EngineFactory,
+    Job,
+    assert_all_is_back,
+    drain,
+    greedy,
+    random_prompts,
+    run_alone,
+)
+
+from megatron_async import DynamicInferenceEngine, SamplingParams, Status, StructuredOutput
+from megatron_async.errors import NoTokenToChoose
+from megatron_async.simulation.recorder import Recorder
+from megatron_async.simulation.recording import load_recording
+from megatron_async.simulation.replay import Replay
+
+PROMPTS = random_prompts(3, (30, 5, 17, 9), TINY.vocab_size)
+POSITION = 41
+"""Of the first token that cannot be chosen; sequences that stay shorter are sound."""
+BEFORE = POSITION - len(PROMPTS[0])
+"""Tokens that the first prompt's request generates before."""
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "softmax": {"temperature": 0.9, "seed": 1},
+    "filtered": {"temperature": 0.9, "top_k": 9, "top_p": 0.9, "seed": 1},
+    "processed": {"repetition_penalty": 1.3, "bad_words": [[3, 4]], "return_log_probs": True},
+}
+
+
+def damage(engine: DynamicInferenceEngine, value: float = torch.nan, column: Any = 7) -> None:
+    """Spoil a logit of every row whose next token stands at `POSITION` or behind it."""
+    wrapper = engine.controller.inference_wrapped_model
+    forward = wrapper.forward
+
+    def forward_and_spoil(view: Any) -> torch.Tensor:
+        logits = forward(view).clone()
+        rows = (view.step.kv_lengths >= POSITION).nonzero()[:, 0]
+        logits[rows, column] = value
+        return logits
+
+    wrapper.forward = forward_and_spoil  # type: ignore[method-assign]
+
+
+def jobs(**changes: Any) -> list[Job]:
+    """The first runs into the damage; the others end before it."""
+    return [Job(PROMPTS[0], greedy(40, **changes))] + [
+        Job(prompt, greedy(20, **changes)) for prompt in PROMPTS[1:]
+    ]
+
+
+def run(engine: DynamicInferenceEngine, work: list[Job]) -> list[Any]:
+    requests = engine.generate([job.prompt for job in work], [job.params for job in work])
+    drain(engine)
+    assert_all_is_back(engine)
+    return requests
+
+
+@pytest.mark.parametrize("invalidation", ["reconcile", "rollback"])
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_fails_alone(
+    make_tiny_engine: EngineFactory, kind: str, lookahead: int, invalidation: str
+) -> None:
+    work = jobs(**KINDS[kind])
+    alone = run_alone(make_tiny_engine(lookahead=0), work)
+    engine = make_tiny_engine(lookahead=lookahead, invalidation=invalidation)
+    damage(engine)
+    failed, *others = run(engine, work)
+    assert failed.status == Status.FAILED
+    assert failed.finish_reason == "error"
+    assert isinstance(failed.error, NoTokenToChoose)
+    assert failed.error.position == POSITION
+    assert "request 0: no token can be chosen at position 41" in str(failed.error)
+    assert "check the model's weights" in str(failed.error)
+    assert f"The {BEFORE} tokens generated before are kept" in str(failed.error)
+    assert failed.generated_tokens == alone[0][:BEFORE]
+    assert [request.generated_tokens for request in others] == alone[1:]
+    assert all(request.status == Status.COMPLETED for request in others)
+    stats = engine.stats()
+    assert stats["failed_requests"] == 1
+    assert stats["generated_tokens"] == BEFORE + 3 * 20
+    if invalidation == "reconcile":
+        assert stats["zombie_rows"] == lookahead
+    # The slot serves its next owner as if nothing had been.
+    assert run(engine, work[1:])[0].generated_tokens == alone[1]
+
+
+@pytest.mark.parametrize(
+    ("value", "column"), [(torch.inf, 0), (-torch.inf, slice(None)), (torch.nan, slice(None))]
+)
+def test_other_logits_that_leave_no_token(
+    make_tiny_engine: EngineFactory, value: float, column: Any
+) -> None:
+    engine = make_tiny_engine(lookahead=1)
+    damage(engine, value, column)
+    failed, *others = run(engine, jobs())
+    assert isinstance(failed.error, NoTokenToChoose)
+    assert all(request.error is None for request in others)
+
+
+def test_the_first_token_of_a_prompt_in_chunks(make_tiny_engine: EngineFactory) -> None:
+    """Chunks that leave part of a prompt have no token to choose: their logits do not matter."""
+    engine = make_tiny_engine(lookahead=1, max_tokens=16, max_requests=4)
+    damage(engine)
+    long = random_prompts(5, (70,), TINY.vocab_size)[0]
+    failed, sound = run(engine, [Job(long, greedy(4)), Job(PROMPTS[1], greedy(20))])
+    assert isinstance(failed.error, NoTokenToChoose)
+    assert failed.error.position == 70
+    assert failed.generated_tokens == []
+    assert sound.error is None
+
+
+@pytest.mark.parametrize("invalidation", ["reconcile", "rollback"])
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_a_row_under_a_grammar(
+    make_tiny_engine: EngineFactory, lookahead: int, invalidation: str
+) -> None:
+    """Also where the damaged logit is one that the grammar bans."""
+    tokenizer = make_ascii_tokenizer()
+    params = SamplingParams(
+        seed=4,
+        num_tokens_to_generate=60,
+        structured_output=StructuredOutput(regex="[a-f]{70}"),
+    )
+    work = [Job(PROMPTS[0], params), *jobs()[1:]]
+    engine = make_tiny_engine(lookahead=0, tokenizer=tokenizer)
+    whole = [request.generated_tokens for request in run(engine, work)]
+    for column in (7, slice(None)):
+        engine = make_tiny_engine(
+            lookahead=lookahead, invalidation=invalidation, tokenizer=tokenizer
+        )
+        damage(engine, column=column)
+        failed, *others = run(engine, work)
+        assert isinstance(failed.error, NoTokenToChoose)
+        assert failed.generated_tokens == whole[0][:BEFORE]
+        assert [request.generated_tokens for request in others] == whole[1:]
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_a_recorded_run_replays(
+    make_tiny_engine: EngineFactory, tmp_path: Path, lookahead: int
+) -> None:
+    engine = make_tiny_engine(lookahead=lookahead)
+    damage(engine)
+    recorder = Recorder(engine, tmp_path / "run.rec")
+    failed, *_ = run(engine, jobs())
+    recorder.close()
+    replay = Replay(load_recording(tmp_path / "run.rec"))
+    replay.run()
+    assert replay.engine.stats()["failed_requests"] == 1
+    assert failed.error is not None
