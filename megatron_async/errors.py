@@ -60,7 +60,12 @@ class StageFailed(RuntimeError):
 
 
 class EngineStopped(RuntimeError):
-    """The engine is paused or suspended, and was asked for what only a running one can do."""
+    """The engine is paused, suspended or closed, and was asked for what only a running one can
+    do."""
+
+
+class WrongThread(RuntimeError):
+    """An engine that is at work on one thread was called on another."""
 
 
 class Overloaded(RuntimeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,11 @@ from megatron_async.ops.slot_records import MAX_TOP_N
 from megatron_async.structured_output import StructuredOutput
 
 LOGPROBS_MODES = ("raw", "processed")
+MAX_STOP_TOKEN_IDS = 128
+"""Every token of every request is compared with as many as the largest request has."""
+MAX_STOP_WORDS = 64
+MAX_WORD_LENGTH = 256
+"""Of a stop word, or of a bad word that is a text: characters."""
 
 
 @dataclass
@@ -41,7 +47,7 @@ class SamplingParams:
     """Token that ends the request. None: the tokenizer's end-of-document token. -1: no such
     token."""
     stop_token_ids: list[int] | None = None
-    """Further tokens that end the request."""
+    """Further tokens that end the request, at most 128."""
     add_BOS: bool = False
     """Put the tokenizer's beginning-of-sequence token before a text prompt that lacks it."""
     detokenize_stop_sequence: bool = False
@@ -73,10 +79,10 @@ class SamplingParams:
     """No token and no stop word ends the request before this many generated tokens."""
     bad_words: list[str | list[int]] | None = None
     """Words that are never completed: texts (needs a tokenizer; also with a space before them) or
-    token ids; at most 64 of at most 16 tokens."""
+    token ids; at most 64 of at most 16 tokens (and 256 characters)."""
     stop_words: list[str] | None = None
     """Strings that end the request as soon as its generated text contains one; they are matched on
-    text, across the borders of tokens. Needs a tokenizer."""
+    text, across the borders of tokens. At most 64 of at most 256 characters. Needs a tokenizer."""
 
     structured_output: StructuredOutput | None = None
     """JSON schema, regular expression, grammar or choice that the text is held to; the request ends
@@ -122,22 +128,29 @@ class SamplingParams:
                 _integer(name, getattr(self, name), "1 or more", lambda v: v >= 1)
         if self.termination_id is not None:
             _token("termination_id", self.termination_id, vocab_size, allow_off=True)
-        if not isinstance(self.stop_token_ids, list | None):
+        self._validate_stops(vocab_size)
+        self._validate_log_probs()
+        self._validate_processors(vocab_size)
+
+    def _validate_stops(self, vocab_size: int) -> None:
+        tokens, words = self.stop_token_ids, self.stop_words
+        if not isinstance(tokens, list | None):
             raise RequestError(
-                f"stop_token_ids={self.stop_token_ids!r} is not allowed: it must be a list of "
-                "token ids."
+                f"stop_token_ids={tokens!r} is not allowed: it must be a list of token ids."
             )
-        for token in self.stop_token_ids or ():
+        _at_most("stop_token_ids", tokens, MAX_STOP_TOKEN_IDS, "tokens")
+        for token in tokens or ():
             _token("stop_token_ids", token, vocab_size, allow_off=False)
-        words = self.stop_words
+        if isinstance(words, list):
+            _at_most("stop_words", words, MAX_STOP_WORDS, "words")
         if not isinstance(words, list | None) or not all(
             isinstance(word, str) and word for word in words or ()
         ):
             raise RequestError(
                 f"stop_words={words!r} is not allowed: it must be a list of strings, none empty."
             )
-        self._validate_log_probs()
-        self._validate_processors(vocab_size)
+        for word in words or ():
+            check_word_length("stop_words", word)
 
     def _validate_log_probs(self) -> None:
         if self.logprobs_mode not in LOGPROBS_MODES:
@@ -182,6 +195,20 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _token("a token of logit_bias", token, vocab_size, allow_off=False)
             _number(f"logit_bias of token {token}", bias, "-100 to 100", lambda v: abs(v) <= 100)
+
+
+def check_word_length(name: str, word: str) -> None:
+    """Raise RequestError if a word of the field `name` is too long a text."""
+    if len(word) > MAX_WORD_LENGTH:
+        raise RequestError(
+            f"{name} has the word {reprlib.repr(word)} of {len(word)} characters: at most "
+            f"{MAX_WORD_LENGTH} are served."
+        )
+
+
+def _at_most(name: str, values: list[Any] | None, most: int, kind: str) -> None:
+    if values is not None and len(values) > most:
+        raise RequestError(f"{name} has {len(values)} {kind}: at most {most} are served.")
 
 
 def _number(name: str, value: Any, allowed: str, fits: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron_async.ops.slot_records import (
     RowFeature,
     pack_record,
 )
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.sampling_params import SamplingParams, check_word_length
 
 LEAST_TEMPERATURE = 1e-6
 """Smaller ones are taken as 0: logits divided by them could overflow, and greedy is their limit."""
@@ -155,13 +156,14 @@ def _bad_words(params: SamplingParams, vocab_size: int, tokenizer: Any) -> list[
         return []
     if not isinstance(given, list):
         raise RequestError(f"bad_words={given!r} is not allowed: it must be a list of words.")
+    if len(given) > MAX_BAD_WORDS:  # before each is tokenized
+        raise RequestError(
+            f"bad_words has {len(given)} words: at most {MAX_BAD_WORDS} are served."
+        )
     words: list[list[int]] = []
     for word in given:
         for tokens in _spellings(word, vocab_size, tokenizer):
-            if len(tokens) > WINDOW:
-                raise RequestError(
-                    f"the bad word {word!r} has {len(tokens)} tokens: at most {WINDOW} are served."
-                )
+            _check_window(word, tokens)
             if tokens not in words:
                 words.append(tokens)
     if len(words) > MAX_BAD_WORDS:
@@ -170,6 +172,14 @@ def _bad_words(params: SamplingParams, vocab_size: int, tokenizer: Any) -> list[
             f"most {MAX_BAD_WORDS} are served."
         )
     return words
+
+
+def _check_window(word: Any, tokens: list[int]) -> None:
+    if len(tokens) > WINDOW:
+        raise RequestError(
+            f"the bad word {reprlib.repr(word)} has {len(tokens)} tokens: at most {WINDOW} are "
+            "served."
+        )
 
 
 def _spellings(word: Any, vocab_size: int, tokenizer: Any) -> list[list[int]]:
@@ -182,8 +192,11 @@ def _spellings(word: Any, vocab_size: int, tokenizer: Any) -> list[list[int]]:
                 f"the bad word {word!r} is a text, but this engine has no tokenizer: give its "
                 "token ids, or give the engine a tokenizer."
             )
+        check_word_length("bad_words", word)
         text = word.lstrip()
         return [list(tokenizer.tokenize(text)), list(tokenizer.tokenize(" " + text))]
+    if isinstance(word, list):
+        _check_window(word, word)
     if not isinstance(word, list) or not word or not all(_is_token(t, vocab_size) for t in word):
         raise RequestError(
             f"the bad word {word!r} is not allowed: it must be a text, or a list of token ids from "

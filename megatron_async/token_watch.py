@@ -126,20 +126,21 @@ class Vocabulary:
         order = sorted(range(len(pieces)), key=pieces.__getitem__)
         self._sorted = [pieces[token] for token in order]
         self._tokens = np.array(order, dtype=np.int64)
+        self._longest = max(map(len, self._sorted), default=0)
         self._ends = np.array(list(accumulate(map(len, self._sorted))), dtype=np.int64)
         self._bytes = np.frombuffer(b"".join(self._sorted), dtype=np.uint8)
 
     def completing(self, word: bytes) -> NDArray[np.int64]:
         """Ids of the tokens with which a text can begin to contain `word`: they contain it, or
         begin with an end of it."""
-        found = [self._containing(word)]
-        for length in range(1, len(word)):
+        found = [self._containing(word)] if len(word) <= self._longest else []
+        for length in range(1, min(len(word), self._longest + 1)):
             end = word[-length:]
             first = bisect_left(self._sorted, end)
             # No byte string that begins with `end` is behind this one, in a vocabulary.
             last = bisect_left(self._sorted, end + b"\xff" * 256, lo=first)
             found.append(self._tokens[first:last])
-        return np.concatenate(found)
+        return np.concatenate(found) if found else self._tokens[:0]
 
     def _containing(self, word: bytes) -> NDArray[np.int64]:
         count = max(len(self._bytes) - len(word) + 1, 0)

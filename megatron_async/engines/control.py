@@ -16,6 +16,7 @@ from enum import Enum, auto
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.kv_cache import GIB
 from megatron_async.contexts.step_output import StepOutput
+from megatron_async.engines.engine_thread import EngineThread
 from megatron_async.engines.observer import EngineObserver
 from megatron_async.engines.rank_group import RankGroup
 from megatron_async.engines.request_registry import RequestRegistry
@@ -42,11 +43,13 @@ class ControllableEngine(ABC):
     stop return when all have stopped.
 
     All methods may be called from synchronous code and from a coroutine beside `run_engine`, on the
-    thread that steps the engine. While it is stopped, requests may be added and aborted,
-    `async_step` waits until there is something to do or to report, and `step_modern` and `generate`
-    raise `EngineStopped` where they would wait for ever.
+    thread that steps the engine; on others they raise `WrongThread` while it is at work. While it
+    is stopped, requests may be added and aborted, `async_step` waits until there is something to do
+    or to report, and `step_modern` and `generate` raise `EngineStopped` where they would wait for
+    ever.
 
-    Attributes are those of `DynamicInferenceEngine`.
+    Attributes are those of `DynamicInferenceEngine`, and:
+        thread: that is at work in it.
     """
 
     controller: TextGenerationController
@@ -61,7 +64,9 @@ class ControllableEngine(ABC):
     def __init__(self) -> None:
         self._is_paused = False
         self._is_suspended = False
+        self._is_closed = False
         self._cache_is_released = False
+        self.thread = EngineThread()
         self._undelivered: list[StepOutput] = []
         self._failure: JobFailed | None = None
 
@@ -73,6 +78,7 @@ class ControllableEngine(ABC):
             yield
         except JobFailed as error:
             self._failure = error
+            self._keep_booked_tokens()
             self.requests.fail_all(error)
             self.group.close(error)
             raise
@@ -95,6 +101,7 @@ class ControllableEngine(ABC):
         Waits for the steps in flight (at most lookahead + 1) and books their tokens: futures and
         streams see them, and the next step's report carries their outputs.
         """
+        self.thread.check()
         if not self._is_paused:
             self._is_paused = True
             self.statistics.engine_pauses += 1
@@ -103,6 +110,7 @@ class ControllableEngine(ABC):
 
     def unpause(self) -> None:
         """Take a `pause` back; without one, nothing happens. A suspended engine stays suspended."""
+        self.thread.check()
         self.group.controlled("unpause")
         self._is_paused = False
         self.group.stop_together(self.is_stopped)
@@ -122,6 +130,7 @@ class ControllableEngine(ABC):
             bytes given back; on a GPU as the driver counts them. 0 without `free_kv_cache`, and
             when they were given back before.
         """
+        self.thread.check()
         if not self._is_suspended:
             self._is_suspended = True
             self.statistics.engine_suspends += 1
@@ -146,6 +155,8 @@ class ControllableEngine(ABC):
         Raises:
             OutOfMemoryError: the cache does not fit any more; the engine stays suspended.
         """
+        self.thread.check()
+        self._check_is_open()
         self.group.controlled("resume")
         if self._cache_is_released:
             device, cache = self.context.device, self.context.gpu_view.kv_cache
@@ -168,10 +179,11 @@ class ControllableEngine(ABC):
     @property
     def is_stopped(self) -> bool:
         """Whether no step may be launched."""
-        return self._is_paused or self._is_suspended
+        return self._is_paused or self._is_suspended or self._is_closed
 
     def _drain(self) -> None:
         """Resolve all steps in flight; their outputs go to the next report."""
+        self._check_is_open()
         with self._giving_up_with_the_job():
             self.group.stop_together(True)
             while self.group.must_keep_up:
@@ -192,15 +204,23 @@ class ControllableEngine(ABC):
 
     def _must_wait(self) -> bool:
         """Whether a step could neither launch, nor resolve, nor report."""
-        news = self.in_flight or self._undelivered or self.requests.has_ended
-        return self.is_stopped and not news
+        can_resolve = self.in_flight and not self._is_closed
+        return self.is_stopped and not (
+            can_resolve or self._undelivered or self.requests.has_ended
+        )
 
     async def _wait_while_stopped(self) -> None:
         while self._must_wait():
+            self._check_is_open()
             await self.requests.news.wait()
+
+    def _check_is_open(self) -> None:
+        if self._is_closed:
+            raise EngineStopped("the engine is closed: make a new engine (or LLM) and use that.")
 
     def _check_is_running(self) -> None:
         """Raise EngineStopped if it is not: synchronous code cannot wait for it."""
+        self._check_is_open()
         if self.is_stopped:
             undo = [("unpause()", self._is_paused), ("resume()", self._is_suspended)]
             calls = " and ".join(call for call, is_due in undo if is_due)
@@ -208,10 +228,18 @@ class ControllableEngine(ABC):
                 f"the engine is {self.state.name.lower()} and launches no step: call {calls} first."
             )
 
-    def _go_on_for_good(self) -> None:
-        """Let nobody wait any longer: the engine is closed."""
-        self._is_paused = self._is_suspended = False
+    def _end_for_good(self) -> None:
+        """Let nobody wait any longer: nothing more will come."""
+        self._is_closed = True
+        self._keep_booked_tokens()
+        self.requests.close()
         self.requests.news.notify()
+
+    def _keep_booked_tokens(self) -> None:
+        """Who ends without having been released has what the books have of it."""
+        slots = self.context.slots
+        for request, slot in ((slots.request_at(slot), slot) for slot in slots.slot_of.values()):
+            request.generated_tokens = slots.generated_tokens(slot)
 
     @abstractmethod
     def _launch_dummy(self) -> None:

@@ -20,7 +20,7 @@ from megatron_async.engines.control import ControllableEngine
 from megatron_async.engines.follower import Follower, follow
 from megatron_async.engines.generation import run_to_end
 from megatron_async.engines.invalidation import Invalidation, Reconcile
-from megatron_async.engines.new_request import prepare_request
+from megatron_async.engines.new_request import new_request, prepare_request
 from megatron_async.engines.observer import EngineObserver
 from megatron_async.engines.rank_group import RankGroup
 from megatron_async.engines.request_registry import RequestRegistry
@@ -31,11 +31,7 @@ from megatron_async.engines.step_launching import StepLaunching
 from megatron_async.engines.streaming import RequestStream
 from megatron_async.engines.validation import check_request_id
 from megatron_async.errors import RequestAborted
-from megatron_async.inference_request import (
-    DynamicInferenceEventType,
-    DynamicInferenceRequest,
-    Status,
-)
+from megatron_async.inference_request import DynamicInferenceRequest, Status
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.structured_output import GrammarCompiler
 from megatron_async.text_generation_controllers.text_generation_controller import (
@@ -136,22 +132,14 @@ class DynamicInferenceEngine(ControllableEngine):
         Raises:
             RequestError: the id is no 64-bit integer, or in use by an unfinished request, which is
                 left alone.
+            EngineStopped: the engine is closed.
+            WrongThread: another thread is at work in the engine. Whatever is raised (Ctrl-C too),
+                the request is not added.
         """
-        request_id = check_request_id(request_id)
-        params = SamplingParams()
-        if isinstance(sampling_params, SamplingParams):
-            params = sampling_params.copy()
-        # The tokenizer's method, not the controller's: a request that led back to the engine would
-        # keep the engine's memory until Python looks for cycles.
-        tokenizer = self.controller.tokenizer
-        request = DynamicInferenceRequest(
-            request_id=request_id,
-            prompt=prompt if isinstance(prompt, str) else None,
-            sampling_params=params,
-            detokenizer=None if tokenizer is None else tokenizer.detokenize,
-        )
-        request.add_event(DynamicInferenceEventType.ADD_ENGINE)
-        entry = self.requests.add(request)
+        self.thread.check()
+        self._check_is_open()
+        request = new_request(check_request_id(request_id), prompt, self.controller.tokenizer)
+        entry = self.requests.new_entry(request)
         try:
             self._check_has_its_job()
             max_length = prepare_request(
@@ -160,11 +148,18 @@ class DynamicInferenceEngine(ControllableEngine):
             )  # fmt: skip
         except Exception as error:
             # Whatever it is, also from a user's own tokenizer, it is this request's alone.
+            self.requests.add(entry)
             self.requests.end(request, Status.FAILED, "error", error)
             return entry.future
-        self.context.add_request(request, max_length)
-        self.group.added(request)
-        self.observer.added(request)
+        try:
+            self.requests.add(entry)
+            self.context.add_request(request, max_length)
+            self.observer.added(request)
+            self.group.added(request)
+        except BaseException:
+            if self.requests.withdraw(entry):
+                self.context.waiting.remove(request.request_id)
+            raise
         return entry.future
 
     def abort_request(self, request_id: int) -> None:
@@ -172,7 +167,9 @@ class DynamicInferenceEngine(ControllableEngine):
 
         Raises:
             KeyError: no unfinished request has this id.
+            WrongThread: another thread is at work in the engine.
         """
+        self.thread.check()
         request = self.get_request(request_id)
         self.group.aborted(request_id)
         self.observer.aborted(request_id)
@@ -191,6 +188,7 @@ class DynamicInferenceEngine(ControllableEngine):
         Raises:
             KeyError: no unfinished request has this id.
         """
+        self.thread.check()
         return self.requests.stream(request_id, self._booked_tokens)
 
     def _booked_tokens(self, request: DynamicInferenceRequest) -> list[int]:
@@ -219,7 +217,8 @@ class DynamicInferenceEngine(ControllableEngine):
             "step_time": seconds.
 
         Raises:
-            EngineStopped: the engine is paused or suspended, and nothing is left to report.
+            EngineStopped: the engine is paused, suspended or closed; nothing is left to report.
+            WrongThread: another thread is at work in the engine.
             JobFailed: other ranks of the model are lost, and with them all requests; or this one
                 follows another.
         """
@@ -229,7 +228,7 @@ class DynamicInferenceEngine(ControllableEngine):
         start = time.perf_counter()
         outputs = []
         step = self.context.next_step
-        with self._giving_up_with_the_job(), self.tracer.range("step", step):
+        with self.thread, self._giving_up_with_the_job(), self.tracer.range("step", step):
             for _ in range(self._launch_next()):
                 self._wait(self.in_flight[0])
                 outputs += self._resolve_oldest()
@@ -243,27 +242,29 @@ class DynamicInferenceEngine(ControllableEngine):
         start = time.perf_counter()
         outputs = []
         step = self.context.next_step
-        with self._giving_up_with_the_job(), self.tracer.range("step", step):
+        with self.thread, self._giving_up_with_the_job(), self.tracer.range("step", step):
             for _ in range(self._launch_next()):
                 oldest = self.in_flight[0]
                 if not oldest.ready.query():
                     await asyncio.to_thread(self._wait, oldest)
-                if not self.in_flight or self.in_flight[0] is not oldest:
-                    break  # while this coroutine waited, another one stepped the engine
+                if self._is_closed or not self.in_flight or self.in_flight[0] is not oldest:
+                    break  # while this coroutine waited, another one stepped or closed the engine
                 outputs += self._resolve_oldest()
         return self._report(outputs, start)
 
     async def run_engine(self) -> None:
-        """Step whenever there is work, until the task is cancelled.
+        """Step whenever there is work, until the task is cancelled or the engine closed.
 
-        Answers come by the futures of `add_request` and by `stream`.
+        Answers come by the futures of `add_request` and by `stream`. Until it ends, the engine is
+        for this thread alone: others raise `WrongThread`.
         """
-        while True:
-            with self._giving_up_with_the_job():
-                await self.group.wait_for_work(self.requests)
-            while self.has_unfinished_requests():
-                await self.async_step()
-                await asyncio.sleep(0)  # a step whose samples are there already never waits
+        with self.thread:
+            while not self._is_closed:
+                with self._giving_up_with_the_job():
+                    await self.group.wait_for_work(self.requests)
+                while self.has_unfinished_requests() and not self._is_closed:
+                    await self.async_step()
+                    await asyncio.sleep(0)  # a step whose samples are there already never waits
 
     def _launch_next(self) -> int:
         """Prepare and launch one step.
@@ -273,6 +274,8 @@ class DynamicInferenceEngine(ControllableEngine):
             are any from before, nothing is launched); or one, when nothing could be launched,
             because then only a resolve can change that.
         """
+        if self._is_closed:
+            return 0
         if self.is_stopped or self.invalidation.is_draining:
             return len(self.in_flight)
         overdue = len(self.in_flight) - self.lookahead
@@ -370,7 +373,8 @@ class DynamicInferenceEngine(ControllableEngine):
             EngineStopped: the engine is paused or suspended.
         """
         self._check_is_running()
-        return run_to_end(self, prompts, sampling_params, on_step)
+        with self.thread:
+            return run_to_end(self, prompts, sampling_params, on_step)
 
     def follow(self) -> bool:
         """Do what the leader of this rank's group does, until it releases its followers (the end of
@@ -393,9 +397,8 @@ class DynamicInferenceEngine(ControllableEngine):
 
     def close(self) -> None:
         """Finish what is launched, free the device's threads, and fail the requests that are
-        unfinished, so that nobody waits for them for ever."""
+        unfinished, so that nobody waits for them for ever; they keep the tokens that are booked."""
         self.group.close()
         self.context.device.close(wait=self._failure is None)
         self.tracer.collect()
-        self.requests.close()
-        self._go_on_for_good()
+        self._end_for_good()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -13,13 +14,33 @@ from megatron_async.engines.validation import (
     prompt_to_array,
     require_detokenizer,
 )
+from megatron_async.errors import RequestError
+from megatron_async.inference_request import DynamicInferenceEventType, DynamicInferenceRequest
 from megatron_async.log_probs import RequestLogProbs
+from megatron_async.sampling_params import SamplingParams
 from megatron_async.sampling_record import sampling_record
 from megatron_async.structured_output import GrammarCompiler
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
 from megatron_async.token_watch import EVERYTHING, TokenWatch
+
+INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
+"""Meant for the caller, not for the request during whose preparation they come."""
+
+
+def new_request(request_id: int, prompt: Any, tokenizer: Any) -> DynamicInferenceRequest:
+    """A request that nothing is known of yet but its id."""
+    request = DynamicInferenceRequest(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        sampling_params=SamplingParams(),
+        # The tokenizer's method, not the controller's: a request that led back to the engine would
+        # keep the engine's memory until Python looks for cycles.
+        detokenizer=None if tokenizer is None else tokenizer.detokenize,
+    )
+    request.add_event(DynamicInferenceEventType.ADD_ENGINE)
+    return request
 
 
 def prepare_request(
@@ -35,7 +56,7 @@ def prepare_request(
     """Check what the caller gave, and fill in the entry and its request.
 
     Args:
-        entry: its request has a copy of the sampling parameters.
+        entry: of a new request.
         prompt: text or token ids.
         given_params: the sampling parameters as they were given.
         priority: as it was given.
@@ -48,12 +69,37 @@ def prepare_request(
         the sequence length, tokens, at which the request ends.
 
     Raises:
-        RequestError: the request can never be served; other exceptions come from a user's own
-            tokenizer.
+        RequestError: the request can never be served, or a library panicked over it (those in Rust
+            raise what is no `Exception`); other exceptions come from a user's own tokenizer.
     """
+    try:
+        return _prepare(
+            entry, prompt, given_params, priority, controller, context, grammars, watch
+        )
+    except (Exception, *INTERRUPTS):
+        raise
+    except BaseException as panic:
+        raise RequestError(
+            f"the request could not be prepared: {type(panic).__name__}: {panic}. Change its "
+            "prompt or sampling_params."
+        ) from panic
+
+
+def _prepare(
+    entry: RequestEntry,
+    prompt: Any,
+    given_params: Any,
+    priority: Any,
+    controller: TextGenerationController,
+    context: DynamicInferenceContext,
+    grammars: GrammarCompiler,
+    watch: TokenWatch,
+) -> int:
     request, tokenizer = entry.request, controller.tokenizer
-    params, vocab_size = request.sampling_params, controller.vocab_size
     check_params_type(given_params)
+    if given_params is not None:
+        request.sampling_params = given_params.copy()
+    params, vocab_size = request.sampling_params, controller.vocab_size
     request.priority = check_priority(priority)
     if isinstance(prompt, str):
         prompt = controller.tokenize_prompt(prompt, params.add_BOS)

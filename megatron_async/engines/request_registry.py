@@ -50,6 +50,7 @@ class RequestRegistry:
         self._numbers = count()
         self._own_loop: asyncio.AbstractEventLoop | None = None
         self._was_added = False
+        self._is_closed = False
         self.news = Signal()
 
     @property
@@ -61,26 +62,43 @@ class RequestRegistry:
         """Number of unfinished requests."""
         return len(self._entries)
 
-    def add(self, request: DynamicInferenceRequest) -> RequestEntry:
+    def new_entry(self, request: DynamicInferenceRequest) -> RequestEntry:
+        """The entry of a request, for `add`; nothing here knows of it before.
+
+        Raises:
+            RequestError: an unfinished request has its id.
+        """
+        self._check_is_free(request.request_id)
+        return RequestEntry(request, self._event_loop().create_future())
+
+    def add(self, entry: RequestEntry) -> None:
         """Enter a request.
 
         Raises:
             RequestError: an unfinished request has its id.
         """
-        if request.request_id in self._entries:
-            raise RequestError(
-                f"request id {request.request_id} is in use by an unfinished request: choose "
-                "another."
-            )
-        entry = RequestEntry(request, self._event_loop().create_future())
-        self._entries[request.request_id] = entry
+        self._check_is_free(entry.request.request_id)
+        self._entries[entry.request.request_id] = entry
         self._was_added = True
         self.news.notify()
-        return entry
+
+    def withdraw(self, entry: RequestEntry) -> bool:
+        """Take a request back, as if it had never been added; whether it had been."""
+        is_there = self._entries.get(entry.request.request_id) is entry
+        if is_there:
+            del self._entries[entry.request.request_id]
+        return is_there
+
+    def _check_is_free(self, request_id: int) -> None:
+        if request_id in self._entries:
+            raise RequestError(
+                f"request id {request_id} is in use by an unfinished request: choose another."
+            )
 
     async def wait_for_one(self) -> None:
-        """Wait until a request has been added since the last wait, or is unfinished."""
-        while not self._entries and not self._was_added:
+        """Wait until a request has been added since the last wait, or is unfinished; or until
+        there will be none any more."""
+        while not self._entries and not self._was_added and not self._is_closed:
             await self.news.wait()
         self._was_added = False
 
@@ -154,6 +172,7 @@ class RequestRegistry:
     def close(self) -> None:
         """Tell all who still wait that nothing more will come, and close the event loop if it is
         our own."""
+        self._is_closed = True
         for request_id, entry in list(self._entries.items()):
             error = RequestAborted(f"request {request_id}: its engine was closed before it ended")
             self.end(entry.request, Status.FAILED, "aborted", error)

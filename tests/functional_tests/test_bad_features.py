@@ -4,6 +4,7 @@ else is harmed."""
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -52,11 +53,19 @@ BAD: dict[str, list[dict[str, Any]]] = {
         {"bad_words": [[1] * 17]},
         {"bad_words": [[1, token] for token in range(65)]},
         {"bad_words": [[token] for token in range(128)]},
+        {"bad_words": [[1] * 10**6]},
+        {"bad_words": [[1]] * 65},
     ],
     "stop words": [
         *({"stop_words": value} for value in (1, "word", (1,), {}, {"a": 2}, True, 2.5)),
         *({"stop_words": [value]} for value in (1, None, (), [], "", 1.5, b"a", True, "word", 2j)),
-        *({"stop_words": ["good", value]} for value in (3, "", None)),
+        *({"stop_words": ["good", value]} for value in (3, "", None, "long" * 65)),
+        {"stop_words": [f"{number}" for number in range(10**4)]},
+    ],
+    "stop tokens": [
+        *({"stop_token_ids": value} for value in (1, True, {"a": 2}, 2.5, "12", {None}, "word")),
+        *({"stop_token_ids": [value]} for value in (1.5, "1", -1, 128, 2**70, [1], b"1", (), 2j)),
+        *({"stop_token_ids": [1] * count} for count in (129, 130, 1000, 10**6)),
     ],
     "echo": [
         {"echo": value}
@@ -85,6 +94,7 @@ def test_bad_values_fail_alone(make_tiny_engine: EngineFactory, feature: str) ->
         assert any(word in message for word in ("must", "set", "give", "most", "lower", "leave"))
         engine.step_modern()
     drain(engine)
+    assert engine.context.slots.stop_ids.shape[1] == 1  # as many as the request that was served has
     assert served.result().generated_tokens == want.generated_tokens
     assert served.result().generated_log_probs == pytest.approx(want.generated_log_probs)
 
@@ -132,3 +142,42 @@ def test_bad_settings_raise_at_once(name: str) -> None:
     for value in bad:
         with pytest.raises(ConfigurationError, match=name):
             InferenceConfig(**{name: value})
+
+
+class LettersOnly:
+    """A tokenizer that tells what it was given to tokenize."""
+
+    eod = None
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def tokenize(self, text: str) -> list[int]:
+        self.most = max(self.most, len(text))
+        return [ord(letter) % 128 for letter in text]
+
+    def detokenize(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a" * 257], r"bad_words has the word 'aaa.* of 257 characters: at most 256"),
+        (["b" * 10**6], r"1000000 characters"),
+        (["c" * 20], r"the bad word 'c+' has 20 tokens: at most 16"),
+        ([f"{n}" for n in range(10**5)], r"bad_words has 100000 words: at most 64"),
+    ],
+)
+def test_large_bad_words_are_refused_before_they_are_tokenized(
+    make_tiny_engine: EngineFactory, words: list[str], message: str
+) -> None:
+    """They would hold up the engine's thread. Break `_bad_words`: count only what was tokenized."""
+    tokenizer = LettersOnly()
+    engine = make_tiny_engine(tokenizer=tokenizer)
+    request = engine.add_request(0, [1, 2], greedy(3, bad_words=words)).result()
+    assert isinstance(request.error, RequestError)
+    assert re.search(message, str(request.error))
+    assert len(str(request.error)) < 200
+    assert tokenizer.most <= 21
+    drain(engine)

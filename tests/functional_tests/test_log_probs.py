@@ -3,6 +3,7 @@ steps in flight, through chunks, pauses and evictions."""
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -130,3 +131,37 @@ def test_by_text_as_megatron_gives_them(make_tiny_engine: EngineFactory) -> None
         assert set(by_text) == {chr(97 + token // 2) for token, _ in by_id}
     letters = [chr(97 + token // 2) for token in PROMPTS[0] + request.generated_tokens]
     assert request.generated_text == "".join(letters)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize(("top_n", "most_bytes"), [(0, 40), (20, 400)])
+def test_memory_does_not_grow_with_the_batch(
+    make_tiny_engine: EngineFactory, lookahead: int, top_n: int, most_bytes: int
+) -> None:
+    """What a token keeps, beside 31 rows that ask too (164 bytes each, 5,248 together).
+
+    Break `add_generated`: keep `words`, which is a view of all rows'.
+    """
+    rows = 32
+    engine = make_tiny_engine(lookahead=lookahead, max_requests=rows)
+    asks = greedy(120, return_log_probs=True, top_n_logprobs=top_n, skip_prompt_log_probs=True)
+    futures = [engine.add_request(n, [n, 5, 7], asks) for n in range(rows)]
+    for _ in range(20):
+        engine.step_modern()
+    tracemalloc.start()
+    try:
+        before, at_first = tracemalloc.get_traced_memory()[0], engine.statistics.generated_tokens
+        for _ in range(80):
+            engine.step_modern()
+        grown = tracemalloc.get_traced_memory()[0] - before
+        tokens = engine.statistics.generated_tokens - at_first
+    finally:
+        tracemalloc.stop()
+    assert tokens >= 70 * rows
+    assert grown / tokens < most_bytes
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    for future in futures:
+        log_probs = future.result().log_probs
+        assert log_probs is not None
+        assert len(log_probs.generated()) == 120

@@ -226,7 +226,7 @@ def test_closing_while_stopped(tiny_model: torch.nn.Module, stop: str) -> None:
         await asyncio.gather(runner, return_exceptions=True)
 
     asyncio.run(main())
-    with pytest.raises(RuntimeError, match="the device is closed"):
+    with pytest.raises(EngineStopped, match="the engine is closed: make a new engine"):
         engine.generate([[1]], greedy(1))
 
 

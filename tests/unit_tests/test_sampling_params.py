@@ -43,6 +43,10 @@ VOCABULARY = 100
         ({"top_n_logprobs": 2}, ("top_n_logprobs=2", "return_log_probs=True")),
         ({"stop_words": ["a", ""]}, ("stop_words=['a', '']", "none empty")),
         ({"stop_words": "a"}, ("stop_words='a'", "list of strings")),
+        ({"stop_token_ids": [1] * 129}, ("stop_token_ids has 129", "at most 128")),
+        ({"stop_token_ids": range(10**6)}, ("stop_token_ids has 1000000", "at most 128")),
+        ({"stop_words": ["a"] * 65}, ("stop_words has 65", "at most 64")),
+        ({"stop_words": ["a", "b" * 257]}, ("stop_words has the word 'bbb", "257", "at most 256")),
     ],
 )
 def test_what_is_not_allowed(changes, words):
@@ -62,6 +66,8 @@ def test_what_is_not_allowed(changes, words):
         {"seed": 2**63 - 1, "termination_id": 99, "stop_token_ids": [0, 99]},
         {"termination_id": -1, "stop_token_ids": []},
         {"stop_token_ids": (1, 2)},
+        {"stop_token_ids": [7] * 128},
+        {"stop_words": ["a" * 256] * 64},
         {"num_tokens_total": 10**12},
     ],
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_async.checkpoints.registry import open_model
 from megatron_async.stop_words import ByteMatcher, StopWordMatcher
-from megatron_async.token_watch import EVERYTHING, MOST_SETS, NOTHING, TokenWatch
+from megatron_async.token_watch import EVERYTHING, MOST_SETS, NOTHING, TokenWatch, Vocabulary
 from megatron_async.tokenizer import Tokenizer
 
 PIECES = ["a", "b", "ab", "\n", "\n\n", " the", "é", "€", "🙂", "🇩🇪", "\ufffd", "<|im_end|>", " 1"]
@@ -74,6 +74,22 @@ def tokens_and_words(draw: st.DrawFn) -> tuple[list[int], list[str]]:
 def test_ends_at_the_same_token(case: tuple[list[int], list[str]], min_tokens: int) -> None:
     tokens, words = case
     assert ended_at(words, tokens, min_tokens) == ended_at_with_all(words, tokens, min_tokens)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pieces=st.lists(st.text("ab", max_size=4).map(str.encode), max_size=8),
+    word=st.text("ab", min_size=1, max_size=9).map(str.encode),
+)
+def test_tokens_that_complete_a_word_of_any_length(pieces: list[bytes], word: bytes) -> None:
+    """Words may be longer than all tokens. Break `completing`: end its loop one byte earlier."""
+    ends = [word[-length:] for length in range(1, len(word))]
+    expected = {
+        token
+        for token, piece in enumerate(pieces)
+        if word in piece or any(piece.startswith(end) for end in ends)
+    }
+    assert set(Vocabulary(pieces).completing(word).tolist()) == expected
 
 
 def test_bytes_of_all_tokens() -> None:

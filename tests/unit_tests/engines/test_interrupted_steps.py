@@ -9,6 +9,7 @@ import pytest
 from engines_under_test import GREEDY, PROMPTS
 
 from megatron_async.devices import Chaos, CpuDevice
+from megatron_async.errors import EngineStopped
 
 
 @pytest.fixture(params=[0, 1, 2])
@@ -97,7 +98,6 @@ def test_a_closed_engine_says_so(make_engine):
     engine = make_engine()
     engine.generate([[1]], GREEDY)
     engine.close()
-    engine.add_request(5, [1], GREEDY)
-    with pytest.raises(RuntimeError, match="the device is closed: make a new engine"):
-        engine.step_modern()
-    engine.abort_request(5)
+    for call in (lambda: engine.add_request(5, [1], GREEDY), engine.step_modern, engine.pause):
+        with pytest.raises(EngineStopped, match="the engine is closed: make a new engine"):
+            call()
