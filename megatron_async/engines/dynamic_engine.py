@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_output import StepOutput
-from megatron_async.engines.control import ControllableEngine
+from megatron_async.engines.admitting import POLL_S, AdmittingEngine
 from megatron_async.engines.follower import Follower, follow
 from megatron_async.engines.generation import run_to_end
 from megatron_async.engines.invalidation import Invalidation, Reconcile
@@ -30,14 +30,13 @@ from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.step_launching import StepLaunching
 from megatron_async.engines.streaming import RequestStream
 from megatron_async.engines.validation import check_request_id
-from megatron_async.errors import RequestAborted
+from megatron_async.grammar_compiler import GrammarCompiler
 from megatron_async.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
     Status,
 )
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.structured_output import GrammarCompiler
 from megatron_async.text_generation_controllers.text_generation_controller import (
     LaunchedStep,
     TextGenerationController,
@@ -49,7 +48,7 @@ Prompt = str | Sequence[int] | Any
 NO_IDS = np.empty(0, dtype=np.int64)
 
 
-class DynamicInferenceEngine(ControllableEngine):
+class DynamicInferenceEngine(AdmittingEngine):
     """Continuous batching with up to `lookahead` steps in flight behind the one being prepared.
 
     Args:
@@ -80,7 +79,7 @@ class DynamicInferenceEngine(ControllableEngine):
             self.invalidation = Rollback(context, self.in_flight, self.statistics)
         self.group = RankGroup()
         self.tracer = controller.tracer
-        self._grammars = GrammarCompiler(controller.tokenizer, controller.vocab_size)
+        self.grammars = GrammarCompiler(controller.tokenizer, controller.vocab_size)
         self._watch = TokenWatch(controller.tokenizer, controller.vocab_size)
         self.launching = StepLaunching(
             controller, self.in_flight, self.requests, self.statistics, self.invalidation
@@ -98,7 +97,9 @@ class DynamicInferenceEngine(ControllableEngine):
     @group.setter
     def group(self, group: RankGroup) -> None:
         self._group = group
-        self.context.agree = group.agree
+        self.context.agree = lambda step, wanted, has_work: group.agree(
+            step, wanted, has_work or bool(self._compiling)
+        )
 
     @property
     def observer(self) -> EngineObserver:
@@ -118,7 +119,8 @@ class DynamicInferenceEngine(ControllableEngine):
         sampling_params: SamplingParams | None = None,
         priority: int = 0,
     ) -> asyncio.Future[DynamicInferenceRequest]:
-        """Queue a request; it joins the next step that has room.
+        """Queue a request; it joins the next step that has room, and if it has a grammar that is
+        not compiled yet, the first one after that.
 
         A request that cannot be served fails alone: its status is FAILED, its `error` says why, and
         the next step reports it among the finished.
@@ -157,30 +159,14 @@ class DynamicInferenceEngine(ControllableEngine):
             self._check_has_its_job()
             limits = prepare_request(
                 entry, prompt, sampling_params, priority, self.controller, self.context,
-                self._grammars, self._watch,
+                self.grammars, self._watch,
             )  # fmt: skip
         except Exception as error:
             # Whatever it is, also from a user's own tokenizer, it is this request's alone.
             self.requests.end(request, Status.FAILED, "error", error)
             return entry.future
-        self.context.add_request(request, limits.seed, limits.max_length)
-        self.group.added(request)
-        self.observer.added(request)
+        self._admit_when_compiled(entry, limits)
         return entry.future
-
-    def abort_request(self, request_id: int) -> None:
-        """End an unfinished request now; its rows in flight are dropped when they arrive.
-
-        Raises:
-            KeyError: no unfinished request has this id.
-        """
-        request = self.get_request(request_id)
-        self.group.aborted(request_id)
-        self.observer.aborted(request_id)
-        if self.context.waiting.remove(request_id) is None:
-            self.booking.release(self.context.slots.slot_of[request_id])
-        error = RequestAborted(f"request {request_id} was aborted")
-        self.requests.end(request, Status.FAILED, "aborted", error)
 
     def get_request(self, request_id: int) -> DynamicInferenceRequest:
         """The unfinished request with this id (KeyError if there is none)."""
@@ -204,7 +190,7 @@ class DynamicInferenceEngine(ControllableEngine):
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do, or ended requests to report."""
         to_report = self.requests.has_ended or self._undelivered or self.in_flight
-        if to_report or self.context.has_unfinished_requests():
+        if to_report or self._compiling or self.context.has_unfinished_requests():
             return True
         return self.group.others_work or self.group.others_wait
 
@@ -228,6 +214,9 @@ class DynamicInferenceEngine(ControllableEngine):
         if self._must_wait():
             self._check_is_running()
         start = time.perf_counter()
+        self._tend_grammars()
+        if self._only_compiles:
+            self._wait_for_a_grammar()
         outputs = []
         step = self.context.next_step
         with self._giving_up_with_the_job(), self.tracer.range("step", step):
@@ -242,6 +231,9 @@ class DynamicInferenceEngine(ControllableEngine):
         self.group.check_leads()
         await self._wait_while_stopped()
         start = time.perf_counter()
+        self._tend_grammars()
+        if self._only_compiles:
+            await asyncio.sleep(POLL_S)
         outputs = []
         step = self.context.next_step
         with self._giving_up_with_the_job(), self.tracer.range("step", step):
@@ -276,6 +268,8 @@ class DynamicInferenceEngine(ControllableEngine):
         """
         if self.is_stopped or self.invalidation.is_draining:
             return len(self.in_flight)
+        if self._only_compiles:
+            return 0
         overdue = len(self.in_flight) - self.lookahead
         if overdue > 0:
             # A wait was interrupted (a cancelled `async_step`, Ctrl-C), or another coroutine is in
@@ -335,7 +329,8 @@ class DynamicInferenceEngine(ControllableEngine):
         self.requests.notify_streams()
         step_time = time.perf_counter() - start
         self.tracer.collect()
-        self.statistics.count_step_time(step_time, idle=not self.has_unfinished_requests())
+        is_idle = self._only_compiles or not self.has_unfinished_requests()
+        self.statistics.count_step_time(step_time, is_idle)
         return {
             "outputs": outputs,
             "active_request_ids": outputs[-1].request_ids if outputs else NO_IDS,
@@ -393,5 +388,7 @@ class DynamicInferenceEngine(ControllableEngine):
         self.group.close()
         self.context.device.close(wait=self._failure is None)
         self.tracer.collect()
+        self.grammars.close()
         self.requests.close()
+        self._compiling.clear()
         self._go_on_for_good()

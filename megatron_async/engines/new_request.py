@@ -14,9 +14,10 @@ from megatron_async.engines.validation import (
     prompt_to_array,
     require_detokenizer,
 )
+from megatron_async.grammar_compiler import GrammarCompiler
 from megatron_async.log_probs import RequestLogProbs
 from megatron_async.sampling_features import features_and_record
-from megatron_async.structured_output import GrammarCompiler
+from megatron_async.structured_output import StructuredOutput
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
@@ -70,6 +71,9 @@ def prepare_request(
             params.stop_words, require_detokenizer(tokenizer)
         )
     if params.structured_output is not None:
-        entry.grammar = grammars.compile(params.structured_output)
+        wanted = params.structured_output
+        if isinstance(wanted, StructuredOutput):
+            wanted = params.structured_output = wanted.fixed()
+        entry.grammar_job = grammars.begin(wanted)
         request.watch_row = EVERYTHING
     return limits
