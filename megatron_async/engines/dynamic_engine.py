@@ -97,8 +97,9 @@ class DynamicInferenceEngine(AdmittingEngine):
     @group.setter
     def group(self, group: RankGroup) -> None:
         self._group = group
+        compiling = self._compiling  # not the engine itself, whose memory this would keep
         self.context.agree = lambda step, wanted, has_work: group.agree(
-            step, wanted, has_work or bool(self._compiling)
+            step, wanted, has_work or bool(compiling)
         )
 
     @property
