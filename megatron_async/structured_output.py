@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async.errors import RequestError
+from megatron_async.grammar_limits import (
+    check_choice,
+    check_grammar,
+    check_regex,
+    check_schema,
+    check_size,
+)
 
-KEPT_GRAMMARS = 64
-"""Compiled grammars that are kept for further requests."""
+ALLOWANCE_S = 0.005
+"""CPU time that a request's grammar may take for each token: that of its mask, and of taking it."""
+CREDIT_S = 0.1
+"""A request further behind its allowance fails, because its masks hold up the whole batch."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +48,22 @@ class StructuredOutput:
     grammar: str | None = None
     choice: list[str] | None = None
 
+    def fixed(self) -> StructuredOutput:
+        """The same, with the schema as text, which nobody changes while it is compiled.
+
+        Raises:
+            RequestError: as `source`.
+        """
+        if self.json_schema is None:
+            return self
+        return replace(self, json_schema=_schema_text(self.json_schema))
+
     def source(self) -> str:
         """The grammar as llguidance takes it.
 
         Raises:
-            RequestError: not exactly one field is given, or it is of the wrong type.
+            RequestError: not exactly one field is given, or it is of the wrong type, or it is too
+                large or too deep (`grammar_limits.py`).
         """
         from llguidance import LLMatcher
 
@@ -56,15 +78,24 @@ class StructuredOutput:
             return LLMatcher.grammar_from_json_schema(_schema_text(value))
         if name == "choice":
             is_list = isinstance(value, list) and value
+            if is_list:
+                check_choice(value)
             if not is_list or not all(isinstance(text, str) and text for text in value):
                 raise RequestError(
-                    f"choice={value!r} is not allowed: it must be a list of texts, none empty."
+                    f"choice={reprlib.repr(value)} is not allowed: it must be a list of texts, "
+                    "none empty."
                 )
+            check_size("choice", sum(map(len, value)))
             return LLMatcher.grammar_from_regex("|".join(f"({re.escape(text)})" for text in value))
         if not isinstance(value, str) or not value:
-            raise RequestError(f"{name}={value!r} is not allowed: it must be a text, not empty.")
+            raise RequestError(
+                f"{name}={reprlib.repr(value)} is not allowed: it must be a text, not empty."
+            )
+        check_size(name, len(value))
         if name == "regex":
+            check_regex(value)
             return LLMatcher.grammar_from_regex(value)
+        check_grammar(value)
         return LLMatcher.grammar_from_lark(value)
 
 
@@ -73,11 +104,15 @@ class TokenGrammar:
 
     Args:
         matcher: llguidance's, at its beginning; taken over.
+
+    Attributes:
+        behind_s: CPU seconds by which it has exceeded its allowance.
     """
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
-        self._failure: Exception | None = None
+        self._failure: Exception | str | None = None
+        self.behind_s = 0.0
 
     def accept(self, token: int) -> None:
         """Take the token that was sampled.
@@ -85,7 +120,10 @@ class TokenGrammar:
         Raises:
             RequestError: the grammar does not allow it (nothing was left to sample), or gave up.
         """
-        if self._failure is not None or not self._matcher.consume_token(token):
+        start = time.thread_time()
+        is_accepted = self._failure is None and self._matcher.consume_token(token)
+        self.behind_s += time.thread_time() - start
+        if not is_accepted:
             reason = self._failure or self._matcher.get_error() or "the grammar has ended"
             raise RequestError(
                 f"the grammar does not allow token {token} ({reason}): bans and the grammar may "
@@ -108,87 +146,45 @@ class TokenGrammar:
         Args:
             out: int32 `[words]`, C-contiguous; bit i % 32 of word i // 32 is token i.
         """
+        start = time.thread_time()
         try:
             self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
         except Exception as failure:
             # Others are in the same step: it goes on, and this request has no token to choose.
             self._failure = failure
             out[:] = 0
+        spent_s = time.thread_time() - start
+        self.behind_s = max(self.behind_s + spent_s - ALLOWANCE_S, 0.0)
 
-
-class GrammarCompiler:
-    """Makes `TokenGrammar`s for one tokenizer.
-
-    Args:
-        tokenizer: of the engine, or None.
-        vocab_size: columns of the logits.
-    """
-
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._converted: Any = None
-        self._compiled: dict[str, Any] = {}
-
-    def compile(self, wanted: Any) -> TokenGrammar:
-        """The beginning of a grammar. The first one takes a moment (llguidance builds a trie of
-        the tokenizer's tokens); each is compiled once.
-
-        Raises:
-            RequestError: it is no `StructuredOutput`, it is not valid, or there is no tokenizer
-                that llguidance can read.
-        """
-        from llguidance import LLMatcher
-
-        if not isinstance(wanted, StructuredOutput):
-            raise RequestError(
-                f"structured_output={wanted!r} is not allowed: it must be a StructuredOutput."
-            )
-        source = wanted.source()
-        tokenizer = self._token_trie()
-        matcher = self._compiled.get(source)
-        if matcher is None:
-            error = LLMatcher.validate_grammar(source, tokenizer)
-            if error and not error.startswith("WARNING"):
-                raise RequestError(f"structured_output is not valid: {error.strip()}")
-            matcher = LLMatcher(tokenizer, source, log_level=0)
-            if matcher.is_error():
-                raise RequestError(f"structured_output is not valid: {matcher.get_error()}")
-            while len(self._compiled) >= KEPT_GRAMMARS:
-                self._compiled.pop(next(iter(self._compiled)))
-            self._compiled[source] = matcher
-        return TokenGrammar(matcher.deep_copy())
-
-    def _token_trie(self) -> Any:
-        from llguidance import LLTokenizer
-
-        if self._converted is None:
-            backend = getattr(self._tokenizer, "backend", None)
-            if backend is None or getattr(self._tokenizer, "eod", None) is None:
-                raise RequestError(
-                    "structured_output needs a megatron_async Tokenizer with an end-of-sequence "
-                    f"token, but this engine has {type(self._tokenizer).__name__}: give the model "
-                    "its tokenizer folder."
-                )
-            ends = list(self._tokenizer.eos_ids) or [self._tokenizer.eod]
-            eos = ends if len(ends) > 1 else ends[0]
-            self._converted = LLTokenizer(
-                backend.to_str(), n_vocab=self._vocab_size, eos_token=eos
-            )
-        return self._converted
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether its request must fail, for the sake of those beside it."""
+        return self.behind_s > CREDIT_S
 
 
 def _schema_text(schema: Any) -> str:
     """A JSON schema as text."""
     if not isinstance(schema, str | Mapping):
         raise RequestError(
-            f"json_schema={schema!r} is not allowed: it must be a dict, or the text of a JSON "
-            "object."
+            f"json_schema={reprlib.repr(schema)} is not allowed: it must be a dict, or the text of "
+            "a JSON object."
         )
+    if isinstance(schema, str):
+        check_size("json_schema", len(schema))
     try:
         found = json.loads(schema) if isinstance(schema, str) else dict(schema)
         if not isinstance(found, dict):
             raise ValueError("it is not an object")
-        return json.dumps(found)
+        text = json.dumps(found)
+        found = json.loads(text)  # what was a mapping or a tuple is a dict or a list now
     except (TypeError, ValueError) as error:
-        raise RequestError(f"json_schema={schema!r} is no JSON object: {error}") from error
+        raise RequestError(
+            f"json_schema={reprlib.repr(schema)} is no JSON object: {error}"
+        ) from error
+    except RecursionError as error:
+        raise RequestError(
+            "json_schema is nested too deeply to be read as JSON: nest it less deeply."
+        ) from error
+    check_size("json_schema", len(text))
+    check_schema(found)
+    return text

@@ -14,6 +14,12 @@ import numpy as np
 from megatron_async.sampling_params import SamplingParams
 
 
+class Compile(msgspec.Struct, tag="compile", array_like=True):
+    """The grammar of a request will be needed; not every one turns out to be good."""
+
+    params: SamplingParams
+
+
 class Add(msgspec.Struct, tag="add", array_like=True):
     """A servable request was queued."""
 
@@ -70,7 +76,7 @@ class Close(msgspec.Struct, tag="close", array_like=True):
     """Why it gave up; None: all is well."""
 
 
-Action = Add | Abort | Launch | Resolve | Control | Release | Close
+Action = Compile | Add | Abort | Launch | Resolve | Control | Release | Close
 
 
 class Turn(msgspec.Struct, array_like=True):

@@ -16,7 +16,8 @@ import numpy as np
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_output import StepOutput
-from megatron_async.engines.control import ControllableEngine
+from megatron_async.contexts.step_shape import StepShape
+from megatron_async.engines.admitting import POLL_S, AdmittingEngine
 from megatron_async.engines.follower import Follower, follow
 from megatron_async.engines.generation import run_to_end
 from megatron_async.engines.invalidation import Invalidation, Reconcile
@@ -30,10 +31,9 @@ from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.step_launching import StepLaunching
 from megatron_async.engines.streaming import RequestStream
 from megatron_async.engines.validation import check_request_id
-from megatron_async.errors import RequestAborted
+from megatron_async.grammar_compiler import GrammarCompiler
 from megatron_async.inference_request import DynamicInferenceRequest, Status
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.structured_output import GrammarCompiler
 from megatron_async.text_generation_controllers.text_generation_controller import (
     LaunchedStep,
     TextGenerationController,
@@ -45,7 +45,7 @@ Prompt = str | Sequence[int] | Any
 NO_IDS = np.empty(0, dtype=np.int64)
 
 
-class DynamicInferenceEngine(ControllableEngine):
+class DynamicInferenceEngine(AdmittingEngine):
     """Continuous batching with up to `lookahead` steps in flight behind the one being prepared.
 
     Args:
@@ -76,7 +76,7 @@ class DynamicInferenceEngine(ControllableEngine):
             self.invalidation = Rollback(context, self.in_flight, self.statistics)
         self.group = RankGroup()
         self.tracer = controller.tracer
-        self._grammars = GrammarCompiler(controller.tokenizer, controller.vocab_size)
+        self.grammars = GrammarCompiler(controller.tokenizer, controller.vocab_size)
         self._watch = TokenWatch(controller.tokenizer, controller.vocab_size)
         self.launching = StepLaunching(
             controller, self.in_flight, self.requests, self.statistics, self.invalidation
@@ -113,7 +113,8 @@ class DynamicInferenceEngine(ControllableEngine):
         sampling_params: SamplingParams | None = None,
         priority: int = 0,
     ) -> asyncio.Future[DynamicInferenceRequest]:
-        """Queue a request; it joins the next step that has room.
+        """Queue a request; it joins the next step that has room, and if it has a grammar that is
+        not compiled yet, the first one after that.
 
         A request that cannot be served fails alone: its status is FAILED, its `error` says why, and
         the next step reports it among the finished.
@@ -144,7 +145,7 @@ class DynamicInferenceEngine(ControllableEngine):
             self._check_has_its_job()
             max_length = prepare_request(
                 entry, prompt, sampling_params, priority, self.controller, self.context,
-                self._grammars, self._watch,
+                self.grammars, self._watch,
             )  # fmt: skip
         except Exception as error:
             # Whatever it is, also from a user's own tokenizer, it is this request's alone.
@@ -153,30 +154,13 @@ class DynamicInferenceEngine(ControllableEngine):
             return entry.future
         try:
             self.requests.add(entry)
-            self.context.add_request(request, max_length)
-            self.observer.added(request)
-            self.group.added(request)
+            self._admit_when_compiled(entry, max_length)
         except BaseException:
             if self.requests.withdraw(entry):
+                self._compiling.pop(request.request_id, None)
                 self.context.waiting.remove(request.request_id)
             raise
         return entry.future
-
-    def abort_request(self, request_id: int) -> None:
-        """End an unfinished request now; its rows in flight are dropped when they arrive.
-
-        Raises:
-            KeyError: no unfinished request has this id.
-            WrongThread: another thread is at work in the engine.
-        """
-        self.thread.check()
-        request = self.get_request(request_id)
-        self.group.aborted(request_id)
-        self.observer.aborted(request_id)
-        if self.context.waiting.remove(request_id) is None:
-            self.booking.release(self.context.slots.slot_of[request_id])
-        error = RequestAborted(f"request {request_id} was aborted")
-        self.requests.end(request, Status.FAILED, "aborted", error)
 
     def get_request(self, request_id: int) -> DynamicInferenceRequest:
         """The unfinished request with this id (KeyError if there is none)."""
@@ -201,7 +185,7 @@ class DynamicInferenceEngine(ControllableEngine):
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do, or ended requests to report."""
         to_report = self.requests.has_ended or self._undelivered or self.in_flight
-        if to_report or self.context.has_unfinished_requests():
+        if to_report or self._compiling or self.context.has_unfinished_requests():
             return True
         return self.group.others_work or self.group.others_wait
 
@@ -226,6 +210,9 @@ class DynamicInferenceEngine(ControllableEngine):
         if self._must_wait():
             self._check_is_running()
         start = time.perf_counter()
+        self._tend_grammars()
+        if self._only_compiles:
+            self._wait_for_a_grammar()
         outputs = []
         step = self.context.next_step
         with self.thread, self._giving_up_with_the_job(), self.tracer.range("step", step):
@@ -240,6 +227,9 @@ class DynamicInferenceEngine(ControllableEngine):
         self.group.check_leads()
         await self._wait_while_stopped()
         start = time.perf_counter()
+        self._tend_grammars()
+        if self._only_compiles:
+            await asyncio.sleep(POLL_S)
         outputs = []
         step = self.context.next_step
         with self.thread, self._giving_up_with_the_job(), self.tracer.range("step", step):
@@ -278,6 +268,8 @@ class DynamicInferenceEngine(ControllableEngine):
             return 0
         if self.is_stopped or self.invalidation.is_draining:
             return len(self.in_flight)
+        if self._only_compiles:
+            return 0
         overdue = len(self.in_flight) - self.lookahead
         if overdue > 0:
             # A wait was interrupted (a cancelled `async_step`, Ctrl-C), or another coroutine is in
@@ -286,7 +278,7 @@ class DynamicInferenceEngine(ControllableEngine):
         statistics, start = self.statistics, time.thread_time_ns()
         self.group.launching(self.context.next_step)
         with self.tracer.range("prepare_step", self.context.next_step):
-            plan = self.context.prepare_step(self.group.agree)
+            plan = self.context.prepare_step(self._agree)
         statistics.count_prepare(time.thread_time_ns() - start, self.context)
         if plan is None:
             stuck = not self.in_flight and self.context.has_unfinished_requests()
@@ -297,9 +289,12 @@ class DynamicInferenceEngine(ControllableEngine):
         self.launching.launch(plan, self.group, self.lookahead)
         return max(len(self.in_flight) - self.lookahead, 0)
 
+    def _agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
+        return self.group.agree(step, wanted, has_work or bool(self._compiling))
+
     def _launch_dummy(self) -> None:
         """Launch a step without requests, if others need one."""
-        plan = self.context.prepare_dummy_step(self.group.agree)
+        plan = self.context.prepare_dummy_step(self._agree)
         if plan is not None:
             self.launching.launch(plan, self.group, self.lookahead)
 
@@ -342,7 +337,8 @@ class DynamicInferenceEngine(ControllableEngine):
         self.requests.notify_streams()
         step_time = time.perf_counter() - start
         self.tracer.collect()
-        self.statistics.count_step_time(step_time, idle=not self.has_unfinished_requests())
+        is_idle = self._only_compiles or not self.has_unfinished_requests()
+        self.statistics.count_step_time(step_time, is_idle)
         return {
             "outputs": outputs,
             "active_request_ids": outputs[-1].request_ids if outputs else NO_IDS,
@@ -401,4 +397,6 @@ class DynamicInferenceEngine(ControllableEngine):
         self.group.close()
         self.context.device.close(wait=self._failure is None)
         self.tracer.collect()
+        self.grammars.close()
+        self._compiling.clear()
         self._end_for_good()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import wait
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megatron_async.contexts.step_plan import StepPlan
@@ -14,6 +16,7 @@ from megatron_async.engines.actions import (
     Action,
     Add,
     Close,
+    Compile,
     Control,
     Digests,
     Failed,
@@ -23,12 +26,15 @@ from megatron_async.engines.actions import (
 )
 from megatron_async.engines.plan_digest import plan_digest, sample_digest
 from megatron_async.engines.rank_group import WATCH_EVERY_S, Channel, ConnectedGroup
-from megatron_async.errors import CommunicationTimeout, RanksDisagree
+from megatron_async.errors import CommunicationTimeout, RanksDisagree, RequestError
+from megatron_async.grammar_compiler import COMPILE_LIMIT_S
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 
+PATIENCE = 10
+"""A follower lets a grammar compile so many times as long as its leader does."""
 METHODS = ("pause", "unpause", "suspend", "resume")
 
 
@@ -130,6 +136,8 @@ def follow(engine: DynamicInferenceEngine, group: Follower) -> bool:
         RankLost: the leader died.
         RanksDisagree: an action did here what it did not do there; or the leader gave up.
     """
+    # What just compiled in time on the leader must not fail here.
+    engine.grammars.limit_s = PATIENCE * COMPILE_LIMIT_S
     while True:
         start = time.perf_counter()
         action = group.receive(engine.in_flight[0] if engine.in_flight else None)
@@ -155,7 +163,13 @@ def _replay(engine: DynamicInferenceEngine, group: Follower, action: Action) -> 
         _check_step("books", action.step, in_flight)
         engine._wait(engine.in_flight[0])
         engine._resolve_oldest()
+    elif isinstance(action, Compile):
+        with suppress(RequestError):  # the leader finds the same
+            engine.grammars.begin(action.params.structured_output)
     elif isinstance(action, Add):
+        if action.params.structured_output is not None:
+            # Compiled since the leader began it, so this wait is short if it is one.
+            wait([engine.grammars.begin(action.params.structured_output)])
         future = engine.add_request(
             action.request_id, action.tokens, action.params, action.priority
         )

@@ -41,9 +41,12 @@ def send_masks(
         if len(rows):
             masks = controller.masks_for(step, rows)
             for slot, mask in zip(plan.slots[rows], masks, strict=True):
-                grammar = requests.get(int(slots.request_id[slot])).grammar
+                request_id = int(slots.request_id[slot])
+                grammar = requests.get(request_id).grammar
                 assert grammar is not None, "its feature says that it has one"
                 grammar.mask(mask)
+                if grammar.is_too_slow:
+                    requests.is_too_slow(request_id)
         is_last = len(step.unsampled_rows) == 0
         if is_last or len(rows):
             controller.sample_constrained(step, len(rows), is_last=is_last)

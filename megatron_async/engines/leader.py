@@ -14,6 +14,7 @@ from megatron_async.engines.actions import (
     Action,
     Add,
     Close,
+    Compile,
     Control,
     Failed,
     Launch,
@@ -58,6 +59,9 @@ class Leader(ConnectedGroup):
         """Step -> follower -> error, of steps that failed there and are not yet booked here."""
         self._failed_since: dict[int, float] = {}
         self._is_closed = False
+
+    def compiling(self, request: DynamicInferenceRequest) -> None:
+        self._send(Compile(request.sampling_params))
 
     def added(self, request: DynamicInferenceRequest) -> None:
         tokens = request.prompt_tokens.astype("int32").tobytes()

@@ -15,11 +15,12 @@ from megatron_async.engines.validation import (
     require_detokenizer,
 )
 from megatron_async.errors import RequestError
+from megatron_async.grammar_compiler import GrammarCompiler
 from megatron_async.inference_request import DynamicInferenceEventType, DynamicInferenceRequest
 from megatron_async.log_probs import RequestLogProbs
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.sampling_record import sampling_record
-from megatron_async.structured_output import GrammarCompiler
+from megatron_async.structured_output import StructuredOutput
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
@@ -124,6 +125,9 @@ def _prepare(
             params.stop_words, require_detokenizer(tokenizer)
         )
     if params.structured_output is not None:
-        entry.grammar = grammars.compile(params.structured_output)
+        wanted = params.structured_output
+        if isinstance(wanted, StructuredOutput):
+            wanted = params.structured_output = wanted.fixed()
+        entry.grammar_job = grammars.begin(wanted)
         request.watch_row = EVERYTHING
     return limits.max_length

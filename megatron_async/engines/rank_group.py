@@ -64,6 +64,9 @@ class RankGroup:
     def check_leads(self) -> None:
         """Raise RanksDisagree if this rank does what another one does, and not what it is told."""
 
+    def compiling(self, request: DynamicInferenceRequest) -> None:
+        """A request's grammar is being compiled; it is queued when that is done."""
+
     def added(self, request: DynamicInferenceRequest) -> None:
         """A servable request was queued."""
 

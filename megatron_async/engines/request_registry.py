@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from megatron_async.engines.signal import Signal
 from megatron_async.engines.statistics import EngineStatistics
@@ -23,12 +25,17 @@ from megatron_async.structured_output import TokenGrammar
 
 @dataclass
 class RequestEntry:
-    """An unfinished request with its future, its readers, and what watches its text."""
+    """An unfinished request with its future, its readers, and what watches its text.
+
+    Attributes:
+        grammar_job: compiles its grammar; `grammar` is there when the request is admitted.
+    """
 
     request: DynamicInferenceRequest
     future: asyncio.Future[DynamicInferenceRequest]
     stop_words: StopWords | None = None
     grammar: TokenGrammar | None = None
+    grammar_job: Future[Any] | None = None
     streams: list[RequestStream] = field(default_factory=list)
 
 
@@ -46,6 +53,7 @@ class RequestRegistry:
         self._statistics = statistics
         self._entries: dict[int, RequestEntry] = {}
         self._streamed: set[int] = set()
+        self._too_slow: set[int] = set()
         self._ended: list[DynamicInferenceRequest] = []
         self._numbers = count()
         self._own_loop: asyncio.AbstractEventLoop | None = None
@@ -130,9 +138,19 @@ class RequestRegistry:
         if not entry.future.cancelled() and not entry.future.get_loop().is_closed():
             entry.future.set_result(request)
         self._streamed.discard(request.request_id)
+        self._too_slow.discard(request.request_id)
         for stream in entry.streams:
             stream.notify()
         self.news.notify()
+
+    def is_too_slow(self, request_id: int) -> None:
+        """The grammar of an unfinished request holds up the batch."""
+        self._too_slow.add(request_id)
+
+    def take_too_slow(self) -> set[int]:
+        """Requests with such grammars, that are still unfinished."""
+        too_slow, self._too_slow = self._too_slow, set()
+        return too_slow
 
     def take_ended(self) -> list[DynamicInferenceRequest]:
         """Requests that ended since the last call."""

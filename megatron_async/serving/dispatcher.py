@@ -32,8 +32,8 @@ from megatron_async.serving.messages import (
     ReplicaHello,
     ReplicaInfo,
     ReplicaStatus,
-    Run,
     SetPaused,
+    Started,
     ToClient,
     ToCoordinator,
     ToReplica,
@@ -47,6 +47,7 @@ from megatron_async.serving.records import (
     RoutedRequest,
     service_stats,
     why_nobody_serves,
+    why_not_again,
     why_refused,
 )
 from megatron_async.serving.request_queue import RequestQueue
@@ -202,18 +203,14 @@ class Dispatcher:
         for request in list(replica.requests.values()):
             if request.is_aborted:
                 self._end_here(request, "RequestAborted", "aborted by its client")
-            elif in_order or request.attempts <= self._config.most_retries:
+            elif in_order or request.may_be_served_again(self._config):
                 self.counters["retried"] += 1
                 del replica.requests[request.number]
                 request.give_to(None)
                 self.queue.add(request)
             else:
-                tries = f"; {request.attempts} replicas tried" if request.attempts > 1 else ""
-                self._end_here(
-                    request, "ReplicaLost",
-                    f"replica {replica.name}, which served the request, is gone: {reason}{tries} "
-                    f"({self._config.what_a_death_means}).",
-                )  # fmt: skip
+                why = why_not_again(request, replica.name, reason, self._config)
+                self._end_here(request, "ReplicaLost", why)
 
     def _let_go(self, replica: ReplicaRecord) -> None:
         """A replica that is to leave may, once it has nothing left."""
@@ -244,8 +241,11 @@ class Dispatcher:
                 logger.warning("Replica %s sent a client's message.", replica.name)
 
     def _hear_event(
-        self, replica: ReplicaRecord, request: RoutedRequest, event: Chunk | Ended
+        self, replica: ReplicaRecord, request: RoutedRequest, event: Chunk | Started | Ended
     ) -> None:
+        if isinstance(event, Started):
+            request.has_started = True
+            return
         if isinstance(event, Ended):
             if not request.contradicts(event.completion):
                 replica.completed += event.completion.failure is None
@@ -265,33 +265,37 @@ class Dispatcher:
         )  # fmt: skip
 
     def _dispatch(self, now: float) -> None:
-        """Give queued requests to replicas that have room."""
-        while (request := self.queue.first()) is not None:
-            ready = [replica for replica in self.replicas.values() if self._has_room(replica)]
-            if not ready:
-                return
-            self.queue.discard(request)
-            by_name = {replica.name: replica for replica in ready}
-            # Replicas of one model have one block size, or a prefix would not be comparable.
-            chosen, match = self._config.policy.choose(
-                [replica.candidate() for replica in ready],
-                ready[0].hashes_of(request),
-                ready[0].blocks_of(request),
-            )
-            replica, asked = by_name[chosen.name], request.asked
-            self.counters["prefix_blocks"] += match
-            request.give_to(replica)
-            if not replica.requests:
-                replica.last_progress = now
-            replica.given(request)
-            self._send(
-                replica.identity,
-                Run(request.number, asked.prompt, asked.params, asked.priority, asked.stream),
-            )
+        """Give queued requests to replicas that have room; none has two suspects, or who is
+        innocent would die with who is not."""
+        for suspects in (True, False):
+            while (request := self.queue.first(suspects)) is not None:
+                ready = [r for r in self.replicas.values() if self._has_room(r, suspects)]
+                if not ready:
+                    break
+                self._give(request, ready, now)
 
-    def _has_room(self, replica: ReplicaRecord) -> bool:
+    def _give(self, request: RoutedRequest, ready: list[ReplicaRecord], now: float) -> None:
+        """Give a request to one of these replicas."""
+        self.queue.discard(request)
+        by_name = {replica.name: replica for replica in ready}
+        # Replicas of one model have one block size, or a prefix would not be comparable.
+        chosen, match = self._config.policy.choose(
+            [replica.candidate() for replica in ready],
+            ready[0].hashes_of(request),
+            ready[0].blocks_of(request),
+        )
+        replica = by_name[chosen.name]
+        self.counters["prefix_blocks"] += match
+        request.give_to(replica)
+        if not replica.requests:
+            replica.last_progress = now
+        replica.given(request)
+        self._send(replica.identity, request.run())
+
+    def _has_room(self, replica: ReplicaRecord, for_suspect: bool) -> bool:
         most = max(self._config.requests_per_slot * replica.info.slots, 1)
-        return replica.state == ReplicaState.READY and len(replica.requests) < most
+        has_room = replica.state == ReplicaState.READY and len(replica.requests) < most
+        return has_room and not (for_suspect and replica.has_suspect)
 
     # ---- Clients -----------------------------------------------------------------------------
 

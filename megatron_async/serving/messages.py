@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_async.inference_request import DynamicInferenceRequest
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised when messages change: both ends must have the same."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises: no message, no UTF-8, nested too deeply."""
@@ -151,6 +151,16 @@ class Chunk(Message):
     text: str | None
 
 
+class Started(Message):
+    """A suspect has its first token: it is not what kills replicas at its beginning.
+
+    Attributes:
+        number: the coordinator's.
+    """
+
+    number: int
+
+
 class Ended(Message):
     """A request has ended; numbers as in `Chunk`."""
 
@@ -241,18 +251,23 @@ class Goodbye(Message):
 class Batch(Message):
     """All news of one turn of a replica's loop, in order."""
 
-    events: list[Chunk | Ended]
+    events: list[Chunk | Started | Ended]
 
 
 class Run(Message):
     """To a replica: serve this. The same request has the same number wherever it is served, so
-    random numbers are the same too."""
+    random numbers are the same too.
+
+    Attributes:
+        is_suspect: say `Started` when it has its first token, unless it is streamed.
+    """
 
     number: int
     prompt: str | list[int]
     params: msgspec.Raw
     priority: int
     stream: bool
+    is_suspect: bool = False
 
 
 class SetPaused(Message):

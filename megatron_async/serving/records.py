@@ -16,6 +16,7 @@ from megatron_async.serving.messages import (
     Generate,
     ReplicaInfo,
     ReplicaStatus,
+    Run,
 )
 from megatron_async.serving.routing import (
     Candidate,
@@ -31,6 +32,10 @@ MOST_TOKENS = 2**20
 """A limit above this counts as no more: what a model can serve, its replicas know."""
 
 
+MOST_EARLY_DEATHS = 1
+"""A request is not served again when more replicas than this have died before its first token."""
+
+
 @dataclass(frozen=True)
 class CoordinatorConfig:
     """How a coordinator works.
@@ -38,7 +43,8 @@ class CoordinatorConfig:
     Attributes:
         on_replica_death: "retry": another replica serves its requests from their beginnings, with
             the same random numbers. "fail": they fail.
-        max_retries: times that a request is served again; a request may be what kills replicas.
+        max_retries: times that a request is served again; one whose replica died before the
+            request's first token, and which may be what kills replicas, at most once.
         max_unfinished: requests in the coordinator, queued or served; further ones are refused.
         requests_per_slot: a replica is given as many times its slots; the others wait here.
         ping_interval_s: seconds between two pings to everybody.
@@ -64,11 +70,6 @@ class CoordinatorConfig:
     def most_retries(self) -> int:
         """Times that a request of a lost replica is served again."""
         return self.max_retries if self.on_replica_death == "retry" else 0
-
-    @property
-    def what_a_death_means(self) -> str:
-        """For messages."""
-        return f"on_replica_death={self.on_replica_death}, max_retries={self.max_retries}"
 
     def __post_init__(self) -> None:
         if self.on_replica_death not in ("retry", "fail"):
@@ -120,6 +121,9 @@ class RoutedRequest:
         asked: what it asked for.
         replica: who serves it; None while it is queued.
         attempts: replicas that it was given to.
+        early_deaths: how many of them died before its first token, as far as is known: of an answer
+            that is not streamed, only a suspect's first token is told.
+        has_started: whether the replica that serves it has said that it has a token.
         is_aborted: its client wants no more of it.
         delivered: tokens that the client of a stream has.
         delivered_chars: characters that it has.
@@ -130,6 +134,8 @@ class RoutedRequest:
     asked: Generate
     replica: ReplicaRecord | None = None
     attempts: int = 0
+    early_deaths: int = 0
+    has_started: bool = False
     is_aborted: bool = False
     delivered: list[int] = field(default_factory=list)
     delivered_chars: int = 0
@@ -148,10 +154,28 @@ class RoutedRequest:
         new = UNLIMITED_TOKENS if limit is None else min(max(limit, 0), MOST_TOKENS)
         return prompt_length(self.asked.prompt) + new
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what killed a replica."""
+        return self.early_deaths > 0 and not self.has_started
+
+    def may_be_served_again(self, config: CoordinatorConfig) -> bool:
+        """Whether another replica serves it, now that its replica has died."""
+        self.early_deaths += not self.has_started
+        return self.early_deaths <= MOST_EARLY_DEATHS and self.attempts <= config.most_retries
+
+    def run(self) -> Run:
+        """What a replica is sent."""
+        asked = self.asked
+        return Run(
+            self.number, asked.prompt, asked.params, asked.priority, asked.stream, self.is_suspect
+        )
+
     def give_to(self, replica: ReplicaRecord | None) -> None:
         """Another replica serves it from its beginning; None: it is queued again."""
         self.replica = replica
         self.attempts += replica is not None
+        self.has_started = False
         self._num_seen = self._chars_seen = 0
 
     def contradicts(self, completion: Completion) -> bool:
@@ -165,6 +189,7 @@ class RoutedRequest:
         known = self.delivered[self._num_seen : self._num_seen + len(chunk.tokens)]
         if chunk.tokens[: len(known)] != known:
             return None
+        self.has_started = self.has_started or bool(chunk.tokens)
         self._num_seen += len(chunk.tokens)
         new = chunk.tokens[len(known) :]
         self.delivered += new
@@ -210,6 +235,11 @@ class ReplicaRecord:
     def name(self) -> str:
         """Its name."""
         return self.info.name
+
+    @property
+    def has_suspect(self) -> bool:
+        """Whether it may die of a request that it has."""
+        return any(request.is_suspect for request in self.requests.values())
 
     def blocks_of(self, request: RoutedRequest) -> int:
         """KV blocks that a request may take here."""
@@ -294,6 +324,31 @@ def why_refused(info: ReplicaInfo, replicas: Collection[ReplicaRecord]) -> str:
                 "Start all replicas with the same model and settings."
             )
     return ""
+
+
+def why_not_again(
+    request: RoutedRequest, replica: str, reason: str, config: CoordinatorConfig
+) -> str:
+    """What a request is told that is not served again.
+
+    Args:
+        request: its replica is lost.
+        replica: its name.
+        reason: why it is lost.
+        config: whose limits the request has reached.
+    """
+    lost = f"replica {replica}, which served the request, is gone: {reason}"
+    if request.early_deaths > MOST_EARLY_DEATHS:
+        return (
+            f"{lost}; it is the replica number {request.early_deaths} that died before the "
+            "request's first token, so the request may be what kills them, and is not served "
+            "again. The replicas' logs say of what they died."
+        )
+    tries = f"; {request.attempts} replicas tried" if request.attempts > 1 else ""
+    return (
+        f"{lost}{tries} (on_replica_death={config.on_replica_death}, "
+        f"max_retries={config.max_retries})."
+    )
 
 
 def why_nobody_serves(replicas: Collection[ReplicaRecord], departed: str, waited_s: float) -> str:

@@ -42,6 +42,7 @@ from megatron_async.serving.messages import (
     ReplicaStatus,
     Run,
     SetPaused,
+    Started,
     ToReplica,
     completion_of,
     decode_for_replica,
@@ -87,7 +88,7 @@ class Replica:
         self._connection: Connection[ToReplica] | None = None
         self._requests: dict[int, DynamicInferenceRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._news: list[Chunk | Ended] = []
+        self._news: list[Chunk | Started | Ended] = []
         self._runs_seen = 0
         self._is_leaving = self._must_go = False
         self._failure: JobFailed | None = None
@@ -236,6 +237,8 @@ class Replica:
             if run.stream:
                 self._spawn(self._stream(number, future))
                 return
+            if run.is_suspect:
+                self._spawn(self._tell_start(number))
         future.add_done_callback(lambda done: self._end(number, done))
 
     async def _stream(self, number: int, future: asyncio.Future[DynamicInferenceRequest]) -> None:
@@ -244,6 +247,12 @@ class Replica:
             async for chunk in self._engine.stream(number):
                 self._tell(Chunk(number, chunk.tokens, chunk.text))
         self._end(number, future)
+
+    async def _tell_start(self, number: int) -> None:
+        with contextlib.suppress(Exception):  # as above
+            async for _ in self._engine.stream(number):
+                self._tell(Started(number))
+                return
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -265,7 +274,7 @@ class Replica:
             completion = Completion(finish_reason="error", failure=failure, replica=self.info.name)
         self._tell(Ended(number, completion))
 
-    def _tell(self, news: Chunk | Ended) -> None:
+    def _tell(self, news: Chunk | Started | Ended) -> None:
         """Send with all other news of this turn of the loop."""
         if not self._news:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -282,7 +291,9 @@ class Replica:
             for event in news:
                 self._send_alone(connection, event)
 
-    def _send_alone(self, connection: Connection[ToReplica], event: Chunk | Ended) -> None:
+    def _send_alone(
+        self, connection: Connection[ToReplica], event: Chunk | Started | Ended
+    ) -> None:
         try:
             connection.send(Batch([event]))
         except UNSENDABLE as error:

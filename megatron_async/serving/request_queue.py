@@ -11,10 +11,11 @@ FEW_STALE = 16
 
 
 class RequestQueue:
-    """A heap whose entries may outlive their requests, but never become more than twice as many."""
+    """Two heaps, one of suspects, whose entries may outlive their requests, but never become more
+    than twice as many."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], int]] = []
+        self._heaps: dict[bool, list[tuple[tuple[int, int], int]]] = {False: [], True: []}
         self._requests: dict[int, RoutedRequest] = {}
 
     def __len__(self) -> int:
@@ -24,27 +25,30 @@ class RequestQueue:
     @property
     def entries(self) -> int:
         """Places that they take, with those of requests that are gone."""
-        return len(self._heap)
+        return sum(map(len, self._heaps.values()))
 
     def add(self, request: RoutedRequest) -> None:
         """Queue a request; one that comes again takes its old place."""
         self._requests[request.number] = request
-        heapq.heappush(self._heap, (request.order, request.number))
+        heapq.heappush(self._heaps[request.is_suspect], (request.order, request.number))
 
     def discard(self, request: RoutedRequest) -> None:
         """Take a request out, if it is in."""
         if self._requests.pop(request.number, None) is None:
             return
-        if len(self._heap) > 2 * len(self._requests) + FEW_STALE:
-            self._heap = sorted((each.order, number) for number, each in self._requests.items())
+        if self.entries > 2 * len(self._requests) + FEW_STALE:
+            self._heaps = {False: [], True: []}
+            for number, each in sorted(self._requests.items(), key=lambda item: item[1].order):
+                self._heaps[each.is_suspect].append((each.order, number))
 
-    def first(self) -> RoutedRequest | None:
-        """Whose turn it is; it stays in. None: the queue is empty."""
-        while self._heap:
-            request = self._requests.get(self._heap[0][1])
-            if request is not None:
+    def first(self, suspects: bool = False) -> RoutedRequest | None:
+        """Whose turn it is, among suspects or the others; it stays in. None: there is none."""
+        heap = self._heaps[suspects]
+        while heap:
+            request = self._requests.get(heap[0][1])
+            if request is not None and request.is_suspect == suspects:
                 return request
-            heapq.heappop(self._heap)
+            heapq.heappop(heap)
         return None
 
     def in_order(self) -> list[RoutedRequest]:

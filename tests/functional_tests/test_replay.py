@@ -16,7 +16,13 @@ from schedules import random_schedule, run_schedule
 from megatron_async import DynamicInferenceEngine, SamplingParams, StructuredOutput
 from megatron_async.contexts import dynamic_context
 from megatron_async.simulation.recorder import Recorder
-from megatron_async.simulation.recording import Launched, RecordingError, TextEnd, load_recording
+from megatron_async.simulation.recording import (
+    Added,
+    Launched,
+    RecordingError,
+    TextEnd,
+    load_recording,
+)
 from megatron_async.simulation.replay import Replay
 from megatron_async.simulation.state_report import describe_state
 
@@ -183,7 +189,8 @@ def test_structured_output_replays(make_tiny_engine, tmp_path, lookahead):
     recording = load_recording(path)
     ends = {e.request_id: e.reason for e in recording.events if isinstance(e, TextEnd)}
     assert ends[1] == "grammar" == requests[1].finish_reason
-    assert recording.events[0].sampling_params().structured_output == outputs[0]
+    added = {e.request_id: e for e in recording.events if isinstance(e, Added)}
+    assert added[0].sampling_params().structured_output == outputs[0]
     assert Replay(recording).run() == engine.statistics.steps
 
 

@@ -23,6 +23,7 @@ from harness import (
 
 from megatron_async import SamplingParams, Status, StructuredOutput
 from megatron_async.devices.cpu import Chaos, CpuDevice
+from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
 from megatron_async.tokenizer import Tokenizer
 
@@ -74,6 +75,13 @@ PROMPTS = random_prompts(2, [3, 17, 30, 9, 5, 12, 21, 8], EOS)
 JOBS = [Job(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
 
 
+def compile_grammars(engine: DynamicInferenceEngine, params: list[SamplingParams]) -> None:
+    """So that requests are admitted at once, and their schedules are the same in every run."""
+    for each in params:
+        if each.structured_output is not None:
+            engine.grammars.begin(each.structured_output).result()
+
+
 def check_valid(text: str, reason: str, output: StructuredOutput) -> None:
     if output.choice:
         assert text in CHOICE
@@ -110,6 +118,7 @@ def test_equal_to_serial_and_valid(
         lookahead=lookahead, tokenizer=ascii_tokenizer, invalidation=invalidation,
         device=CpuDevice(Chaos(seed=lookahead, probability=0.2, max_delay_s=0.002)), **memory,
     )  # fmt: skip
+    compile_grammars(engine, PARAMS)
     futures = []
     for number, job in enumerate(JOBS):
         futures.append(engine.add_request(number, job.prompt, job.params))
@@ -163,7 +172,9 @@ def test_others_run_at_full_speed(
 ) -> None:
     """With two steps ahead a constrained request sits out every third step; the others do not."""
     engine = make_tiny_engine(lookahead=2, tokenizer=ascii_tokenizer)
-    slow = engine.add_request(0, PROMPTS[2], constrained(2, StructuredOutput(regex="[ab]{30}")))
+    limited = constrained(2, StructuredOutput(regex="[ab]{30}"))
+    compile_grammars(engine, [limited])
+    slow = engine.add_request(0, PROMPTS[2], limited)
     fast = engine.add_request(1, PROMPTS[1], greedy(30))
     drain(engine)
     assert engine.stats()["overlap_ratio"] == 1.0
@@ -203,7 +214,10 @@ def test_bad_ones_fail_alone(make_tiny_engine: EngineFactory, ascii_tokenizer: T
     served = engine.add_request(1000, PROMPTS[3], PARAMS[3])
     for number, output in enumerate(BAD):
         params = constrained(0, output)
-        request = engine.add_request(number, PROMPTS[0], params).result()
+        future = engine.add_request(number, PROMPTS[0], params)
+        while not future.done():
+            engine.step_modern()
+        request = future.result()
         assert request.status == Status.FAILED, output
         assert isinstance(request.error, RequestError), (output, request.error)
         assert any(
@@ -250,7 +264,8 @@ def test_a_grammar_that_gives_up_fails_alone(
     engine = make_tiny_engine(lookahead=1, tokenizer=ascii_tokenizer)
     failing = engine.add_request(0, PROMPTS[0], constrained(0, StructuredOutput(regex="[ab]{9}")))
     served = engine.add_request(1, PROMPTS[3], PARAMS[3])
-    engine.step_modern()
+    while engine.requests.get(0).grammar is None:
+        engine.step_modern()
     grammar = engine.requests.get(0).grammar
     grammar._matcher = GivesUp(grammar._matcher)
     drain(engine)

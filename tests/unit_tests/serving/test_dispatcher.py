@@ -75,18 +75,21 @@ def test_a_lost_replicas_requests_are_served_again_with_their_numbers() -> None:
     assert service.runs("a") == [0, 2]
     assert service.runs("b") == [1, 3]
     service.lose("a")
-    assert service.runs("b") == [0, 2]
+    assert service.runs("b") == [0]  # one suspect at a time
     service.end("a", 0)  # a last word of the dead
     assert service.take("client") == []
     service.end("b", 0)
+    assert service.runs("b") == [2]
     (ended,) = service.take("client")
     assert isinstance(ended, Ended)
     assert ended.completion.attempts == 2
+    service.start("b", 2)
     service.lose("b")
     assert service.dispatcher.stats()["queued_requests"] == 3
-    assert service.join("c")[1:] == [
-        Run(number, [1, 2, 3], PARAMS, 0, False) for number in (1, 2, 3)
-    ]
+    assert service.join("c")[1:] == [Run(1, [1, 2, 3], PARAMS, 0, False, is_suspect=True)]
+    for number, following in ((1, [2]), (2, [3]), (3, [])):
+        service.start("c", number)
+        assert service.runs("c") == following
 
 
 def test_what_was_streamed_is_not_sent_again() -> None:
@@ -123,6 +126,7 @@ def test_retries_end_and_the_policy_may_be_to_fail() -> None:
     service.ask(0)
     service.lose("a")
     service.join("b")
+    service.start("b", 0)
     service.lose("b")
     kind, text = service.failure()
     assert kind == "ReplicaLost"
@@ -135,6 +139,62 @@ def test_retries_end_and_the_policy_may_be_to_fail() -> None:
     assert service.runs("b") == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_kills_two_replicas_before_its_first_token_is_not_served_again(stream: bool) -> None:
+    service = Service("a", "b", "c", max_retries=5)
+    service.ask(0, stream=stream)
+    service.lose("a")
+    assert service.runs("b") == [0]
+    service.lose("b")
+    kind, text = service.failure()
+    assert kind == "ReplicaLost"
+    assert "replica number 2 that died before the request's first token" in text
+    assert service.runs("c") == []
+
+
+def test_what_was_on_the_same_replicas_as_a_killer_is_served() -> None:
+    service = Service("a", requests_per_slot=50)
+    for number in range(6):
+        service.ask(number)
+    service.ask(6, stream=True)
+    service.say("a", 6, [7])
+    killer, served = 3, set()
+    service.take("client")
+    service.lose("a")
+    for name in ("b", "c"):
+        service.join(name)
+        service.say(name, 6, [7])
+        while name.encode() in service.dispatcher.replicas:
+            has = service.dispatcher.replicas[name.encode()].requests
+            suspects = [number for number, request in has.items() if request.is_suspect]
+            assert len(suspects) <= 1
+            if killer in has:
+                service.lose(name)
+            elif suspects:
+                service.start(name, suspects[0])
+            else:
+                break
+    for number in list(service.dispatcher.replicas[b"c"].requests):
+        service.end("c", number)
+    for message in service.take("client"):
+        if isinstance(message, Ended) and message.completion.failure is None:
+            served.add(message.number)
+    assert served == {0, 1, 2, 4, 5, 6}
+
+
+def test_a_request_that_has_started_is_served_again_as_often_as_allowed() -> None:
+    service = Service("a", max_retries=3)
+    service.ask(0, stream=True)
+    for name, following in ("ab", "bc", "cd"):
+        service.say(name, 0, [7])
+        service.lose(name)
+        service.join(following)
+    service.end("d", 0)
+    ended = service.take("client")[-1]
+    assert isinstance(ended, Ended)
+    assert ended.completion.attempts == 4
+
+
 def test_a_silent_and_a_stalled_replica_are_lost() -> None:
     service = Service("a", "b", silence_s=8, stall_s=20)
     service.ask(0)
@@ -145,6 +205,7 @@ def test_a_silent_and_a_stalled_replica_are_lost() -> None:
     assert isinstance(service.take("a")[-1], Refused)
     service.hear("a", status(1))
     assert "connect again" in str(service.take("a")[-1])
+    service.start("b", 0)
     service.join("c")
     for _ in range(41):
         service.wait(0.5, alive="c client")
@@ -267,7 +328,8 @@ def test_a_replica_that_connects_again_replaces_itself() -> None:
     service.ask(0)
     service.take("a")
     service.hear("new", ReplicaHello(PROTOCOL, info("a")))
-    assert service.take("new") == [Welcome(8.0), Run(0, [1, 2, 3], PARAMS, 0, False)]
+    again = Run(0, [1, 2, 3], PARAMS, 0, False, is_suspect=True)
+    assert service.take("new") == [Welcome(8.0), again]
     assert len(service.dispatcher.replicas) == 1
 
 

@@ -23,6 +23,7 @@ from megatron_async.serving.messages import (
     ReplicaInfo,
     ReplicaStatus,
     Run,
+    Started,
 )
 from megatron_async.serving.records import CoordinatorConfig
 
@@ -71,6 +72,10 @@ class Service:
 
     def say(self, name: str, number: int, tokens: list[int], text: str | None = None) -> None:
         self.hear(name, Batch([Chunk(number, tokens, text)]))
+
+    def start(self, name: str, number: int) -> None:
+        """A suspect has its first token."""
+        self.hear(name, Batch([Started(number)]))
 
     def wait(self, seconds: float, alive: str = "") -> None:
         """Time goes by; who is alive answers."""
