@@ -80,12 +80,13 @@ class StreamWakeups:
 
     def _set_timer(self) -> None:
         loop = _running_loop() or self._readers_loop
-        if self._timer is not None and loop is self._loop and not loop.is_closed():
-            return
+        is_open = loop is not None and not loop.is_closed()
         if self._timer is not None:
+            if is_open and loop is self._loop:
+                return
             self._timer.cancel()  # of a loop that does not run now, and perhaps never again
         self._loop, self._timer = loop, None
-        if loop is None or loop.is_closed():
+        if loop is None or not is_open:
             while self._booked or self._due:
                 self._wake_some()
         else:

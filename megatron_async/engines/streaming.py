@@ -1,8 +1,8 @@
 """Streaming: a request's tokens and text while they are made, for readers of any speed.
 
 A stream holds no queue. The engine's books are the buffer: a reader takes all that has been booked
-since it last looked, so a slow one gets larger chunks, and never holds up a step. It keeps its place
-in them, so a chunk costs what is new, however long the answer is.
+since it last looked, so a slow one gets larger chunks, and never holds up a step. A reader keeps
+its place in the books, so a chunk costs what is new, however long the answer is.
 """
 
 from __future__ import annotations

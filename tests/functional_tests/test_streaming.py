@@ -209,7 +209,8 @@ def test_a_long_answer_costs_what_is_new(
 ) -> None:
     """Tokens that are read and detokenized, counted: no chunk touches what earlier chunks had.
 
-    Before, each chunk read the whole answer: 300 * 300 / 2 = 45,000 tokens.
+    A stream that reads the whole answer each time reads 90,000 tokens of these 300, once when it is
+    woken and once before it waits again.
     """
     length, decoded = 300, 0
 
