@@ -6,6 +6,7 @@ In the vocabulary each byte is written as a printable character, after GPT-2's t
 from __future__ import annotations
 
 import json
+from functools import cache
 
 from tokenizers import Tokenizer as BackendTokenizer
 
@@ -21,22 +22,52 @@ def byte_level_pieces(backend: BackendTokenizer, num_tokens: int) -> list[bytes]
         bytes by token id; None where its decoder is not byte-level alone, and texts of tokens may
         not simply add up.
     """
-    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    if not is_byte_level(backend):
+        return None
+    return list(map(BytePieces(backend).__getitem__, range(num_tokens)))
+
+
+def is_byte_level(backend: BackendTokenizer) -> bool:
+    """Whether its decoder is byte-level alone."""
+    if backend.decoder is None:
+        return False
+    decoder = json.loads(backend.decoder.__getstate__())
     while decoder.get("type") == "Sequence" and len(decoder["decoders"]) == 1:
         decoder = decoder["decoders"][0]
-    if decoder.get("type") != "ByteLevel":
-        return None
-    byte_of = {character: byte for byte, character in enumerate(_printable())}
-    pieces = [b""] * num_tokens
-    added = backend.get_added_tokens_decoder()
-    special = {token.content for token in added.values() if token.special}
-    for text, token in backend.get_vocab(with_added_tokens=True).items():
-        if token < num_tokens and text not in special:
-            try:
-                pieces[token] = bytes(map(byte_of.__getitem__, text))
-            except KeyError:  # an added token is written as it is
-                pieces[token] = text.encode()
-    return pieces
+    return bool(decoder.get("type") == "ByteLevel")
+
+
+class BytePieces(dict[int, bytes]):
+    """The same by token id, of a token when it is first asked for: a large vocabulary takes a
+    second to read.
+
+    Args:
+        backend: a tokenizer that `is_byte_level`.
+    """
+
+    def __init__(self, backend: BackendTokenizer) -> None:
+        super().__init__()
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._special = {token.content for token in added.values() if token.special}
+
+    def __missing__(self, token: int) -> bytes:
+        piece = self[token] = self._read(self._backend.id_to_token(token))
+        return piece
+
+    def _read(self, text: str | None) -> bytes:
+        if text is None or text in self._special:
+            return b""
+        byte_of = _bytes_of_characters()
+        try:
+            return bytes(map(byte_of.__getitem__, text))
+        except KeyError:  # an added token is written as it is
+            return text.encode()
+
+
+@cache
+def _bytes_of_characters() -> dict[str, int]:
+    return {character: byte for byte, character in enumerate(_printable())}
 
 
 def _printable() -> list[str]:

@@ -6,11 +6,14 @@ together with some before them, and what is new at the end of that text counts, 
 that are still to come may change. Tokenizers with byte fallback (Llama 2, Mixtral) decode a run of
 byte tokens as a whole: one unfinished character turns all of it into replacement characters until
 it is complete. So no replacement character counts before something else follows.
+
+Where a text is the bytes of its tokens in a row, all this is one lookup a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import codecs
+from collections.abc import Callable, Mapping, Sequence
 
 REPLACEMENT = "\ufffd"
 """What decoders put where bytes are no whole character (yet)."""
@@ -47,6 +50,21 @@ class IncrementalDetokenizer:
             self._shorten(text, is_hopeless)
         return new
 
+    def push_all(self, tokens: Sequence[int]) -> str:
+        """Take the next tokens; return the text that is settled by them, as `push` does one by one,
+        at the cost of one."""
+        if len(tokens) > 1:
+            window = [*self._window, *tokens]
+            text = self._text(window)
+            if not text.endswith(REPLACEMENT):
+                new, self._window, self._num_returned = (
+                    text[self._num_returned :], window, len(text),
+                )  # fmt: skip
+                if len(window) > 2 * CONTEXT:
+                    self._shorten(text, is_hopeless=False)
+                return new
+        return "".join(map(self.push, tokens))
+
     def _shorten(self, text: str, is_hopeless: bool) -> None:
         """Cut the window's front off, all of whose text was returned; not inside a character."""
         for kept in range(CONTEXT, CONTEXT + LONGEST_CHARACTER):
@@ -58,6 +76,33 @@ class IncrementalDetokenizer:
 
     def _text(self, tokens: list[int]) -> str:
         return self._detokenize(tokens) or ""
+
+
+class ByteDetokenizer:
+    """The text of one request's generated tokens, where texts are the bytes of their tokens.
+
+    Args:
+        pieces: bytes by token id.
+    """
+
+    def __init__(self, pieces: Mapping[int, bytes]) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_inside = False
+        """Whether the decoder keeps the beginning of a character."""
+
+    def push_all(self, tokens: Sequence[int]) -> str:
+        """Take the next tokens; return the text that no later token changes: all but an incomplete
+        character at its end."""
+        data = b"".join(map(self._pieces.__getitem__, tokens))
+        if not self._is_inside:
+            try:
+                return data.decode()  # nearly always: as fast as it gets
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(data)
+        self._is_inside = self._decoder.getstate()[0] != b""
+        return text
 
 
 def settled_text(text: str) -> str:

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers.models import BPE
 
-from megatron_async.byte_level import byte_level_pieces
+from megatron_async.byte_level import BytePieces, byte_level_pieces, is_byte_level
 from megatron_async.errors import ConfigurationError
 
 TOKENIZER = "tokenizer.json"
@@ -187,6 +187,13 @@ class Tokenizer:
         if getattr(self.detokenize, "__func__", None) is not Tokenizer.detokenize:
             return None
         return byte_level_pieces(self.backend, num_tokens)
+
+    @cached_property
+    def byte_pieces(self) -> Mapping[int, bytes] | None:
+        """What `token_bytes` tells, of a token when it is first asked for."""
+        if getattr(self.detokenize, "__func__", None) is not Tokenizer.detokenize:
+            return None
+        return BytePieces(self.backend) if is_byte_level(self.backend) else None
 
     @property
     def vocab_size(self) -> int:

@@ -28,6 +28,14 @@ class Event(ABC):
     def wait_for(self, seconds: float) -> bool:
         """As `wait`, but no longer than so many seconds; whether the point is reached."""
 
+    def tell(self, call: Callable[[], None]) -> bool:
+        """Have `call` called once, on any thread, when the point is reached (at once, if it is).
+
+        Returns:
+            whether that will be done: False where an event can only be asked (`query`).
+        """
+        return False
+
     @abstractmethod
     def time_us(self) -> float:
         """When the point was reached, microseconds on `time.perf_counter_ns`'s clock.

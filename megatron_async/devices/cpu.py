@@ -13,6 +13,7 @@ import random
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,6 +55,7 @@ class CpuEvent(Event):
         self._reached = threading.Event()
         self._time_us = 0.0
         self._failure: BaseException | None = None
+        self._calls: deque[Callable[[], None]] = deque()
 
     def arm(self) -> None:
         """Forget the last recording (host side, before the point is enqueued again)."""
@@ -64,6 +66,7 @@ class CpuEvent(Event):
         self._time_us = time.perf_counter_ns() / 1e3
         self._failure = failure
         self._reached.set()
+        self._call_all()
 
     def query(self) -> bool:
         return self._reached.is_set()
@@ -77,6 +80,20 @@ class CpuEvent(Event):
         if self._failure is not None:
             raise RuntimeError("work on the CPU stream failed") from self._failure
         return True
+
+    def tell(self, call: Callable[[], None]) -> bool:
+        self._calls.append(call)
+        if self._reached.is_set():  # perhaps only now: then one of the two threads finds `call`
+            self._call_all()
+        return True
+
+    def _call_all(self) -> None:
+        while self._calls:
+            try:
+                call = self._calls.popleft()
+            except IndexError:  # the other thread was faster
+                return
+            call()
 
     def time_us(self) -> float:
         return self._time_us

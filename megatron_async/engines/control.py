@@ -191,7 +191,6 @@ class ControllableEngine(ABC):
                 self._resolve_down_to(self.lookahead)
             self._resolve_down_to(0)
         self.statistics.drained = True
-        self.requests.notify_streams()
 
     def _resolve_down_to(self, in_flight: int) -> None:
         while len(self.in_flight) > in_flight:

@@ -18,6 +18,7 @@ from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.contexts.step_shape import StepShape
 from megatron_async.engines.admitting import POLL_S, AdmittingEngine
+from megatron_async.engines.arrival import arrival
 from megatron_async.engines.follower import Follower, follow
 from megatron_async.engines.generation import run_to_end
 from megatron_async.engines.invalidation import Invalidation, Reconcile
@@ -173,14 +174,8 @@ class DynamicInferenceEngine(AdmittingEngine):
             KeyError: no unfinished request has this id.
         """
         self.thread.check()
-        return self.requests.stream(request_id, self._booked_tokens)
-
-    def _booked_tokens(self, request: DynamicInferenceRequest) -> list[int]:
-        slots = self.context.slots
-        slot = slots.slot_of.get(request.request_id)
-        if request.finish_reason is None and slot is not None:
-            return slots.generated_tokens(slot)
-        return request.generated_tokens
+        pieces = getattr(self.controller.tokenizer, "byte_pieces", None)
+        return self.requests.stream(request_id, self.context.slots, pieces)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do, or ended requests to report."""
@@ -235,8 +230,8 @@ class DynamicInferenceEngine(AdmittingEngine):
         with self.thread, self._giving_up_with_the_job(), self.tracer.range("step", step):
             for _ in range(self._launch_next()):
                 oldest = self.in_flight[0]
-                if not oldest.ready.query():
-                    await asyncio.to_thread(self._wait, oldest)
+                with self.tracer.range("resolve", oldest.plan.step):
+                    await arrival(oldest.ready, self.group.wait)
                 if self._is_closed or not self.in_flight or self.in_flight[0] is not oldest:
                     break  # while this coroutine waited, another one stepped or closed the engine
                 outputs += self._resolve_oldest()
@@ -319,6 +314,7 @@ class DynamicInferenceEngine(AdmittingEngine):
                     self.controller.sample_constrained(other, 0, is_last=True)
             return []
         output = self.booking.book(step)
+        self.requests.readers.booked(output)
         if any(other.awaits_masks for other in self.in_flight):
             self.launching.send_masks()
         is_zombie = step.error is None and 0 < output.zombie_rows == step.plan.num_rows
@@ -334,7 +330,6 @@ class DynamicInferenceEngine(AdmittingEngine):
     def _report(self, outputs: list[StepOutput], start: float) -> dict[str, Any]:
         outputs = self._take_undelivered() + outputs
         ended = self.requests.take_ended()
-        self.requests.notify_streams()
         step_time = time.perf_counter() - start
         self.tracer.collect()
         is_idle = self._only_compiles or not self.has_unfinished_requests()

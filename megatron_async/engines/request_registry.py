@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.engines.signal import Signal
 from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.engines.stream_wakeups import StreamWakeups
 from megatron_async.engines.streaming import RequestStream
 from megatron_async.errors import RequestAborted, RequestError
 from megatron_async.inference_request import (
@@ -25,7 +27,7 @@ from megatron_async.structured_output import TokenGrammar
 
 @dataclass
 class RequestEntry:
-    """An unfinished request with its future, its readers, and what watches its text.
+    """An unfinished request with its future and what watches its text.
 
     Attributes:
         grammar_job: compiles its grammar; `grammar` is there when the request is admitted.
@@ -36,7 +38,6 @@ class RequestEntry:
     stop_words: StopWords | None = None
     grammar: TokenGrammar | None = None
     grammar_job: Future[Any] | None = None
-    streams: list[RequestStream] = field(default_factory=list)
 
 
 class RequestRegistry:
@@ -47,12 +48,12 @@ class RequestRegistry:
 
     Attributes:
         news: notified when a request is added and when one ends.
+        readers: of streams, who wait for tokens.
     """
 
     def __init__(self, statistics: EngineStatistics) -> None:
         self._statistics = statistics
         self._entries: dict[int, RequestEntry] = {}
-        self._streamed: set[int] = set()
         self._too_slow: set[int] = set()
         self._ended: list[DynamicInferenceRequest] = []
         self._numbers = count()
@@ -60,6 +61,7 @@ class RequestRegistry:
         self._was_added = False
         self._is_closed = False
         self.news = Signal()
+        self.readers = StreamWakeups()
 
     @property
     def has_ended(self) -> bool:
@@ -137,10 +139,8 @@ class RequestRegistry:
         entry = self._entries.pop(request.request_id)
         if not entry.future.cancelled() and not entry.future.get_loop().is_closed():
             entry.future.set_result(request)
-        self._streamed.discard(request.request_id)
         self._too_slow.discard(request.request_id)
-        for stream in entry.streams:
-            stream.notify()
+        self.readers.wake(request.request_id)
         self.news.notify()
 
     def is_too_slow(self, request_id: int) -> None:
@@ -158,25 +158,16 @@ class RequestRegistry:
         return ended
 
     def stream(
-        self, request_id: int, booked_tokens: Callable[[DynamicInferenceRequest], list[int]]
+        self, request_id: int, slots: RequestSlots, pieces: Mapping[int, bytes] | None
     ) -> RequestStream:
-        """A new reader of an unfinished request (KeyError if there is none).
+        """A new stream of an unfinished request (KeyError if there is none).
 
         Args:
             request_id: of the request.
-            booked_tokens: its generated tokens so far.
+            slots: hold its tokens while it runs.
+            pieces: bytes by token id; None where they do not make a text.
         """
-        entry = self._entries[request_id]
-        stream = RequestStream(entry.request, booked_tokens)
-        entry.streams.append(stream)
-        self._streamed.add(request_id)
-        return stream
-
-    def notify_streams(self) -> None:
-        """Wake all readers: a step was booked."""
-        for request_id in self._streamed:
-            for stream in self._entries[request_id].streams:
-                stream.notify()
+        return RequestStream(self._entries[request_id].request, slots, self.readers, pieces)
 
     def free_id(self) -> int:
         """The next number that no unfinished request has."""

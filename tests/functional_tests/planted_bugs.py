@@ -13,6 +13,7 @@ from megatron_async.contexts.bookkeeping_buffer import HostStaging
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.contexts.scheduler import Scheduler
 from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.engines.streaming import RequestStream
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
@@ -129,13 +130,13 @@ def stale_sampling_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_reader_misses_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was booked in the step that ended a request is not streamed."""
-    booked = DynamicInferenceEngine._booked_tokens
+    new_tokens = RequestStream._new_tokens
 
-    def booked_while_it_runs(engine: DynamicInferenceEngine, request: Any) -> list[int]:
-        tokens = booked(engine, request)
-        return tokens if request.finish_reason is None else tokens[:-1]
+    def new_while_it_runs(stream: RequestStream) -> list[int]:
+        tokens = new_tokens(stream)
+        return tokens if stream.request.finish_reason is None else tokens[:-1]
 
-    monkeypatch.setattr(DynamicInferenceEngine, "_booked_tokens", booked_while_it_runs)
+    monkeypatch.setattr(RequestStream, "_new_tokens", new_while_it_runs)
 
 
 BUGS: list[Plant] = [

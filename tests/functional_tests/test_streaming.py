@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
+import numpy as np
 import pytest
 import torch
 from harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
 
 from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
+from megatron_async.engines import stream_wakeups
 from megatron_async.engines.streaming import RequestStream, StreamChunk
 from megatron_async.errors import RequestAborted
 
@@ -62,6 +65,13 @@ async def serve(
             await engine.async_step()
 
 
+@pytest.fixture
+def at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers are woken without rest, so that what comes does not hang on this machine's speed."""
+    monkeypatch.setattr(stream_wakeups, "WAKE_EVERY_S", 0.0)
+
+
+@pytest.mark.usefixtures("at_every_step")
 @pytest.mark.parametrize("pressed", [False, True], ids=["roomy", "evictions"])
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_chunks_add_up(make_tiny_engine: EngineFactory, lookahead: int, pressed: bool) -> None:
@@ -84,6 +94,7 @@ def test_a_stop_word_is_never_sent(make_tiny_engine: EngineFactory) -> None:
         assert "".join(chunk.text or "" for chunk in mine) == text[: text.find(text[9:13])]
 
 
+@pytest.mark.usefixtures("at_every_step")
 def test_a_slow_reader_gets_larger_chunks_and_stalls_nobody(
     make_tiny_engine: EngineFactory,
 ) -> None:
@@ -178,3 +189,139 @@ def test_a_stream_echoes_the_prompt_first(make_tiny_engine: EngineFactory) -> No
     drain(engine)
     assert "".join(chunk.text for chunk in chunks) == request.generated_text
     assert request.generated_text.startswith(Bytes().detokenize(PROMPTS[0]))
+
+
+class Counting(np.ndarray):
+    """Counts the elements that become Python's."""
+
+    counted = 0
+
+    def tolist(self) -> list[int]:
+        Counting.counted += self.size
+        return super().tolist()
+
+
+@pytest.mark.usefixtures("at_every_step")
+@pytest.mark.parametrize("with_pieces", [False, True], ids=["any tokenizer", "byte-level"])
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_a_long_answer_costs_what_is_new(
+    make_tiny_engine: EngineFactory, lookahead: int, with_pieces: bool
+) -> None:
+    """Tokens that are read and detokenized, counted: no chunk touches what earlier chunks had.
+
+    A stream that reads the whole answer each time reads 90,000 tokens of these 300, once when it is
+    woken and once before it waits again.
+    """
+    length, decoded = 300, 0
+
+    class Letters:
+        eod = -1
+        byte_pieces = dict.fromkeys(range(TINY.vocab_size), b"x") if with_pieces else None
+
+        def detokenize(self, tokens: list[int]) -> str:
+            nonlocal decoded
+            decoded += len(tokens)
+            return "x" * len(tokens)
+
+    async def run() -> list[StreamChunk]:
+        engine = make_tiny_engine(lookahead=lookahead, tokenizer=Letters())
+        slots = engine.context.slots
+        slots.tokens = slots.tokens.view(Counting)
+        engine.add_request(0, PROMPTS[0], greedy(length))
+        reader = asyncio.create_task(read(engine.stream(0)))
+        runner = asyncio.create_task(engine.run_engine())
+        chunks = await asyncio.wait_for(reader, 60)
+        runner.cancel()
+        while engine.has_unfinished_requests():
+            await engine.async_step()
+        return chunks
+
+    Counting.counted = 0
+    chunks = asyncio.run(run())
+    assert sum(len(chunk.tokens) for chunk in chunks) == length
+    assert "".join(chunk.text or "" for chunk in chunks) == "x" * length
+    assert len(chunks) > length // 4
+    # Once by the stream, once at the request's end.
+    assert Counting.counted <= 2 * length
+    # At the end the answer is detokenized once; before, each token with a few as context.
+    assert decoded <= (length if with_pieces else 30 * length)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_only_first_tokens_and_ends_are_told_at_once(
+    make_tiny_engine: EngineFactory, lookahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a timer that fires, a reader gets the first token, and the rest with the end."""
+    monkeypatch.setattr(stream_wakeups, "WAKE_EVERY_S", 1e6)
+
+    async def run() -> list[list[StreamChunk]]:
+        engine = make_tiny_engine(lookahead=lookahead)
+        engine.requests.readers._rests_until = time.monotonic() + 1e6
+        futures = [engine.add_request(i, p, greedy(TOKENS)) for i, p in enumerate(PROMPTS)]
+        readers = [asyncio.create_task(read(engine.stream(i))) for i in range(len(PROMPTS))]
+        await asyncio.sleep(0)
+        runner = asyncio.create_task(engine.run_engine())
+        chunks = await asyncio.wait_for(asyncio.gather(*readers), 60)
+        runner.cancel()
+        while engine.has_unfinished_requests():
+            await engine.async_step()
+        for future, mine in zip(futures, chunks, strict=True):
+            tokens = [token for chunk in mine for token in chunk.tokens]
+            assert tokens == future.result().generated_tokens
+        return chunks
+
+    for mine in asyncio.run(run()):
+        assert [len(chunk.tokens) for chunk in mine] == [1, TOKENS - 1]
+
+
+def test_readers_are_woken_although_nobody_steps_any_more(
+    make_tiny_engine: EngineFactory,
+) -> None:
+    """What a pause has booked comes soon, and not when the engine goes on."""
+
+    async def run() -> None:
+        engine = make_tiny_engine(lookahead=2)
+        engine.add_request(0, PROMPTS[0], greedy(TOKENS))
+        chunks: list[StreamChunk] = []
+
+        async def note() -> None:
+            async for chunk in engine.stream(0):
+                chunks.append(chunk)
+
+        reader = asyncio.create_task(note())
+        for _ in range(6):
+            await engine.async_step()
+        engine.pause()
+        booked = engine.stats()["generated_tokens"]
+        async with asyncio.timeout(30):
+            while sum(len(chunk.tokens) for chunk in chunks) < booked:
+                await asyncio.sleep(0.001)
+        engine.unpause()
+        while engine.has_unfinished_requests():
+            await engine.async_step()
+        await reader
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_two_engines_on_one_loop(make_tiny_engine: EngineFactory, lookahead: int) -> None:
+    """Both get on, and a coroutine that has nothing to do with them is served meanwhile."""
+
+    async def run() -> int:
+        engines = [make_tiny_engine(lookahead=lookahead, tokenizer=Bytes()) for _ in range(2)]
+        turns = 0
+
+        async def bystander() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        task = asyncio.create_task(bystander())
+        params = [greedy(TOKENS)] * len(PROMPTS)
+        await asyncio.gather(*(serve(engine, params) for engine in engines))
+        task.cancel()
+        return turns
+
+    assert asyncio.run(run()) > TOKENS

@@ -6,7 +6,12 @@ import pytest
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
-from megatron_async.detokenize import LONGEST_WINDOW, REPLACEMENT, IncrementalDetokenizer
+from megatron_async.detokenize import (
+    LONGEST_WINDOW,
+    REPLACEMENT,
+    ByteDetokenizer,
+    IncrementalDetokenizer,
+)
 
 
 def of_bytes(tokens):
@@ -98,3 +103,64 @@ def test_the_window_stays_short():
 
     assert texts(b"x" * 500, detokenize)[-1] == "x" * 500
     assert longest < 20
+
+
+def in_chunks(detokenizer, tokens, draw, longest):
+    """Text after each chunk, and how many tokens there were."""
+    text, count, found = "", 0, []
+    while count < len(tokens):
+        chunk = tokens[count : count + draw.randrange(1, longest)]
+        text, count = text + detokenizer.push_all(chunk), count + len(chunk)
+        found.append((text, count))
+    return found
+
+
+@pytest.mark.parametrize("longest", [2, 6, 40, 150])
+@pytest.mark.parametrize("seed", range(15))
+def test_chunks_of_random_bytes(seed, longest):
+    draw = random.Random(seed)
+    data = b""
+    while len(data) < 400:
+        bad = bytes([draw.choice((0x80, 0xC3, 0xE2, 0xF0, 0xFF))])
+        data += bad if draw.random() < 0.1 else draw.choice("aé€🙂 ").encode()
+    pieces = {byte: bytes([byte]) for byte in range(256)}
+    for detokenizer in (IncrementalDetokenizer(of_bytes), ByteDetokenizer(pieces)):
+        for text, count in in_chunks(detokenizer, list(data), draw, longest):
+            whole = of_bytes(data[:count])
+            assert of_bytes(data).startswith(text)
+            assert whole.startswith(text)
+            assert set(whole[len(text) :]) <= {REPLACEMENT}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_chunks_of_byte_tokens(seed):
+    """With byte fallback, chunks end inside of characters too."""
+    tokenizer, first_byte = byte_fallback()
+    draw = random.Random(seed)
+    tokens = []
+    while len(tokens) < 150:
+        if draw.random() < 0.2:
+            tokens.append(draw.randrange(1, first_byte))
+        else:
+            tokens += [first_byte + byte for byte in draw.choice("é€🙂世").encode()]
+    detokenizer = IncrementalDetokenizer(
+        lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+    )
+    found = in_chunks(detokenizer, tokens, draw, 9)
+    whole = tokenizer.decode(tokens)
+    assert all(whole.startswith(text) for text, _ in found)
+    assert found[-1][0] == whole
+
+
+def test_a_chunk_costs_what_is_new():
+    """A long chunk is decoded once, not token by token."""
+    decoded = 0
+
+    def detokenize(tokens):
+        nonlocal decoded
+        decoded += len(tokens)
+        return of_bytes(tokens)
+
+    detokenizer = IncrementalDetokenizer(detokenize)
+    assert detokenizer.push_all(b"x" * 1000) == "x" * 1000
+    assert decoded < 1000 + 30

@@ -104,6 +104,8 @@ def test_bytes_of_all_tokens() -> None:
     some[:300] = [n % 300 for n in range(0, 2100, 7)]  # specials, and bytes that are no character
     text = b"".join(pieces[token] for token in some).decode(errors="replace")
     assert tokenizer.detokenize(some) == text
+    assert tokenizer.byte_pieces is not None
+    assert [tokenizer.byte_pieces[token] for token in range(len(pieces))] == pieces
 
 
 def test_few_tokens_are_watched() -> None:

@@ -91,6 +91,26 @@ def test_decode(tmp_path):
         assert row["rows"] == 2
 
 
+def test_streams(tmp_path):
+    record = run_script(
+        "benchmark_streams", tmp_path, "--models", "dummy:tiny", "--device", "cpu",
+        "--batch-sizes", 2, "--lookahead", 0, 1, "--prompt-tokens", 8, "--steps", 4,
+    )  # fmt: skip
+    assert record["benchmark"] == "streams"
+    figures = record["figures"]
+    modes = ["step_modern", "run_engine", "streams"]
+    assert [(f["lookahead"], f["mode"]) for f in figures] == [
+        (lookahead, mode) for lookahead in (0, 1) for mode in modes
+    ]
+    for figure in figures:
+        assert figure["step_ms"] > 0
+        assert 0 < figure["engine_cpu_us"] <= figure["thread_cpu_us"]
+        assert ("chunks_per_step" in figure) == (figure["mode"] == "streams")
+    assert all(figure["over_engine"] == 1 for figure in figures[::3])
+    assert figures[2]["tokens_per_chunk"] >= 1
+
+
+
 def test_prefill(tmp_path):
     record = run_script(
         "benchmark_prefill",

@@ -1,0 +1,121 @@
+"""`StreamWakeups`: when the readers of streams are woken.
+
+A reader that is woken at every step costs the event loop a task switch a token, which for many
+streams is longer than a step. So readers that wait are woken together, at most every few
+milliseconds, and get all that was booked since; only the first token of a request and its end are
+told at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_async.contexts.step_output import StepOutput
+
+WAKE_EVERY_S = 0.005
+"""Readers that wait for more tokens rest so long between two wake-ups, seconds."""
+WOKEN_A_TURN = 64
+"""Requests whose readers are woken in one turn of the event loop: between two turns the engine may
+launch a step, so that the device does not idle while many readers run."""
+MOST_UNMERGED = 32
+"""Steps whose request numbers are kept apart, where no event loop runs that would wake readers."""
+
+
+class StreamWakeups:
+    """The coroutines that wait for news of a request, all on one thread.
+
+    A step costs the engine the same however many readers wait. One timer serves all of them. It
+    runs on the event loop that steps the engine, or, where steps are synchronous, on that of the
+    last reader.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[asyncio.Future[None]]] = {}
+        self._booked: list[NDArray[np.int64]] = []
+        """Request numbers with news, an array a step."""
+        self._due: deque[int] = deque()
+        """Requests whose readers are woken in the next turns."""
+        self._readers_loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Of the timer."""
+        self._timer: asyncio.Handle | None = None
+        self._rests_until = 0.0
+
+    async def wait(self, request_id: int) -> None:
+        """Wait until there may be news of an unfinished request."""
+        self._readers_loop = asyncio.get_running_loop()
+        waiter = self._readers_loop.create_future()
+        waiters = self._waiting.setdefault(request_id, [])
+        waiters.append(waiter)
+        try:
+            await waiter
+        except BaseException:
+            waiters.remove(waiter)
+            if not waiters and self._waiting.get(request_id) is waiters:
+                del self._waiting[request_id]
+            raise
+
+    def wake(self, request_id: int) -> None:
+        """Wake the readers of a request now: it has its first token, or has ended."""
+        for waiter in self._waiting.pop(request_id, ()):
+            if not waiter.done() and not waiter.get_loop().is_closed():
+                waiter.set_result(None)
+
+    def booked(self, output: StepOutput) -> None:
+        """Tokens were booked: wake who waits for a first token, and have the others woken soon."""
+        if not self._waiting:
+            return
+        if output.is_first.any():
+            for request_id in output.request_ids[output.is_first].tolist():  # sync-ok: NumPy
+                self.wake(request_id)
+        self._booked.append(output.request_ids)
+        if len(self._booked) > MOST_UNMERGED:
+            self._booked = [np.unique(np.concatenate(self._booked))]
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        loop = _running_loop() or self._readers_loop
+        is_open = loop is not None and not loop.is_closed()
+        if self._timer is not None:
+            if is_open and loop is self._loop:
+                return
+            self._timer.cancel()  # of a loop that does not run now, and perhaps never again
+        self._loop, self._timer = loop, None
+        if loop is None or not is_open:
+            while self._booked or self._due:
+                self._wake_some()
+        else:
+            rest = max(self._rests_until - time.monotonic(), 0.0)
+            self._timer = loop.call_later(rest, self._wake_in_turns)
+
+    def _wake_in_turns(self) -> None:
+        self._timer = None
+        self._wake_some()
+        if self._due and self._loop is not None:
+            self._timer = self._loop.call_soon(self._wake_in_turns)
+            return
+        self._rests_until = time.monotonic() + WAKE_EVERY_S
+        if self._booked:
+            self._set_timer()
+
+    def _wake_some(self) -> None:
+        if not self._due:
+            numbers, self._booked = np.unique(np.concatenate(self._booked)), []
+            self._due.extend(numbers.tolist())  # sync-ok: NumPy
+        woken = 0
+        while self._due and woken < WOKEN_A_TURN:
+            request_id = self._due.popleft()
+            woken += request_id in self._waiting
+            self.wake(request_id)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
