@@ -11,6 +11,7 @@ import zmq.asyncio
 
 from megatron_async.communication.keepalive import end_silent_connections
 from megatron_async.errors import ConfigurationError, CoordinatorLost
+from megatron_async.serving.address import check_address
 from megatron_async.serving.messages import (
     MOST_BYTES,
     UNREADABLE,
@@ -44,6 +45,7 @@ class Connection[Heard]:
     def __init__(
         self, address: str, decode: Callable[[bytes], Heard], on_ping: Callable[[], Message]
     ) -> None:
+        check_address(address)
         self.address = address
         self._decode = decode
         self._on_ping = on_ping

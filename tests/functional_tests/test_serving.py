@@ -241,6 +241,30 @@ def test_a_coordinator_from_the_command_line() -> None:
     assert process.wait(10) == 0
 
 
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("tcp://127.0.0.1:99999", "a port of at most 65535"),
+        ("127.0.0.1:9500", "did you mean tcp://127.0.0.1:9500?"),
+        ("tcp://127.0.0.1", "a host and a port"),
+        ("nonsense", "write it as tcp://"),
+        ("ipc://", "write it as tcp://"),
+    ],
+)
+def test_what_is_no_address(address: str, message: str) -> None:
+    for who in (Coordinator, CoordinatorClient):
+        with pytest.raises(ConfigurationError, match="is no address") as error:
+            who(address)
+        assert address in str(error.value)
+        assert message in str(error.value)
+
+
+def test_an_address_of_another_host() -> None:
+    with pytest.raises(ConfigurationError, match="this host has no such address") as error:
+        Coordinator("tcp://192.0.2.1:9501")
+    assert "stop what uses it" not in str(error.value)
+
+
 def test_nobody_there() -> None:
     with pytest.raises(CoordinatorLost, match="no coordinator answers"):
         CoordinatorClient("tcp://127.0.0.1:9", connect_timeout_s=0.3)
