@@ -31,7 +31,7 @@ TRACE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
 """Options of `simulate`, those of scripts/benchmark_throughput.py: name, type, default, help."""
 
 ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
-    ("max_requests", int, 256, "requests served at once"),
+    ("max_requests", int, None, "requests served at once (default: 256, or --max-tokens)"),
     ("max_tokens", int, 2048, "token budget of one step"),
     ("block_size_tokens", int, 64, "tokens in a KV block"),
     ("num_kv_blocks", int, None, "KV blocks (default: enough for all requests at their longest)"),
@@ -179,7 +179,7 @@ def simulate_one(
     """Figures of one rate and lookahead."""
     from tqdm import tqdm
 
-    from megatron_async.config import InferenceConfig
+    from megatron_async.config import DEFAULT_MAX_REQUESTS, InferenceConfig
     from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
     from megatron_async.simulation.simulator import simulate
 
@@ -193,7 +193,8 @@ def simulate_one(
     if options["num_kv_blocks"] is None:
         # At most so many blocks are ever needed; a wrong block size is the configuration's to tell.
         blocks = -(-longest // max(options["block_size_tokens"], 1))
-        options["num_kv_blocks"] = max(options["max_requests"], 1) * blocks
+        slots = options["max_requests"] or min(DEFAULT_MAX_REQUESTS, options["max_tokens"])
+        options["num_kv_blocks"] = max(slots, 1) * blocks
     config = InferenceConfig(lookahead=lookahead, max_sequence_length=longest, **options)
     title = f"{rate:g}/s, lookahead {lookahead}"
     with tqdm(total=count, unit="request", desc=title, disable=arguments.no_progress) as bar:

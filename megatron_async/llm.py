@@ -40,6 +40,19 @@ LOADING_TIMEOUT_S = 3600.0
 """So much longer than others a rank may load its weights (a cold disk)."""
 PROGRESS_EVERY_S = 0.1
 """A progress line is written so often; in between, a step costs nothing for it."""
+OTHER_ENGINES_NAMES = {
+    "max_model_len": "max_sequence_length",
+    "max_num_seqs": "max_requests",
+    "max_num_batched_tokens": "max_tokens",
+    "block_size": "block_size_tokens",
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "gpu_memory_utilization": "buffer_size_gb",
+    "kv_cache_memory_bytes": "buffer_size_gb",
+    "num_gpu_blocks_override": "num_kv_blocks",
+    "n_ctx": "max_sequence_length",
+}
+"""Settings by the names that vLLM and llama.cpp give them: what is meant is another word here."""
 
 
 class LLM:
@@ -273,13 +286,15 @@ def _make_config(
     values: dict[str, Any], device: str, architecture: ModelArchitecture
 ) -> InferenceConfig:
     known = [field.name for field in fields(InferenceConfig)]
+    of_llm = LLM.__init__.__kwdefaults__
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            near = difflib.get_close_matches(name, [*known, *of_llm], n=1)
+            meant = OTHER_ENGINES_NAMES.get(name, near[0] if near else None)
+            hint = "" if meant is None else f" Did you mean {meant!r}?"
             raise ConfigurationError(
                 f"{name!r} is not a setting of LLM or InferenceConfig.{hint} "
-                f"The settings are: {', '.join(known)}."
+                f"The settings are: {', '.join([*of_llm, *(n for n in known if n not in of_llm)])}."
             )
     longest = architecture.max_position_embeddings
     if architecture.sliding_window is not None:
