@@ -96,11 +96,8 @@ class Connection[Heard]:
 
         Raises: one of `UNSENDABLE`, also for a message of too many bytes; nothing is sent.
         """
-        data = encode(message)
-        if len(data) > MOST_BYTES:
-            raise ValueError(f"it takes {len(data)} bytes, and a message may have {MOST_BYTES}")
         # Without a limit to what may wait in the socket, it is done at once.
-        self._socket.send(data)
+        self._socket.send(check_sendable(message))
 
     async def receive(self) -> Heard | None:
         """The next message; None after a while without one, and after a ping, which is answered.
@@ -145,3 +142,14 @@ class Connection[Heard]:
         self._monitor.close(0)
         self._socket.close()
         self._context.term()
+
+
+def check_sendable(message: Message) -> bytes:
+    """The bytes of a message.
+
+    Raises: one of `UNSENDABLE`, also for a message of too many bytes.
+    """
+    data = encode(message)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it takes {len(data)} bytes, and a message may have {MOST_BYTES}")
+    return data

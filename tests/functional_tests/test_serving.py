@@ -69,7 +69,10 @@ def test_two_replicas_give_one_engines_tokens(service: Service, one_engine: LLM)
     chunks = list(service.client.stream(prompts[6], params[6]))
     assert [t for chunk in chunks for t in chunk.tokens] == expected[6].generated_tokens
     assert len(chunks) > 3
-    refused = service.client.generate([prompts[0], [10**6]], params[0])
+    with pytest.raises(RequestError, match="out of range") as raised:
+        service.client.generate([prompts[0], [10**6]], params[0])
+    assert "raise_on_failure=False" in raised.value.__notes__[0]
+    refused = service.client.generate([prompts[0], [10**6]], params[0], raise_on_failure=False)
     assert refused[0].error is None
     assert isinstance(refused[1].error, RequestError)
     assert "out of range" in str(refused[1].error)
