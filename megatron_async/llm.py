@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
+        on_end: Callable[[DynamicInferenceRequest], None] | None = None,
     ) -> list[DynamicInferenceRequest]:
         """Generate for one prompt or many, all at once.
 
@@ -160,6 +161,7 @@ class LLM:
             prompts: a text, a list of token ids, or a list of those.
             sampling_params: for all prompts, or one for each.
             progress: show a bar over the prompts, with tokens a second, rows and overlap.
+            on_end: called with each request as soon as it has ended, or failed.
 
         Returns:
             one request for each prompt, in order; see `DynamicInferenceRequest`. One that could not
@@ -173,7 +175,7 @@ class LLM:
             self.engine.follow()
             return []
         try:
-            return self._generate(prompts, sampling_params, progress)
+            return self._generate(prompts, sampling_params, progress, on_end)
         finally:
             self.engine.group.release()
 
@@ -235,6 +237,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
+        on_end: Callable[[DynamicInferenceRequest], None] | None,
     ) -> list[DynamicInferenceRequest]:
         batch = [prompts] if _is_one_prompt(prompts) else list(prompts)
         with tqdm(total=len(batch), unit="prompt", disable=not progress, desc="generate") as bar:
@@ -252,7 +255,15 @@ class LLM:
                     bar.set_postfix_str(line)
                 bar.update(ended)
 
-            return self.engine.generate(batch, sampling_params, show if progress else None)
+            def on_step(report: dict[str, Any]) -> None:
+                if on_end is not None:
+                    for request in report["finished_request_records"]:
+                        on_end(request)
+                if progress:
+                    show(report)
+
+            is_told = progress or on_end is not None
+            return self.engine.generate(batch, sampling_params, on_step if is_told else None)
 
     def close(self) -> None:
         """Free the device's threads, and finish the recording; the object is not used again."""

@@ -38,7 +38,7 @@ def test_record_and_replay(recording, capsys):
 
 
 def test_bad_recordings_are_one_line(recording, tmp_path, capsys):
-    assert "No such file" in fails(capsys, "replay", str(tmp_path / "missing.rec"))
+    assert "missing.rec: no such file" in fails(capsys, "replay", str(tmp_path / "missing.rec"))
     (tmp_path / "text.rec").write_text("hello")
     assert "is not a recording" in fails(capsys, "replay", str(tmp_path / "text.rec"))
     (tmp_path / "short.rec").write_bytes(recording.read_bytes()[:-60])
