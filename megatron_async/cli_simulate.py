@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_async.simulation.device_times import Machine
     from megatron_async.simulation.model_shape import ModelShape
+    from megatron_async.simulation.reach import Reach
 
 MACHINE_HELP = """how long steps take:
   h200:smollm2-135m    measured on one H200, bfloat16
   h200:llama-3.1-8b    the same, of the 8B shape
-  PATH/TO/RUN.rec      fitted to a recording made on your machine (generate --record)"""
+  PATH/TO/RUN.rec      fitted to a recording made on your machine (generate --record); right
+                       as far as its steps reach: as many rows, prompt and context tokens"""
 
 TRACE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
     ("num_requests", int, 256, "requests of a trace"),
@@ -132,16 +136,33 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     shape, machine = load_machine(arguments.machine)
     pairs = list(itertools.product(arguments.rate, arguments.lookahead))
     figures = [simulate_one(arguments, shape, machine, *pair) for pair in pairs]
-    print(f"steps take the time of: {machine.source}\n")
+    print(f"steps take the time of: {machine.source}")
+    if machine.reach is not None:
+        print(f"the recording reaches: {machine.reach}")
+    print()
     print(f"{'rate/s':>8}{'lookahead':>10}" + "".join(f"{title:>11}" for title, *_ in COLUMNS))
     for row in figures:
         cells = (f"{layout.format(row[key]):>11}" for _, key, layout in COLUMNS)
         print(f"{row['rate']:>8g}{row['lookahead']:>10}" + "".join(cells))
     print("\n" + "\n".join(latency_lines(figures)))
+    if machine.reach is not None:
+        warn_of_guesses(machine.reach, figures)
     if arguments.json:
         settings = {k: v for k, v in vars(arguments).items() if k not in ("run", "command")}
         write_record(arguments.json, "simulate", {"device": "cpu", **settings}, figures)
     return 0
+
+
+def warn_of_guesses(reach: Reach, figures: Sequence[Mapping[str, Any]]) -> None:
+    """Say on stderr which figures are of steps that the recording has nothing of."""
+    for row in figures:
+        beyond = reach.exceeded_by(row["most_work"])
+        if beyond:
+            print(
+                f"warning: rate {row['rate']:g}, lookahead {row['lookahead']} is a guess: its "
+                f"steps have up to {', '.join(beyond)}. Record a run with as much at once.",
+                file=sys.stderr,
+            )
 
 
 def load_machine(name: str) -> tuple[ModelShape, Machine]:
