@@ -134,7 +134,8 @@ class InferenceConfig:
         self._resolve_lookahead()
         for name in ("block_size_tokens", "max_tokens", "max_sequence_length"):
             self._require_int(name, 1)
-        if self.max_requests is None:
+        asked: Any = self.max_requests
+        if asked is None:
             self.max_requests = min(DEFAULT_MAX_REQUESTS, self.max_tokens)
         self._require_int("max_requests", 1)
         if self.num_kv_blocks is not None:

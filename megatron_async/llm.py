@@ -297,7 +297,7 @@ def _make_config(
     values: dict[str, Any], device: str, architecture: ModelArchitecture
 ) -> InferenceConfig:
     known = [field.name for field in fields(InferenceConfig)]
-    of_llm = LLM.__init__.__kwdefaults__
+    of_llm = list(LLM.__init__.__kwdefaults__ or ())
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(name, [*known, *of_llm], n=1)

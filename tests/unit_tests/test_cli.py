@@ -55,6 +55,13 @@ def test_help_of_every_command(command, capsys):
     assert "usage: megatron-async" in capsys.readouterr().out
 
 
+def test_help_tells_a_default_once(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    text = capsys.readouterr().out
+    assert "stages that split the layers between them (default: 1)\n" in text
+
+
 def test_module_runs_as_a_program():
     command = [sys.executable, "-m", "megatron_async", "--version"]
     assert subprocess.check_output(command, text=True).startswith("megatron-async 0.")
