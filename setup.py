@@ -62,7 +62,7 @@ setup(
     package_data={"megatron_async": ["py.typed", "profiling/*.html"]},
     install_requires=RUNTIME,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["megatron-async = megatron_async.cli:main"]},
+    entry_points={"console_scripts": ["megatron-async = megatron_async.__main__:main"]},
     classifiers=[
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",

@@ -1,8 +1,24 @@
-"""`python -m megatron_async` is `megatron-async`."""
+"""`megatron-async`, and `python -m megatron_async`: the command line."""
 
+import os
 import sys
 
-from megatron_async.cli import main
+
+def main() -> int:
+    """Run one command; Ctrl-C is no traceback even while the command line is imported.
+
+    Returns:
+        exit status: see `megatron_async.cli.main`; 130: interrupted.
+    """
+    try:
+        from megatron_async.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write("\nmegatron-async: interrupted\n")
+        return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,10 +16,11 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from megatron_async import __version__
+from megatron_async.cli_answers import print_as_it_is_made, printer_of_ended
+from megatron_async.cli_files import check_writable, written_as
 from megatron_async.cli_options import (
     ENGINE_OPTIONS,
     MODEL_HELP,
@@ -40,6 +41,7 @@ from megatron_async.cli_output import (
     print_statistics,
 )
 from megatron_async.cli_profile import add_profile
+from megatron_async.cli_prompts import model_prompts, read_prompts
 from megatron_async.cli_ranks import (
     end_together,
     gather_replicas,
@@ -53,9 +55,6 @@ from megatron_async.cli_ranks import (
 from megatron_async.cli_sampling import add_sampling_options, sampling_params
 from megatron_async.cli_serving import add_serving
 from megatron_async.cli_simulate import add_record_option, add_replay_and_simulate
-
-if TYPE_CHECKING:
-    from megatron_async.llm import LLM
 
 USER_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
 """What a value, a file or a machine of the user's can cause; anything else is a bug of ours."""
@@ -206,10 +205,12 @@ def run_generate(arguments: argparse.Namespace) -> int:
     """Answer the prompts; 1 if any request failed."""
     prompts = read_prompts(arguments)
     sampling = sampling_params(arguments)
-    if arguments.timeline is not None and not Path(arguments.timeline).parent.is_dir():
-        raise ValueError(f"--timeline {arguments.timeline}: there is no such folder; make it.")
+    for option in ("timeline", "record"):
+        if (file := getattr(arguments, option)) is not None:
+            check_writable(flag(option), file)
 
     from megatron_async.llm import LLM
+    from megatron_async.simulation.recording import RecordingError
 
     fields = {name: getattr(arguments, name) for name, *_ in ENGINE_OPTIONS}
     options = {name: value for name, value in fields.items() if value is not None}
@@ -218,7 +219,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     progress = not arguments.no_progress and is_first_rank()
     if arguments.logging_step_interval and is_first_rank():
         show_logged_steps()
-    with LLM(
+    llm = LLM(
         arguments.model,
         dtype=arguments.dtype,
         transformer_impl=arguments.transformer_impl,
@@ -227,80 +228,55 @@ def run_generate(arguments: argparse.Namespace) -> int:
         record=arguments.record,
         **parallel_sizes(arguments),
         **options,
-    ) as llm:
-        prompts = prompts[llm.data_parallel_rank :: llm.data_parallel_size]
-        inputs = chat_prompts(llm, prompts, arguments.system) if arguments.chat else prompts
-        if llm.tokenizer is None:
-            inputs = [token_ids(prompt) for prompt in prompts]
-        with metrics_server(llm, arguments.metrics_port):
-            results = llm.generate(inputs, sampling, progress=progress)
-        stats = dict(llm.engine.stats())
+    )
+    # The answers are what was asked for: a file beside them that fails is told behind them.
+    lost_file: Exception | None = None
+    is_shown = False
+    try:
+        with llm:
+            prompts = prompts[llm.data_parallel_rank :: llm.data_parallel_size]
+            inputs = model_prompts(llm, prompts, arguments)
+            is_shown = not arguments.json and llm.data_parallel_size == 1
+            with metrics_server(llm, arguments.metrics_port):
+                if is_shown and len(prompts) == 1 and not has_other_ranks():
+                    results = [print_as_it_is_made(llm.engine, prompts[0], inputs[0], sampling)]
+                else:
+                    on_end = printer_of_ended(prompts) if is_shown else None
+                    results = llm.generate(inputs, sampling, progress, on_end)
+            stats = dict(llm.engine.stats())
+    except RecordingError as error:
+        lost_file = error
     if llm.timeline is not None and llm.is_primary_rank:
-        llm.timeline.save(llm.replica_file(arguments.timeline))
+        try:
+            llm.timeline.save(llm.replica_file(arguments.timeline))
+        except OSError as error:
+            lost_file = error
     records = [as_record(*pair) for pair in zip(prompts, results)]
     replicas = gather_replicas(llm, {"results": records, "stats": stats})
     try:
         if is_first_rank():
-            print_replicas(replicas, arguments.json)
-            sys.stdout.flush()
+            with written_as("standard output"):
+                print_replicas(replicas, arguments.json, is_shown)
+                sys.stdout.flush()
     finally:
         end_together()
+    if lost_file is not None:
+        raise lost_file
     failed = any(result["error"] for replica in replicas for result in replica["results"])
     return 1 if failed else 0
 
 
-def print_replicas(replicas: Sequence[Mapping[str, Any]], as_json: bool) -> None:
-    """Print the answers of all replicas in the order of prompts, and their statistics."""
+def print_replicas(replicas: Sequence[Mapping[str, Any]], as_json: bool, is_shown: bool) -> None:
+    """Print the answers of all replicas in the order of prompts, unless they were shown as they
+    ended, and their statistics."""
     results, stats = in_order_of_prompts(replicas), [replica["stats"] for replica in replicas]
     if as_json:
         of_replicas = {"stats": stats[0]} if len(stats) == 1 else {"replica_stats": stats}
         print_json({"results": results, **of_replicas})
     else:
-        for result in results:
+        for result in () if is_shown else results:
             print_answer(result)
         print_statistics(*stats)
-
-
-def read_prompts(arguments: argparse.Namespace) -> list[str]:
-    """The prompts of `--prompt` and then of `--prompts-file`, whose empty lines are left out."""
-    prompts = list(arguments.prompt)
-    if arguments.prompts_file == "-" and has_other_ranks():
-        raise ValueError("--prompts-file -: ranks share one standard input; give a file's name.")
-    if arguments.prompts_file is not None:
-        from_stdin = arguments.prompts_file == "-"
-        text = sys.stdin.read() if from_stdin else Path(arguments.prompts_file).read_text("utf-8")
-        prompts += [line for line in text.splitlines() if line.strip()]
-    if not prompts:
-        raise ValueError("there is no prompt: give --prompt TEXT or --prompts-file FILE.")
-    if arguments.system is not None and not arguments.chat:
-        raise ValueError("--system is part of a chat template: give --chat too.")
-    return prompts
-
-
-def chat_prompts(llm: LLM, prompts: Sequence[str], system: str | None) -> list[list[int]]:
-    """Token ids of each prompt as a conversation of one turn, by the model's chat template."""
-    tokenizer = llm.tokenizer
-    if tokenizer is None:
-        raise ValueError("this model has no tokenizer and so no chat template: leave out --chat.")
-    first = [] if system is None else [{"role": "system", "content": system}]
-    # The template writes the special tokens itself.
-    return [
-        tokenizer.tokenize(
-            tokenizer.apply_chat_template([*first, {"role": "user", "content": prompt}]),
-            add_special_tokens=False,
-        )
-        for prompt in prompts
-    ]
-
-
-def token_ids(prompt: str) -> list[int]:
-    """Token ids written as numbers: the prompt of a model that has no tokenizer."""
-    try:
-        return [int(word) for word in prompt.replace(",", " ").split()]
-    except ValueError:
-        raise ValueError(
-            f"this model has no tokenizer, so a prompt is token ids such as '1 2 3', not {prompt!r}"
-        ) from None
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
@@ -350,7 +326,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet_ranks()
     try:
         status: int = arguments.run(arguments)
-        sys.stdout.flush()
+        with written_as("standard output"):
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         if is_first_rank():

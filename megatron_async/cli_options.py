@@ -27,7 +27,7 @@ ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
     ("block_size_tokens", int, "N", "tokens in a KV block (default: 256)"),
     ("num_kv_blocks", int, "N", "KV blocks; overrides --buffer-size-gb"),
     ("buffer_size_gb", float, "GB", "KV pool (default: 1 on a CPU, most of what is free on a GPU)"),
-    ("max_requests", int, "N", "requests served at once (default: 256)"),
+    ("max_requests", int, "N", "requests served at once (default: 256, or --max-tokens)"),
     ("max_tokens", int, "N", "token budget of one STEP, not of an answer (default: 2048)"),
     ("max_sequence_length", int, "N", "longest prompt and answer together (default: 2560)"),
     (
@@ -40,9 +40,9 @@ ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
 
 
 PARALLEL_OPTIONS: tuple[tuple[str, str], ...] = (
-    ("tensor_model_parallel_size", "ranks that split each layer between them (default: 1)"),
-    ("pipeline_model_parallel_size", "stages that split the layers between them (default: 1)"),
-    ("expert_model_parallel_size", "replicas that split a MoE model's experts (default: 1)"),
+    ("tensor_model_parallel_size", "ranks that split each layer between them"),
+    ("pipeline_model_parallel_size", "stages that split the layers between them"),
+    ("expert_model_parallel_size", "replicas that split a MoE model's experts"),
 )
 """Options under torchrun, by the names of `LLM`."""
 

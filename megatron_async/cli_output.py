@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatron_async.cli_files import reason
+
 if TYPE_CHECKING:
     from megatron_async.inference_request import DynamicInferenceRequest
 
@@ -27,8 +29,11 @@ REPORTED_WHEN_NOT_ZERO = ("waiting_requests", "pauses", "evictions")
 
 
 def describe(error: BaseException) -> str:
-    """An error's message with that of its cause; its class name where it has no message."""
+    """An error's message with that of its cause; its class name where it has no message. Of the
+    system's errors it is the file and what is wrong, without a number."""
     text = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        text = reason(error) if error.filename is None else f"{error.filename}: {reason(error)}"
     if error.__cause__ is not None and str(error.__cause__) not in text:
         text += f" (cause: {type(error.__cause__).__name__}: {error.__cause__})"
     return text
@@ -90,15 +95,27 @@ def print_answer(result: Mapping[str, Any]) -> None:
         result: from `as_record`.
     """
     print(f">>> {result['prompt']}")
+    if result["error"] is None:
+        text, tokens = result["generated_text"], result["generated_tokens"]
+        print(" ".join(map(str, tokens)) if text is None else text.strip(), end="")
+    print_end(result, has_begun=result["error"] is None)
+
+
+def print_end(result: Mapping[str, Any], has_begun: bool) -> None:
+    """Print what stands behind an answer's text: how it ended, or its error.
+
+    Args:
+        result: from `as_record`.
+        has_begun: whether text of it stands on the line.
+    """
     if result["error"] is not None:
-        print(f"FAILED: {result['error']}\n")
+        newline = "\n" if has_begun else ""
+        print(f"{newline}FAILED: {result['error']}\n")
         return
-    text, tokens, latency = (
-        result[key] for key in ("generated_text", "generated_tokens", "latency")
-    )
-    print(" ".join(map(str, tokens)) if text is None else text.strip())
+    latency = result["latency"]
     seconds = "" if latency is None else f", {latency:.2f} s"
-    print(f"    [{len(tokens)} tokens, {result['finish_reason']}{seconds}]\n")
+    count = len(result["generated_tokens"])
+    print(f"\n    [{count} tokens, {result['finish_reason']}{seconds}]\n")
 
 
 def print_statistics(*replicas: Mapping[str, Any]) -> None:

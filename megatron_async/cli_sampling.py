@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import json
+import os
 from typing import TYPE_CHECKING, Any
 
+from megatron_async.cli_files import read_text
 from megatron_async.cli_options import flag
 
 if TYPE_CHECKING:
@@ -108,7 +110,29 @@ def structured_output(arguments: argparse.Namespace) -> StructuredOutput | None:
     for name in STRUCTURES:
         text = getattr(arguments, name)
         if text is not None:
-            is_file = name != "regex" and len(text) < 1024 and Path(text).is_file()
-            given: dict[str, Any] = {name: Path(text).read_text("utf-8") if is_file else text}
+            given: dict[str, Any] = {name: text if name == "regex" else _text_or_file(name, text)}
             return StructuredOutput(**given)
     return None if arguments.choice is None else StructuredOutput(choice=arguments.choice)
+
+
+def _text_or_file(name: str, given: str) -> str:
+    """A schema or grammar, given as it is or by a file's name.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    option = flag(name)
+    if os.path.isfile(given):
+        text, where = read_text(option, given), f"{option} {given}"
+    else:
+        is_text = given.lstrip().startswith("{") if name == "json_schema" else ":" in given
+        if not is_text:
+            kind = "JSON object" if name == "json_schema" else "grammar (it has no rule)"
+            raise ValueError(f"{option} {given}: there is no such file, and it is no {kind}.")
+        text, where = given, option
+    if name == "json_schema":
+        try:
+            json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{where}: the schema is no JSON: {error}.") from error
+    return text

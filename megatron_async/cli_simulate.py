@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_async.simulation.device_times import Machine
     from megatron_async.simulation.model_shape import ModelShape
+    from megatron_async.simulation.reach import Reach
 
 MACHINE_HELP = """how long steps take:
   h200:smollm2-135m    measured on one H200, bfloat16
   h200:llama-3.1-8b    the same, of the 8B shape
-  PATH/TO/RUN.rec      fitted to a recording made on your machine (generate --record)"""
+  PATH/TO/RUN.rec      fitted to a recording made on your machine (generate --record); right
+                       as far as its steps reach: as many rows, prompt and context tokens"""
 
 TRACE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
     ("num_requests", int, 256, "requests of a trace"),
@@ -31,7 +35,7 @@ TRACE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
 """Options of `simulate`, those of scripts/benchmark_throughput.py: name, type, default, help."""
 
 ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
-    ("max_requests", int, 256, "requests served at once"),
+    ("max_requests", int, None, "requests served at once (default: 256, or --max-tokens)"),
     ("max_tokens", int, 2048, "token budget of one step"),
     ("block_size_tokens", int, 64, "tokens in a KV block"),
     ("num_kv_blocks", int, None, "KV blocks (default: enough for all requests at their longest)"),
@@ -132,16 +136,33 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     shape, machine = load_machine(arguments.machine)
     pairs = list(itertools.product(arguments.rate, arguments.lookahead))
     figures = [simulate_one(arguments, shape, machine, *pair) for pair in pairs]
-    print(f"steps take the time of: {machine.source}\n")
+    print(f"steps take the time of: {machine.source}")
+    if machine.reach is not None:
+        print(f"the recording reaches: {machine.reach}")
+    print()
     print(f"{'rate/s':>8}{'lookahead':>10}" + "".join(f"{title:>11}" for title, *_ in COLUMNS))
     for row in figures:
         cells = (f"{layout.format(row[key]):>11}" for _, key, layout in COLUMNS)
         print(f"{row['rate']:>8g}{row['lookahead']:>10}" + "".join(cells))
     print("\n" + "\n".join(latency_lines(figures)))
+    if machine.reach is not None:
+        warn_of_guesses(machine.reach, figures)
     if arguments.json:
         settings = {k: v for k, v in vars(arguments).items() if k not in ("run", "command")}
         write_record(arguments.json, "simulate", {"device": "cpu", **settings}, figures)
     return 0
+
+
+def warn_of_guesses(reach: Reach, figures: Sequence[Mapping[str, Any]]) -> None:
+    """Say on stderr which figures are of steps that the recording has nothing of."""
+    for row in figures:
+        beyond = reach.exceeded_by(row["most_work"])
+        if beyond:
+            print(
+                f"warning: rate {row['rate']:g}, lookahead {row['lookahead']} is a guess: its "
+                f"steps have up to {', '.join(beyond)}. Record a run with as much at once.",
+                file=sys.stderr,
+            )
 
 
 def load_machine(name: str) -> tuple[ModelShape, Machine]:
@@ -179,7 +200,7 @@ def simulate_one(
     """Figures of one rate and lookahead."""
     from tqdm import tqdm
 
-    from megatron_async.config import InferenceConfig
+    from megatron_async.config import DEFAULT_MAX_REQUESTS, InferenceConfig
     from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
     from megatron_async.simulation.simulator import simulate
 
@@ -193,7 +214,8 @@ def simulate_one(
     if options["num_kv_blocks"] is None:
         # At most so many blocks are ever needed; a wrong block size is the configuration's to tell.
         blocks = -(-longest // max(options["block_size_tokens"], 1))
-        options["num_kv_blocks"] = max(options["max_requests"], 1) * blocks
+        slots = options["max_requests"] or min(DEFAULT_MAX_REQUESTS, options["max_tokens"])
+        options["num_kv_blocks"] = max(slots, 1) * blocks
     config = InferenceConfig(lookahead=lookahead, max_sequence_length=longest, **options)
     title = f"{rate:g}/s, lookahead {lookahead}"
     with tqdm(total=count, unit="request", desc=title, disable=arguments.no_progress) as bar:

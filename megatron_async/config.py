@@ -17,6 +17,8 @@ MOST_LOOKAHEAD = 64
 LOOKAHEAD_OF_MODE = {"legacy": 0, "async": 1}
 """Megatron-Core's `async_sched_mode` values, as lookahead."""
 
+DEFAULT_MAX_REQUESTS = 256
+
 INVALIDATION_POLICIES = ("reconcile", "rollback")
 ATTENTION_BACKENDS = ("triton", "flash_attn_4", "flash_attn_3", "torch")
 
@@ -48,8 +50,9 @@ class InferenceConfig:
     end.) None: no such limit; requests are evicted only when nothing else could run."""
 
     # ---- Limits of a step --------------------------------------------------------------------
-    max_requests: int = 256
-    """Requests that may hold a slot (be active or paused) at once; others wait in order."""
+    max_requests: int = None  # type: ignore[assignment]  # an integer after __post_init__
+    """Requests that may hold a slot (be active or paused) at once; others wait in order. None: 256,
+    or `max_tokens` where that is less."""
 
     max_tokens: int = 2048
     """Token budget of one step: decode rows first, the rest goes to prefill. Smaller budgets keep
@@ -105,8 +108,8 @@ class InferenceConfig:
     prompts get different samples and a run can be repeated."""
 
     materialize_only_last_token_logits: bool = True
-    """Compute logits only where a token is sampled. The engine needs no others, so False is
-    refused until log probs of prompts are served."""
+    """Compute logits only where a token is sampled. Log probs of prompts are computed from hidden
+    states (`SamplingParams.return_log_probs`), so nothing needs other logits: False is refused."""
 
     # ---- Logging -----------------------------------------------------------------------------
     logging_step_interval: int = 0
@@ -134,8 +137,12 @@ class InferenceConfig:
 
     def __post_init__(self) -> None:
         self._resolve_lookahead()
-        for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
+        for name in ("block_size_tokens", "max_tokens", "max_sequence_length"):
             self._require_int(name, 1)
+        asked: Any = self.max_requests
+        if asked is None:
+            self.max_requests = min(DEFAULT_MAX_REQUESTS, self.max_tokens)
+        self._require_int("max_requests", 1)
         if self.num_kv_blocks is not None:
             self._require_int("num_kv_blocks", 1)
         if self.num_cuda_graphs is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,19 @@ LOADING_TIMEOUT_S = 3600.0
 """So much longer than others a rank may load its weights (a cold disk)."""
 PROGRESS_EVERY_S = 0.1
 """A progress line is written so often; in between, a step costs nothing for it."""
+OTHER_ENGINES_NAMES = {
+    "max_model_len": "max_sequence_length",
+    "max_num_seqs": "max_requests",
+    "max_num_batched_tokens": "max_tokens",
+    "block_size": "block_size_tokens",
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "gpu_memory_utilization": "buffer_size_gb",
+    "kv_cache_memory_bytes": "buffer_size_gb",
+    "num_gpu_blocks_override": "num_kv_blocks",
+    "n_ctx": "max_sequence_length",
+}
+"""Settings by the names that vLLM and llama.cpp give them: what is meant is another word here."""
 
 
 class LLM:
@@ -138,6 +151,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
+        on_end: Callable[[DynamicInferenceRequest], None] | None = None,
     ) -> list[DynamicInferenceRequest]:
         """Generate for one prompt or many, all at once.
 
@@ -148,6 +162,7 @@ class LLM:
             prompts: a text, a list of token ids, or a list of those.
             sampling_params: for all prompts, or one for each.
             progress: show a bar over the prompts, with tokens a second, rows and overlap.
+            on_end: called with each request as soon as it has ended, or failed.
 
         Returns:
             one request for each prompt, in order; see `DynamicInferenceRequest`. One that could not
@@ -161,7 +176,7 @@ class LLM:
             self.engine.follow()
             return []
         try:
-            return self._generate(prompts, sampling_params, progress)
+            return self._generate(prompts, sampling_params, progress, on_end)
         finally:
             self.engine.group.release()
 
@@ -223,6 +238,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
+        on_end: Callable[[DynamicInferenceRequest], None] | None,
     ) -> list[DynamicInferenceRequest]:
         batch = [prompts] if _is_one_prompt(prompts) else list(prompts)
         with tqdm(total=len(batch), unit="prompt", disable=not progress, desc="generate") as bar:
@@ -240,7 +256,15 @@ class LLM:
                     bar.set_postfix_str(line)
                 bar.update(ended)
 
-            return self.engine.generate(batch, sampling_params, show if progress else None)
+            def on_step(report: dict[str, Any]) -> None:
+                if on_end is not None:
+                    for request in report["finished_request_records"]:
+                        on_end(request)
+                if progress:
+                    show(report)
+
+            is_told = progress or on_end is not None
+            return self.engine.generate(batch, sampling_params, on_step if is_told else None)
 
     def close(self) -> None:
         """Free the device's threads, and finish the recording; the object is not used again."""
@@ -274,13 +298,15 @@ def _make_config(
     values: dict[str, Any], device: str, architecture: ModelArchitecture
 ) -> InferenceConfig:
     known = [field.name for field in fields(InferenceConfig)]
+    of_llm = list(LLM.__init__.__kwdefaults__ or ())
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            near = difflib.get_close_matches(name, [*known, *of_llm], n=1)
+            meant = OTHER_ENGINES_NAMES.get(name, near[0] if near else None)
+            hint = "" if meant is None else f" Did you mean {meant!r}?"
             raise ConfigurationError(
                 f"{name!r} is not a setting of LLM or InferenceConfig.{hint} "
-                f"The settings are: {', '.join(known)}."
+                f"The settings are: {', '.join([*of_llm, *(n for n in known if n not in of_llm)])}."
             )
     longest = architecture.max_position_embeddings
     if architecture.sliding_window is not None:

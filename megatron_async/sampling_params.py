@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import numbers
 import reprlib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_async.errors import RequestError
@@ -19,6 +20,11 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_STOP_WORDS = 64
 MAX_WORD_LENGTH = 256
 """Of a stop word, or of a bad word that is a text: characters."""
+NUMBERS = (
+    "temperature", "top_k", "top_p", "min_p", "top_n_logprobs", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "min_tokens",
+)  # fmt: skip
+NUMBERS_OR_NONE = ("seed", "num_tokens_to_generate", "num_tokens_total", "termination_id")
 
 
 @dataclass
@@ -26,6 +32,10 @@ class SamplingParams:
     """Sampling and stopping of one request. Field names and "off" values are Megatron-Core's.
 
     Filters apply in this order: temperature, top_k, top_p (over what top_k left), min_p.
+
+    Raises:
+        RequestError: what must be a number is none. Which numbers are allowed is checked when a
+            request is added, so that one bad request of many fails alone.
     """
 
     temperature: float = 1.0
@@ -88,6 +98,12 @@ class SamplingParams:
     """JSON schema, regular expression, grammar or choice that the text is held to; the request ends
     where nothing may follow. Needs the model's tokenizer."""
 
+    def __post_init__(self) -> None:
+        for name in (*NUMBERS, *NUMBERS_OR_NONE):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Real) and (value is not None or name in NUMBERS):
+                raise RequestError(f"{name}={value!r} is not allowed: it must be a number.")
+
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
@@ -95,7 +111,7 @@ class SamplingParams:
 
     def copy(self) -> SamplingParams:
         """An independent copy: a request's own parameters never change under it."""
-        copied = replace(self)
+        copied = copy.copy(self)  # `validate` is for the engine to call, for this request alone
         if isinstance(self.stop_token_ids, Iterable):
             copied.stop_token_ids = list(self.stop_token_ids)
         if isinstance(self.stop_words, list):

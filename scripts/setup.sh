@@ -27,7 +27,8 @@ find_python() {
         echo "$MEGATRON_ASYNC_PYTHON"
         return
     fi
-    local pyenv=${PYENV_ROOT:-$HOME/.pyenv} uv_pythons=$HOME/.local/share/uv/python candidate
+    local home=~ candidate # without HOME, as in some services, bash asks for the user's folder
+    local pyenv=${PYENV_ROOT:-$home/.pyenv} uv_pythons=$home/.local/share/uv/python
     for candidate in \
         python3.12 "$pyenv"/versions/3.12*/bin/python3.12 \
         "$uv_pythons"/cpython-3.12*/bin/python3.12 \

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron_async.checkpoints.dtypes import parse_dtype
 from megatron_async.checkpoints.errors import CheckpointError
@@ -90,8 +92,14 @@ def _whole_folder(target: Path) -> Iterator[Path]:
         if target.exists():
             target.rename(old)
         partial.rename(target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {target}: {error}") from error
+    except CheckpointException as error:  # torch's, of what failed on each rank; no Exception
+        first, _ = next(iter(error.failures.values()))
+        free = shutil.disk_usage(partial.parent).free / 2**20
+        raise CheckpointError(
+            f"cannot write {target}: {first} ({free:,.0f} MiB of the disk are free)"
+        ) from error
     finally:
         if old.exists() and not target.exists():
             old.rename(target)

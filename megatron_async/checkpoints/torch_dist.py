@@ -62,7 +62,7 @@ REMEDY = (
 )
 
 UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError)
-"""What torch raises while it reads a damaged checkpoint."""
+"""What torch raises while it reads damaged training arguments."""
 
 
 class TorchDistSource(ModelSource):
@@ -163,16 +163,18 @@ class TorchDistSource(ModelSource):
 
     @cached_property
     def _metadata(self) -> Metadata:
+        file = self.folder / ".metadata"
         try:
-            return self._reader.read_metadata()
+            metadata = self._reader.read_metadata()
+            _check_metadata(metadata)
         except FileNotFoundError as error:
+            raise CheckpointError(f"{file}: is missing; the checkpoint is incomplete") from error
+        except Exception as error:  # a pickle, and there damaged bytes can raise anything
+            why = str(error) or type(error).__name__
             raise CheckpointError(
-                f"{self.folder / '.metadata'}: is missing; the checkpoint is incomplete"
+                f"{file}: truncated or corrupt ({why}); copy the checkpoint again"
             ) from error
-        except UNREADABLE as error:
-            raise CheckpointError(
-                f"{self.folder / '.metadata'}: truncated or corrupt ({error})"
-            ) from error
+        return metadata
 
     @cached_property
     def _stored(self) -> Mapping[str, TensorStorageMetadata]:
@@ -188,10 +190,10 @@ class TorchDistSource(ModelSource):
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         try:
             reader.read_data(LoadPlan(planner.items), planner).wait()
-        except UNREADABLE as error:
+        except Exception as error:  # as for `_metadata`, which says where in the files to read
             raise CheckpointError(
                 f"{self.folder}: cannot be read; a .distcp file is missing, truncated or corrupt "
-                f"({error})"
+                f"({str(error) or type(error).__name__})"
             ) from error
 
     @property
@@ -287,6 +289,22 @@ class _DirectPlanner(DefaultLoadPlanner):
         """Nothing to copy back: `tensor` is a view of the parameter."""
         if self.bar is not None:
             self.bar.update(tensor.nbytes)
+
+
+def _check_metadata(metadata: Any) -> None:
+    """Raise if this is not what torch writes: a pickle reads damaged bytes as other values."""
+    if not isinstance(metadata, Metadata):
+        raise TypeError(f"it is a {type(metadata).__name__} and not torch's Metadata")
+    for key, item in metadata.state_dict_metadata.items():
+        if isinstance(item, BytesStorageMetadata):
+            continue
+        if not isinstance(key, str) or not isinstance(item, TensorStorageMetadata):
+            raise TypeError(f"{key!r} is a {type(item).__name__} and no tensor")
+        shapes = [item.size, *(n for chunk in item.chunks for n in (chunk.offsets, chunk.sizes))]
+        if not all(isinstance(shape, torch.Size) for shape in shapes):
+            raise TypeError(f"the shape of {key!r} is none")
+        if not isinstance(item.properties.dtype, torch.dtype):
+            raise TypeError(f"the dtype of {key!r} is none")
 
 
 def _iteration_folder(folder: Path) -> Path:

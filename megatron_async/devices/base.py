@@ -77,7 +77,8 @@ class Device(ABC):
 
     Attributes:
         torch_device: where its tensors live.
-        compute: the one stream on which steps run; a total order (DESIGN section 3).
+        compute: the one stream on which steps run; a total order: a step that is launched later
+            runs later.
         copy: the stream that carries samples to the host.
         upload: the stream that carries bookkeeping to the device; it may be `compute`.
         captures_graphs: whether `capture` works here.
@@ -112,7 +113,7 @@ class Device(ABC):
 
     @abstractmethod
     def fence(self) -> None:
-        """Order both streams after tensors that the host has made or filled so far."""
+        """Order all streams after tensors that the host has made or filled so far."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Capture `work`, which has run before, as a graph on the compute stream; waits for it.

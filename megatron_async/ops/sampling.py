@@ -25,7 +25,8 @@ class SamplingMode(IntEnum):
     SOFTMAX = 1
     """Temperature only."""
     FILTERED = 2
-    """top_k, top_p or min_p too."""
+    """top_k, top_p or min_p too: needs the score below which each row's tokens
+    are dropped."""
     PROCESSED = 3
     """Penalties, bias, bans or log probs too: what `RowFeature`s ask for."""
 

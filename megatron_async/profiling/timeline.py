@@ -60,7 +60,11 @@ class Timeline:
         return {s.step: s for s in self.spans if s.lane == lane and s.name == name}
 
     def save(self, path: str | Path) -> None:
-        """Write the timeline as Chrome trace JSON, times relative to its first span."""
+        """Write the timeline as Chrome trace JSON, times relative to its first span.
+
+        Raises:
+            OSError: it cannot be written; no part of it is left.
+        """
         lanes = {lane: i for i, lane in enumerate(("cpu", "device", "copy"))}
         origin = min((span.start_us for span in self.spans), default=0.0)
         events: list[dict[str, object]] = [
@@ -83,4 +87,10 @@ class Timeline:
                 }
             )
         other = {"dropped_spans": self.dropped}
-        Path(path).write_text(json.dumps({"traceEvents": events, "otherData": other}))
+        path = Path(path)
+        try:
+            path.write_text(json.dumps({"traceEvents": events, "otherData": other}))
+        except OSError as error:
+            if path.is_file():
+                path.unlink()
+            raise OSError(error.errno, error.strerror, str(path)) from error

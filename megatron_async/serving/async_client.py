@@ -12,8 +12,9 @@ import msgspec
 
 from megatron_async.errors import CoordinatorLost, RequestError
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.serving.connection import Connection
+from megatron_async.serving.connection import Connection, check_sendable
 from megatron_async.serving.failures import exception_of
+from megatron_async.serving.first_replica import FirstReplica
 from megatron_async.serving.messages import (
     PROTOCOL,
     UNSENDABLE,
@@ -109,11 +110,16 @@ class AsyncCoordinatorClient:
     Args:
         address: of the coordinator, as in "tcp://127.0.0.1:9500".
         connect_timeout_s: how long a call waits for a coordinator.
+        replica_timeout_s: how long requests wait for the coordinator's first replica, which may
+            still load its model. (Later ones wait in the coordinator; see docs/serving.md.)
     """
 
-    def __init__(self, address: str, connect_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, address: str, connect_timeout_s: float = 10.0, replica_timeout_s: float = 600.0
+    ) -> None:
         self._address = address
         self._timeout_s = connect_timeout_s
+        self._first_replica = FirstReplica(address, replica_timeout_s)
         self._connection: Connection[ToClient] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
@@ -145,22 +151,25 @@ class AsyncCoordinatorClient:
 
         Raises:
             CoordinatorLost: there is none.
+            ReplicaLost: it has no replica, and none came within `replica_timeout_s`.
             RequestError: something in it cannot be sent.
         """
         params = sampling_params or SamplingParams()
         tokens = prompt if isinstance(prompt, str) else _token_ids(prompt)
         if type(priority) is not int:
             raise RequestError(f"priority={priority!r} is not allowed: it must be an integer.")
-        connection = await self._open()
         request = RemoteRequest(next(self._numbers))
         message = Generate(
             request.number, tokens, msgspec.Raw(_encoded(params)), params.num_tokens_to_generate,
             priority, stream,
         )  # fmt: skip
         try:
-            connection.send(message)
+            check_sendable(message)
         except UNSENDABLE as error:
             raise RequestError(f"the prompt cannot be sent: {error}") from error
+        await self._first_replica.wait(self.stats)
+        connection = await self._open()
+        connection.send(message)
         self._requests[request.number] = request
         return request
 
@@ -168,11 +177,24 @@ class AsyncCoordinatorClient:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        raise_on_failure: bool = True,
     ) -> list[Completion]:
-        """Generate for one prompt or many, all at once; see `LLM.generate`.
+        """Generate for one prompt or many, all at once.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of those.
+            sampling_params: for all prompts, or one for each.
+            raise_on_failure: raise when a request fails, and abort the others. False: the others
+                are not affected, and a completion that failed has its `error`.
 
         Returns:
-            a completion for each prompt, in order; one that failed has its `error`.
+            a completion for each prompt, in order.
+
+        Raises:
+            CoordinatorLost: there is none, or it died.
+            ReplicaLost: it has no replica, and none came within `replica_timeout_s`.
+            Exception: whatever the first request that failed, in order of prompts, failed with; not
+                with `raise_on_failure=False`.
         """
         batch = [prompts] if is_one_prompt(prompts) else list(prompts)
         if isinstance(sampling_params, Sequence):
@@ -188,7 +210,18 @@ class AsyncCoordinatorClient:
         try:
             for prompt, params in zip(batch, each, strict=True):
                 requests.append(await self.submit(prompt, params))
-            return [await request.completion() for request in requests]
+            completions = []
+            for number, request in enumerate(requests):
+                completions.append(await request.completion())
+                error = completions[-1].error
+                if error is not None and raise_on_failure:
+                    if len(requests) > 1:
+                        error.add_note(
+                            f"This was prompt {number} of {len(requests)}; with "
+                            "raise_on_failure=False the others go on, and it has an `error`."
+                        )
+                    raise error
+            return completions
         except BaseException:
             for request in requests:
                 self.abort(request)
@@ -302,6 +335,7 @@ class AsyncCoordinatorClient:
 
     def _lose(self, error: CoordinatorLost) -> None:
         connection, self._connection = self._connection, None
+        self._first_replica.forget()
         for request in self._requests.values():
             request._lose(error)
         for question in self._questions.values():

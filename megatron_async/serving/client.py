@@ -20,18 +20,22 @@ class CoordinatorClient:
     Args:
         address: of the coordinator, as in "tcp://127.0.0.1:9500".
         connect_timeout_s: how long a call waits for a coordinator.
+        replica_timeout_s: how long requests wait for the coordinator's first replica, which may
+            still load its model.
 
     Raises:
         CoordinatorLost: nobody answers there.
     """
 
-    def __init__(self, address: str, connect_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, address: str, connect_timeout_s: float = 10.0, replica_timeout_s: float = 600.0
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="coordinator-client", daemon=True
         )
         self._thread.start()
-        self._client = AsyncCoordinatorClient(address, connect_timeout_s)
+        self._client = AsyncCoordinatorClient(address, connect_timeout_s, replica_timeout_s)
         try:
             self._wait_for(self._client.__aenter__())
         except BaseException:
@@ -48,14 +52,16 @@ class CoordinatorClient:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        raise_on_failure: bool = True,
     ) -> list[Completion]:
-        """Generate for one prompt or many, all at once; see `LLM.generate`. An exception (Ctrl-C)
-        aborts them.
+        """Generate for one prompt or many, all at once, and raise if one fails; see
+        `AsyncCoordinatorClient.generate`. An exception (Ctrl-C) aborts the others.
 
         Returns:
-            a completion for each prompt, in order; one that failed has its `error`.
+            a completion for each prompt, in order. With `raise_on_failure=False`, one that failed
+            has its `error`.
         """
-        return self._wait_for(self._client.generate(prompts, sampling_params))
+        return self._wait_for(self._client.generate(prompts, sampling_params, raise_on_failure))
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0

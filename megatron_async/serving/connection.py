@@ -11,6 +11,7 @@ import zmq.asyncio
 
 from megatron_async.communication.keepalive import end_silent_connections
 from megatron_async.errors import ConfigurationError, CoordinatorLost
+from megatron_async.serving.address import check_address
 from megatron_async.serving.messages import (
     MOST_BYTES,
     UNREADABLE,
@@ -44,6 +45,7 @@ class Connection[Heard]:
     def __init__(
         self, address: str, decode: Callable[[bytes], Heard], on_ping: Callable[[], Message]
     ) -> None:
+        check_address(address)
         self.address = address
         self._decode = decode
         self._on_ping = on_ping
@@ -94,11 +96,8 @@ class Connection[Heard]:
 
         Raises: one of `UNSENDABLE`, also for a message of too many bytes; nothing is sent.
         """
-        data = encode(message)
-        if len(data) > MOST_BYTES:
-            raise ValueError(f"it takes {len(data)} bytes, and a message may have {MOST_BYTES}")
         # Without a limit to what may wait in the socket, it is done at once.
-        self._socket.send(data)
+        self._socket.send(check_sendable(message))
 
     async def receive(self) -> Heard | None:
         """The next message; None after a while without one, and after a ping, which is answered.
@@ -143,3 +142,14 @@ class Connection[Heard]:
         self._monitor.close(0)
         self._socket.close()
         self._context.term()
+
+
+def check_sendable(message: Message) -> bytes:
+    """The bytes of a message.
+
+    Raises: one of `UNSENDABLE`, also for a message of too many bytes.
+    """
+    data = encode(message)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it takes {len(data)} bytes, and a message may have {MOST_BYTES}")
+    return data

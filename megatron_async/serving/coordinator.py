@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket as sockets
@@ -15,6 +16,7 @@ import zmq
 from megatron_async.communication.host import is_loopback
 from megatron_async.communication.keepalive import end_silent_connections
 from megatron_async.errors import ConfigurationError
+from megatron_async.serving.address import check_address, why_not_bound
 from megatron_async.serving.dispatcher import Dispatcher
 from megatron_async.serving.messages import (
     MOST_BYTES,
@@ -51,6 +53,7 @@ class Coordinator:
     """
 
     def __init__(self, address: str, config: CoordinatorConfig | None = None) -> None:
+        check_address(address)
         self._config = config or CoordinatorConfig()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -67,10 +70,7 @@ class Coordinator:
             self._socket.bind(address)
         except (zmq.ZMQError, OSError) as error:
             self._context.destroy(0)
-            raise ConfigurationError(
-                f"the coordinator cannot use the address {address!r} ({error}): stop what uses it, "
-                "or choose another, as in tcp://127.0.0.1:9500 or ipc:///tmp/coordinator."
-            ) from error
+            raise ConfigurationError(why_not_bound(address, error)) from error
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
         if self.address.startswith("tcp://") and not is_loopback(_host(self.address)):
             logger.warning(
@@ -194,4 +194,4 @@ def _check_is_free(address: str) -> None:
             probe.connect(file)
         except ConnectionRefusedError:
             return
-    raise OSError("address already in use")
+    raise OSError(errno.EADDRINUSE, "address already in use")

@@ -13,6 +13,7 @@ from megatron_async.contexts.graph_shapes import mixed_graph_sizes
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.ops.feed_back import COUNT, TOKENS
 from megatron_async.simulation.device_times import Machine
+from megatron_async.simulation.reach import Work, work_of
 from megatron_async.simulation.virtual_device import VirtualDevice
 from megatron_async.text_generation_controllers.cuda_graphs import CaptureReport
 from megatron_async.text_generation_controllers.text_generation_controller import (
@@ -65,6 +66,7 @@ class ModelLessController(TextGenerationController):
 
     Attributes:
         idle_us: time in which the device had nothing to do although the engine had work.
+        most_work: of one step, each kind of work by itself.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class ModelLessController(TextGenerationController):
         self._machine = machine
         self._sampled: tuple[IntArray, IntArray] = (np.empty(0, np.int32), np.empty(0, np.int32))
         self.idle_us = 0.0
+        self.most_work: Work = (0, 0, 0)
         self.engine_was_idle = True
         """Set by who steps the engine: what precedes the next step is no idling."""
         self._busy_until_us = 0.0
@@ -107,7 +110,12 @@ class ModelLessController(TextGenerationController):
         if not self.engine_was_idle:
             self.idle_us += stream.free_us - self._busy_until_us
         self.engine_was_idle = False
-        stream.spend(times.step_us(plan))
+        work = work_of(plan)
+        before = self.most_work
+        self.most_work = (
+            max(before[0], work[0]), max(before[1], work[1]), max(before[2], work[2]),
+        )  # fmt: skip
+        stream.spend(times.time_us(*work))
         if times.is_eager(plan.dims):
             # The device runs what is launched so far, and is not done before the last launch.
             self._virtual.clock.spend(self._machine.cpu.eager_launch_us)

@@ -15,9 +15,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from megatron_async.contexts.batch_dimensions import BatchDimensions
-from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.errors import ConfigurationError
 from megatron_async.simulation.cpu_times import CpuTimes
+from megatron_async.simulation.reach import Reach
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,6 @@ class DeviceTimes:
                 f"tokens_us={self.tokens_us!r} must be points in ascending order of tokens."
             )
 
-    def step_us(self, plan: StepPlan) -> float:
-        """Time of a step."""
-        dims = plan.dims
-        return self.time_us(dims.prefill_tokens, dims.decode_rows, int(plan.kv_at_most.sum()))
-
     def time_us(self, prefill_tokens: int, decode_rows: int, kv_tokens: int) -> float:
         """Time of a step of so many tokens and rows, padding included; never negative."""
         total = self._interpolate(prefill_tokens + decode_rows)
@@ -81,6 +76,8 @@ class Machine:
     cpu: CpuTimes
     source: str
     """Where the numbers come from."""
+    reach: Reach | None = None
+    """The steps that a recording has seen; None: the figures were measured over a range."""
 
 
 _KV_US_PER_BYTE = (4888.0 - 3816.0) / 32_640 / 131_072

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from megatron_async.simulation.cpu_times import CpuTimes
 from megatron_async.simulation.device_times import DeviceTimes, Machine
+from megatron_async.simulation.reach import Reach
 from megatron_async.simulation.recording import Launched, Recording, RecordingError, Resolved
 
 FIRST_STEPS = 2
@@ -30,7 +31,8 @@ def fit_machine(recording: Recording) -> Machine:
     """Times of the machine that made a recording.
 
     A step's device time is fitted as a + b * prefill tokens + c * decode rows + d * KV tokens, none
-    negative, by least squares of relative errors. It is taken from the recorded timeline
+    negative, by least squares of relative errors; what all steps had as much of (the rows of a run
+    with one prompt) has no coefficient of its own. It is taken from the recorded timeline
     (`LLM(timeline=True)`) where there is one; otherwise it is the time from a step's launch, or
     from the booking of the step before it if that came later, to its own booking, which includes
     the host's delays. The host's times are medians.
@@ -44,7 +46,9 @@ def fit_machine(recording: Recording) -> Machine:
             f"the recording has {len(steps)} steps to fit times to; {LEAST_STEPS} are needed: "
             "record a longer run."
         )
-    work = np.array([(1, *step.work) for step in steps], dtype=np.float64)
+    reach = Reach.of([step.work for step in steps])
+    # What does not vary cannot be told from the base, and lstsq would divide the time among both.
+    work = np.array([(1, *step.work) for step in steps], dtype=np.float64) * (1, *reach.varies)
     device_us = np.array([step.device_us for step in steps])
     base, prefill, decode, kv = _fit_positive(work / device_us[:, None], np.ones(len(steps)))
     host = [statistics.median(values) for values in zip(*(s.host_us for s in steps), strict=True)]
@@ -53,6 +57,7 @@ def fit_machine(recording: Recording) -> Machine:
         DeviceTimes(((0.0, base),), prefill_us=prefill, decode_us=decode, kv_us=kv),
         CpuTimes(prepare_us=host[0], launch_us=host[1], resolve_us=host[2]),
         source,
+        reach,
     )
 
 

@@ -68,6 +68,7 @@ class Recorder(EngineObserver):
         if isinstance(engine.observer, Recorder):
             raise RecordingError("the engine is recorded already: close the other Recorder first.")
         self._engine = engine
+        self._path = path
         self._statistics = engine.statistics
         self._file: TextIO = gzip.open(  # noqa: SIM115  # closed by the recorder's thread
             path, "wt", compresslevel=COMPRESSION, encoding="utf-8"
@@ -126,7 +127,10 @@ class Recorder(EngineObserver):
         self._closing.set()
         self._thread.join()
         if self._failure is not None:
-            raise RecordingError(f"the recording is incomplete: {self._failure}") from self._failure
+            raise RecordingError(
+                f"{self._path}: the recording is incomplete ({self._failure}); what there is of it "
+                "can be replayed with --allow-truncated."
+            ) from self._failure
 
     # ---- On the recorder's thread ------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from megatron_async.profiling.workloads import greedy
 from megatron_async.simulation.device_times import Machine
 from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.model_shape import ModelShape
+from megatron_async.simulation.reach import Work
 
 
 class _AnyToken:
@@ -50,6 +51,8 @@ class Simulated:
     zombie_rows: int
     recomputed_tokens: int
     """Prefilled a second time, after an eviction."""
+    most_work: Work
+    """Of one step, each kind of work by itself; see `reach`."""
     cpu_us: float
     """Real time of the engine's thread a step, microseconds, on this machine."""
 
@@ -60,6 +63,7 @@ class Simulated:
             "idle_share": self.idle_share,
             "zombie_rows": self.zombie_rows,
             "recomputed_tokens": self.recomputed_tokens,
+            "most_work": self.most_work,
             "simulator_cpu_us_per_step": self.cpu_us,
         }
 
@@ -179,6 +183,7 @@ class _Simulation:
             idle_share=idle / max(idle + compute.busy_us, 1e-9),
             zombie_rows=counters.zombie_rows,
             recomputed_tokens=counters.prefill_tokens - prompts,
+            most_work=engine.model_less_controller.most_work,
             cpu_us=float(engine.stats()["cpu_us_per_step"]),
         )
 

@@ -171,6 +171,12 @@ def test_abort(make_tiny_engine: EngineFactory) -> None:
 
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "typo": ({"lookahed": 1}, ConfigurationError, "'lookahed' .* Did you mean 'lookahead'"),
+    "another engine's name": (
+        {"max_model_len": 128}, ConfigurationError, "Did you mean 'max_sequence_length'",
+    ),
+    "another engine's name of LLM's own": (
+        {"tensor_parallel_size": 2}, ConfigurationError, "mean 'tensor_model_parallel_size'",
+    ),
     "unknown mode": (
         {"async_sched_mode": "fast"},
         ConfigurationError,

@@ -69,7 +69,10 @@ def test_two_replicas_give_one_engines_tokens(service: Service, one_engine: LLM)
     chunks = list(service.client.stream(prompts[6], params[6]))
     assert [t for chunk in chunks for t in chunk.tokens] == expected[6].generated_tokens
     assert len(chunks) > 3
-    refused = service.client.generate([prompts[0], [10**6]], params[0])
+    with pytest.raises(RequestError, match="out of range") as raised:
+        service.client.generate([prompts[0], [10**6]], params[0])
+    assert "raise_on_failure=False" in raised.value.__notes__[0]
+    refused = service.client.generate([prompts[0], [10**6]], params[0], raise_on_failure=False)
     assert refused[0].error is None
     assert isinstance(refused[1].error, RequestError)
     assert "out of range" in str(refused[1].error)
@@ -239,6 +242,30 @@ def test_a_coordinator_from_the_command_line() -> None:
     assert "choose another" in again.stderr
     process.terminate()
     assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("tcp://127.0.0.1:99999", "a port of at most 65535"),
+        ("127.0.0.1:9500", "did you mean tcp://127.0.0.1:9500?"),
+        ("tcp://127.0.0.1", "a host and a port"),
+        ("nonsense", "write it as tcp://"),
+        ("ipc://", "write it as tcp://"),
+    ],
+)
+def test_what_is_no_address(address: str, message: str) -> None:
+    for who in (Coordinator, CoordinatorClient):
+        with pytest.raises(ConfigurationError, match="is no address") as error:
+            who(address)
+        assert address in str(error.value)
+        assert message in str(error.value)
+
+
+def test_an_address_of_another_host() -> None:
+    with pytest.raises(ConfigurationError, match="this host has no such address") as error:
+        Coordinator("tcp://192.0.2.1:9501")
+    assert "stop what uses it" not in str(error.value)
 
 
 def test_nobody_there() -> None:

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from megatron_async import cli, cli_output
+from megatron_async import __main__, cli, cli_output
+from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
 from megatron_async.inference_request import DynamicInferenceRequest, Status
 from megatron_async.sampling_params import SamplingParams
@@ -52,6 +53,13 @@ def test_help_of_every_command(command, capsys):
         cli.main([*command.split(), "--help"])
     assert exit_.value.code == 0
     assert "usage: megatron-async" in capsys.readouterr().out
+
+
+def test_help_tells_a_default_once(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    text = capsys.readouterr().out
+    assert "stages that split the layers between them (default: 1)\n" in text
 
 
 def test_module_runs_as_a_program():
@@ -112,7 +120,7 @@ def test_prompts_from_standard_input(monkeypatch):
     ("arguments", "words"),
     [
         ([], "there is no prompt"),
-        (["--prompts-file", "/no/such/file"], "/no/such/file"),
+        (["--prompts-file", "/no/such/file"], "--prompts-file /no/such/file: no such file"),
         (["--prompt", "1", "--system", "be brief"], "give --chat too"),
         (["--prompt", "1", "--temperature", "nan"], "temperature=nan"),
         (["--prompt", "1", "--temperature", "-1"], "temperature=-1.0"),
@@ -120,6 +128,12 @@ def test_prompts_from_standard_input(monkeypatch):
         (["--prompt", "1", "--top-k", "5"], "give --temperature 1"),
         (["--prompt", "1", "--max-new-tokens", "0"], "num_tokens_to_generate=0"),
         (["--prompt", "1", "--timeline", "/no/such/folder/t.json"], "no such folder"),
+        (["--prompt", "1", "--record", "/no/such/folder/r.rec"], "--record /no/such/folder/r.rec"),
+        (["--prompt", "1", "--record", "/"], "that is a folder"),
+        (["--prompt", "1", "--json-schema", "no.json"], "--json-schema no.json: there is no such"),
+        (["--prompt", "1", "--json-schema", "{bad"], "the schema is no JSON"),
+        (["--prompt", "1", "--json-schema", '{"a": "' + 500 * "x"], "the schema is no JSON"),
+        (["--prompt", "1", "--grammar", "no.lark"], "--grammar no.lark: there is no such file"),
         (["--prompt", "1", "--lookahead", "-1"], "lookahead=-1"),
         (["--prompt", "1", "--max-sequence-length", "99999"], "max_sequence_length=99999"),
         (["--prompt", "words"], "not 'words'"),
@@ -128,6 +142,16 @@ def test_prompts_from_standard_input(monkeypatch):
 )
 def test_errors_name_the_value(arguments, words, capsys):
     assert words in fails(capsys, *TINY, *arguments)
+
+
+def test_a_prompts_file_that_is_no_text_or_empty(tmp_path, capsys):
+    file = tmp_path / "l.txt"
+    file.write_bytes(b"tea\ncaf\xe9\n")
+    line = fails(capsys, *TINY, "--prompts-file", str(file))
+    assert f"--prompts-file {file}, line 2: byte 0xe9 is no UTF-8" in line
+    file.write_text("\n  \n")
+    line = fails(capsys, *TINY, "--prompts-file", str(file))
+    assert f"--prompts-file {file}: every line of it is empty" in line
 
 
 def test_unknown_model_is_named(capsys):
@@ -147,6 +171,16 @@ def test_interrupt_is_clean(capsys, monkeypatch):
 
     monkeypatch.setattr(cli, "read_prompts", interrupted)
     assert cli.main([*TINY]) == 130
+    assert capsys.readouterr().err.strip() == "megatron-async: interrupted"
+
+
+def test_an_interrupt_while_the_command_line_is_imported(capsys, monkeypatch):
+    class Importing:
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "megatron_async.cli", Importing())
+    assert __main__.main() == 130
     assert capsys.readouterr().err.strip() == "megatron-async: interrupted"
 
 
@@ -189,6 +223,89 @@ def test_real_run_for_people(capsys):
     assert table["generated tokens"] == "10"
     assert table["lookahead"] == "2"
     assert table["overlap ratio"] == "1.00"
+
+
+def test_a_single_answer_is_shown_token_by_token(capfd):
+    """The same as beside another prompt, but written in parts."""
+    written = []
+
+    class Screen(io.StringIO):
+        def write(self, text):
+            written.append(text)
+            return len(text)
+
+    options = ["--max-new-tokens", "6", "--prompt", "1 2 3"]
+    with contextlib.redirect_stdout(Screen()):
+        assert cli.main([*TINY, *options]) == 0
+    assert cli.main([*TINY, *options, "--prompt", "9"]) == 0
+    both = capfd.readouterr().out
+    answer = both[both.index(">>> 1 2 3\n") :].split("\n")[1]
+    assert "".join(written).split("\n")[:2] == [">>> 1 2 3", answer]
+    assert len(answer.split()) == 6
+    assert len([text for text in written if text.strip().isdigit()]) == 6
+
+
+def test_the_end_of_a_single_answer_that_fails(capsys):
+    assert cli.main([*TINY, "--prompt", "999999"]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == ">>> 999999"
+    assert shown[1].startswith("FAILED: ")
+    assert "999999" in shown[1]
+
+
+def test_each_answer_is_shown_when_it_ends(monkeypatch, capsys):
+    """Of two prompts, the short one's answer is on the screen while the other is made."""
+    shown = []
+    step = DynamicInferenceEngine.step_modern
+
+    def watched(engine):
+        report = step(engine)
+        shown.append(capsys.readouterr().out)
+        return report
+
+    monkeypatch.setattr(DynamicInferenceEngine, "step_modern", watched)
+    prompts = ["--prompt", "1 2 3", "--prompt", "4 999999", "--prompt", "5"]
+    assert cli.main([*TINY, *prompts, "--max-new-tokens", "30"]) == 1
+    (first,) = [number for number, text in enumerate(shown) if "FAILED" in text]
+    assert first < len(shown) - 20
+    assert ">>> 4 999999\n" in shown[first]
+    rest = "".join(shown) + capsys.readouterr().out
+    assert rest.count(">>> ") == 3
+    assert "tokens/s" in rest
+
+
+def test_an_interrupt_loses_no_answer_that_was_there(monkeypatch, capsys):
+    steps = []
+    step = DynamicInferenceEngine.step_modern
+
+    def interrupted(engine):
+        steps.append(1)
+        if len(steps) == 9:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(DynamicInferenceEngine, "step_modern", interrupted)
+    prompts = ["--prompt", "1 2 3", "--prompt", "999999", "--max-new-tokens", "30"]
+    assert cli.main([*TINY, *prompts]) == 130
+    assert ">>> 999999\nFAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("prompts", [["1 2"], ["1 2", "3"]], ids=["one", "two"])
+@pytest.mark.parametrize("as_json", [[], ["--json"]], ids=["text", "json"])
+@pytest.mark.parametrize("option", ["--record", "--timeline"])
+def test_a_full_disk_beside_the_answers_costs_none(option, as_json, prompts, capsys):
+    """/dev/full is opened like a file, and takes nothing."""
+    given = [word for prompt in prompts for word in ("--prompt", prompt)]
+    arguments = [*TINY, *given, *as_json, "--max-new-tokens", "5", option, "/dev/full"]
+    assert cli.main(arguments) == 2
+    output = capsys.readouterr()
+    assert "/dev/full: " in output.err
+    assert "o space left on device" in output.err
+    if as_json:
+        results = json.loads(output.out)["results"]
+        assert [len(result["generated_tokens"]) for result in results] == [5] * len(prompts)
+    else:
+        assert output.out.count("[5 tokens, length") == len(prompts)
 
 
 def test_real_run_as_json_is_one_document_and_settings_arrive(capsys, tmp_path):

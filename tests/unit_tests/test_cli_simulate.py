@@ -38,7 +38,7 @@ def test_record_and_replay(recording, capsys):
 
 
 def test_bad_recordings_are_one_line(recording, tmp_path, capsys):
-    assert "No such file" in fails(capsys, "replay", str(tmp_path / "missing.rec"))
+    assert "missing.rec: no such file" in fails(capsys, "replay", str(tmp_path / "missing.rec"))
     (tmp_path / "text.rec").write_text("hello")
     assert "is not a recording" in fails(capsys, "replay", str(tmp_path / "text.rec"))
     (tmp_path / "short.rec").write_bytes(recording.read_bytes()[:-60])
@@ -70,7 +70,31 @@ def test_simulate_writes_a_table_and_a_record(tmp_path, capsys):
 def test_simulate_by_a_recording(recording, capsys):
     options = ["--machine", str(recording), "--num-requests", "5", "--no-progress"]
     assert cli.main(["simulate", *options, "--rate", "1000", "--lookahead", "1"]) == 0
-    assert "a recording of 22 steps on cpu" in capsys.readouterr().out
+    output = capsys.readouterr()
+    assert "a recording of 22 steps on cpu" in output.out
+    assert "the recording reaches: 0 prompt tokens, 3 decode rows, 78 KV tokens in a step" in (
+        output.out
+    )
+    assert "warning: rate 1000, lookahead 1 is a guess: its steps have up to" in output.err
+    assert "prompt tokens (recorded: 0, always" in output.err
+    assert "decode rows (recorded: 3, always, so more of them are taken to cost noth" in output.err
+
+
+def test_a_simulation_within_the_recording_is_no_guess(tmp_path, capsys):
+    """Prompts of other lengths, so that rows and prompt tokens vary; then a smaller load."""
+    path = str(tmp_path / "run.rec")
+    prompts = [f"--prompt={' '.join(['7'] * (4 * n + 9))}" for n in range(12)]
+    options = ["--device", "cpu", "--no-progress", "--max-new-tokens", "24", "--max-requests", "4"]
+    arguments = ["generate", "--model", "dummy:tiny", *options, *prompts, "--record", path]
+    assert cli.main(arguments) == 0
+    options = ["--num-requests", "4", "--max-requests", "2", "--rate", "100", "--lookahead", "1"]
+    lengths = ["--prompt-mean", "6", "--max-prompt-tokens", "8", "--output-mean", "8"]
+    lengths += ["--max-output-tokens", "12", "--max-tokens", "8", "--no-progress"]
+    capsys.readouterr()
+    assert cli.main(["simulate", "--machine", path, *options, *lengths]) == 0
+    output = capsys.readouterr()
+    assert "the recording reaches: " in output.out
+    assert output.err == ""
 
 
 @pytest.mark.parametrize(

@@ -67,3 +67,11 @@ def test_settings_that_cannot_work(settings, words):
     with pytest.raises(ConfigurationError) as error:
         InferenceConfig(**settings)
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("settings", "slots"),
+    [({}, 256), ({"max_tokens": 64}, 64), ({"max_tokens": 300}, 256), ({"max_requests": 8}, 8)],
+)
+def test_a_small_token_budget_lowers_the_default_of_max_requests(settings, slots):
+    assert InferenceConfig(**settings).max_requests == slots

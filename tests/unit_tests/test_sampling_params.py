@@ -50,10 +50,30 @@ VOCABULARY = 100
     ],
 )
 def test_what_is_not_allowed(changes, words):
-    params = SamplingParams(**changes)
+    params = SamplingParams()
+    for name, value in changes.items():
+        setattr(params, name, value)
     with pytest.raises(RequestError) as error:
         params.copy().validate(VOCABULARY)
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": "hot"},
+        {"temperature": None},
+        {"top_k": [1]},
+        {"seed": "x"},
+        {"num_tokens_to_generate": "64"},
+        {"min_tokens": {}},
+        {"repetition_penalty": "1.1"},
+    ],
+)
+def test_what_is_no_number_is_not_even_made(changes):
+    (name,) = changes
+    with pytest.raises(RequestError, match=f"{name}=.* is not allowed: it must be a number"):
+        SamplingParams(**changes)
 
 
 @pytest.mark.parametrize(

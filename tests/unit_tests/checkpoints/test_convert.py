@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,25 @@ def test_dtype_is_converted_when_asked(
         name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()
     }
     assert_same_weights(huggingface_state(loaded.model, loaded.architecture), expected)
+
+
+@pytest.mark.parametrize(
+    ("to", "words"),
+    [("torch_dist", "MiB of the disk are free"), ("huggingface", "too large")],
+)
+def test_a_full_disk_is_one_clear_error(
+    to: str, words: str, family_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A limit of the file size stands for the disk: torch raises no `Exception` then."""
+    source = open_model(family_folder("llama-tied"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=rf"cannot write .*m: .*{words}"):
+            convert(source, tmp_path / "m", to=to)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not any(tmp_path.iterdir())
 
 
 def test_targets_are_not_overwritten_unasked(

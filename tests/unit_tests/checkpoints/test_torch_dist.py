@@ -274,6 +274,24 @@ def test_damaged_checkpoints(
         load_model(tmp_path / "m", torch.float32, CPU)
 
 
+@pytest.mark.parametrize("mask", [0x01, 0xFF])
+def test_a_flipped_byte_of_the_metadata_is_one_clear_error(
+    mask: int, family_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A pickle reads damaged bytes as anything, and anything may be raised: MemoryError too."""
+    convert(family_folder("llama-tied"), tmp_path / "m")
+    file = tmp_path / "m" / ".metadata"
+    good = file.read_bytes()
+    refused = 0
+    for place in range(len(good) // 120, len(good), len(good) // 60):
+        file.write_bytes(good[:place] + bytes([good[place] ^ mask]) + good[place + 1 :])
+        try:
+            load_model(tmp_path / "m", torch.float32, CPU)
+        except CheckpointError:
+            refused += 1
+    assert refused > 40
+
+
 def test_tracker_that_names_nothing(family_folder: Callable[[str], Path], tmp_path: Path) -> None:
     convert(family_folder("llama-tied"), tmp_path / "release")
     tracker = tmp_path / "latest_checkpointed_iteration.txt"

@@ -1,6 +1,7 @@
 """The launch scripts: sizes that fit, clear words where they do not, and the command they run."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -124,3 +125,27 @@ def test_the_exit_status_is_that_of_the_rank_that_failed():
     _, said = run.stderr.splitlines()
     assert said.startswith("launch: rank 1 (pid ")
     assert said.endswith("ended with status 7")
+
+
+def test_setup_without_a_home(tmp_path):
+    """Services and containers may set no HOME; here is no Python either, and setup.sh says so."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(SCRIPTS / "setup.sh", tmp_path / "scripts")
+    for lock in ("requirements.lock", "requirements-demo.lock", "setup.py"):
+        (tmp_path / lock).touch()
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("dirname", "id", "cat", "tail", "sha256sum", "cut", "grep", "rm", "touch"):
+        found = shutil.which(name)
+        if found:
+            (tools / name).symlink_to(found)
+    for name in ("python3", "python3.12", "python3.13", "python"):
+        (tools / name).symlink_to(shutil.which("false"))
+    run = subprocess.run(
+        [shutil.which("bash"), tmp_path / "scripts" / "setup.sh"],
+        env={"PATH": str(tools), "TMPDIR": str(tmp_path), "PYENV_ROOT": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "unbound" not in run.stderr
+    assert "Python 3.12 or newer is needed" in run.stderr
+    assert run.returncode == 1

@@ -162,6 +162,26 @@ def test_fit_finds_the_times_of_a_machine():
     found = (device.prefill_us, device.decode_us, device.kv_us)
     assert found == pytest.approx((7, 3, 0.25))
     assert (cpu.prepare_us, cpu.launch_us, cpu.resolve_us) == (11, 22, 33)
+    assert machine.reach.most[1] == max(e.work[1] for e in recording.events[::2])
     del recording.events[20:]
     with pytest.raises(RecordingError, match="20 are needed"):
         fit_machine(recording)
+
+
+def test_a_fit_does_not_stretch_what_never_varied():
+    """A run of one prompt: every step has one row, whose time is the base's."""
+    recording, now = Recording(CONFIG, SHAPE, {"device": "made up"}), 0.0
+    for step in range(40):
+        took = 900 + 2.0 * step
+        recording.events.append(Launched(step, [], (0, 1, step + 1), (1.0, 1.0, now)))
+        recording.device_spans[step] = (now, now + took)
+        now += took + 100
+        recording.events.append(Resolved(step, [], None, (1.0, now)))
+    machine = fit_machine(recording)
+    assert machine.device.decode_us == machine.device.prefill_us == 0
+    assert machine.device.time_us(0, 1, 20) == pytest.approx(938, abs=1)
+    assert machine.device.time_us(0, 69, 20) == pytest.approx(938, abs=1)
+    assert machine.reach.varies == (False, False, True)
+    beyond = machine.reach.exceeded_by((0, 69, 30))
+    assert beyond == ["69 decode rows (recorded: 1, always, so more of them are taken to cost "
+                      "nothing)"]  # fmt: skip

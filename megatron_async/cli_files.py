@@ -1,0 +1,62 @@
+"""Files that options of the command line name, and what is said when one cannot be used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def read_text(option: str, file: str) -> str:
+    """The text of a file.
+
+    Raises:
+        ValueError: there is none, or it is not UTF-8; the message names option, file and line.
+    """
+    try:
+        data = Path(file).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{option} {file}: {reason(error)}.") from error
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{option} {file}, line {line}: byte 0x{data[error.start]:02x} is no UTF-8: convert "
+            "the file, for example with `iconv -f latin1 -t utf-8`."
+        ) from error
+
+
+def check_writable(option: str, file: str) -> None:
+    """See, before anything long is begun, that a file could be written.
+
+    Raises:
+        ValueError: it could not; nothing is made or changed.
+    """
+    path = Path(file)
+    why = ""
+    if path.is_dir():
+        why = "that is a folder; name a file in it"
+    elif not path.parent.is_dir():
+        why = "there is no such folder; make it"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "it cannot be written (no permission, or a read-only disk); name another place"
+    if why:
+        raise ValueError(f"{option} {file}: {why}.")
+
+
+@contextmanager
+def written_as(name: str) -> Iterator[None]:
+    """Give what the block writes a name, for errors that have none: `BrokenPipeError` stays one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = name
+        raise
+
+
+def reason(error: OSError) -> str:
+    """What the system says, without its number."""
+    return (error.strerror or str(error) or type(error).__name__).lower()
