@@ -35,8 +35,8 @@ FIELDS: tuple[tuple[str, str], ...] = (
     ("block_update_indices", "block_updates"),
     ("block_update_blocks", "block_updates"),
 )
-"""The field table. A decode-only step carries 4 bytes a row and 12 a block-table entry: how long its
-rows are, the device knows."""
+"""The field table. A decode-only step carries 4 bytes a row and 12 a block-table entry: how long
+its rows are, the device knows."""
 UPDATE_FIELDS = tuple(name for name, count in FIELDS if count == "block_updates")
 """The arrays of the list of block-table updates, which lie end to end."""
 

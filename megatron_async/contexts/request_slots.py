@@ -34,9 +34,9 @@ class RequestSlots:
     """State of up to `capacity` requests.
 
     How long a request's sequence is, the device knows. The CPU knows `num_known` tokens of it
-    (prompt and booked samples), and bounds, always taken from `num_known`: the steps in flight yield
-    one token each at least (`at_least`) and `in_flight_tokens` at most (`at_most`). Where all rows
-    have width 1, the bounds are equal. `max_length` is where the sequence ends by its limits.
+    (prompt and booked samples), and bounds, always taken from `num_known`: the steps in flight
+    yield one token each at least (`at_least`) and `in_flight_tokens` at most (`at_most`). Where all
+    rows have width 1, the bounds are equal. `max_length` is where the sequence ends by its limits.
 
     Args:
         capacity: number of slots.
@@ -72,8 +72,8 @@ class RequestSlots:
         self.num_prefilled = np.zeros(capacity, dtype=np.int32)
         """Tokens whose prefill is launched; only of a PREFILLING slot."""
         self.num_cached = np.zeros(capacity, dtype=np.int32)
-        """Tokens that were in the cache when the request got its slot: its first chunk begins behind
-        them."""
+        """Tokens that were in the cache when the request got its slot: its first chunk begins
+        behind them."""
 
         self.num_blocks = np.zeros(capacity, dtype=np.int32)
         self.block_table = np.zeros((capacity, max_blocks), dtype=np.int32)

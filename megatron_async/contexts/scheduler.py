@@ -1,4 +1,5 @@
-"""`Scheduler`: who runs in the next step, who gets blocks, and who gives way when there are none."""
+"""`Scheduler`: who runs in the next step, who gets blocks, and who gives way when there are
+none."""
 
 from __future__ import annotations
 

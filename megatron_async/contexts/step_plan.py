@@ -45,11 +45,11 @@ class StepPlan:
     generations: IntArray
     """int64 `[rows]`."""
     kv_at_most: IntArray
-    """int32 `[rows]`: bound of the KV length once this step's tokens are appended. Exact for prefill
-    chunks, and for rows whose steps in flight all have width 1."""
+    """int32 `[rows]`: bound of the KV length once this step's tokens are appended. Exact for
+    prefill chunks, and for rows whose steps in flight all have width 1."""
     widths: IntArray
-    """int32 `[rows]`: most tokens that the row yields: `width`, but 1 under a grammar and for prefill
-    chunks."""
+    """int32 `[rows]`: most tokens that the row yields: `width`, but 1 under a grammar and for
+    prefill chunks."""
     produces: NDArray[np.bool_]
     """bool `[rows]`: whether the row's sample is a token of its request (not so for a prefill chunk
     that leaves part of the prompt for later)."""
@@ -78,9 +78,8 @@ class StepPlan:
 
     def sample_rows(self, rows: IntArray) -> IntArray:
         """The first row of logits of each of `rows` of the plan."""
-        width = self.dims.width
-        decode_tokens = self.dims.decode_tokens
-        return np.where(rows < self.num_decode, rows * width, rows - self.num_decode + decode_tokens)
+        chunks = rows - self.num_decode
+        return np.where(chunks < 0, rows * self.dims.width, chunks + self.dims.decode_tokens)
 
     def rows_of(self, device_rows: IntArray) -> IntArray:
         """Pick what belongs to the plan's rows from an array over the device's rows, among which a

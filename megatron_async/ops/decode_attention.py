@@ -1,8 +1,9 @@
 """Paged attention of decode rows: one query token a row, or a few, keys and values read once.
 
 Flash-decoding (Dao et al. 2023): programs take a row's KV head and a part of its sequence, with all
-query heads of that KV head, and all query tokens of the row, as one tile, so that each key and value
-is loaded once; a second kernel joins the parts. Which parts there are is decided on the device, once a step (`DecodeSchedule`).
+query heads of that KV head, and all query tokens of the row, as one tile, so that each key and
+value is loaded once; a second kernel joins the parts. Which parts there are is decided on the
+device, once a step (`DecodeSchedule`).
 
 Constants measured on an H200 (docs/performance.md). Joining inside the first kernel, by the program
 that finishes last, was slower than a second kernel with dependent launch: 5.7 against 4.9
@@ -200,8 +201,8 @@ def _check(
         or not positions.is_contiguous()
     ):
         raise ValueError(
-            f"paged_decode_attention: rows of {width} query tokens want their positions, contiguous "
-            f"int64 [{tokens}]."
+            f"paged_decode_attention: rows of {width} query tokens want their positions, "
+            f"contiguous int64 [{tokens}]."
         )
     dtypes = {tensor.dtype for tensor in (query, key_cache, value_cache, out)}
     if len(dtypes) > 1 or block_tables.dtype != torch.int32:

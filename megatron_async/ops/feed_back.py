@@ -1,10 +1,9 @@
 """Last work of a step: what it has sampled goes to the next step, and to the copy to the host.
 
-A decode row yields its samples up to the first that is not the draft fed behind it: each of them was
-drawn from the logits, and with the noise, that plain decoding would have had at its place, so the
-tokens are those of plain decoding whatever was drafted. (No rejection sampling: the sampler is
-Gumbel-max with noise by seed and position, `ops/sampling.py`.)
-"""
+A decode row yields its samples up to the first that is not the draft fed behind it: each of them
+was drawn from the logits, and with the noise, that plain decoding would have had at its place, so
+the tokens are those of plain decoding whatever was drafted. (No rejection sampling: the sampler is
+Gumbel-max with noise by seed and position, `ops/sampling.py`.) """
 
 from __future__ import annotations
 
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
 TILE = 128
 COUNT, LENGTH, TOKENS = 0, 1, 2
 """Words of a row in the sample ring: how many tokens it yields, how long its sequence is behind
-them, and the first of the tokens; behind as many tokens as a row may yield follow its next drafts."""
+them, and the first of the tokens; behind as many tokens as a row may yield follow its next
+drafts."""
 WORDS = tl.constexpr(RECORD_WORDS)
 FEATURES = tl.constexpr(int(Header.FEATURES))
 MAX_LENGTH = tl.constexpr(int(Header.MAX_LENGTH))

@@ -3,9 +3,8 @@
 One kernel, and another for prefill tokens, where plain torch needs thirty. The first takes a row:
 its block-table updates, then what follows from its slot; how long a decode row's sequence is, the
 steps before have left there. The second takes tokens of the prefill chunks: what follows from a
-token's row. They find the step's bookkeeping in a ring by a number on the device, because a captured
-step's addresses are fixed.
-"""
+token's row. They find the step's bookkeeping in a ring by a number on the device, because a
+captured step's addresses are fixed. """
 
 from __future__ import annotations
 
@@ -60,9 +59,9 @@ def unpack_step(
         dims: shape of the step.
         slots: per-slot state, changed in place. Block-table updates are for rows of this step only.
         block_size: tokens a block.
-        out: tensors of the step's size, written. Padding tokens, and query tokens behind which their
-            request's limit leaves no place, get position 0 and a place in the last slot's first
-            block; the former id 0.
+        out: tensors of the step's size, written. Padding tokens, and query tokens behind which
+            their request's limit leaves no place, get position 0 and a place in the last slot's
+            first block; the former id 0.
         lengths: int32 `[decode rows]` of the sequences, where another rank knows them; None: those
             of `slots`.
     """

@@ -14,7 +14,7 @@ NAMES = ("prompt tokens", "decode rows", "KV tokens")
 
 def work_of(plan: StepPlan) -> Work:
     """The work of a step, as recordings tell it."""
-    return plan.dims.prefill_tokens, plan.dims.decode_rows, int(plan.kv_lengths.sum())
+    return plan.dims.prefill_tokens, plan.dims.decode_rows, int(plan.kv_at_most.sum())
 
 
 class Reach(NamedTuple):

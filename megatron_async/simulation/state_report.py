@@ -8,7 +8,8 @@ from megatron_async.contexts.request_slots import RequestSlots, SlotState
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 
 COLUMNS = (
-    "slot", "request", "generation", "state", "rank", "prompt", "known", "at least", "at most", "limit",
+    "slot", "request", "generation", "state", "rank", "prompt", "known", "at least", "at most",
+    "limit",
 )  # fmt: skip
 WIDTH = 16
 

@@ -64,12 +64,12 @@ def make_drafting(drafter: Drafter | None, config: InferenceConfig) -> Drafting 
         return None
     if drafter is None:
         raise ConfigurationError(
-            f"num_speculative_tokens={count} needs a drafter: pass one to TextGenerationController, "
-            "or leave num_speculative_tokens 0."
+            f"num_speculative_tokens={count} needs a drafter: pass one to "
+            "TextGenerationController, or leave num_speculative_tokens 0."
         )
     if count == 0:
         raise ConfigurationError(
-            "a drafter was given, but num_speculative_tokens=0: set it to the number of tokens that "
-            "are drafted for a row."
+            "a drafter was given, but num_speculative_tokens=0: set it to the number of tokens "
+            "that are drafted for a row."
         )
     return Drafting(drafter, count)

@@ -54,8 +54,8 @@ class PipelineStage:
         return None
 
     def lengths(self, dims: BatchDimensions) -> Tensor | None:
-        """Lengths of the decode rows' sequences, int32 `[decode rows]`; None where they are known by
-        slot."""
+        """Lengths of the decode rows' sequences, int32 `[decode rows]`; None where they are known
+        by slot."""
         return None
 
     def keep(self, hidden_states: Tensor) -> None:
@@ -125,14 +125,15 @@ class LinkedStage(PipelineStage):
         rows = self._header_rows(context.max_requests) + -(-tokens // self._shares)
         shape = rows, model.hidden_size
         # The first rows of a message are its header: int32 words, of which the first says who
-        # failed, and the others how long the decode rows' sequences are. Steps use these tensors one
-        # after another, on the compute stream; what is being sent lies apart, so that the next step
-        # may begin.
+        # failed, and the others how long the decode rows' sequences are. Steps use these tensors
+        # one after another, on the compute stream; what is being sent lies apart, so that the next
+        # step may begin.
         self._input = torch.zeros(shape, dtype=model.params_dtype, device=target)
         self._output = torch.zeros_like(self._input)
         self._sending = torch.zeros(2, *shape, dtype=model.params_dtype, device=target)
-        # Ring: word 0 says who failed; then the rows of the sample ring. Written by the last stage's
-        # step (word 0) and on the copy stream; used again only after the host has resolved the step.
+        # Ring: word 0 says who failed; then the rows of the sample ring. Written by the last
+        # stage's step (word 0) and on the copy stream; used again only after the host has resolved
+        # the step.
         entries, rows, self._row_words = view.sample_ring.shape
         words = 1 + rows * self._row_words
         self._words = torch.zeros(entries, words, dtype=torch.int32, device=target)

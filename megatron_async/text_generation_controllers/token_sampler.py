@@ -26,11 +26,11 @@ class TokenSampler:
 
     Attributes:
         state: what rows with penalties and bad words remember, by slot.
-        log_probs: int32 `[steps in flight, sample rows, OUT_WORDS]`. Written by steps of mode PROCESSED,
-            read by the copy to the host, which waits for the step's event; an entry is written
-            again only after the host has resolved the step that wrote it.
-        processed: float32 `[sample rows, vocabulary]`: logits of the last step of mode PROCESSED, where
-            `ConstrainedSampler` finds them.
+        log_probs: int32 `[steps in flight, sample rows, OUT_WORDS]`. Written by steps of mode
+            PROCESSED, read by the copy to the host, which waits for the step's event; an entry is
+            written again only after the host has resolved the step that wrote it.
+        processed: float32 `[sample rows, vocabulary]`: logits of the last step of mode PROCESSED,
+            where `ConstrainedSampler` finds them.
         kept: the same of its constrained rows before they were processed, in the model's dtype.
     """
 

@@ -122,7 +122,7 @@ def test_random_schedules(
         for name in ("pauses", "evictions", "drafted_tokens", "accepted_tokens", "zombie_rows"):
             seen[name] += int(stats[name])
     assert seen["drafted_tokens"] > 100
-    assert seen["pauses"] and seen["evictions"] and seen["zombie_rows"]
+    assert min(seen["pauses"], seen["evictions"], seen["zombie_rows"]) > 0
     if drafter == "wrong":
         assert seen["accepted_tokens"] == 0
     else:

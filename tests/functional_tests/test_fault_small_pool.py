@@ -24,8 +24,8 @@ def test_many_requests_over_blocks_for_two(
 ) -> None:
     """Eight slots compete for the blocks of two requests.
 
-    Break `_make_room`: `if False:` instead of `if self.blocks.allocatable == 0:`, and it stands still.
-    """
+    Break `_make_room`: `if False:` instead of `if self.blocks.allocatable == 0:`, and it stands
+    still. """
     settings = {"lookahead": lookahead, "block_size_tokens": BLOCK, "max_tokens": 40}
     counts = {}
     tokens = {}

@@ -104,9 +104,9 @@ class GPTInferenceWrapper:
         model.set_input_tensor(hidden_states)
 
     def forward(self, view: ContextGPUView) -> Tensor:
-        """Logits `[sample rows, vocabulary]` of the step in `view`, in the model's dtype: of this rank's
-        columns where there is a `shard`; or, of a pipeline stage that is not the last, hidden
-        states `[tokens, 1, hidden]`.
+        """Logits `[sample rows, vocabulary]` of the step in `view`, in the model's dtype: of this
+        rank's columns where there is a `shard`; or, of a pipeline stage that is not the last,
+        hidden states `[tokens, 1, hidden]`.
 
         Runs inside launched work.
         """
