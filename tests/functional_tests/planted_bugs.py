@@ -58,10 +58,9 @@ def one_block_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     owner writes to a block that is free."""
     admit = DynamicInferenceContext._admit
 
-    def admit_with_a_stale_block(
-        context: DynamicInferenceContext, waiting: Any, *others: Any
-    ) -> int:
-        slot = admit(context, waiting, *others)
+    def admit_with_a_stale_block(context: DynamicInferenceContext, micro_batch: int) -> int:
+        waiting = context.waiting.first()
+        slot = admit(context, micro_batch)
         if waiting.request.generated_tokens and context.slots.num_blocks[slot] > 1:
             slots, updates = context.slots, context._plan_builder._updates
             last = slots.num_blocks[slot] - 1
