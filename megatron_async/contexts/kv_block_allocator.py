@@ -62,7 +62,8 @@ class KVBlockAllocator:
     def allocate(self, count: int) -> IntArray:
         """Take `count` blocks, int32 `[count]`, each with one owner. The caller has made sure that
         they are there."""
-        assert 0 <= count <= self.allocatable, f"{count} asked for, {self.allocatable} there"
+        left = self.allocatable
+        assert 0 <= count <= left, f"{count} blocks asked for, {left} there"
         if count > self._free:
             self._forget_oldest(count - self._free)
         left = self._free - count

@@ -43,6 +43,11 @@ class StepOutput:
     """int32 `[tokens, OUT_WORDS]`, meaningful in rows that asked; None where no row of the step
     did."""
 
+    @property
+    def token_request_ids(self) -> NDArray[np.int64]:
+        """Request of each token, int64 `[tokens]`."""
+        return self.request_ids[self.rows]
+
     def tokens_of(self, row: int) -> IntArray:
         """Tokens of a live row, int32."""
         first, end = np.searchsorted(self.rows, (row, row + 1))

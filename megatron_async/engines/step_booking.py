@@ -114,7 +114,7 @@ class StepBooking:
         ends: list[End] = []
         dropped = np.zeros(len(output.tokens), dtype=np.bool_)
         rows = np.flatnonzero(is_due)
-        for row, slot in zip(rows.tolist(), output.slots[rows].tolist(), strict=True):  # sync-ok
+        for row, slot in zip(rows.tolist(), output.slots[rows].tolist(), strict=True):  # sync-ok: NumPy
             tokens = np.flatnonzero(output.rows == row)
             request, kept, error = slots.request_at(slot), len(tokens), None
             reason: str | None = None

@@ -124,6 +124,8 @@ class ModelLessController(TextGenerationController):
 
     def _transfer_samples_to_cpu(self, plan: StepPlan, buffers: _SampleBuffers) -> None:
         tokens, counts = self._sampled
+        if len(counts) != plan.num_rows:
+            return  # the step failed before it had samples
         rows = plan.device_rows(np.arange(plan.num_rows))
         buffers.array[rows, COUNT] = counts
         within = np.arange(len(tokens)) - np.repeat(counts.cumsum() - counts, counts)

@@ -18,7 +18,7 @@ POOL = {"max_requests": 3, "num_kv_blocks": 24, "block_size_tokens": 8}
 
 PLACES: dict[str, Callable[[DynamicInferenceEngine], tuple[Any, str]]] = {
     "stop tokens": lambda engine: (request_slots.np, "pad"),
-    "sampling": lambda engine: (engine.context.slots, "_set_sampling"),
+    "sampling": lambda engine: (engine.context.slots, "_set_stop_ids"),
     "blocks": lambda engine: (engine.context.blocks, "allocate"),
     "block updates": lambda engine: (engine.context._plan_builder, "add_block_updates"),
     "event": lambda engine: (engine.get_request(1), "add_event"),

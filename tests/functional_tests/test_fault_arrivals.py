@@ -161,6 +161,8 @@ def test_what_raises_when_it_is_queued_takes_it_back(
         patch.setattr(owner, name, raises)
         with pytest.raises(error, match=place):
             engine.add_request(1, PROMPTS[1], greedy(TOKENS))
+    with pytest.raises(KeyError):
+        engine.get_request(1)
     drain(engine)
     assert_all_is_back(engine)
     check_serves(engine, expected)

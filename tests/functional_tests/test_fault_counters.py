@@ -48,8 +48,8 @@ class Watched:
         self._watch.before_step()
         report = self.engine.step_modern()
         for output in report["outputs"]:
-            for row, request_id in enumerate(output.request_ids):
-                self.emitted[int(request_id)].append(int(output.tokens[row]))
+            for request_id, token in zip(output.token_request_ids, output.tokens, strict=True):
+                self.emitted[int(request_id)].append(int(token))
                 self.firsts[int(request_id)] += int(output.is_first[row])
         self._watch.after_step()
 

@@ -168,7 +168,7 @@ def test_a_slot_changes_hands_with_rows_in_flight(
         futures[number] = engine.add_request(number, prompt, greedy(TOKENS))
     while engine.has_unfinished_requests():
         for output in engine.step_modern()["outputs"]:
-            for request_id, token in zip(output.request_ids, output.tokens):
+            for request_id, token in zip(output.token_request_ids, output.tokens):
                 emitted.setdefault(int(request_id), []).append(int(token))
         for number in (0, 2, 4):  # aborted as soon as they have said something
             if number in emitted and not futures[number].done():

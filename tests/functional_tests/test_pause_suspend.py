@@ -107,7 +107,7 @@ def test_stops_in_every_phase(
         while engine.has_unfinished_requests():
             for _ in range(chooser.randint(4, 9)):  # enough to prefill a prompt again
                 for output in engine.step_modern()["outputs"]:
-                    for number, token in zip(output.request_ids, output.tokens, strict=True):
+                    for number, token in zip(output.token_request_ids, output.tokens, strict=True):
                         streamed[number].append(int(token))
             met.update(phases(engine))
             stop(engine)

@@ -74,7 +74,7 @@ def test_another_schedule_is_noticed(make_tiny_engine, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("index", "field"), [(0, "slots"), (2, "kv_lengths"), (5, "block_updates")]
+    ("index", "field"), [(0, "slots"), (2, "kv_at_most"), (3, "widths"), (6, "block_updates")]
 )
 def test_the_first_difference_is_named(make_tiny_engine, tmp_path, index, field):
     path = tmp_path / "run.rec"

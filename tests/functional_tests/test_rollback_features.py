@@ -140,7 +140,7 @@ def test_the_longest_bad_word(make_tiny_engine: EngineFactory) -> None:
 
 
 def test_state_is_built_anew() -> None:
-    state = SamplingState(3, 10, 4, torch.device("cpu"))
+    state = SamplingState(3, 10, torch.device("cpu"))
     state.counts[1] = torch.tensor([PROMPT_TOKEN, 0, 3, PROMPT_TOKEN + 2, *[0] * 6])
     state.counts[2, 5] = 7
     state.recent[1:] = 9
@@ -149,4 +149,6 @@ def test_state_is_built_anew() -> None:
     )
     assert state.counts[1].tolist() == [PROMPT_TOKEN, 0, 0, PROMPT_TOKEN + 1, 2, *[0] * 5]
     assert state.counts[2].tolist() == [0] * 5 + [7] + [0] * 4
-    assert state.recent.tolist() == [[0] * 4, [9] * 4, [8, 9, 9, 6], [9] * 4]
+    rest = WINDOW - 4
+    recent = [[0] * WINDOW, [9] * WINDOW, [8, 9, 9, 6, *[9] * rest], [9] * WINDOW]
+    assert state.recent.tolist() == recent

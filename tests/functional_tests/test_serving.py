@@ -58,7 +58,7 @@ def test_two_replicas_give_one_engines_tokens(service: Service, one_engine: LLM)
     params[2].frequency_penalty = 1.5
     params[3].logit_bias = {5: 4.0}
     params[4].return_log_probs = True
-    params[5].stop_token_ids = list(range(0, 512, 3))
+    params[5].stop_token_ids = list(range(0, 512, 5))
     expected = one_engine.generate(prompts, params)
     answers = service.client.generate(prompts, params)
     assert [a.generated_tokens for a in answers] == [e.generated_tokens for e in expected]

@@ -219,7 +219,7 @@ class EngineMachine(RuleBasedStateMachine):
         known = {tracked.request.request_id: tracked for tracked in self._unreported}
         known |= self.unfinished
         for output in report["outputs"]:
-            for request_id, token in zip(output.request_ids, output.tokens, strict=True):
+            for request_id, token in zip(output.token_request_ids, output.tokens, strict=True):
                 known[int(request_id)].emitted.append(int(token))
         ended, self._unreported = self._unreported, []
         for number, tracked in list(self.unfinished.items()):

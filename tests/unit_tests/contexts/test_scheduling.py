@@ -215,7 +215,7 @@ def test_a_plan_never_changes_after_launch(make_context):
     for i in range(3):
         add(context, i, 4, generate=6)
     plan = context.prepare_step()
-    fields = ("slots", "generations", "kv_lengths", "produces")
+    fields = ("slots", "generations", "kv_at_most", "widths", "produces")
     before = {name: getattr(plan, name).copy() for name in fields}
     tokens = plan.prefill_token_ids.copy()
     for _ in range(8):

@@ -290,7 +290,7 @@ def test_outputs_carry_every_token_once(make_engine, expected):
     while engine.has_unfinished_requests():
         report = engine.step_modern()
         for output in report["outputs"]:
-            for request_id, token in zip(output.request_ids, output.tokens, strict=True):
+            for request_id, token in zip(output.token_request_ids, output.tokens, strict=True):
                 streamed[int(request_id)].append(int(token))
     assert list(streamed.values()) == expected
 

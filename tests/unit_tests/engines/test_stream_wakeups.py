@@ -22,7 +22,8 @@ def output(numbers, first=()):
     """What a step yields that served the requests `numbers`."""
     ids = np.array(numbers, dtype=np.int64)
     none = np.zeros(len(ids), dtype=np.bool_)
-    return StepOutput(0, ids, ids, ids, np.isin(ids, list(first)), none, none, 0)
+    rows = np.arange(len(ids))
+    return StepOutput(0, ids, ids, ids, rows, np.isin(ids, list(first)), none, none, ids[:0], 0)
 
 
 class Readers:

@@ -93,9 +93,8 @@ def random_rows(rng, vocab, count, device):
 
 
 def copy_of(rows):
-    state = SamplingState(
-        len(rows.state.counts) - 1, rows.state.counts.size(1), WINDOW, rows.slots.device
-    )
+    counts = rows.state.counts
+    state = SamplingState(len(counts) - 1, counts.size(1), rows.slots.device)
     state.counts.copy_(rows.state.counts)
     state.recent.copy_(rows.state.recent)
     return ProcessingRows(rows.slots, rows.positions, rows.records.clone(), rows.features, state)

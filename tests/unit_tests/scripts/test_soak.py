@@ -47,9 +47,9 @@ def test_a_wrong_token_fails(soak, monkeypatch):
     tokens = soak.HashTokens.sample
 
     def off_by_one(self, plan, context):
-        found = tokens(self, plan, context)
+        found, counts = tokens(self, plan, context)
         found[0] ^= plan.step == 20
-        return found
+        return found, counts
 
     monkeypatch.setattr(soak.HashTokens, "sample", off_by_one)
     with pytest.raises(AssertionError, match=r"wrong tokens|ended|went on"):

@@ -54,7 +54,7 @@ def write(path, content):
 
 def test_the_lines_of_a_recording(path):
     first, *rest = map(json.loads, lines(path))
-    assert (first["format"], first["version"]) == ("megatron_async recording", 1)
+    assert (first["format"], first["version"]) == ("megatron_async recording", 2)
     assert first["config"]["num_kv_blocks"] == 16
     kinds = [record[0] for record in rest]
     assert kinds[0] == "add"
@@ -86,7 +86,7 @@ def test_other_files_are_refused(tmp_path, path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version 2, but this program reads version 1"),
+        ({"version": 1}, "version 1, but this program reads version 2"),
         ({"config": {**asdict(CONFIG), "warp": 9}}, "the setting 'warp'"),
     ],
 )
@@ -155,7 +155,7 @@ def test_fit_finds_the_times_of_a_machine():
         recording.events.append(Launched(step, [], work, (11.0, 22.0, now)))
         recording.device_spans[step] = (now, now + took)
         now += took + 100
-        recording.events.append(Resolved(step, [], None, (33.0, now)))
+        recording.events.append(Resolved(step, [], None, None, (33.0, now)))
     machine = fit_machine(recording)
     device, cpu = machine.device, machine.cpu
     assert device.tokens_us[0][1] == pytest.approx(500)
@@ -176,7 +176,7 @@ def test_a_fit_does_not_stretch_what_never_varied():
         recording.events.append(Launched(step, [], (0, 1, step + 1), (1.0, 1.0, now)))
         recording.device_spans[step] = (now, now + took)
         now += took + 100
-        recording.events.append(Resolved(step, [], None, (1.0, now)))
+        recording.events.append(Resolved(step, [], None, None, (1.0, now)))
     machine = fit_machine(recording)
     assert machine.device.decode_us == machine.device.prefill_us == 0
     assert machine.device.time_us(0, 1, 20) == pytest.approx(938, abs=1)
