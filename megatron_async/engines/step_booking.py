@@ -113,8 +113,8 @@ class StepBooking:
         is_due[output.rows[watched]] = True
         ends: list[End] = []
         dropped = np.zeros(len(output.tokens), dtype=np.bool_)
-        rows = np.flatnonzero(is_due)
-        for row, slot in zip(rows.tolist(), output.slots[rows].tolist(), strict=True):  # sync-ok: NumPy
+        for row in np.flatnonzero(is_due):
+            slot = int(output.slots[row])
             tokens = np.flatnonzero(output.rows == row)
             request, kept, error = slots.request_at(slot), len(tokens), None
             reason: str | None = None

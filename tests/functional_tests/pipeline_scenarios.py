@@ -150,7 +150,8 @@ def aborts(engine: DynamicInferenceEngine) -> list[Result]:
 def grammars(engine: DynamicInferenceEngine) -> list[Result]:
     """Masks go to the last stage, tokens under them come back late."""
     for params in GRAMMARS:  # each stage schedules for itself here: none may wait for a grammar
-        engine.grammars.begin(params.structured_output).result()
+        if params.structured_output is not None:
+            engine.grammars.begin(params.structured_output).result()
     done = everything(engine.generate(PROMPTS[: len(GRAMMARS)], GRAMMARS))
     drain(engine)
     return done

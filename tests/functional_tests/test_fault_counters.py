@@ -50,7 +50,8 @@ class Watched:
         for output in report["outputs"]:
             for request_id, token in zip(output.token_request_ids, output.tokens, strict=True):
                 self.emitted[int(request_id)].append(int(token))
-                self.firsts[int(request_id)] += int(output.is_first[row])
+            for request_id in output.request_ids[output.is_first]:
+                self.firsts[int(request_id)] += 1
         self._watch.after_step()
 
     def drain(self) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Coroutine
+from concurrent.futures import wait
 from typing import Any, ClassVar
 
 import pytest
@@ -88,6 +89,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.script.append(f"engine.add_request({ask})")
             params = SamplingParams(**ask.sampling)
             arguments = (ask.request_id, ask.prompt, params, ask.priority)
+            if params.structured_output is not None:
+                # Compiled by now: what follows must not depend on how long a thread takes.
+                wait([self.engine.grammars.begin(params.structured_output)])
             if ask.request_id in self.unfinished:
                 with pytest.raises(RequestError, match="in use"):
                     self.engine.add_request(*arguments)

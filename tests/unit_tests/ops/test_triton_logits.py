@@ -108,7 +108,7 @@ def same_state(rows, other):
 def on_cpu(rows):
     """The references read numbers back, so they get their own copies."""
     moved = copy_of(rows)
-    state = SamplingState(len(moved.records) - 1, moved.state.counts.size(1), WINDOW, "cpu")
+    state = SamplingState(len(moved.records) - 1, moved.state.counts.size(1), "cpu")
     state.counts.copy_(moved.state.counts)
     state.recent.copy_(moved.state.recent)
     fields = (moved.slots, moved.positions, moved.records, moved.features)
