@@ -44,6 +44,9 @@ class PlanBuilder:
         self._graph_shapes = graph_shapes or GraphShapes()
         self.next_step = 0
         self._updates: list[tuple[IntArray, IntArray, IntArray]] = []
+        # Of steps in which every row yields one token: never written.
+        self._ones = np.ones(slots.capacity, dtype=np.int32)
+        self._all = np.ones(slots.capacity, dtype=np.bool_)
 
     def add_block_updates(self, slots: IntArray, indices: IntArray, blocks: IntArray) -> None:
         """Block `blocks[i]` becomes entry `indices[i]` of the table of `slots[i]`."""
@@ -95,9 +98,10 @@ class PlanBuilder:
         shape = shape or self.shape_of(decode, chunks, width)
         slots = self._slots
         rows, kv_at_most = decode, slots.places(decode, width)
-        produces = np.ones(len(decode) + len(chunks), dtype=np.bool_)
-        widths = np.ones(len(decode) + len(chunks), dtype=np.int32)
+        produces = self._all[: len(decode) + len(chunks)]
+        widths = self._ones[: len(decode) + len(chunks)]
         if width > 1:
+            widths = widths.copy()
             widths[: len(decode)] = slots.widths_of(decode, width)
         # Decode rows: their last token goes in, and drafts; one to `widths` tokens come out.
         slots.count_launched(decode, widths[: len(decode)])
@@ -107,6 +111,7 @@ class PlanBuilder:
             ends = np.array([chunk.end for chunk in chunks], dtype=np.int32)
             prefill_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
             complete = ends == slots.num_known[prefill_slots]
+            produces = produces.copy()
             produces[len(decode) :] = complete
             step_features = complete * np.int32(RowFeature.PRODUCES)
             is_first = slots.num_prefilled[prefill_slots] == slots.num_cached[prefill_slots]

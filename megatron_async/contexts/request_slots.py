@@ -66,7 +66,9 @@ class RequestSlots:
         self.num_known = np.zeros(capacity, dtype=np.int32)
         self.in_flight_steps = np.zeros(capacity, dtype=np.int32)
         """Steps in flight that yield tokens of the request."""
-        self.in_flight_tokens = np.zeros(capacity, dtype=np.int32)
+        # Where all rows have width 1, one array is both.
+        one = self.in_flight_steps
+        self.in_flight_tokens = one if max_width == 1 else np.zeros(capacity, dtype=np.int32)
         """Sum of the widths of its rows in these."""
         self.max_length = np.zeros(capacity, dtype=np.int32)
         self.num_prefilled = np.zeros(capacity, dtype=np.int32)
@@ -233,12 +235,14 @@ class RequestSlots:
     def count_launched(self, slots: IntArray, widths: IntArray | int) -> None:
         """A step was planned that yields up to `widths` tokens of each of `slots`."""
         self.in_flight_steps[slots] += 1
-        self.in_flight_tokens[slots] += widths
+        if self.max_width > 1:
+            self.in_flight_tokens[slots] += widths
 
-    def count_back(self, slots: IntArray, widths: IntArray) -> None:
+    def count_back(self, slots: IntArray, widths: IntArray | int) -> None:
         """Such a step is booked, or was taken back."""
         self.in_flight_steps[slots] -= 1
-        self.in_flight_tokens[slots] -= widths
+        if self.max_width > 1:
+            self.in_flight_tokens[slots] -= widths
 
     def generated(self, slot: int) -> IntArray:
         """Booked generated tokens of `slot`, int32 `[n]`: a view."""

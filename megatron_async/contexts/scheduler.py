@@ -108,39 +108,44 @@ class Scheduler:
         wants &= slots.in_flight_steps < slots.most_in_flight
         rows = self.micro_batches.members(np.flatnonzero(wants).astype(np.int32), micro_batch)
         width = slots.max_width
-        needy, wanted = self._in_need(rows, width)
-        if width > 1 and wanted.sum() > blocks.allocatable:
+        needy, wanted, count = self._in_need(rows, width)
+        if width > 1 and count > blocks.allocatable:
             width = 1
-            needy, wanted = self._in_need(rows, width)
-        if len(needy) == 0:
+            needy, wanted, count = self._in_need(rows, width)
+        if count == 0:
             return rows, width
         starved = NO_SLOTS
-        if wanted.sum() > blocks.allocatable:
+        if count > blocks.allocatable:
             by_rank = np.argsort(slots.rank[needy])
             needy, wanted = needy[by_rank], wanted[by_rank]
             fed = int(np.searchsorted(wanted.cumsum(), blocks.allocatable, side="right"))
             starved, needy, wanted = needy[fed:], needy[:fed], wanted[:fed]
+            count = int(wanted.sum())
             rows = np.setdiff1d(rows, starved, assume_unique=True)
         self._resume(needy)
         if len(starved):
             is_exact = slots.in_flight_tokens[starved] == slots.in_flight_steps[starved]
             self._pause(starved[is_exact])
-        self._give_blocks(needy, wanted)
+        self._give_blocks(needy, wanted, count)
         return rows, width
 
-    def _in_need(self, rows: IntArray, width: int) -> tuple[IntArray, IntArray]:
-        """Those of `rows` that want blocks for a step of this width, and how many."""
+    def _in_need(self, rows: IntArray, width: int) -> tuple[IntArray, IntArray, int]:
+        """Those of `rows` that want blocks for a step of this width, how many, and the sum."""
         slots, size = self._slots, self._config.block_size_tokens
         missing = slots.places(rows, width) - slots.num_blocks[rows] * size
         is_needy = missing > 0
-        return rows[is_needy], -(-missing[is_needy] // size)
+        needy = rows[is_needy]
+        if len(needy) == 0:
+            return needy, needy, 0
+        wanted = -(-missing[is_needy] // size)
+        return needy, wanted, int(wanted.sum())
 
-    def _give_blocks(self, rows: IntArray, counts: IntArray) -> None:
-        """So many more blocks for each of `rows`."""
+    def _give_blocks(self, rows: IntArray, counts: IntArray, count: int) -> None:
+        """So many more blocks for each of `rows`, `count` in all."""
         slots = self._slots
         indices = slots.num_blocks[rows]
-        blocks = self._blocks.allocate(int(counts.sum()))
-        if len(blocks) > len(rows):
+        blocks = self._blocks.allocate(count)
+        if count > len(rows):
             within = np.arange(len(blocks)) - np.repeat(counts.cumsum() - counts, counts)
             indices = (np.repeat(indices, counts) + within).astype(np.int32)
             rows = np.repeat(rows, counts)

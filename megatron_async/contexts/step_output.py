@@ -77,40 +77,58 @@ def book_samples(
     held = slots.generation[plan.slots] == plan.generations
     live = held & plan.produces
     owners = plan.slots[live]
-    slots.count_back(owners, plan.widths[live])
-    table, counts = sampled[live], counts[live]
     length = slots.num_known[owners]
-    failed = _NO_ROWS
-    if table.shape[1] == 1 and counts.all() and table.min(initial=0) >= 0:
-        tokens, rows, place = table[:, 0], np.arange(len(owners)), length
-        stopped = (slots.stop_ids[owners] == table).any(axis=1)
+    slots.count_back(owners, plan.widths[live] if slots.max_width > 1 else 1)
+    tokens, failed, rows = sampled[live, 0], _NO_ROWS, np.arange(len(owners))
+    if slots.max_width == 1 and tokens.min(initial=0) >= 0:
+        stopped = (slots.stop_ids[owners] == tokens[:, None]).any(axis=1)
+        slots.tokens[owners, length] = tokens
+        has_token, end = True, length + 1
     else:
-        column = np.arange(table.shape[1])
-        is_stop = (slots.stop_ids[owners][:, None] == table[:, :, None]).any(axis=2)
-        is_stop &= (column < counts[:, None]) & (table >= 0)
-        stopped = is_stop.any(axis=1)
-        counts = np.where(stopped, is_stop.argmax(axis=1) + 1, counts)
-        is_missing = (column < counts[:, None]) & (table < 0)
-        failed = np.flatnonzero(is_missing.any(axis=1))
-        counts[failed] = is_missing[failed].argmax(axis=1)
-        is_token = column < counts[:, None]
-        tokens, rows = table[is_token], np.repeat(np.arange(len(owners)), counts)
-        place = length[rows] + np.nonzero(is_token)[1]
-    slots.tokens[owners[rows], place] = tokens
-    slots.num_known[owners] = length + counts
+        counts, stopped, failed = _cut(sampled[live], counts[live], slots.stop_ids[owners])
+        place = np.arange(sampled.shape[1])
+        is_token = place < counts[:, None]
+        tokens, rows = sampled[live][is_token], np.repeat(rows, counts)
+        slots.tokens[owners[rows], length[rows] + np.nonzero(is_token)[1]] = tokens
+        has_token, end = counts > 0, length + counts
+    slots.num_known[owners] = end
     if log_probs is not None:
-        log_probs = log_probs[live]
-        log_probs = log_probs[np.arange(log_probs.shape[1]) < counts[:, None]]
+        each = np.arange(log_probs.shape[1]) < (end - length)[:, None]
+        log_probs = log_probs[live][each]
     return StepOutput(
         step=plan.step,
         slots=owners,
         request_ids=slots.request_id[owners],
         tokens=tokens,
         rows=rows,
-        is_first=(length == slots.prompt_length[owners]) & (counts > 0),
+        is_first=(length == slots.prompt_length[owners]) & has_token,
         stopped=stopped,
-        ended=stopped | (length + counts >= slots.max_length[owners]),
+        ended=stopped | (end >= slots.max_length[owners]),
         failed_slots=owners[failed],
         zombie_rows=len(held) - int(np.count_nonzero(held)),
         log_probs=log_probs,
     )
+
+
+def _cut(
+    table: IntArray, counts: IntArray, stop_ids: IntArray
+) -> tuple[IntArray, NDArray[np.bool_], IntArray]:
+    """How many of its tokens each row keeps: up to the first stop token, and none from a -1 on.
+
+    Args:
+        table: int32 `[rows, most tokens]`.
+        counts: int32 `[rows]`, tokens that the device gave.
+        stop_ids: int32 `[rows, ids]`, padded with -1.
+
+    Returns:
+        int32 `[rows]`; whether the last one is a stop token, bool `[rows]`; rows with a -1, int64.
+    """
+    column = np.arange(table.shape[1])
+    is_stop = (stop_ids[:, None] == table[:, :, None]).any(axis=2)
+    is_stop &= (column < counts[:, None]) & (table >= 0)
+    stopped = is_stop.any(axis=1)
+    counts = np.where(stopped, is_stop.argmax(axis=1) + 1, counts)
+    is_missing = (column < counts[:, None]) & (table < 0)
+    failed = np.flatnonzero(is_missing.any(axis=1))
+    counts[failed] = is_missing[failed].argmax(axis=1)
+    return counts, stopped, failed

@@ -98,10 +98,12 @@ class AdmittingEngine(ControllableEngine):
     @property
     def _only_compiles(self) -> bool:
         """Whether there is nothing to do until a grammar is there."""
+        if not self._compiling:
+            return False
         news = self.in_flight or self._undelivered or self.requests.has_ended
         busy = self.context.has_unfinished_requests()
         others = self.group.others_work or self.group.others_wait
-        return bool(self._compiling) and not (news or busy or others)
+        return not (news or busy or others)
 
     def _wait_for_a_grammar(self) -> None:
         jobs = [entry.grammar_job for entry, _ in self._compiling.values() if entry.grammar_job]

@@ -109,11 +109,14 @@ class StepBooking:
         slots = self._context.slots
         owners = output.slots[output.rows]
         watched = self._watch.is_watched(slots.watch_row[owners], output.tokens)
-        is_due = output.ended.copy()
-        is_due[output.rows[watched]] = True
         ends: list[End] = []
+        due = np.flatnonzero(output.ended)
+        if watched.any():
+            due = np.union1d(due, output.rows[watched])
+        if len(due) == 0:
+            return output, ends
         dropped = np.zeros(len(output.tokens), dtype=np.bool_)
-        for row in np.flatnonzero(is_due):
+        for row in due:
             slot = int(output.slots[row])
             tokens = np.flatnonzero(output.rows == row)
             request, kept, error = slots.request_at(slot), len(tokens), None
