@@ -123,15 +123,17 @@ def feed_back_reference(
     length = step.lengths + 1
     if decode:
         owners = step.row_slots[:decode]
-        header = slots.records.index_select(0, owners)
-        field = BookkeepingLayout.for_batch(dims, 0).start("decode_width")
-        allowed = words[:, field].index_select(0, step.entry.long()).expand(decode)
-        is_constrained = (header[:, Header.FEATURES] & int(RowFeature.CONSTRAINED)) != 0
-        allowed = torch.where(is_constrained, 1, allowed)
-        room = header[:, Header.MAX_LENGTH] - step.lengths[:decode]
+        limits = slots.records[:, Header.MAX_LENGTH].index_select(0, owners)
+        most = limits - step.lengths[:decode]
+        if width > 1:
+            features = slots.records[:, Header.FEATURES].index_select(0, owners)
+            field = BookkeepingLayout.for_batch(dims, 0).start("decode_width")
+            allowed = words[:, field].index_select(0, step.entry.long()).expand(decode)
+            is_constrained = (features & int(RowFeature.CONSTRAINED)) != 0
+            most = torch.minimum(most, torch.where(is_constrained, 1, allowed))
         drafts = step.token_ids[: dims.decode_tokens].view(decode, width)[:, 1:]
         agreed = (drafts == table[:decode, :-1]).int().cumprod(dim=1).sum(dim=1)
-        count[:decode] = torch.minimum(1 + agreed, torch.minimum(allowed, room)).clamp(min=0)
+        count[:decode] = torch.minimum(1 + agreed, most).clamp(min=0)
         length[:decode] = step.lengths[:decode] + count[:decode]
     is_real = step.row_slots < len(slots.last_token) - 1
     length = torch.where(is_real, length, 1).to(torch.int32)
