@@ -44,8 +44,7 @@ class PerSlotState:
     def begin_chunks(self, view: ContextGPUView, mode: SamplingMode) -> None:
         """Behind the unpacking of a step with prefill chunks, as a part of captured work. A row
         with the feature STARTS has a request's first chunk since it got its slot, wherever in its
-        prompt
-        that begins: what the slot's last owner left is not to be seen.
+        prompt that begins: what the slot's last owner left is not to be seen.
 
         Args:
             view: the step.
