@@ -1,7 +1,7 @@
 """What a step leaves on the device, by slot, for the steps behind it.
 
 Whatever a step changes there, and a later step reads before it is written again, is a *slot state*:
-one file with a subclass of `PerSlotState`, and one line in `make_slot_states`. Keys and values are
+one file with a subclass of `PerSlotState`, and one line in `make_gpu_view`. Keys and values are
 none (a step that is launched again writes the same places), nor are block tables and records (the
 bookkeeping of each launch carries them).
 """
@@ -44,8 +44,7 @@ class PerSlotState:
     def begin_chunks(self, view: ContextGPUView, mode: SamplingMode) -> None:
         """Behind the unpacking of a step with prefill chunks, as a part of captured work. A row
         with the feature STARTS has a request's first chunk since it got its slot, wherever in its
-        prompt
-        that begins: what the slot's last owner left is not to be seen.
+        prompt that begins: what the slot's last owner left is not to be seen.
 
         Args:
             view: the step.

@@ -150,6 +150,18 @@ def test_kept_sets_are_exact(filters, spread, device, small_tiles):
     check_kept((logits + 1000).to(torch.bfloat16), params)
 
 
+def test_min_p_cuts_where_it_says(device, small_tiles):
+    """One token, 500 that are a little likelier than the limit and 502 that are a little less
+    likely. (Which tokens are drawn from random logits tells nothing of a limit a tenth off.)"""
+    ratios = torch.tensor([1.0] + [0.1001] * 500 + [0.0999] * 502, device=device)
+    logits = (0.8 * ratios.log()).repeat(8, 1)
+    params = parameters(8, device, temperature=0.8, min_p=0.1)
+    tokens = triton_sampling.sample(logits, params, SamplingMode.FILTERED)
+    assert tokens.max() <= 500
+    assert tokens.count_nonzero() > 4
+    check_tokens(logits, params)
+
+
 @pytest.mark.parametrize("top_k", [2, 40, 41, 999])
 def test_ties_go_by_token_id(top_k, device, small_tiles):
     """One value everywhere (zero of both signs), and 40 tokens above an all-equal rest."""
