@@ -92,7 +92,7 @@ class StepGraphs:
         self._device = device
         own = (SamplingMode.SOFTMAX,) if without_gather else ()
         self._modes = tuple(sorted((*CAPTURED_MODES, *own)))
-        self._graphs: dict[tuple[tuple[int, int], SamplingMode], Graph] = {}
+        self._graphs: dict[tuple[tuple[int, int, int], SamplingMode], Graph] = {}
         self.bytes = 0
 
     @property
