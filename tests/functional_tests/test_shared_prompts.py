@@ -1,4 +1,4 @@
-"""Requests whose first chunk begins behind blocks of others: a new owner of its slot all the same."""
+"""Requests whose first chunks begin behind blocks of others begin their slots anew all the same."""
 
 from __future__ import annotations
 
