@@ -29,6 +29,7 @@ from megatron_async.ops.unpack_step_reference import unpack_step_reference
 
 TILE = 128
 PRODUCES = tl.constexpr(int(RowFeature.PRODUCES))
+CONSTRAINED = tl.constexpr(int(RowFeature.CONSTRAINED))
 WORDS = tl.constexpr(RECORD_WORDS)
 FEATURES = tl.constexpr(int(Header.FEATURES))
 MAX_LENGTH = tl.constexpr(int(Header.MAX_LENGTH))
@@ -59,9 +60,10 @@ def unpack_step(
         dims: shape of the step.
         slots: per-slot state, changed in place. Block-table updates are for rows of this step only.
         block_size: tokens a block.
-        out: tensors of the step's size, written. Padding tokens, and query tokens behind which
-            their request's limit leaves no place, get position 0 and a place in the last slot's
-            first block; the former id 0.
+        out: tensors of the step's size, written. Padding tokens, query tokens behind which their
+            request's limit leaves no place, and those that the plan gives their row no blocks for
+            (beyond its own width, or the one of a row under a grammar) get position 0 and a place
+            in the last slot's first block; the former id 0.
         lengths: int32 `[decode rows]` of the sequences, where another rank knows them; None: those
             of `slots`.
     """
@@ -90,6 +92,7 @@ def unpack_step_kernels(
         out.entry,
         *table,
         layout.start("num_block_updates"),
+        layout.start("decode_width"),
         layout.start(UPDATE_FIELDS[0]),
         layout.start("row_slots"),
         layout.start("prefill_kv_lengths"),
@@ -155,6 +158,7 @@ def unpack_step_kernels(
         "words_stride",
         "table_stride",
         "num_updates",
+        "width_field",
         "updates",
         "row_slots",
         "chunk_kv_lengths",
@@ -175,6 +179,7 @@ def _unpack_kernel(
     table: tl.tensor,
     table_stride: tl.tensor,
     num_updates: tl.tensor,
+    width_field: tl.tensor,
     updates: tl.tensor,
     row_slots: tl.tensor,
     chunk_kv_lengths: tl.tensor,
@@ -240,13 +245,17 @@ def _unpack_kernel(
             length = tl.load(lengths + (row if by_row else slot))
             limit = tl.load(record + MAX_LENGTH)
             tl.store(out_lengths + row, length)
-            kv_length = tl.maximum(tl.minimum(length - 1 + width, limit - 1), 1)
-            tl.store(out_kv_lengths + row, kv_length)
             asked = tl.load(record + FEATURES) | PRODUCES
+            brought = tl.full((), 1, tl.int32)
+            if width > 1:
+                brought = tl.load(step + width_field)
+                brought = tl.where((asked & CONSTRAINED) != 0, 1, brought)
+            kv_length = tl.maximum(tl.minimum(length - 1 + brought, limit - 1), 1)
+            tl.store(out_kv_lengths + row, kv_length)
             token = tl.load(last_token + slot)
             for query in tl.static_range(width):
                 position = (length - 1 + query).to(tl.int64)
-                fed = (position >= 0) & (position < limit - 1)
+                fed = (position >= 0) & (position < limit - 1) & (query < brought)
                 position = tl.where(fed, position, 0)
                 owner = tl.where(fed, slot, dummy_slot)
                 place = table + owner * table_stride + position // block_size

@@ -40,12 +40,13 @@ def unpack_step_reference(
             length = _record_words(given)
             slots.records[out.row_slots[decode + chunk], :length] = given[:length]
     if decode:
-        _unpack_decode_rows(dims, slots, block_size, out, lengths)
+        _unpack_decode_rows(fields, dims, slots, block_size, out, lengths)
     if dims.prefill_rows:
         _unpack_chunks(fields, dims, slots, block_size, out)
 
 
 def _unpack_decode_rows(
+    fields: dict[str, Tensor],
     dims: BatchDimensions,
     slots: DeviceSlots,
     block_size: int,
@@ -56,13 +57,15 @@ def _unpack_decode_rows(
     owners = out.row_slots[:rows]
     length = slots.length.index_select(0, owners) if lengths is None else lengths
     limit = slots.records[:, Header.MAX_LENGTH].index_select(0, owners)
-    out.lengths[:rows] = length
-    out.kv_lengths[:rows] = torch.minimum(length - 1 + width, limit - 1).clamp(min=1)
-    query = torch.arange(width, device=owners.device)
-    position = (length[:, None] - 1 + query).flatten()
-    fed = (position >= 0) & (position < (limit - 1).repeat_interleave(width))
-    position = position.where(fed, 0)
     features = slots.records[:, Header.FEATURES].index_select(0, owners)
+    is_constrained = (features & int(RowFeature.CONSTRAINED)) != 0
+    brought = torch.where(is_constrained, 1, fields["decode_width"])
+    out.lengths[:rows] = length
+    out.kv_lengths[:rows] = torch.minimum(length - 1 + brought, limit - 1).clamp(min=1)
+    query = torch.arange(width, device=owners.device)
+    position = length[:, None] - 1 + query
+    fed = (position >= 0) & (position < limit[:, None] - 1) & (query < brought[:, None])
+    fed, position = fed.flatten(), position.where(fed, 0).flatten()
     out.features[:tokens] = features.repeat_interleave(width) | int(RowFeature.PRODUCES)
     out.last_token[:tokens] = torch.arange(tokens, device=owners.device)
     last = slots.last_token.index_select(0, owners)[:, None]

@@ -22,22 +22,47 @@ class Oracle:
     Args:
         answers: by seed, the whole sequence of a request, prompt and tokens.
         vocab_size: tokens.
+        room: (answers, tokens of one) that there is room for; None: for `answers`.
     """
 
-    def __init__(self, answers: Sequence[Sequence[int]], vocab_size: int) -> None:
-        longest = max(map(len, answers))
+    def __init__(
+        self,
+        answers: Sequence[Sequence[int]],
+        vocab_size: int,
+        room: tuple[int, int] | None = None,
+    ) -> None:
+        count, longest = room or (len(answers), max(map(len, answers)))
         self.vocab_size = vocab_size
-        self._answers = torch.full((len(answers) + 1, longest), -1, dtype=torch.int64)
+        # The last answer is that of all seeds that nobody has taught: nothing.
+        self._answers = torch.full((count + 1, longest), -1, dtype=torch.int64)
+        self._seeds = torch.full((count,), -(2**40), dtype=torch.int64)
+        self._taught = 0
         for seed, answer in enumerate(answers):
-            self._answers[seed, : len(answer)] = torch.tensor(answer)
+            self.teach(seed, answer)
+
+    def teach(self, seed: int, answer: Sequence[int]) -> None:
+        """One more answer, in the place of the oldest where there is no room.
+
+        Args:
+            seed: the low word of the request's record.
+            answer: prompt and tokens.
+        """
+        known = (self._seeds == seed).nonzero()
+        row = int(known[0]) if len(known) else self._taught % len(self._seeds)
+        self._taught += not len(known)
+        self._seeds[row] = seed
+        self._answers[row] = -1
+        self._answers[row, : len(answer)] = torch.tensor(answer)
 
     def propose(self, view: ContextGPUView, count: int) -> Tensor:
         """The answers behind each row's last token."""
         positions, seeds = self.places(view, count)
         self._answers = self._answers.to(positions.device)
-        rows, longest = self._answers.shape
-        known = self._answers[seeds.clamp(max=rows - 1)]
-        found = known.gather(1, positions.clamp(max=longest - 1))
+        self._seeds = self._seeds.to(positions.device)
+        is_known = self._seeds == seeds[:, None]
+        row = torch.where(is_known.any(dim=1), is_known.int().argmax(dim=1), len(self._seeds))
+        longest = self._answers.size(1)
+        found = self._answers[row].gather(1, positions.clamp(max=longest - 1))
         return torch.where(positions < longest, found, -1)
 
     def places(self, view: ContextGPUView, count: int) -> tuple[Tensor, Tensor]:

@@ -40,19 +40,22 @@ class PoisonedBlocks(KVBlockAllocator):
             self._compute.launch(partial(self._hand_out, blocks))
         return blocks
 
-    def release(self, blocks: IntArray) -> None:
-        super().release(blocks)
-        freed = blocks[self.owners[blocks] == 0]
-        if len(freed):
-            self._compute.launch(partial(self._poison, freed))
+    def _push(self, blocks: IntArray) -> None:
+        """Nobody owns or remembers `blocks` any more."""
+        super()._push(blocks)
+        if len(blocks):
+            self._compute.launch(partial(self._poison, blocks))
 
     def check_free_blocks(self) -> None:
         """Check, on the compute stream, that nobody has written to a free block."""
-        self._compute.launch(partial(self._check, self.ownerless_blocks()))
+        self._compute.launch(partial(self._check, self._free_blocks()))
 
     def poison_free_blocks(self) -> None:
         """Fill all free blocks: the cache was allocated anew."""
-        self._compute.launch(partial(self._poison, self.ownerless_blocks()))
+        self._compute.launch(partial(self._poison, self._free_blocks()))
+
+    def _free_blocks(self) -> IntArray:
+        return self.ownerless_blocks()[: self.free]
 
     def _poison(self, blocks: IntArray) -> None:
         data = self._cache._data

@@ -13,8 +13,9 @@ from concurrent.futures import wait
 from typing import Any, ClassVar
 
 import pytest
-from attention_model import AttentionModel
-from fuzz_requests import Ask, Pieces, asks, engine_settings
+from attention_model import VOCABULARY, AttentionModel
+from drafters import DRAFTERS
+from fuzz_requests import MAX_SEQUENCE, Ask, Pieces, asks, engine_settings
 from harness import assert_all_is_back, make_engine
 from hypothesis import note
 from hypothesis import strategies as st
@@ -22,23 +23,33 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks
 from serial_answers import SerialAnswers
+from shared_prompts import SharedPrompts
 from step_watch import StepWatch
 from tracked_request import TrackedRequest
 
 from megatron_async import SamplingParams
 from megatron_async.errors import EngineStopped, RequestError
+from megatron_async.ops.slot_records import Header
 
 MAX_STEPS = 1000
 """More than any schedule takes to its end; beyond it an engine is stuck."""
 PREAMBLE = """\
 import asyncio
-from attention_model import AttentionModel
+from attention_model import VOCABULARY, AttentionModel
+from drafters import DRAFTERS
 from fuzz_requests import Pieces
 from harness import make_engine
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks
+from shared_prompts import SharedPrompts
 from megatron_async import SamplingParams
 device, loop = LateDevice(), asyncio.new_event_loop()"""
+ROOM = (8, MAX_SEQUENCE)
+"""Of a drafter: answers, and tokens of one."""
+COUNTED = (
+    "steps", "pauses", "evictions", "zombie_rows", "discarded_steps", "accepted_tokens",
+)  # fmt: skip
+"""Of an engine's statistics."""
 some_request = st.integers(0, 5)
 """Which of the unfinished requests, counted round and round in the order of their ids."""
 needs_a_request = precondition(lambda machine: machine.unfinished)
@@ -68,16 +79,39 @@ class EngineMachine(RuleBasedStateMachine):
         """Ended between two steps: the next report must have them."""
         self.script = [PREAMBLE]
 
-    @initialize(settings=engine_settings(), requests=st.lists(asks, min_size=2, max_size=4))
-    def new_engine(self, settings: dict[str, Any], requests: list[Ask]) -> None:
+    @initialize(
+        settings=engine_settings(),
+        drafter=st.sampled_from(list(DRAFTERS)),
+        sharing=st.sampled_from([None, False, True]),
+        requests=st.lists(asks, min_size=2, max_size=4),
+    )
+    def new_engine(
+        self, settings: dict[str, Any], drafter: str, sharing: bool | None, requests: list[Ask]
+    ) -> None:
+        self.drafter = None
+        if settings["num_speculative_tokens"]:
+            self.drafter = DRAFTERS[drafter]([], VOCABULARY, ROOM)
+        made = self.drafter and f"DRAFTERS[{drafter!r}]([], VOCABULARY, {ROOM})"
         arguments = "".join(f", {name}={value!r}" for name, value in settings.items())
+        self.script.append(f"drafter = {made}")
         self.script.append(
-            f"engine = make_engine(AttentionModel(), device=device, tokenizer=Pieces(){arguments})"
+            "engine = make_engine(AttentionModel(), device=device, tokenizer=Pieces(), "
+            f"drafter=drafter{arguments})"
         )
         self.script.append("poison_blocks(engine)")
         self.device = LateDevice()
-        self.engine = make_engine(self.model, device=self.device, tokenizer=Pieces(), **settings)
+        self.engine = make_engine(
+            self.model,
+            device=self.device,
+            tokenizer=Pieces(),
+            drafter=self.drafter,
+            **settings,
+        )
         self.blocks = poison_blocks(self.engine)
+        self.shared = None
+        if sharing is not None and settings["invalidation"] == "reconcile":
+            self.script.append(f"shared = SharedPrompts(engine, {sharing})")
+            self.shared = SharedPrompts(self.engine, sharing)
         self.watch = StepWatch(self.engine)
         self.add_requests(requests)
 
@@ -97,10 +131,18 @@ class EngineMachine(RuleBasedStateMachine):
                     self.engine.add_request(*arguments)
                 continue
             tracked = TrackedRequest(self.engine, ask, self.engine.add_request(*arguments))
+            if self.drafter is not None and tracked.request.record is not None:
+                self._teach(ask, int(tracked.request.record.words[Header.SEED_LOW]))
             if tracked.future.done():
                 self._unreported.append(tracked)
             else:
                 self.unfinished[ask.request_id] = tracked
+
+    def _teach(self, ask: Ask, seed: int) -> None:
+        """Tell the drafter the answer. Requests of one seed are taken for each other."""
+        answer = self.serial.sequence(ask)
+        self.script.append(f"drafter.teach({seed}, {answer})")
+        self.drafter.teach(seed, answer)
 
     @needs_a_request
     @rule(which=some_request)
@@ -143,6 +185,9 @@ class EngineMachine(RuleBasedStateMachine):
     def suspend(self, free_kv_cache: bool) -> None:
         self.script.append(f"engine.suspend({free_kv_cache})")
         self.engine.suspend(free_kv_cache)
+        if free_kv_cache and self.shared is not None:
+            self.script.append("shared.forget_all()")
+            self.shared.forget_all()
         self._deliver()
 
     @rule()
@@ -268,10 +313,13 @@ class EngineMachine(RuleBasedStateMachine):
         for tracked in self.streamed:
             tracked.check_readers()
         assert_all_is_back(self.engine)
+        if self.shared is not None:
+            self.counts["hits"] += self.shared.hits
+            self.shared.forget_all()
         self.blocks.check_free_blocks()
         self.engine.close()
         stats = self.engine.stats()
-        for event in ("steps", "pauses", "evictions", "zombie_rows", "discarded_steps"):
+        for event in COUNTED:
             self.counts[event] += int(stats[event])
         self.counts["overlapped_steps"] += self.engine.statistics.overlapped_steps
         self.counts["readers"] += len(readers)

@@ -20,6 +20,7 @@ from megatron_async.inference_request import DynamicInferenceRequest
 
 MAX_PROMPT, MAX_NEW_TOKENS = 20, 24
 MAX_SEQUENCE = MAX_PROMPT + MAX_NEW_TOKENS
+MAX_DRAFTS = 3
 
 token = st.integers(0, VOCABULARY - 1)
 
@@ -172,17 +173,20 @@ def engine_settings(draw: st.DrawFn) -> dict[str, Any]:
     pool_tokens = draw(room)
     chunked = draw(st.sampled_from([True, True, True, False]))
     spares = [0, 1, 5, MAX_PROMPT] if chunked else [MAX_PROMPT // 2, MAX_PROMPT]
+    invalidation = draw(st.sampled_from(["reconcile", "reconcile", "rollback"]))
+    drafts = draw(st.sampled_from([0, MAX_DRAFTS, 1])) if invalidation == "reconcile" else 0
     return {
         "lookahead": draw(st.sampled_from([1, 2, 0, 3])),
         "max_requests": max_requests,
-        "max_tokens": max_requests + draw(st.sampled_from(spares)),
+        "max_tokens": max_requests * (1 + drafts) + draw(st.sampled_from(spares)),
         "block_size_tokens": block_size,
         "num_kv_blocks": -(-pool_tokens // block_size),
         "enable_chunked_prefill": chunked,
         # No limit, or less than a block: only a standstill evicts, or every pause does.
         "paused_buffer_size_gb": draw(st.sampled_from([None, 1e-9])),
         "max_sequence_length": MAX_SEQUENCE,
-        "invalidation": draw(st.sampled_from(["reconcile", "reconcile", "rollback"])),
+        "invalidation": invalidation,
+        "num_speculative_tokens": drafts,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attention_model import AttentionModel
-from fuzz_requests import MAX_SEQUENCE, Ask, Pieces
+from fuzz_requests import MAX_DRAFTS, MAX_SEQUENCE, STOPPING, Ask, Pieces
 from harness import drain, make_engine
 from late_device import LateDevice
 
@@ -55,3 +55,12 @@ class SerialAnswers:
             self._engine.abort_request(ask.request_id)
         drain(self._engine)
         return request
+
+    def sequence(self, ask: Ask) -> list[int]:
+        """Prompt and answer, as far as drafts may reach: on behind what ends the request, other
+        than a grammar."""
+        most = ask.sampling["num_tokens_to_generate"] + MAX_DRAFTS
+        most = min(most, MAX_SEQUENCE - len(ask.prompt))
+        endless = {name: value for name, value in ask.sampling.items() if name not in STOPPING}
+        endless |= {"num_tokens_to_generate": most, "termination_id": -1}
+        return [*ask.prompt, *self.answer(ask._replace(sampling=endless)).generated_tokens]

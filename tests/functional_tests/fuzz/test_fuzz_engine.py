@@ -58,7 +58,8 @@ def test_random_schedules_give_the_serial_answers(part: int) -> None:
     counts = EngineMachine.counts - before
     # The schedules are worth their name.
     assert counts["schedules"] >= SCHEDULES // TESTS
-    for event in ("pauses", "evictions", "zombie_rows", "readers", "aborted", "grammar"):
+    wanted = ("pauses", "evictions", "zombie_rows", "readers", "aborted", "grammar")
+    for event in (*wanted, "accepted_tokens", "hits"):
         assert counts[event] > 0, counts
     assert counts["overlapped_steps"] > counts["steps"] / 3, counts  # serial engines among them
 
