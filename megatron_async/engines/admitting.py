@@ -44,6 +44,18 @@ class AdmittingEngine(ControllableEngine):
         error = RequestAborted(f"request {request_id} was aborted")
         self._end_early(self.requests.get(request_id).request, "aborted", error)
 
+    def _enter(self, entry: RequestEntry, max_length: int) -> None:
+        """Enter a prepared request, and admit it as soon as its grammar is there. Whatever is
+        raised, the request is nowhere then."""
+        try:
+            self.requests.add(entry)
+            self._admit_when_compiled(entry, max_length)
+        except BaseException:
+            if self.requests.withdraw(entry):
+                self._compiling.pop(entry.request.request_id, None)
+                self.context.waiting.remove(entry.request.request_id)
+            raise
+
     def _admit_when_compiled(self, entry: RequestEntry, max_length: int) -> None:
         """Admit a request now, if its grammar is there or it has none."""
         job = entry.grammar_job

@@ -187,15 +187,14 @@ class ControllableEngine(ABC):
         with self._giving_up_with_the_job():
             self.group.stop_together(True)
             while self.group.must_keep_up:
-                self._launch_dummy()
+                self.launch_dummy_step()
                 self._resolve_down_to(self.lookahead)
             self._resolve_down_to(0)
         self.statistics.drained = True
 
     def _resolve_down_to(self, in_flight: int) -> None:
         while len(self.in_flight) > in_flight:
-            self._wait(self.in_flight[0])
-            self._undelivered += self._resolve_oldest()
+            self._undelivered += self.resolve_step()
 
     def _take_undelivered(self) -> list[StepOutput]:
         outputs, self._undelivered = self._undelivered, []
@@ -241,13 +240,9 @@ class ControllableEngine(ABC):
             request.generated_tokens = slots.generated_tokens(slot)
 
     @abstractmethod
-    def _launch_dummy(self) -> None:
+    def launch_dummy_step(self) -> LaunchedStep | None:
         """Launch a step without requests, if others need one."""
 
     @abstractmethod
-    def _wait(self, step: LaunchedStep) -> None:
-        """Until the samples of `step` are on the host."""
-
-    @abstractmethod
-    def _resolve_oldest(self) -> list[StepOutput]:
-        """Book the oldest step, whose samples have arrived."""
+    def resolve_step(self) -> list[StepOutput]:
+        """Wait for the oldest step in flight, and book it."""

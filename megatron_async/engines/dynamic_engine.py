@@ -57,6 +57,7 @@ class DynamicInferenceEngine(AdmittingEngine):
         lookahead: steps that may be unresolved when the next is prepared.
         in_flight: launched steps, oldest first.
         requests: the unfinished ones and who waits for them.
+        group: the ranks that hold the model together; at first this one alone.
         invalidation: what becomes of steps in flight when a request of theirs ends.
         launching: launches steps.
         booking: books resolved steps.
@@ -86,15 +87,6 @@ class DynamicInferenceEngine(AdmittingEngine):
             context, self.requests, self.statistics, self.invalidation, self._watch
         )
         controller.create_cuda_graphs()
-
-    @property
-    def group(self) -> RankGroup:
-        """The ranks that hold the model together; at first this one alone."""
-        return self._group
-
-    @group.setter
-    def group(self, group: RankGroup) -> None:
-        self._group = group
 
     @property
     def observer(self) -> EngineObserver:
@@ -153,14 +145,7 @@ class DynamicInferenceEngine(AdmittingEngine):
             self.requests.add(entry)
             self.requests.end(request, Status.FAILED, "error", error)
             return entry.future
-        try:
-            self.requests.add(entry)
-            self._admit_when_compiled(entry, max_length)
-        except BaseException:
-            if self.requests.withdraw(entry):
-                self._compiling.pop(request.request_id, None)
-                self.context.waiting.remove(request.request_id)
-            raise
+        self._enter(entry, max_length)
         return entry.future
 
     def get_request(self, request_id: int) -> DynamicInferenceRequest:
@@ -211,10 +196,10 @@ class DynamicInferenceEngine(AdmittingEngine):
         outputs = []
         step = self.context.next_step
         with self.thread, self._giving_up_with_the_job(), self.tracer.range("step", step):
-            for _ in range(self._launch_next()):
-                self._wait(self.in_flight[0])
-                outputs += self._resolve_oldest()
-        return self._report(outputs, start)
+            launched = self.launch_step()
+            for _ in range(self._num_due(launched)):
+                outputs += self.resolve_step()
+        return self.report(outputs, start)
 
     async def async_step(self) -> dict[str, Any]:
         """`step_modern` for an event loop: other coroutines run while samples are on their way, or
@@ -228,14 +213,15 @@ class DynamicInferenceEngine(AdmittingEngine):
         outputs = []
         step = self.context.next_step
         with self.thread, self._giving_up_with_the_job(), self.tracer.range("step", step):
-            for _ in range(self._launch_next()):
+            launched = self.launch_step()
+            for _ in range(self._num_due(launched)):
                 oldest = self.in_flight[0]
                 with self.tracer.range("resolve", oldest.plan.step):
                     await arrival(oldest.ready, self.group.wait)
                 if self._is_closed or not self.in_flight or self.in_flight[0] is not oldest:
                     break  # while this coroutine waited, another one stepped or closed the engine
-                outputs += self._resolve_oldest()
-        return self._report(outputs, start)
+                outputs += self._book_oldest()
+        return self.report(outputs, start)
 
     async def run_engine(self) -> None:
         """Step whenever there is work, until the task is cancelled or the engine closed.
@@ -251,25 +237,22 @@ class DynamicInferenceEngine(AdmittingEngine):
                     await self.async_step()
                     await asyncio.sleep(0)  # a step whose samples are there already never waits
 
-    def _launch_next(self) -> int:
-        """Prepare and launch one step.
+    # ---- Its parts ---------------------------------------------------------------------------
+
+    def launch_step(self) -> LaunchedStep | None:
+        """Prepare the next step and launch it behind those in flight; nothing waits.
 
         Returns:
-            how many of the oldest steps are due to be resolved: those beyond `lookahead` (if there
-            are any from before, nothing is launched); or one, when nothing could be launched,
-            because then only a resolve can change that.
+            the step; None if none was launched, because the engine is stopped, no request can run
+            before a step in flight is resolved (or at all), or more than `lookahead` are in flight.
         """
-        if self._is_closed:
-            return 0
-        if self.is_stopped or self.invalidation.is_draining:
-            return len(self.in_flight)
-        if self._only_compiles:
-            return 0
-        overdue = len(self.in_flight) - self.lookahead
-        if overdue > 0:
+        self.thread.check()
+        if self.is_stopped or self.invalidation.is_draining or self._only_compiles:
+            return None
+        if len(self.in_flight) > self.lookahead:
             # A wait was interrupted (a cancelled `async_step`, Ctrl-C), or another coroutine is in
             # one: a further step would overwrite buffers that these steps still use.
-            return overdue
+            return None
         statistics, start = self.statistics, time.thread_time_ns()
         self.group.launching(self.context.next_step)
         with self.tracer.range("prepare_step", self.context.next_step):
@@ -280,54 +263,36 @@ class DynamicInferenceEngine(AdmittingEngine):
             assert not stuck, "requests are unfinished, but none can run: a bug in scheduling"
             statistics.note_no_overlap(NoOverlapReason.NOTHING_TO_PLAN)
             self.observer.launched(None)
-            return min(len(self.in_flight), 1)
-        self.launching.launch(plan, self.group, self.lookahead)
-        return max(len(self.in_flight) - self.lookahead, 0)
+            return None
+        return self.launching.launch(plan, self.group, self.lookahead)
 
-    def _agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
-        return self.group.agree(step, wanted, has_work or bool(self._compiling))
-
-    def _launch_dummy(self) -> None:
-        """Launch a step without requests, if others need one."""
+    def launch_dummy_step(self) -> LaunchedStep | None:
+        """Launch a step without requests, if other ranks need this one's experts; else None."""
         plan = self.context.prepare_dummy_step(self._agree)
-        if plan is not None:
-            self.launching.launch(plan, self.group, self.lookahead)
+        return None if plan is None else self.launching.launch(plan, self.group, self.lookahead)
 
-    def _wait(self, step: LaunchedStep) -> None:
-        """The one wait: until the samples of `step` are on the host."""
-        with self.tracer.range("resolve", step.plan.step):
-            self.group.wait(step.ready)
-
-    def _resolve_oldest(self) -> list[StepOutput]:
-        """Book the oldest step, whose samples have arrived.
+    def resolve_step(self) -> list[StepOutput]:
+        """Wait for the oldest step in flight (IndexError if there is none), and book it.
 
         Returns:
             its output; nothing if it is discarded.
         """
-        start = time.thread_time_ns()
-        step = self.in_flight.popleft()
-        self.group.resolving(step)
-        if self.invalidation.discards(step):
-            # Masks of the steps behind it would depend on tokens that are not booked now.
-            for other in self.in_flight:
-                if other.awaits_masks:
-                    self.controller.sample_constrained(other, 0, is_last=True)
-            return []
-        output = self.booking.book(step)
-        self.requests.readers.booked(output)
-        if any(other.awaits_masks for other in self.in_flight):
-            self.launching.send_masks()
-        is_zombie = step.error is None and 0 < output.zombie_rows == step.plan.num_rows
-        self.statistics.count_resolve(time.thread_time_ns() - start, is_zombie)
-        self.observer.resolved(step)
-        if step.error is not None and self.in_flight:
-            # The failed step may not have told the device whose blocks are whose. Steps behind it
-            # then wrote keys and values by tables of former owners, into blocks of anybody. Their
-            # samples are dropped, and all requests are prefilled again, to the same tokens.
-            self.context.evict_all()
-        return [output]
+        self.thread.check()
+        oldest = self.in_flight[0]
+        with self.tracer.range("resolve", oldest.plan.step):
+            self.group.wait(oldest.ready)
+        return self._book_oldest()
 
-    def _report(self, outputs: list[StepOutput], start: float) -> dict[str, Any]:
+    def report(self, outputs: list[StepOutput], start: float) -> dict[str, Any]:
+        """End a step of the loop: count its time, and tell what has come of it.
+
+        Args:
+            outputs: of the steps that it resolved.
+            start: when it began, by `time.perf_counter`.
+
+        Returns:
+            what `step_modern` does.
+        """
         outputs = self._take_undelivered() + outputs
         ended = self.requests.take_ended()
         step_time = time.perf_counter() - start
@@ -340,6 +305,44 @@ class DynamicInferenceEngine(AdmittingEngine):
             "finished_request_records": ended,
             "step_time": step_time,
         }
+
+    def _num_due(self, launched: LaunchedStep | None) -> int:
+        """How many of the oldest steps in flight are due to be resolved, after `launch_step` has
+        returned `launched`."""
+        if self._is_closed:
+            return 0
+        if self.is_stopped or self.invalidation.is_draining:
+            return len(self.in_flight)
+        at_least = min(len(self.in_flight), 1) if launched is None else 0  # or nothing changes
+        return max(len(self.in_flight) - self.lookahead, at_least)
+
+    def _agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
+        return self.group.agree(step, wanted, has_work or bool(self._compiling))
+
+    def _book_oldest(self) -> list[StepOutput]:
+        """Book the oldest step, whose samples have arrived.
+
+        Returns:
+            its output; nothing if it is discarded.
+        """
+        start = time.thread_time_ns()
+        step = self.in_flight.popleft()
+        self.group.resolving(step)
+        if self.invalidation.discards(step):
+            self.launching.give_up_masks()
+            return []
+        output = self.booking.book(step)
+        self.requests.readers.booked(output)
+        self.launching.send_masks()
+        is_zombie = step.error is None and 0 < output.zombie_rows == step.plan.num_rows
+        self.statistics.count_resolve(time.thread_time_ns() - start, is_zombie)
+        self.observer.resolved(step)
+        if step.error is not None and self.in_flight:
+            # The failed step may not have told the device whose blocks are whose. Steps behind it
+            # then wrote keys and values by tables of former owners, into blocks of anybody. Their
+            # samples are dropped, and all requests are prefilled again, to the same tokens.
+            self.context.evict_all()
+        return [output]
 
     # ---- Conveniences ------------------------------------------------------------------------
 

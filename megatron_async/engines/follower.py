@@ -146,7 +146,7 @@ def follow(engine: DynamicInferenceEngine, group: Follower) -> bool:
         _replay(engine, group, action)
         if isinstance(action, Resolve):
             # Nobody reads the reports here, but traces and statistics go with them.
-            engine._report([], start)
+            engine.report([], start)
 
 
 def _replay(engine: DynamicInferenceEngine, group: Follower, action: Action) -> None:
@@ -155,14 +155,13 @@ def _replay(engine: DynamicInferenceEngine, group: Follower, action: Action) -> 
         _check_step("launches", action.step, engine.context.next_step)
         group.shape = None if action.shape is None else StepShape(*action.shape)
         if action.is_dummy:
-            engine._launch_dummy()
+            engine.launch_dummy_step()
         else:
-            engine._launch_next()
+            engine.launch_step()
     elif isinstance(action, Resolve):
         in_flight = engine.in_flight[0].plan.step if engine.in_flight else None
         _check_step("books", action.step, in_flight)
-        engine._wait(engine.in_flight[0])
-        engine._resolve_oldest()
+        engine.resolve_step()
     elif isinstance(action, Compile):
         with suppress(RequestError):  # the leader finds the same
             engine.grammars.begin(action.params.structured_output)

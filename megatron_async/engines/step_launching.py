@@ -50,7 +50,7 @@ class StepLaunching:
         self._log = StepLog(controller.context, statistics)
         self.observer = EngineObserver()
 
-    def launch(self, plan: StepPlan, group: RankGroup, lookahead: int) -> None:
+    def launch(self, plan: StepPlan, group: RankGroup, lookahead: int) -> LaunchedStep:
         """Enqueue the step of a plan behind those in flight, and tell `group` how that went; the
         engine's `lookahead` says whether it could have been launched ahead.
 
@@ -79,8 +79,18 @@ class StepLaunching:
         self.observer.launched(plan)
         if interrupt is not None:
             raise interrupt
+        return launched
 
     def send_masks(self) -> None:
         """Sample constrained rows of steps in flight whose last tokens are known by now."""
+        if not any(step.awaits_masks for step in self._in_flight):
+            return
         with self._context.tracer.range("send_masks", self._statistics.steps):
             send_masks(self._in_flight, self._context.slots, self._requests, self._controller)
+
+    def give_up_masks(self) -> None:
+        """Let steps in flight end without them: a step before them is discarded, and masks would
+        depend on tokens that are not booked now."""
+        for step in self._in_flight:
+            if step.awaits_masks:
+                self._controller.sample_constrained(step, 0, is_last=True)

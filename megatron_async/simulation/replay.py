@@ -96,13 +96,12 @@ class Replay:
             engine.context.evict_all()
         elif isinstance(event, Launched):
             self._comparer.expected = event
-            engine._launch_next()
+            engine.launch_step()
             self._comparer.check_seen()
         elif isinstance(event, Resolved):
             if not engine.in_flight or engine.in_flight[0].plan.step != event.step:
                 raise RecordingError(f"step {event.step} is not in flight, but was then.")
-            engine._wait(engine.in_flight[0])
-            engine._resolve_oldest()
+            engine.resolve_step()
             engine.requests.take_ended()
 
     def _add(self, event: Added, text_end: TextEnd | None) -> None:
