@@ -126,18 +126,26 @@ class Follower(ConnectedGroup):
         return True
 
 
-def follow(engine: DynamicInferenceEngine, group: Follower) -> bool:
+def follow(engine: DynamicInferenceEngine) -> bool:
     """Replay until the leader releases its followers or closes its engine.
 
     Returns:
-        whether the leader goes on: False when it has closed its engine.
+        whether the leader goes on: False when it has closed its engine, or if the engine's own rank
+        leads.
 
     Raises:
         RankLost: the leader died.
         RanksDisagree: an action did here what it did not do there; or the leader gave up.
     """
+    if not isinstance(engine.group, Follower):
+        return False
     # What just compiled in time on the leader must not fail here.
     engine.grammars.limit_s = PATIENCE * COMPILE_LIMIT_S
+    with engine.job.giving_up(engine.group):
+        return _follow(engine, engine.group)
+
+
+def _follow(engine: DynamicInferenceEngine, group: Follower) -> bool:
     while True:
         start = time.perf_counter()
         action = group.receive(engine.in_flight[0] if engine.in_flight else None)
