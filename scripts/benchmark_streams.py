@@ -22,7 +22,7 @@ from tokenizers import decoders
 from tokenizers.models import BPE
 
 from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
-from megatron_async.engines.observer import EngineObserver
+from megatron_async.engines.listener import EngineListener
 from megatron_async.engines.streaming import RequestStream
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
@@ -46,7 +46,7 @@ COLUMNS = (
 )
 
 
-class StepClock(EngineObserver):
+class StepClock(EngineListener):
     """Notes when steps are booked, and wakes who waits for the last of them.
 
     Args:
@@ -113,8 +113,8 @@ async def measure(
     steps = WINDOWS * args.steps
     sampling = SamplingParams(temperature=args.temperature)
     start_steady_decode(engine, batch, args.prompt_tokens, steps + SLACK, sampling=sampling)
-    clock, before, reader = StepClock(engine, steps), engine.observer, Reader()
-    engine.observer = clock
+    clock, reader = StepClock(engine, steps), Reader()
+    engine.listeners.append(clock)
     if mode == "step_modern":
         while not clock.is_over.is_set():
             engine.step_modern()
@@ -129,7 +129,7 @@ async def measure(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    engine.observer = before
+    engine.listeners.remove(clock)
     for number in range(batch):
         engine.abort_request(number)
     while engine.has_unfinished_requests():

@@ -59,7 +59,7 @@ class Resolve(msgspec.Struct, tag="resolve", array_like=True):
 
 
 class Control(msgspec.Struct, tag="control", array_like=True):
-    """A method of `ControllableEngine` is called."""
+    """A method that stops an engine, or lets it go on, is called."""
 
     method: str
     argument: bool | None = None

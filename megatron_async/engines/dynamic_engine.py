@@ -12,28 +12,26 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_output import StepOutput
-from megatron_async.contexts.step_shape import StepShape
-from megatron_async.engines.admitting import POLL_S, AdmittingEngine
+from megatron_async.engines.admission import POLL_S, Admission
 from megatron_async.engines.arrival import arrival
-from megatron_async.engines.follower import Follower, follow
+from megatron_async.engines.engine_thread import EngineThread
+from megatron_async.engines.follower import follow
 from megatron_async.engines.generation import run_to_end
-from megatron_async.engines.invalidation import Invalidation, Reconcile
-from megatron_async.engines.new_request import new_request, prepare_request
-from megatron_async.engines.observer import EngineObserver
+from megatron_async.engines.job_loss import JobLoss
+from megatron_async.engines.listener import EngineListener
+from megatron_async.engines.pausing import EngineState, Pausing
 from megatron_async.engines.rank_group import RankGroup
 from megatron_async.engines.request_registry import RequestRegistry
-from megatron_async.engines.rollback import Rollback
-from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
+from megatron_async.engines.rollback import make_invalidation
+from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.step_launching import StepLaunching
+from megatron_async.engines.step_report import step_report
 from megatron_async.engines.streaming import RequestStream
-from megatron_async.engines.validation import check_request_id
 from megatron_async.grammar_compiler import GrammarCompiler
-from megatron_async.inference_request import DynamicInferenceRequest, Status
+from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.text_generation_controllers.text_generation_controller import (
     LaunchedStep,
@@ -43,10 +41,9 @@ from megatron_async.token_watch import TokenWatch
 
 Prompt = str | Sequence[int] | Any
 """Text, or token ids (list, NumPy array or CPU tensor)."""
-NO_IDS = np.empty(0, dtype=np.int64)
 
 
-class DynamicInferenceEngine(AdmittingEngine):
+class DynamicInferenceEngine:
     """Continuous batching with up to `lookahead` steps in flight behind the one being prepared.
 
     Args:
@@ -58,52 +55,44 @@ class DynamicInferenceEngine(AdmittingEngine):
         in_flight: launched steps, oldest first.
         requests: the unfinished ones and who waits for them.
         invalidation: what becomes of steps in flight when a request of theirs ends.
-        launching: launches steps.
-        booking: books resolved steps.
+        group: the ranks that hold the model together; at first this one alone.
+        job: whether these are lost.
+        pausing: whether the engine is stopped.
+        listeners: are told what happens.
+        admission, launching, booking: what a request and a step go through.
+        thread: is at work in the engine.
     """
 
     def __init__(
         self, controller: TextGenerationController, context: DynamicInferenceContext
     ) -> None:
-        super().__init__()
         self.controller = controller
         self.context = context
         self.lookahead = context.config.steps_in_flight - 1
         self.in_flight: deque[LaunchedStep] = deque()
         self.statistics = EngineStatistics()
         self.requests = RequestRegistry(self.statistics)
-        self.invalidation: Invalidation = Reconcile()
-        if context.config.invalidation == "rollback":
-            self.invalidation = Rollback(context, self.in_flight, self.statistics)
+        self.invalidation = make_invalidation(context, self.in_flight, self.statistics)
         self.group = RankGroup()
+        self.thread = EngineThread()
+        self.job = JobLoss(context.slots, self.requests)
+        self.pausing = Pausing()
+        self.listeners: list[EngineListener] = []
         self.tracer = controller.tracer
         self.grammars = GrammarCompiler(controller.tokenizer, controller.vocab_size)
-        self._watch = TokenWatch(controller.tokenizer, controller.vocab_size)
+        watch = TokenWatch(controller.tokenizer, controller.vocab_size)
         self.launching = StepLaunching(
-            controller, self.in_flight, self.requests, self.statistics, self.invalidation
-        )
+            controller, self.in_flight, self.requests, self.statistics, self.invalidation,
+            self.listeners,
+        )  # fmt: skip
         self.booking = StepBooking(
-            context, self.requests, self.statistics, self.invalidation, self._watch
+            context, self.in_flight, self.requests, self.statistics, self.invalidation, watch,
+            self.launching, self.listeners,
+        )  # fmt: skip
+        self.admission = Admission(
+            controller, self.requests, self.grammars, watch, self.booking, self.job, self.listeners
         )
         controller.create_cuda_graphs()
-
-    @property
-    def group(self) -> RankGroup:
-        """The ranks that hold the model together; at first this one alone."""
-        return self._group
-
-    @group.setter
-    def group(self, group: RankGroup) -> None:
-        self._group = group
-
-    @property
-    def observer(self) -> EngineObserver:
-        """Is told what happens; at first it looks on and does nothing."""
-        return self.booking.observer
-
-    @observer.setter
-    def observer(self, observer: EngineObserver) -> None:
-        self.booking.observer = self.launching.observer = observer
 
     # ---- Requests ----------------------------------------------------------------------------
 
@@ -139,29 +128,18 @@ class DynamicInferenceEngine(AdmittingEngine):
                 the request is not added.
         """
         self.thread.check()
-        self._check_is_open()
-        request = new_request(check_request_id(request_id), prompt, self.controller.tokenizer)
-        entry = self.requests.new_entry(request)
-        try:
-            self._check_has_its_job()
-            max_length = prepare_request(
-                entry, prompt, sampling_params, priority, self.controller, self.context,
-                self.grammars, self._watch,
-            )  # fmt: skip
-        except Exception as error:
-            # Whatever it is, also from a user's own tokenizer, it is this request's alone.
-            self.requests.add(entry)
-            self.requests.end(request, Status.FAILED, "error", error)
-            return entry.future
-        try:
-            self.requests.add(entry)
-            self._admit_when_compiled(entry, max_length)
-        except BaseException:
-            if self.requests.withdraw(entry):
-                self._compiling.pop(request.request_id, None)
-                self.context.waiting.remove(request.request_id)
-            raise
-        return entry.future
+        self.pausing.check_is_open()
+        return self.admission.add(request_id, prompt, sampling_params, priority, self.group)
+
+    def abort_request(self, request_id: int) -> None:
+        """End an unfinished request now; its rows in flight are dropped when they arrive.
+
+        Raises:
+            KeyError: no unfinished request has this id.
+            WrongThread: another thread is at work in the engine.
+        """
+        self.thread.check()
+        self.admission.abort(request_id, self.group)
 
     def get_request(self, request_id: int) -> DynamicInferenceRequest:
         """The unfinished request with this id (KeyError if there is none)."""
@@ -179,10 +157,7 @@ class DynamicInferenceEngine(AdmittingEngine):
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do, or ended requests to report."""
-        to_report = self.requests.has_ended or self._undelivered or self.in_flight
-        if to_report or self._compiling or self.context.has_unfinished_requests():
-            return True
-        return self.group.others_work or self.group.others_wait
+        return self.admission.is_compiling or self._has_other_work
 
     # ---- The loop ----------------------------------------------------------------------------
 
@@ -202,40 +177,40 @@ class DynamicInferenceEngine(AdmittingEngine):
                 follows another.
         """
         self.group.check_leads()
-        if self._must_wait():
-            self._check_is_running()
+        self.pausing.check_can_step(self)
         start = time.perf_counter()
-        self._tend_grammars()
+        self.admission.tend(self.group)
         if self._only_compiles:
-            self._wait_for_a_grammar()
+            self.admission.wait_for_a_grammar()
         outputs = []
         step = self.context.next_step
-        with self.thread, self._giving_up_with_the_job(), self.tracer.range("step", step):
-            for _ in range(self._launch_next()):
-                self._wait(self.in_flight[0])
-                outputs += self._resolve_oldest()
-        return self._report(outputs, start)
+        with self.thread, self.job.giving_up(self.group), self.tracer.range("step", step):
+            launched = self.launch_step()
+            for _ in range(self._num_due(launched)):
+                outputs += self.resolve_step()
+        return self.report(outputs, start)
 
     async def async_step(self) -> dict[str, Any]:
         """`step_modern` for an event loop: other coroutines run while samples are on their way, or
         while the engine is stopped."""
         self.group.check_leads()
-        await self._wait_while_stopped()
+        await self.pausing.until_can_step(self)
         start = time.perf_counter()
-        self._tend_grammars()
+        self.admission.tend(self.group)
         if self._only_compiles:
             await asyncio.sleep(POLL_S)
         outputs = []
         step = self.context.next_step
-        with self.thread, self._giving_up_with_the_job(), self.tracer.range("step", step):
-            for _ in range(self._launch_next()):
+        with self.thread, self.job.giving_up(self.group), self.tracer.range("step", step):
+            launched = self.launch_step()
+            for _ in range(self._num_due(launched)):
                 oldest = self.in_flight[0]
                 with self.tracer.range("resolve", oldest.plan.step):
                     await arrival(oldest.ready, self.group.wait)
-                if self._is_closed or not self.in_flight or self.in_flight[0] is not oldest:
+                if self.pausing.is_closed or not self.in_flight or self.in_flight[0] is not oldest:
                     break  # while this coroutine waited, another one stepped or closed the engine
-                outputs += self._resolve_oldest()
-        return self._report(outputs, start)
+                outputs += self.booking.book_oldest(self.group)
+        return self.report(outputs, start)
 
     async def run_engine(self) -> None:
         """Step whenever there is work, until the task is cancelled or the engine closed.
@@ -244,102 +219,133 @@ class DynamicInferenceEngine(AdmittingEngine):
         for this thread alone: others raise `WrongThread`.
         """
         with self.thread:
-            while not self._is_closed:
-                with self._giving_up_with_the_job():
+            while not self.pausing.is_closed:
+                with self.job.giving_up(self.group):
                     await self.group.wait_for_work(self.requests)
-                while self.has_unfinished_requests() and not self._is_closed:
+                while self.has_unfinished_requests() and not self.pausing.is_closed:
                     await self.async_step()
                     await asyncio.sleep(0)  # a step whose samples are there already never waits
 
-    def _launch_next(self) -> int:
-        """Prepare and launch one step.
+    # ---- Its parts ---------------------------------------------------------------------------
+
+    def launch_step(self) -> LaunchedStep | None:
+        """Prepare the next step and launch it behind those in flight; nothing waits.
 
         Returns:
-            how many of the oldest steps are due to be resolved: those beyond `lookahead` (if there
-            are any from before, nothing is launched); or one, when nothing could be launched,
-            because then only a resolve can change that.
+            the step; None if none was launched, because the engine is stopped, no request can run
+            before a step in flight is resolved (or at all), or more than `lookahead` are in flight.
         """
-        if self._is_closed:
-            return 0
-        if self.is_stopped or self.invalidation.is_draining:
-            return len(self.in_flight)
-        if self._only_compiles:
-            return 0
-        overdue = len(self.in_flight) - self.lookahead
-        if overdue > 0:
+        self.thread.check()
+        if self.is_stopped or self.invalidation.is_draining or self._only_compiles:
+            return None
+        if len(self.in_flight) > self.lookahead:
             # A wait was interrupted (a cancelled `async_step`, Ctrl-C), or another coroutine is in
             # one: a further step would overwrite buffers that these steps still use.
-            return overdue
-        statistics, start = self.statistics, time.thread_time_ns()
-        self.group.launching(self.context.next_step)
-        with self.tracer.range("prepare_step", self.context.next_step):
-            plan = self.context.prepare_step(self._agree)
-        statistics.count_prepare(time.thread_time_ns() - start, self.context)
-        if plan is None:
-            stuck = not self.in_flight and self.context.has_unfinished_requests()
-            assert not stuck, "requests are unfinished, but none can run: a bug in scheduling"
-            statistics.note_no_overlap(NoOverlapReason.NOTHING_TO_PLAN)
-            self.observer.launched(None)
-            return min(len(self.in_flight), 1)
-        self.launching.launch(plan, self.group, self.lookahead)
-        return max(len(self.in_flight) - self.lookahead, 0)
+            return None
+        return self.launching.launch_next(self.group, self.lookahead, self.admission.is_compiling)
 
-    def _agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
-        return self.group.agree(step, wanted, has_work or bool(self._compiling))
+    def launch_dummy_step(self) -> LaunchedStep | None:
+        """Launch a step without requests, if other ranks need this one's experts; else None."""
+        return self.launching.launch_dummy(self.group, self.lookahead, self.admission.is_compiling)
 
-    def _launch_dummy(self) -> None:
-        """Launch a step without requests, if others need one."""
-        plan = self.context.prepare_dummy_step(self._agree)
-        if plan is not None:
-            self.launching.launch(plan, self.group, self.lookahead)
-
-    def _wait(self, step: LaunchedStep) -> None:
-        """The one wait: until the samples of `step` are on the host."""
-        with self.tracer.range("resolve", step.plan.step):
-            self.group.wait(step.ready)
-
-    def _resolve_oldest(self) -> list[StepOutput]:
-        """Book the oldest step, whose samples have arrived.
+    def resolve_step(self) -> list[StepOutput]:
+        """Wait for the oldest step in flight (IndexError if there is none), and book it.
 
         Returns:
             its output; nothing if it is discarded.
         """
-        start = time.thread_time_ns()
-        step = self.in_flight.popleft()
-        self.group.resolving(step)
-        if self.invalidation.discards(step):
-            # Masks of the steps behind it would depend on tokens that are not booked now.
-            for other in self.in_flight:
-                if other.awaits_masks:
-                    self.controller.sample_constrained(other, 0, is_last=True)
-            return []
-        output = self.booking.book(step)
-        self.requests.readers.booked(output)
-        if any(other.awaits_masks for other in self.in_flight):
-            self.launching.send_masks()
-        is_zombie = step.error is None and 0 < output.zombie_rows == step.plan.num_rows
-        self.statistics.count_resolve(time.thread_time_ns() - start, is_zombie)
-        self.observer.resolved(step)
-        if step.error is not None and self.in_flight:
-            # The failed step may not have told the device whose blocks are whose. Steps behind it
-            # then wrote keys and values by tables of former owners, into blocks of anybody. Their
-            # samples are dropped, and all requests are prefilled again, to the same tokens.
-            self.context.evict_all()
-        return [output]
+        self.thread.check()
+        oldest = self.in_flight[0]
+        with self.tracer.range("resolve", oldest.plan.step):
+            self.group.wait(oldest.ready)
+        return self.booking.book_oldest(self.group)
 
-    def _report(self, outputs: list[StepOutput], start: float) -> dict[str, Any]:
-        outputs = self._take_undelivered() + outputs
-        ended = self.requests.take_ended()
-        step_time = time.perf_counter() - start
+    def report(self, outputs: list[StepOutput], start: float) -> dict[str, Any]:
+        """End a turn of the loop that began at `start` (of `time.perf_counter`) and gave `outputs`:
+        count its time, and return what `step_modern` does."""
+        outputs = self.pausing.take_undelivered() + outputs
+        ended, step_time = self.requests.take_ended(), time.perf_counter() - start
         self.tracer.collect()
-        is_idle = self._only_compiles or not self.has_unfinished_requests()
-        self.statistics.count_step_time(step_time, is_idle)
-        return {
-            "outputs": outputs,
-            "active_request_ids": outputs[-1].request_ids if outputs else NO_IDS,
-            "finished_request_records": ended,
-            "step_time": step_time,
-        }
+        self.statistics.count_step_time(step_time, not self._has_other_work)
+        return step_report(outputs, ended, step_time)
+
+    @property
+    def _has_other_work(self) -> bool:
+        """Whether there is something to do or to report, beside waiting for grammars."""
+        own = bool(self.requests.has_ended or self.pausing.undelivered or self.in_flight)
+        own = own or self.context.has_unfinished_requests()
+        return own or self.group.others_work or self.group.others_wait
+
+    @property
+    def _only_compiles(self) -> bool:
+        """Whether there is nothing to do until a grammar is there."""
+        return self.admission.is_compiling and not self._has_other_work
+
+    def _num_due(self, launched: LaunchedStep | None) -> int:
+        """How many of the oldest steps in flight are due to be resolved, after `launch_step` has
+        returned `launched`."""
+        if self.pausing.is_closed:
+            return 0
+        if self.is_stopped or self.invalidation.is_draining:
+            return len(self.in_flight)
+        at_least = min(len(self.in_flight), 1) if launched is None else 0  # or nothing changes
+        return max(len(self.in_flight) - self.lookahead, at_least)
+
+    # ---- Stopping and going on ---------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        """An engine that is paused and suspended is SUSPENDED; it runs when it is neither."""
+        return self.pausing.state
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no step may be launched."""
+        return self.pausing.is_stopped
+
+    def pause(self) -> None:
+        """Launch no further step, until `unpause`; a paused engine stays as it is.
+
+        Waits for the steps in flight (at most lookahead + 1) and books their tokens: futures and
+        streams see them, and the next step's report carries their outputs. Meanwhile requests may
+        be added and aborted, `async_step` waits until there is something to do or to report, and
+        `step_modern` and `generate` raise `EngineStopped` where they would wait for ever. With
+        experts on other ranks, each must call this, and it returns when all have stopped.
+        """
+        self.thread.check()
+        self.pausing.pause(self)
+
+    def unpause(self) -> None:
+        """Take a `pause` back; without one, nothing happens. A suspended engine stays suspended."""
+        self.thread.check()
+        self.pausing.unpause(self)
+
+    def suspend(self, free_kv_cache: bool = False) -> int:
+        """Launch no further step, until `resume`, and book the steps in flight as `pause` does. It
+        stands beside `pause`: an engine that is both runs after `unpause` and `resume`.
+
+        Args:
+            free_kv_cache: give the device memory of the KV cache back, and that of captured graphs,
+                which hold its addresses. Running requests are evicted: they keep their tokens, and
+                prefill them again after `resume`. An engine that is suspended already may be
+                suspended again to this end.
+
+        Returns:
+            bytes given back; on a GPU as the driver counts them. 0 without `free_kv_cache`, and
+            when they were given back before.
+        """
+        self.thread.check()
+        return self.pausing.suspend(self, free_kv_cache)
+
+    def resume(self) -> None:
+        """Take a `suspend` back: allocate the KV cache and capture graphs again where they were
+        given back, and go on. Without a `suspend`, nothing happens. A paused engine stays paused.
+
+        Raises:
+            OutOfMemoryError: the cache does not fit any more; the engine stays suspended.
+        """
+        self.thread.check()
+        self.pausing.resume(self)
 
     # ---- Conveniences ------------------------------------------------------------------------
 
@@ -363,7 +369,7 @@ class DynamicInferenceEngine(AdmittingEngine):
             RequestError: as many sampling_params as prompts were not given.
             EngineStopped: the engine is paused or suspended.
         """
-        self._check_is_running()
+        self.pausing.check_is_running()
         with self.thread:
             return run_to_end(self, prompts, sampling_params, on_step)
 
@@ -377,10 +383,7 @@ class DynamicInferenceEngine(AdmittingEngine):
         Raises:
             JobFailed: a rank died, or did something else than its leader.
         """
-        if not isinstance(self.group, Follower):
-            return False
-        with self._giving_up_with_the_job():
-            return follow(self, self.group)
+        return follow(self)
 
     def stats(self) -> Mapping[str, float | int]:
         """Counters and ratios since the engine was made; docs/statistics.md lists them."""
@@ -390,8 +393,8 @@ class DynamicInferenceEngine(AdmittingEngine):
         """Finish what is launched, free the device's threads, and fail the requests that are
         unfinished, so that nobody waits for them for ever; they keep the tokens that are booked."""
         self.group.close()
-        self.context.device.close(wait=self._failure is None)
+        self.context.device.close(wait=not self.job.is_lost)
         self.tracer.collect()
-        self.grammars.close()
-        self._compiling.clear()
-        self._end_for_good()
+        self.admission.close()
+        self.pausing.is_closed = True
+        self.requests.close(self.context.slots)

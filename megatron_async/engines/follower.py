@@ -126,18 +126,26 @@ class Follower(ConnectedGroup):
         return True
 
 
-def follow(engine: DynamicInferenceEngine, group: Follower) -> bool:
+def follow(engine: DynamicInferenceEngine) -> bool:
     """Replay until the leader releases its followers or closes its engine.
 
     Returns:
-        whether the leader goes on: False when it has closed its engine.
+        whether the leader goes on: False when it has closed its engine, or if the engine's own rank
+        leads.
 
     Raises:
         RankLost: the leader died.
         RanksDisagree: an action did here what it did not do there; or the leader gave up.
     """
+    if not isinstance(engine.group, Follower):
+        return False
     # What just compiled in time on the leader must not fail here.
     engine.grammars.limit_s = PATIENCE * COMPILE_LIMIT_S
+    with engine.job.giving_up(engine.group):
+        return _follow(engine, engine.group)
+
+
+def _follow(engine: DynamicInferenceEngine, group: Follower) -> bool:
     while True:
         start = time.perf_counter()
         action = group.receive(engine.in_flight[0] if engine.in_flight else None)
@@ -146,7 +154,7 @@ def follow(engine: DynamicInferenceEngine, group: Follower) -> bool:
         _replay(engine, group, action)
         if isinstance(action, Resolve):
             # Nobody reads the reports here, but traces and statistics go with them.
-            engine._report([], start)
+            engine.report([], start)
 
 
 def _replay(engine: DynamicInferenceEngine, group: Follower, action: Action) -> None:
@@ -155,14 +163,13 @@ def _replay(engine: DynamicInferenceEngine, group: Follower, action: Action) -> 
         _check_step("launches", action.step, engine.context.next_step)
         group.shape = None if action.shape is None else StepShape(*action.shape)
         if action.is_dummy:
-            engine._launch_dummy()
+            engine.launch_dummy_step()
         else:
-            engine._launch_next()
+            engine.launch_step()
     elif isinstance(action, Resolve):
         in_flight = engine.in_flight[0].plan.step if engine.in_flight else None
         _check_step("books", action.step, in_flight)
-        engine._wait(engine.in_flight[0])
-        engine._resolve_oldest()
+        engine.resolve_step()
     elif isinstance(action, Compile):
         with suppress(RequestError):  # the leader finds the same
             engine.grammars.begin(action.params.structured_output)

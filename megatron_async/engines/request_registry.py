@@ -173,20 +173,29 @@ class RequestRegistry:
         """The next number that no unfinished request has."""
         return next(number for number in self._numbers if number not in self._entries)
 
-    def fail_all(self, error: Exception) -> None:
-        """End every unfinished request with the error of their engine."""
+    def fail_all(self, error: Exception, slots: RequestSlots) -> None:
+        """End every unfinished request with the error of their engine; they keep what is booked in
+        `slots`."""
+        self._keep_booked_tokens(slots)
         for entry in list(self._entries.values()):
             self.end(entry.request, Status.FAILED, "error", error)
 
-    def close(self) -> None:
-        """Tell all who still wait that nothing more will come, and close the event loop if it is
-        our own."""
+    def _keep_booked_tokens(self, slots: RequestSlots) -> None:
+        """Who ends without having been released has what the books have of it."""
+        for request, slot in ((slots.request_at(slot), slot) for slot in slots.slot_of.values()):
+            request.generated_tokens = slots.generated_tokens(slot)
+
+    def close(self, slots: RequestSlots) -> None:
+        """Tell all who still wait that nothing more will come than is booked in `slots`, and close
+        the event loop if it is our own."""
         self._is_closed = True
+        self._keep_booked_tokens(slots)
         for request_id, entry in list(self._entries.items()):
             error = RequestAborted(f"request {request_id}: its engine was closed before it ended")
             self.end(entry.request, Status.FAILED, "aborted", error)
         if self._own_loop is not None:
             self._own_loop.close()
+        self.news.notify()
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         """The running loop, or one of our own: futures need a loop, steps do not."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.engines.invalidation import Invalidation
+from megatron_async.engines.listener import EngineListener
 from megatron_async.engines.log_prob_booking import book_log_probs, book_prompt_log_probs
-from megatron_async.engines.observer import EngineObserver
+from megatron_async.engines.rank_group import RankGroup
 from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.engines.step_launching import StepLaunching
 from megatron_async.errors import NoTokenToChoose, StepFailed
 from megatron_async.inference_request import DynamicInferenceRequest, Status
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
@@ -27,29 +31,60 @@ class StepBooking:
 
     Args:
         context: holds the books.
+        in_flight: the engine's launched steps, oldest first.
         requests: the unfinished ones.
         statistics: counts.
         invalidation: is told before a request loses its slot.
         watch: says which tokens may end a request by its text.
-
-    Attributes:
-        observer: is told what ends.
+        launching: samples rows whose masks a booked token makes known.
+        listeners: are told what was booked, and what ends.
     """
 
     def __init__(
         self,
         context: DynamicInferenceContext,
+        in_flight: deque[LaunchedStep],
         requests: RequestRegistry,
         statistics: EngineStatistics,
         invalidation: Invalidation,
         watch: TokenWatch,
+        launching: StepLaunching,
+        listeners: Sequence[EngineListener],
     ) -> None:
         self._context = context
+        self._in_flight = in_flight
         self._requests = requests
         self._statistics = statistics
         self._invalidation = invalidation
         self._watch = watch
-        self.observer = EngineObserver()
+        self._launching = launching
+        self._listeners = listeners
+
+    def book_oldest(self, group: RankGroup) -> list[StepOutput]:
+        """Book the oldest step in flight, whose samples have arrived.
+
+        Returns:
+            its output; nothing if it is discarded.
+        """
+        start = time.thread_time_ns()
+        step = self._in_flight.popleft()
+        group.resolving(step)
+        if self._invalidation.discards(step):
+            self._launching.give_up_masks()
+            return []
+        output = self.book(step)
+        self._requests.readers.booked(output)
+        self._launching.send_masks()
+        is_zombie = step.error is None and 0 < output.zombie_rows == step.plan.num_rows
+        self._statistics.count_resolve(time.thread_time_ns() - start, is_zombie)
+        for listener in self._listeners:
+            listener.resolved(step)
+        if step.error is not None and self._in_flight:
+            # The failed step may not have told the device whose blocks are whose. Steps behind it
+            # then wrote keys and values by tables of former owners, into blocks of anybody. Their
+            # samples are dropped, and all requests are prefilled again, to the same tokens.
+            self._context.evict_all()
+        return [output]
 
     def book(self, step: LaunchedStep) -> StepOutput:
         """Book a step whose samples have arrived; requests that it ends leave the engine."""
@@ -95,7 +130,8 @@ class StepBooking:
         for slot, reason, error in ends:
             request = slots.request_at(slot)
             self.release(slot)
-            self.observer.ended(request, reason)
+            for listener in self._listeners:
+                listener.ended(request, reason)
             status = Status.COMPLETED if error is None else Status.FAILED
             self._requests.end(request, status, reason, error)
         gone = {slot for slot, *_ in ends}

@@ -1,17 +1,20 @@
-"""Launch a planned step: its bookkeeping, its device work, the masks that its grammars wait for."""
+"""Plan and launch a step: its bookkeeping, its device work, the masks its grammars wait for."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
+from functools import partial
 
 from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.contexts.step_shape import StepShape
 from megatron_async.engines.grammar_masks import send_masks
 from megatron_async.engines.invalidation import Invalidation
-from megatron_async.engines.observer import EngineObserver
+from megatron_async.engines.listener import EngineListener
 from megatron_async.engines.rank_group import RankGroup
 from megatron_async.engines.request_registry import RequestRegistry
-from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.profiling.step_log import StepLog
 from megatron_async.text_generation_controllers.text_generation_controller import (
     LaunchedStep,
@@ -28,9 +31,7 @@ class StepLaunching:
         requests: the unfinished ones.
         statistics: counts.
         invalidation: is told before a launch.
-
-    Attributes:
-        observer: is told of launches.
+        listeners: are told of launches.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class StepLaunching:
         requests: RequestRegistry,
         statistics: EngineStatistics,
         invalidation: Invalidation,
+        listeners: Sequence[EngineListener],
     ) -> None:
         self._controller = controller
         self._context = controller.context
@@ -48,9 +50,44 @@ class StepLaunching:
         self._statistics = statistics
         self._invalidation = invalidation
         self._log = StepLog(controller.context, statistics)
-        self.observer = EngineObserver()
+        self._listeners = listeners
 
-    def launch(self, plan: StepPlan, group: RankGroup, lookahead: int) -> None:
+    def launch_next(
+        self, group: RankGroup, lookahead: int, is_compiling: bool
+    ) -> LaunchedStep | None:
+        """Plan a step and launch it.
+
+        Args:
+            group: settles the step's shape, and is told.
+            lookahead: of the engine.
+            is_compiling: whether requests wait for their grammars, which is work that others hear
+                of.
+
+        Returns:
+            the step; None if nothing can run before a step in flight is resolved (or at all).
+        """
+        context, statistics, start = self._context, self._statistics, time.thread_time_ns()
+        group.launching(context.next_step)
+        with context.tracer.range("prepare_step", context.next_step):
+            plan = context.prepare_step(partial(_agree, group, is_compiling))
+        statistics.count_prepare(time.thread_time_ns() - start, context)
+        if plan is not None:
+            return self.launch(plan, group, lookahead)
+        stuck = not self._in_flight and context.has_unfinished_requests()
+        assert not stuck, "requests are unfinished, but none can run: a bug in scheduling"
+        statistics.note_no_overlap(NoOverlapReason.NOTHING_TO_PLAN)
+        for listener in self._listeners:
+            listener.launched(None)
+        return None
+
+    def launch_dummy(
+        self, group: RankGroup, lookahead: int, is_compiling: bool
+    ) -> LaunchedStep | None:
+        """`launch_next` without a request of this rank; None if no other rank needs it."""
+        plan = self._context.prepare_dummy_step(partial(_agree, group, is_compiling))
+        return None if plan is None else self.launch(plan, group, lookahead)
+
+    def launch(self, plan: StepPlan, group: RankGroup, lookahead: int) -> LaunchedStep:
         """Enqueue the step of a plan behind those in flight, and tell `group` how that went; the
         engine's `lookahead` says whether it could have been launched ahead.
 
@@ -76,11 +113,28 @@ class StepLaunching:
         if launched.awaits_masks:
             self.send_masks()
         statistics.count_launch_time(time.thread_time_ns() - start)
-        self.observer.launched(plan)
+        for listener in self._listeners:
+            listener.launched(plan)
         if interrupt is not None:
             raise interrupt
+        return launched
 
     def send_masks(self) -> None:
         """Sample constrained rows of steps in flight whose last tokens are known by now."""
+        if not any(step.awaits_masks for step in self._in_flight):
+            return
         with self._context.tracer.range("send_masks", self._statistics.steps):
             send_masks(self._in_flight, self._context.slots, self._requests, self._controller)
+
+    def give_up_masks(self) -> None:
+        """Let steps in flight end without them: a step before them is discarded, and masks would
+        depend on tokens that are not booked now."""
+        for step in self._in_flight:
+            if step.awaits_masks:
+                self._controller.sample_constrained(step, 0, is_last=True)
+
+
+def _agree(
+    group: RankGroup, is_compiling: bool, step: int, wanted: StepShape, has_work: bool
+) -> StepShape:
+    return group.agree(step, wanted, has_work or is_compiling)

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_async.engines.observer import EngineObserver
+from megatron_async.engines.listener import EngineListener
 from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.profiling.benchmark_record import commit
 from megatron_async.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ COMPRESSION = 1
 """gzip's level: the fastest."""
 
 
-class Recorder(EngineObserver):
+class Recorder(EngineListener):
     """Records a run of an engine, from its first request until `close`.
 
     The engine's thread only appends references to a list (plans are immutable; samples are copied,
@@ -65,7 +65,7 @@ class Recorder(EngineObserver):
                 "a run with invalidation='rollback' cannot be recorded, because steps that are "
                 "taken back leave no trace: use invalidation='reconcile'."
             )
-        if isinstance(engine.observer, Recorder):
+        if any(isinstance(listener, Recorder) for listener in engine.listeners):
             raise RecordingError("the engine is recorded already: close the other Recorder first.")
         self._engine = engine
         self._path = path
@@ -80,7 +80,7 @@ class Recorder(EngineObserver):
         self._write(_header(engine))
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
-        engine.observer = self
+        engine.listeners.append(self)
 
     # ---- On the engine's thread --------------------------------------------------------------
 
@@ -114,9 +114,9 @@ class Recorder(EngineObserver):
         Raises:
             RecordingError: the file could not be written; `__cause__` says why.
         """
-        if self._engine.observer is not self:
+        if self not in self._engine.listeners:
             return
-        self._engine.observer = EngineObserver()
+        self._engine.listeners.remove(self)
         timeline = self._engine.tracer.timeline
         if timeline is not None:
             self._engine.tracer.collect()

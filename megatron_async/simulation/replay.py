@@ -10,7 +10,7 @@ import numpy as np
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_plan import IntArray, StepPlan
-from megatron_async.engines.observer import EngineObserver
+from megatron_async.engines.listener import EngineListener
 from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.recorded_text import text_ends, watch_as_recorded, without_text
 from megatron_async.simulation.recording import (
@@ -61,7 +61,7 @@ class Replay:
         )
         self._comparer = _PlanComparer()
         self.engine = ModelLessEngine(recording.shape, config, _RecordedTokens(recording))
-        self.engine.observer = self._comparer
+        self.engine.listeners.append(self._comparer)
         self._text_ends = text_ends(recording.events)
 
     def run(self, until_step: int | None = None) -> int:
@@ -96,13 +96,12 @@ class Replay:
             engine.context.evict_all()
         elif isinstance(event, Launched):
             self._comparer.expected = event
-            engine._launch_next()
+            engine.launch_step()
             self._comparer.check_seen()
         elif isinstance(event, Resolved):
             if not engine.in_flight or engine.in_flight[0].plan.step != event.step:
                 raise RecordingError(f"step {event.step} is not in flight, but was then.")
-            engine._wait(engine.in_flight[0])
-            engine._resolve_oldest()
+            engine.resolve_step()
             engine.requests.take_ended()
 
     def _add(self, event: Added, text_end: TextEnd | None) -> None:
@@ -155,7 +154,7 @@ class _RecordedTokens:
         return np.array(resolved.tokens, dtype=np.int32), counts
 
 
-class _PlanComparer(EngineObserver):
+class _PlanComparer(EngineListener):
     """Compares each plan with the recorded one."""
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ def check_has_what_is_booked(requests: list[Any], expected: list[list[int]], boo
 def test_unfinished_requests_keep_their_tokens(
     tiny_model: torch.nn.Module, expected: list[list[int]], lookahead: int
 ) -> None:
-    """Two run, two wait. Break `_end_for_good`: no `_keep_booked_tokens`."""
+    """Two run, two wait. Break `RequestRegistry.close`: no `_keep_booked_tokens`."""
     engine = make_engine(tiny_model, lookahead=lookahead, max_requests=2)
     futures = [engine.add_request(n, p, greedy(40)) for n, p in enumerate(PROMPTS)]
     for _ in range(STEPS):
@@ -79,7 +79,7 @@ def test_no_request_enters_a_closed_engine(
 ) -> None:
     """Its runner ends in order, idle or in the middle of a wait. Break one of these, and it fails:
 
-    - `add_request`: no `_check_is_open`
+    - `add_request`: no `check_is_open`
     - `async_step`: book a step behind the end
     """
 

@@ -18,7 +18,7 @@ from harness import (
 )
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
-from megatron_async.engines.observer import EngineObserver
+from megatron_async.engines.listener import EngineListener
 from megatron_async.errors import RequestError
 
 TOKENS = 12
@@ -131,7 +131,7 @@ def test_parameters_that_cannot_be_copied_fail_their_request_alone(
 
 PLACES: dict[str, Callable[[DynamicInferenceEngine], tuple[Any, str]]] = {
     "queue": lambda engine: (engine.context.waiting, "add"),
-    "observer": lambda engine: (engine.observer, "added"),
+    "listener": lambda engine: (engine.listeners[-1], "added"),
     "group": lambda engine: (engine.group, "added"),
 }
 
@@ -148,7 +148,7 @@ def test_what_raises_when_it_is_queued_takes_it_back(
     error: type[BaseException],
 ) -> None:
     """Break `add_request`: no `withdraw`, or no `waiting.remove`."""
-    engine.observer = EngineObserver()
+    engine.listeners.append(EngineListener())
     owner, name = PLACES[place](engine)
     method = getattr(owner, name)
 

@@ -14,6 +14,7 @@ from harness import TINY, EngineFactory, greedy, make_engine, random_prompts
 from late_device import LateDevice
 
 from megatron_async import DynamicInferenceEngine
+from megatron_async.devices import Event
 
 TOKENS = 14
 PROMPTS = random_prompts(31, (5, 21, 9, 14, 3, 17), TINY.vocab_size)
@@ -69,7 +70,7 @@ def test_no_copy_meets_another_step_s_data(
     - `feed_back_tokens`: store into row 0 of the ring, not into row `entry`
     - `transfer_bookkeeping_to_gpu`: no `compute.wait(arrived)`
     - `launch_step`: no `copy.wait(buffers.sampled)`
-    - `DynamicInferenceEngine._wait`: no `step.ready.wait()`
+    - `RankGroup.wait`: no `event.wait()`
     """
     device = LateDevice(eager)
     engine = make_tiny_engine(lookahead=lookahead, device=device, **SAME_AGAIN)
@@ -85,17 +86,17 @@ def test_an_interrupted_wait_leaves_the_rings_alone(
     monkeypatch: pytest.MonkeyPatch,
     lookahead: int,
 ) -> None:
-    """Break `_launch_next`: never return at `if overdue > 0`, so that a step is launched on top of
-    steps that nobody has resolved."""
+    """Break `launch_step`: go on with more than `lookahead` in flight, so that a step is launched
+    on top of steps that nobody has resolved."""
     engine = make_tiny_engine(lookahead=lookahead, device=LateDevice(), **SAME_AGAIN)
-    wait, calls = engine._wait, 0
+    wait, calls = engine.group.wait, 0
 
-    def interrupted(step: object) -> None:
+    def interrupted(event: Event) -> None:
         nonlocal calls
         calls += 1
         if calls % 3:
             raise KeyboardInterrupt
-        wait(step)  # type: ignore[arg-type]
+        wait(event)
 
     def step() -> None:
         try:
@@ -103,6 +104,6 @@ def test_an_interrupted_wait_leaves_the_rings_alone(
         except KeyboardInterrupt:
             assert len(engine.in_flight) <= lookahead + 1
 
-    monkeypatch.setattr(engine, "_wait", interrupted)
+    monkeypatch.setattr(engine.group, "wait", interrupted)
     assert play(engine, step) == expected
     assert calls > 30

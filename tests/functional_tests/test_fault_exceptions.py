@@ -273,7 +273,7 @@ def test_a_launch_that_raises_on_the_host(
     place: str,
     interrupt: type[BaseException],
 ) -> None:
-    """The plan counts as launched, so it must end as a failed step. Break `_launch_next`'s
+    """The plan counts as launched, so it must end as a failed step. Break `StepLaunching`'s
     `launch_failed_step`: the engine says "none can run" from then on."""
     owner, name = {
         "pack": (engine.context._staging, "pack"),

@@ -76,7 +76,7 @@ def test_lost_updates_harm_nobody_else(
 
     Break one of these, and it fails:
 
-    - `DynamicInferenceEngine._resolve_oldest`: no `evict_all`
+    - `DynamicInferenceEngine._book_oldest`: no `evict_all`
     """
     survivors = 0
     for call in CALLS:

@@ -12,6 +12,7 @@ import pytest
 from harness import TINY, EngineFactory, drain, greedy, random_prompts
 
 from megatron_async import DynamicInferenceEngine
+from megatron_async.devices import Event
 from megatron_async.errors import WrongThread
 
 PROMPTS = random_prompts(91, (7, 5), TINY.vocab_size)
@@ -21,6 +22,8 @@ CALLS: dict[str, Callable[[DynamicInferenceEngine], Any]] = {
     "abort_request": lambda engine: engine.abort_request(0),
     "stream": lambda engine: engine.stream(0),
     "step_modern": lambda engine: engine.step_modern(),
+    "launch_step": lambda engine: engine.launch_step(),
+    "resolve_step": lambda engine: engine.resolve_step(),
     "async_step": lambda engine: asyncio.run(engine.async_step()),
     "run_engine": lambda engine: asyncio.run(engine.run_engine()),
     "generate": lambda engine: engine.generate([PROMPTS[1]], greedy(3)),
@@ -95,13 +98,13 @@ def test_a_step_and_generate_under_way(make_tiny_engine: EngineFactory) -> None:
 
     assert engine.generate([PROMPTS[0]], greedy(4), on_step)[0].generated_length == 4
     assert refusals >= 4
-    wait = engine._wait
+    wait = engine.group.wait
 
-    def look(step: Any) -> None:
+    def look(event: Event) -> None:
         on_step({})
-        wait(step)
+        wait(event)
 
-    engine._wait = look  # type: ignore[method-assign]
+    engine.group.wait = look  # type: ignore[method-assign]
     engine.add_request(0, PROMPTS[0], greedy(3))
     drain(engine)
     assert refusals >= 7

@@ -27,7 +27,7 @@ from ranks import run_ranks
 from megatron_async import DynamicInferenceEngine
 from megatron_async.contexts.request_slots import SlotState
 from megatron_async.devices import Chaos, CpuDevice
-from megatron_async.engines.control import EngineState
+from megatron_async.engines.pausing import EngineState
 from megatron_async.errors import EngineStopped, OutOfMemoryError, RequestAborted
 
 TOKENS = 40

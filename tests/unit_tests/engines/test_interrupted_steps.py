@@ -43,16 +43,16 @@ def test_a_cancelled_async_step_changes_no_token(engine, expected):
 
 
 def test_a_keyboard_interrupt_in_the_wait_changes_no_token(engine, expected, monkeypatch):
-    wait, count = engine._wait, 0
+    wait, count = engine.group.wait, 0
 
-    def interrupted(step):
+    def interrupted(event):
         nonlocal count
         count += 1
         if count % 3:
             raise KeyboardInterrupt
-        wait(step)
+        wait(event)
 
-    monkeypatch.setattr(engine, "_wait", interrupted)
+    monkeypatch.setattr(engine.group, "wait", interrupted)
     futures = [engine.add_request(i, prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]
     interrupts = 0
     while engine.has_unfinished_requests():

@@ -1,4 +1,4 @@
-"""`EngineObserver`: what an engine tells who looks on, in the order in which it happens."""
+"""`EngineListener`: what an engine tells who wants to know, in the order in which it happens."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 
-class EngineObserver:
-    """Looks on and does nothing; subclasses override what they want to know.
+class EngineListener:
+    """Listens and does nothing; subclasses override what they want to know, and are put into
+    `engine.listeners`, which are told in their order.
 
     All methods run on the engine's own path, so they must be quick and must not wait.
     """

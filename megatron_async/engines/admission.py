@@ -1,0 +1,193 @@
+"""`Admission`: how requests enter an engine, and leave it before their time.
+
+A request whose grammar is not compiled yet waits outside the engine: neither the scheduler, nor the
+ranks that replay its log, nor a recording know of it before its grammar is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from typing import Any
+
+from megatron_async.engines.job_loss import JobLoss
+from megatron_async.engines.listener import EngineListener
+from megatron_async.engines.new_request import new_request, prepare_request
+from megatron_async.engines.rank_group import RankGroup
+from megatron_async.engines.request_registry import RequestEntry, RequestRegistry
+from megatron_async.engines.step_booking import StepBooking
+from megatron_async.engines.validation import check_request_id
+from megatron_async.errors import RequestAborted, RequestError
+from megatron_async.grammar_compiler import GrammarCompiler
+from megatron_async.inference_request import DynamicInferenceRequest, Status
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.structured_output import ALLOWANCE_S, CREDIT_S
+from megatron_async.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
+from megatron_async.token_watch import TokenWatch
+
+POLL_S = 0.005
+"""An engine that has nothing but grammars to wait for looks so often whether one is there."""
+
+
+class Admission:
+    """Admits requests, aborts them, and ends those whose masks cost too much.
+
+    Args:
+        controller: has the tokenizer; its context schedules who is admitted.
+        requests: the unfinished ones, those that wait for their grammars too.
+        grammars: compiles them.
+        watch: is told of stop words.
+        booking: takes slots back.
+        job: nobody is admitted when its ranks are lost.
+        listeners: are told who comes and who is aborted.
+    """
+
+    def __init__(
+        self,
+        controller: TextGenerationController,
+        requests: RequestRegistry,
+        grammars: GrammarCompiler,
+        watch: TokenWatch,
+        booking: StepBooking,
+        job: JobLoss,
+        listeners: Sequence[EngineListener],
+    ) -> None:
+        self._controller = controller
+        self._context = controller.context
+        self._requests = requests
+        self._grammars = grammars
+        self._watch = watch
+        self._booking = booking
+        self._job = job
+        self._listeners = listeners
+        self._compiling: dict[int, tuple[RequestEntry, int]] = {}
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a request waits for its grammar."""
+        return bool(self._compiling)
+
+    def add(
+        self,
+        request_id: int,
+        prompt: Any,
+        sampling_params: SamplingParams | None,
+        priority: int,
+        group: RankGroup,
+    ) -> asyncio.Future[DynamicInferenceRequest]:
+        """What `DynamicInferenceEngine.add_request` does; `group` is told."""
+        controller = self._controller
+        request = new_request(check_request_id(request_id), prompt, controller.tokenizer)
+        entry = self._requests.new_entry(request)
+        try:
+            self._job.check()
+            max_length = prepare_request(
+                entry, prompt, sampling_params, priority, controller, self._context,
+                self._grammars, self._watch,
+            )  # fmt: skip
+        except Exception as error:
+            # Whatever it is, also from a user's own tokenizer, it is this request's alone.
+            self._requests.add(entry)
+            self._requests.end(request, Status.FAILED, "error", error)
+            return entry.future
+        self._enter(entry, max_length, group)
+        return entry.future
+
+    def abort(self, request_id: int, group: RankGroup) -> None:
+        """What `DynamicInferenceEngine.abort_request` does; `group` is told."""
+        error = RequestAborted(f"request {request_id} was aborted")
+        self._end_early(self._requests.get(request_id).request, "aborted", error, group)
+
+    def tend(self, group: RankGroup) -> None:
+        """Admit who is ready, and end who holds up others. Only where the engine is led: what was
+        done is replayed on other ranks, whose clocks differ."""
+        if self._compiling:
+            self._admit_compiled(group)
+        for request_id in self._requests.take_too_slow():
+            entry = self._requests.get(request_id)
+            assert entry.grammar is not None
+            error = RequestError(
+                "structured_output takes too long: computing which tokens may come next is "
+                f"{1e3 * entry.grammar.behind_s:.0f} ms behind an allowance of "
+                f"{1e3 * ALLOWANCE_S:g} ms of CPU time for each token, and {1e3 * CREDIT_S:g} ms "
+                "are allowed, since other requests wait meanwhile: make it less ambiguous and its "
+                "repetitions shorter."
+            )
+            self._end_early(entry.request, "error", error, group)
+
+    def wait_for_a_grammar(self) -> None:
+        """Until one is there, or for `POLL_S`."""
+        jobs = [entry.grammar_job for entry, _ in self._compiling.values() if entry.grammar_job]
+        wait(jobs, POLL_S, FIRST_COMPLETED)
+
+    def close(self) -> None:
+        """Stop compiling, and forget who waits for it."""
+        self._grammars.close()
+        self._compiling.clear()
+
+    def _enter(self, entry: RequestEntry, max_length: int, group: RankGroup) -> None:
+        """Enter a prepared request, and admit it as soon as its grammar is there. Whatever is
+        raised, the request is nowhere then."""
+        try:
+            self._requests.add(entry)
+            self._admit_when_compiled(entry, max_length, group)
+        except BaseException:
+            if self._requests.withdraw(entry):
+                self._compiling.pop(entry.request.request_id, None)
+                self._context.waiting.remove(entry.request.request_id)
+            raise
+
+    def _admit_when_compiled(self, entry: RequestEntry, max_length: int, group: RankGroup) -> None:
+        """Admit a request now, if its grammar is there or it has none."""
+        job = entry.grammar_job
+        if job is None:
+            self._admit(entry.request, max_length, group)
+            return
+        self._compiling[entry.request.request_id] = entry, max_length
+        if job.done():
+            self._admit_compiled(group)
+        else:
+            group.compiling(entry.request)
+
+    def _admit(self, request: DynamicInferenceRequest, max_length: int, group: RankGroup) -> None:
+        self._context.add_request(request, max_length)
+        for listener in self._listeners:
+            listener.added(request)
+        group.added(request)
+
+    def _admit_compiled(self, group: RankGroup) -> None:
+        """Admit the requests whose grammars are there, and fail those whose grammars are bad."""
+        for request_id, (entry, max_length) in list(self._compiling.items()):
+            job, request = entry.grammar_job, entry.request
+            assert job is not None
+            if request.finish_reason is None and not job.done():
+                continue
+            del self._compiling[request_id]
+            if request.finish_reason is not None:
+                continue
+            try:
+                entry.grammar = self._grammars.start(job.result())
+            except Exception as error:
+                self._requests.end(request, Status.FAILED, "error", error)
+            else:
+                self._admit(request, max_length, group)
+
+    def _end_early(
+        self,
+        request: DynamicInferenceRequest,
+        reason: str,
+        error: RequestAborted | RequestError,
+        group: RankGroup,
+    ) -> None:
+        """Fail an unfinished request, wherever it is."""
+        request_id = request.request_id
+        if self._compiling.pop(request_id, None) is None:
+            group.aborted(request_id)
+            for listener in self._listeners:
+                listener.aborted(request_id)
+            if self._context.waiting.remove(request_id) is None:
+                self._booking.release(self._context.slots.slot_of[request_id])
+        self._requests.end(request, Status.FAILED, reason, error)

@@ -1,0 +1,172 @@
+"""`Pausing`: stopping an engine and going on: pause and unpause, suspend and resume.
+
+A stop never takes anything back: the steps in flight are resolved, their tokens are booked, and
+what is planned next is planned when the engine goes on. So it cannot change a token.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from megatron_async.contexts.kv_cache import GIB
+from megatron_async.contexts.step_output import StepOutput
+from megatron_async.errors import EngineStopped, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+
+
+class EngineState(Enum):
+    """Whether an engine launches steps; Megatron-Core's names, of which it needs more."""
+
+    RUNNING = auto()
+    PAUSED = auto()
+    SUSPENDED = auto()
+
+
+class Pausing:
+    """Whether an engine may launch steps, and what a stop leaves behind.
+
+    Methods that stop an engine, or let it go on, are given it: it has this object, and one that had
+    the engine too would keep its memory from being freed with the last reference to it.
+
+    Attributes:
+        is_closed: it has ended for good.
+        undelivered: what the steps in flight gave when it was stopped, for the next report.
+    """
+
+    def __init__(self) -> None:
+        self._is_paused = False
+        self._is_suspended = False
+        self._cache_is_released = False
+        self.is_closed = False
+        self.undelivered: list[StepOutput] = []
+
+    @property
+    def state(self) -> EngineState:
+        """An engine that is paused and suspended is SUSPENDED; it runs when it is neither."""
+        if self._is_suspended:
+            return EngineState.SUSPENDED
+        return EngineState.PAUSED if self._is_paused else EngineState.RUNNING
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no step may be launched."""
+        return self._is_paused or self._is_suspended or self.is_closed
+
+    def pause(self, engine: DynamicInferenceEngine) -> None:
+        """What `DynamicInferenceEngine.pause` does."""
+        if not self._is_paused:
+            self._is_paused = True
+            engine.statistics.engine_pauses += 1
+        self._drain(engine)
+        engine.group.controlled("pause")
+
+    def unpause(self, engine: DynamicInferenceEngine) -> None:
+        """What `DynamicInferenceEngine.unpause` does."""
+        engine.group.controlled("unpause")
+        self._is_paused = False
+        self._go_on(engine)
+
+    def suspend(self, engine: DynamicInferenceEngine, free_kv_cache: bool) -> int:
+        """What `DynamicInferenceEngine.suspend` does."""
+        if not self._is_suspended:
+            self._is_suspended = True
+            engine.statistics.engine_suspends += 1
+        self._drain(engine)
+        engine.group.controlled("suspend", free_kv_cache)
+        if not free_kv_cache or self._cache_is_released:
+            return 0
+        self._cache_is_released = True
+        engine.context.evict_all()
+        for listener in engine.listeners:
+            listener.evicted_all()
+        device, cache = engine.context.device, engine.context.gpu_view.kv_cache
+        before = device.memory_in_use()
+        cache.release()
+        engine.controller.graphs.clear()
+        device.trim()
+        return before - device.memory_in_use() if before else cache.num_bytes
+
+    def resume(self, engine: DynamicInferenceEngine) -> None:
+        """What `DynamicInferenceEngine.resume` does."""
+        self.check_is_open()
+        engine.group.controlled("resume")
+        if self._cache_is_released:
+            device, cache = engine.context.device, engine.context.gpu_view.kv_cache
+            cache.release()  # of an attempt that failed behind this point
+            free = device.free_memory()
+            if cache.num_bytes > free:
+                raise OutOfMemoryError(
+                    f"resuming needs {cache.num_bytes / GIB:.3g} GiB for the KV cache on "
+                    f"{device.torch_device}, but {free / GIB:.3g} GiB is free: free memory there "
+                    "and call resume() again."
+                )
+            cache.allocate()
+            device.fence()
+            engine.controller.recapture_cuda_graphs()
+            self._cache_is_released = False
+        self._is_suspended = False
+        self._go_on(engine)
+
+    def take_undelivered(self) -> list[StepOutput]:
+        """Outputs that no report has carried yet."""
+        outputs, self.undelivered = self.undelivered, []
+        return outputs
+
+    def check_can_step(self, engine: DynamicInferenceEngine) -> None:
+        """Raise EngineStopped if a step would wait for ever: synchronous code cannot."""
+        if self._must_wait(engine):
+            self.check_is_running()
+
+    async def until_can_step(self, engine: DynamicInferenceEngine) -> None:
+        """Wait while a step could do nothing.
+
+        Raises:
+            EngineStopped: it never will, because the engine is closed.
+        """
+        while self._must_wait(engine):
+            self.check_is_open()
+            await engine.requests.news.wait()
+
+    def check_is_open(self) -> None:
+        """Raise EngineStopped if the engine is closed."""
+        if self.is_closed:
+            raise EngineStopped("the engine is closed: make a new engine (or LLM) and use that.")
+
+    def check_is_running(self) -> None:
+        """Raise EngineStopped if it is closed, paused or suspended."""
+        self.check_is_open()
+        if self.is_stopped:
+            undo = [("unpause()", self._is_paused), ("resume()", self._is_suspended)]
+            calls = " and ".join(call for call, is_due in undo if is_due)
+            raise EngineStopped(
+                f"the engine is {self.state.name.lower()} and launches no step: call {calls} first."
+            )
+
+    def _drain(self, engine: DynamicInferenceEngine) -> None:
+        """Resolve all steps in flight; their outputs go to the next report."""
+        self.check_is_open()
+        with engine.job.giving_up(engine.group):
+            engine.group.stop_together(True)
+            while engine.group.must_keep_up:
+                engine.launch_dummy_step()
+                self._resolve_down_to(engine.lookahead, engine)
+            self._resolve_down_to(0, engine)
+        engine.statistics.drained = True
+
+    def _resolve_down_to(self, in_flight: int, engine: DynamicInferenceEngine) -> None:
+        while len(engine.in_flight) > in_flight:
+            self.undelivered += engine.resolve_step()
+
+    def _go_on(self, engine: DynamicInferenceEngine) -> None:
+        engine.group.stop_together(self.is_stopped)
+        engine.requests.news.notify()
+
+    def _must_wait(self, engine: DynamicInferenceEngine) -> bool:
+        """Whether a step could neither launch, nor resolve, nor report."""
+        can_resolve = engine.in_flight and not self.is_closed
+        return self.is_stopped and not (
+            can_resolve or self.undelivered or engine.requests.has_ended
+        )
