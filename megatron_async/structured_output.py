@@ -131,7 +131,7 @@ class TokenGrammar:
             )
 
     @property
-    def failure(self) -> Exception | None:
+    def failure(self) -> Exception | str | None:
         """Why the last mask allowed nothing, if the grammar gave up on it."""
         return self._failure
 

@@ -7,6 +7,7 @@ work on whole arrays; Python touches single requests only at events of their lif
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
@@ -228,7 +229,7 @@ class RequestSlots:
             return at_most
         return np.minimum(at_most + self.widths_of(slots, width) - 1, self.max_length[slots] - 1)
 
-    def blocks_of(self, slot: int) -> IntArray:
+    def blocks_of(self, slot: int | np.integer[Any]) -> IntArray:
         """The blocks of a slot, int32: a view."""
         return self.block_table[slot, : self.num_blocks[slot]]
 

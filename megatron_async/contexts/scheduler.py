@@ -18,7 +18,7 @@ from megatron_async.profiling.tracer import Tracer
 ADMISSION_HORIZON = 32
 """Admission leaves the blocks that running requests will want within this many steps, so that a
 newcomer does not pause the requests it joins right away."""
-NO_SLOTS = np.empty(0, dtype=np.int32)
+NO_SLOTS: IntArray = np.empty(0, dtype=np.int32)
 
 
 class Scheduler:

@@ -85,6 +85,7 @@ class Pausing:
         device, cache = engine.context.device, engine.context.gpu_view.kv_cache
         before = device.memory_in_use()
         cache.release()
+        engine.context.gpu_view.states.release()
         engine.controller.graphs.clear()
         device.trim()
         return before - device.memory_in_use() if before else cache.num_bytes
@@ -104,6 +105,7 @@ class Pausing:
                     "and call resume() again."
                 )
             cache.allocate()
+            engine.context.gpu_view.states.allocate()
             device.fence()
             engine.controller.recapture_cuda_graphs()
             self._cache_is_released = False
