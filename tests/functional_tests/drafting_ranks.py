@@ -11,6 +11,7 @@ from pipeline_scenarios import GRAMMARS, JOBS, PROMPTS, letter_tokenizer, stage_
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices.cpu import Chaos, CpuDevice
+from megatron_async.inference_request import DynamicInferenceRequest
 
 VOCABULARY = 128
 ENOUGH = 24
@@ -59,14 +60,16 @@ def play(engine: DynamicInferenceEngine) -> list[dict[str, Any]]:
         engine.step_modern()
         step += 1
     drain(engine)
-    return [
-        {
-            "tokens": request.generated_tokens,
-            "reason": request.finish_reason,
-            "log probs": request.generated_log_probs,
-        }
-        for request in (future.result() for future in futures)
-    ]
+    return [outcome(future.result()) for future in futures]
+
+
+def outcome(request: DynamicInferenceRequest) -> dict[str, Any]:
+    """What is compared."""
+    return {
+        "tokens": request.generated_tokens,
+        "reason": request.finish_reason,
+        "log probs": request.generated_log_probs,
+    }
 
 
 def plain() -> tuple[list[dict[str, Any]], list[list[int]]]:
@@ -82,12 +85,9 @@ def plain() -> tuple[list[dict[str, Any]], list[list[int]]]:
     ]
     answers = engine.generate(list(prompts), endless)
     engine.close()
-    results = [
-        {"tokens": r.generated_tokens, "reason": r.finish_reason, "log probs": r.generated_log_probs}
-        for r in found
-    ]
     pairs = zip(prompts, answers, strict=True)
-    return results, [[*prompt, *answer.generated_tokens] for prompt, answer in pairs]
+    sequences = [[*prompt, *answer.generated_tokens] for prompt, answer in pairs]
+    return [outcome(each) for each in found], sequences
 
 
 def drafting(stages: int, answers: list[list[int]]) -> list[tuple[list[dict[str, Any]], Any]]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.contexts import bookkeeping_buffer
+from megatron_async.contexts import bookkeeping_buffer, gpu_view
 from megatron_async.contexts.bookkeeping_buffer import HostStaging
+from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.contexts.scheduler import Scheduler
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.engines.streaming import RequestStream
+from megatron_async.ops import unpack_step_reference
+from megatron_async.ops.slot_records import Header, RowFeature
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
@@ -139,6 +143,113 @@ def a_reader_misses_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestStream, "_new_tokens", new_while_it_runs)
 
 
+def blocks_for_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places are counted without the widths of rows: drafts go to blocks of others."""
+
+    def places_of_rows_of_one(slots: RequestSlots, rows: Any, width: int) -> Any:
+        return np.minimum(slots.at_most(rows), slots.max_length[rows] - 1)
+
+    monkeypatch.setattr(RequestSlots, "places", places_of_rows_of_one)
+
+
+def drafts_without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row under a grammar brings its drafts too, for which it has no blocks."""
+    unpack = unpack_step_reference._unpack_decode_rows
+
+    def unpack_all(fields: Any, dims: Any, slots: Any, size: int, out: Any, lengths: Any) -> None:
+        column = slots.records[:, Header.FEATURES]
+        kept = column.clone()
+        column &= ~int(RowFeature.CONSTRAINED)
+        unpack(fields, dims, slots, size, out, lengths)
+        column.copy_(kept)
+        constrained = kept[out.row_slots[: dims.decode_rows]] & int(RowFeature.CONSTRAINED)
+        out.features[: dims.decode_tokens] |= constrained.repeat_interleave(dims.width)
+
+    monkeypatch.setattr(unpack_step_reference, "_unpack_decode_rows", unpack_all)
+
+
+def drafts_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row yields its drafts whether they are what was sampled or not."""
+    _feed_back_after(monkeypatch, believe=True)
+
+
+def one_draft_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first draft that is wrong counts as right."""
+    _feed_back_after(monkeypatch, believe=False)
+
+
+def _feed_back_after(monkeypatch: pytest.MonkeyPatch, believe: bool) -> None:
+    """Feed samples back as if all drafts, or one more than agree, were what was sampled."""
+    feed_back = gpu_view.feed_back_tokens
+
+    def feed_back_more(sampled: Any, step: Any, dims: Any, *rest: Any) -> None:
+        if dims.width > 1:
+            rows, width = dims.decode_rows, dims.width
+            table = sampled[: rows * width].view(rows, width)
+            drafts = step.token_ids[: rows * width].view(rows, width)[:, 1:]
+            agrees = (drafts == table[:, :-1]).int().cumprod(dim=1)
+            first_wrong = (agrees.cumsum(dim=1) == agrees.sum(dim=1, keepdim=True)) & (agrees == 0)
+            first_wrong &= first_wrong.cumsum(dim=1) == 1
+            table[:, :-1] = drafts.where(first_wrong | believe, table[:, :-1])
+        feed_back(sampled, step, dims, *rest)
+
+    monkeypatch.setattr(gpu_view, "feed_back_tokens", feed_back_more)
+
+
+def length_of_the_last_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last chunk of a prompt does not set its slot's length where the slot had an owner."""
+    feed_back = gpu_view.feed_back_tokens
+
+    def feed_back_without_lengths(
+        sampled: Any, step: Any, dims: Any, words: Any, slots: Any, *rest: Any
+    ) -> None:
+        chunks = step.row_slots[dims.decode_rows :]
+        before = slots.length[chunks].clone()
+        feed_back(sampled, step, dims, words, slots, *rest)
+        slots.length[chunks] = slots.length[chunks].where(before == 1, before)
+
+    monkeypatch.setattr(gpu_view, "feed_back_tokens", feed_back_without_lengths)
+
+
+def surplus_and_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is paused gives back the block that its newest keys and values are in."""
+    give_back = Scheduler._give_surplus_back
+
+    def give_too_much_back(scheduler: Scheduler, slot: int) -> None:
+        give_back(scheduler, slot)
+        slots = scheduler._slots
+        if slots.num_blocks[slot] > 1:
+            last = slots.blocks_of(slot)[-1:].copy()
+            slots.num_blocks[slot] -= 1
+            scheduler._blocks.release(last)
+
+    monkeypatch.setattr(Scheduler, "_give_surplus_back", give_too_much_back)
+
+
+def starts_at_zero_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first chunk that begins behind shared blocks leaves its slot as the last owner left it."""
+    acquire = RequestSlots.acquire
+
+    def acquire_as_if_begun(slots: RequestSlots, *args: Any, num_cached: int = 0) -> int:
+        slot = acquire(slots, *args, num_cached=num_cached)
+        slots.num_cached[slot] = 0
+        return slot
+
+    monkeypatch.setattr(RequestSlots, "acquire", acquire_as_if_begun)
+
+
+def shared_blocks_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is handed out again when the first of its owners is gone."""
+    release = KVBlockAllocator.release
+
+    def release_for_all(blocks: KVBlockAllocator, given: Any) -> None:
+        shared = given[blocks.owners[given] > 1]
+        release(blocks, given)
+        blocks._push(shared)
+
+    monkeypatch.setattr(KVBlockAllocator, "release", release_for_all)
+
+
 BUGS: list[Plant] = [
     one_staging_buffer,
     one_sample_buffer,
@@ -149,4 +260,12 @@ BUGS: list[Plant] = [
     pending_for_ever,
     stale_sampling_parameters,
     a_reader_misses_the_end,
+    blocks_for_one_token,
+    drafts_without_blocks,
+    drafts_believed,
+    one_draft_too_many,
+    length_of_the_last_owner,
+    surplus_and_one_more,
+    starts_at_zero_alone,
+    shared_blocks_are_freed,
 ]

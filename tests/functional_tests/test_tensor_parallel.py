@@ -13,6 +13,7 @@ import pytest
 import torch
 from ascii_tokenizer import make_ascii_tokenizer
 from capturing_cpu import CapturingCpu
+from drafters import DRAFTERS
 from harness import (
     CPU,
     Job,
@@ -72,6 +73,17 @@ CASES: list[tuple[bool, dict[str, Any]]] = [
     (True, {"lookahead": 2, **SCARCE}),
 ]
 """With and without sequence parallelism, by settings of the engine."""
+SEEDED = [
+    Job(job.prompt, replace(job.params, seed=number, frequency_penalty=number % 2))
+    for number, job in enumerate(JOBS)
+]
+"""A job's number is its seed, by which drafters know it."""
+DRAFTS: list[tuple[int, str, int, dict[str, Any]]] = [
+    (0, "oracle", 3, PLENTY),
+    (1, "fickle", 3, SCARCE | {"max_tokens": 24}),
+    (2, "oracle", 1, PLENTY | {"num_cuda_graphs": 2}),
+]
+"""Lookahead, drafter, drafts, settings."""
 
 
 def load(name: str, ranks: int, sequence_parallel: bool = False) -> torch.nn.Module:
@@ -192,6 +204,36 @@ def constrained_tokens(name: str, ranks: int) -> list[list[int]]:
 def test_grammars_are_those_of_one_rank(folder: Path) -> None:
     expected = constrained_tokens(str(folder), 1)
     assert run_ranks(2, constrained_tokens, str(folder), 2) == [expected] * 2
+
+
+def drafted_tokens(name: str, ranks: int, answers: list[list[int]]) -> list[Any]:
+    """Tokens and counters with drafts: of an oracle and of a fickle one, with memory and without,
+    and in captured steps."""
+    model, found = load(name, ranks), []
+    for lookahead, drafter, count, settings in DRAFTS:
+        engine = make_engine(
+            model, device=CapturingCpu() if "num_cuda_graphs" in settings else None,
+            drafter=DRAFTERS[drafter](answers, 131), lookahead=lookahead,
+            num_speculative_tokens=count, **settings,
+        )  # fmt: skip
+        tokens, stats = run_at(engine, {0: SEEDED[:2], 3: SEEDED[2:]}), engine.stats()
+        engine.close()
+        names = ("steps", "pauses", "accepted_tokens")
+        found.append((tokens, {name: stats[name] for name in names}))
+    return found
+
+
+def test_drafts_are_those_of_one_rank(folder: Path) -> None:
+    engine = make_engine(load(str(folder), 1), lookahead=0, **PLENTY)
+    expected = run_together(engine, SEEDED)
+    engine.close()
+    answers = [[*job.prompt, *tokens] for job, tokens in zip(SEEDED, expected, strict=True)]
+    first, second = run_ranks(2, drafted_tokens, str(folder), 2, answers)
+    assert first == second
+    for (tokens, stats), run in zip(first, DRAFTS, strict=True):
+        assert tokens == expected, run
+        assert stats["accepted_tokens"] > 10, run
+        assert (stats["pauses"] > 0) == ("max_tokens" in run[3]), run
 
 
 def demo_tokens(folder: str, prompts: list[list[int]]) -> list[list[int]]:
