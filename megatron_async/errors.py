@@ -32,7 +32,7 @@ class NoTokenToChoose(RuntimeError):
         request_id: int,
         position: int,
         generated: int,
-        grammar_failure: Exception | None = None,
+        grammar_failure: Exception | str | None = None,
     ) -> None:
         reason = (
             "a logit there is NaN or infinite (check the model's weights and params_dtype: float16 "

@@ -79,11 +79,13 @@ def book_samples(
     owners = plan.slots[live]
     length = slots.num_known[owners]
     slots.count_back(owners, plan.widths[live] if slots.max_width > 1 else 1)
-    tokens, failed, rows = sampled[live, 0], _NO_ROWS, np.arange(len(owners))
+    tokens, failed = sampled[live, 0], _NO_ROWS
+    rows: IntArray = np.arange(len(owners))
+    has_token: NDArray[np.bool_] | bool = True
     if slots.max_width == 1 and tokens.min(initial=0) >= 0:
         stopped = (slots.stop_ids[owners] == tokens[:, None]).any(axis=1)
         slots.tokens[owners, length] = tokens
-        has_token, end = True, length + 1
+        end = length + 1
     else:
         counts, stopped, failed = _cut(sampled[live], counts[live], slots.stop_ids[owners])
         place = np.arange(sampled.shape[1])

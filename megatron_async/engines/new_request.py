@@ -125,9 +125,8 @@ def _prepare(
             params.stop_words, require_detokenizer(tokenizer)
         )
     if params.structured_output is not None:
-        wanted = params.structured_output
-        if isinstance(wanted, StructuredOutput):
-            wanted = params.structured_output = wanted.fixed()
-        entry.grammar_job = grammars.begin(wanted)
+        if isinstance(params.structured_output, StructuredOutput):
+            params.structured_output = params.structured_output.fixed()
+        entry.grammar_job = grammars.begin(params.structured_output)
         request.watch_row = EVERYTHING
     return limits.max_length

@@ -22,7 +22,7 @@ from megatron_async.inference_request import DynamicInferenceRequest, Status
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 from megatron_async.token_watch import TokenWatch
 
-End = tuple[int, str, BaseException | None]
+End = tuple[int, str, Exception | None]
 """Slot, finish reason, and what went wrong."""
 
 
@@ -152,11 +152,12 @@ class StepBooking:
         if len(due) == 0:
             return output, ends
         dropped = np.zeros(len(output.tokens), dtype=np.bool_)
-        for row in due:
+        for row in due.tolist():  # sync-ok: NumPy
             slot = int(output.slots[row])
             tokens = np.flatnonzero(output.rows == row)
-            request, kept, error = slots.request_at(slot), len(tokens), None
+            request, kept = slots.request_at(slot), len(tokens)
             reason: str | None = None
+            error: Exception | None = None
             try:
                 reason, kept = self._finish_reason(request, output, row)
             except Exception as failure:  # of a user's own tokenizer: this request's alone

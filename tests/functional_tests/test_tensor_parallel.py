@@ -193,6 +193,9 @@ def constrained_tokens(name: str, ranks: int) -> list[list[int]]:
         for number, options in enumerate(GRAMMARS)
     ]
     prompts = [[ord("a") + number] * 4 for number in range(len(params))]
+    for each in params:  # each rank schedules for itself here: none may wait for a grammar
+        if each.structured_output is not None:
+            engine.grammars.begin(each.structured_output).result()
     found = engine.generate(prompts, params)
     engine.close()
     for request, options in zip(found, GRAMMARS, strict=True):
