@@ -79,7 +79,8 @@ def book_samples(
     owners = plan.slots[live]
     length = slots.num_known[owners]
     slots.count_back(owners, plan.widths[live] if slots.max_width > 1 else 1)
-    tokens, failed = sampled[live, 0], _NO_ROWS
+    tokens: IntArray = sampled[live, 0]
+    failed: IntArray = _NO_ROWS
     rows: IntArray = np.arange(len(owners))
     has_token: NDArray[np.bool_] | bool = True
     if slots.max_width == 1 and tokens.min(initial=0) >= 0:
