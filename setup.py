@@ -38,7 +38,7 @@ EXTRAS = {
         "transformers>=5.17,<6",
         "accelerate",
         "hypothesis",
-        "matplotlib",  # scripts/plot_performance.py
+        "matplotlib",  # scripts/benchmarks/plot_performance.py
         "mypy",
         "pre-commit",
         "pytest",

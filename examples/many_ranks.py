@@ -18,7 +18,7 @@ import argparse
 from collections.abc import Sequence
 
 from megatron_async import LLM, SamplingParams
-from megatron_async.cli_options import add_parallel, parallel_sizes
+from megatron_async.cli.options import add_parallel, parallel_sizes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

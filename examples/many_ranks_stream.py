@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Sequence
 
 from megatron_async import LLM, SamplingParams
-from megatron_async.cli_options import add_parallel, parallel_sizes
+from megatron_async.cli.options import add_parallel, parallel_sizes
 
 
 async def ask(llm: LLM, request_id: int, after_s: float, tokens: int) -> None:

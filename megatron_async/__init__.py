@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from megatron_async.config import InferenceConfig
     from megatron_async.contexts.dynamic_context import DynamicInferenceContext
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
-    from megatron_async.inference_request import DynamicInferenceRequest, Status
     from megatron_async.llm import LLM
     from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import (
         GPTInferenceWrapper,
     )
-    from megatron_async.sampling_params import SamplingParams
+    from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
+    from megatron_async.requests.sampling_params import SamplingParams
     from megatron_async.text_generation_controllers.text_generation_controller import (
         TextGenerationController,
     )
@@ -33,10 +33,10 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "LLM": "llm",
     "InferenceConfig": "config",
-    "SamplingParams": "sampling_params",
-    "DynamicInferenceRequest": "inference_request",
-    "Status": "inference_request",
-    "StructuredOutput": "structured_output",
+    "SamplingParams": "requests.sampling_params",
+    "DynamicInferenceRequest": "requests.inference_request",
+    "Status": "requests.inference_request",
+    "StructuredOutput": "text.structured_output",
     "DynamicInferenceContext": "contexts.dynamic_context",
     "DynamicInferenceEngine": "engines.dynamic_engine",
     "TextGenerationController": "text_generation_controllers.text_generation_controller",

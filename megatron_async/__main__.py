@@ -8,10 +8,10 @@ def main() -> int:
     """Run one command; Ctrl-C is no traceback even while the command line is imported.
 
     Returns:
-        exit status: see `megatron_async.cli.main`; 130: interrupted.
+        exit status: see `megatron_async.cli.main.main`; 130: interrupted.
     """
     try:
-        from megatron_async.cli import main as run
+        from megatron_async.cli.main import main as run
 
         return run()
     except KeyboardInterrupt:

@@ -15,22 +15,22 @@ from tqdm import tqdm
 
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.dtypes import parse_dtype
-from megatron_async.cli_output import progress_line
+from megatron_async.cli.output import progress_line
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.job import FINISH_TIMEOUT_S
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.devices import make_device, makes_ordinary_tensors, resolve_device_name
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine, Prompt
-from megatron_async.engines.join_group import join_group
 from megatron_async.errors import ConfigurationError
-from megatron_async.inference_request import DynamicInferenceRequest
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
-from megatron_async.profiling.timeline import Timeline
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.observe.timeline import Timeline
+from megatron_async.ranks.join_group import join_group
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,

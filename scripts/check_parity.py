@@ -37,8 +37,8 @@ import torch
 from megatron_async import LLM, InferenceConfig
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.dtypes import DTYPES, parse_dtype
-from megatron_async.cli_options import add_parallel, parallel_sizes
-from megatron_async.cli_ranks import (
+from megatron_async.cli.options import add_parallel, parallel_sizes
+from megatron_async.cli.ranks import (
     end_together,
     gather_replicas,
     has_other_ranks,

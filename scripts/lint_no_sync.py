@@ -32,7 +32,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "megatron_async"
 STEP_PATH = (
     "contexts",
+    "device_state",
     "engines",
+    "ranks",
+    "rollback",
     "text_generation_controllers",
     "models",
     "ops",

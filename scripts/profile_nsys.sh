@@ -13,14 +13,14 @@ the kernels of graph replays one by one, CUDA calls, blocking system calls, and 
 a GPU.
 
 COMMAND defaults to one steady decode:
-  scripts/benchmark_decode.py --models dummy:smollm2-135m --batch-sizes 64 --lookahead 1 --steps 20
+  scripts/benchmarks/benchmark_decode.py --models dummy:smollm2-135m --batch-sizes 64 --lookahead 1 --steps 20
 Give another one as you would run it; a script of this folder or megatron-async runs in .venv:
-  scripts/profile_nsys.sh -o churn scripts/benchmark_churn.py --lookahead 1
+  scripts/profile_nsys.sh -o churn scripts/benchmarks/benchmark_churn.py --lookahead 1
   scripts/profile_nsys.sh megatron-async generate --model smollm2 --prompt "Hello"
 
 On several ranks each has its own nsys and its own report, REPORT-rank0.nsys-rep and so on; the launch
 scripts start them so:
-  scripts/launch_node.sh --tp 2 --nsys tp2 scripts/benchmark_ranks.py --model dummy:llama-3.1-8b
+  scripts/launch_node.sh --tp 2 --nsys tp2 scripts/benchmarks/benchmark_ranks.py --model dummy:llama-3.1-8b
 In nsys-ui they can be opened together ("New multi-report view").
 
   -o REPORT     report file without its ending (default: nsys_DATE_TIME)
@@ -56,7 +56,7 @@ while (($#)); do
     esac
     shift
 done
-(($#)) || set -- scripts/benchmark_decode.py --models dummy:smollm2-135m --batch-sizes 64 \
+(($#)) || set -- scripts/benchmarks/benchmark_decode.py --models dummy:smollm2-135m --batch-sizes 64 \
     --lookahead 1 --steps 20
 
 find_nsys() {

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Set up, then every check a change must pass: lints, types, tests on the CPU.
 #
-#   bash scripts/test.sh                                        everything
-#   bash scripts/test.sh --quick                                lints, types, and the tests in `quick`
-#   bash scripts/test.sh tests/unit_tests/test_cli.py -k help   lints, types, and these tests
+#   bash scripts/test.sh                                            everything
+#   bash scripts/test.sh --quick                                    lints, types, and the tests in `quick`
+#   bash scripts/test.sh tests/unit_tests/cli/test_cli.py -k help   lints, types, and these tests
 #
 # Times on 2 idle cores: everything under 20 minutes, --quick under 4. --quick is for between two
 # edits; before a change is handed in, all must pass. Other arguments go to pytest, behind --quick
@@ -18,22 +18,28 @@ export PATH=$PWD/.venv/bin:$PATH
 # the command line, and decisions of serving. Left out: many ranks, kernels, rollback, fuzzing,
 # checkpoints, scripts. No file of it takes more than 45 s of CPU time, all of them about 4 minutes.
 quick=(
+    tests/unit_tests/cli
     tests/unit_tests/contexts
+    tests/unit_tests/device_state
     tests/unit_tests/devices
     tests/unit_tests/engines
+    tests/unit_tests/requests
+    tests/unit_tests/rollback
+    tests/unit_tests/scripts/test_lint_no_sync.py
     tests/unit_tests/serving
     tests/unit_tests/simulation
+    tests/unit_tests/text
     tests/unit_tests/test_*.py
-    tests/functional_tests/test_abort_phases.py
-    tests/functional_tests/test_api.py
-    tests/functional_tests/test_bad_features.py
-    tests/functional_tests/test_bad_input.py
-    tests/functional_tests/test_fault_reuse.py
-    tests/functional_tests/test_log_probs.py
-    tests/functional_tests/test_overlap.py
-    tests/functional_tests/test_parity_tiny.py
-    tests/functional_tests/test_pause_suspend.py
-    tests/functional_tests/test_streaming.py
+    tests/functional_tests/lifecycle/test_abort_phases.py
+    tests/functional_tests/lifecycle/test_api.py
+    tests/functional_tests/features/test_bad_features.py
+    tests/functional_tests/faults/test_bad_input.py
+    tests/functional_tests/faults/test_fault_reuse.py
+    tests/functional_tests/features/test_log_probs.py
+    tests/functional_tests/lifecycle/test_overlap.py
+    tests/functional_tests/lifecycle/test_parity_tiny.py
+    tests/functional_tests/lifecycle/test_pause_suspend.py
+    tests/functional_tests/lifecycle/test_streaming.py
 )
 tests=()
 if [[ ${1:-} == --quick ]]; then

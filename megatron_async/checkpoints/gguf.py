@@ -20,7 +20,7 @@ from megatron_async.checkpoints.mapping import Region, Shape
 from megatron_async.checkpoints.source import NamedTensorSource
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 from megatron_async.models.rotary import inverse_frequencies
-from megatron_async.tokenizer import Tokenizer
+from megatron_async.text.tokenizer import Tokenizer
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Values of `general.architecture` that are read; llama.cpp calls Mistral "llama", too."""

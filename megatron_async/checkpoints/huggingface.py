@@ -23,7 +23,7 @@ from megatron_async.checkpoints.source import (
     total_bytes,
 )
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.tokenizer import TOKENIZER, Tokenizer, read_eos_ids
+from megatron_async.text.tokenizer import TOKENIZER, Tokenizer, read_eos_ids
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

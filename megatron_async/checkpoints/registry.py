@@ -17,7 +17,7 @@ from megatron_async.checkpoints.huggingface import CONFIG, HuggingFaceSource
 from megatron_async.checkpoints.source import ModelSource
 from megatron_async.checkpoints.torch_dist import TorchDistSource, is_torch_dist
 from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
-from megatron_async.tokenizer import Tokenizer
+from megatron_async.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from megatron.core.models.hybrid.hybrid_model import HybridModel

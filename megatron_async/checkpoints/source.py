@@ -14,7 +14,7 @@ from tqdm import tqdm
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.mapping import Region, Shape, Shard, Weight, weights
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.tokenizer import Tokenizer
+from megatron_async.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -39,7 +39,7 @@ from megatron_async.checkpoints.source import (
     total_bytes,
 )
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.tokenizer import Tokenizer
+from megatron_async.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from megatron.core.models.hybrid.hybrid_model import HybridModel

@@ -13,24 +13,24 @@ from typing import Any
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest, rank_of
-from megatron_async.contexts.batch_dimensions import BatchDimensions
-from megatron_async.contexts.bookkeeping_buffer import HostStaging
-from megatron_async.contexts.device_memory import make_gpu_view, max_paused_blocks
 from megatron_async.contexts.graph_shapes import make_graph_shapes
 from megatron_async.contexts.integrity import check_integrity
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.micro_batches import MicroBatches
 from megatron_async.contexts.plan_builder import PlanBuilder, dummy_plan
-from megatron_async.contexts.plan_rollback import take_back
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.contexts.scheduler import NO_SLOTS, Scheduler
 from megatron_async.contexts.step_output import StepOutput, book_samples
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.contexts.step_shape import StepShape
+from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.device_state.bookkeeping_buffer import HostStaging
+from megatron_async.device_state.device_memory import make_gpu_view, max_paused_blocks
 from megatron_async.devices import Device, make_device, makes_ordinary_tensors
-from megatron_async.inference_request import DynamicInferenceRequest
-from megatron_async.profiling.timeline import Timeline
-from megatron_async.profiling.tracer import Tracer
+from megatron_async.observe.timeline import Timeline
+from megatron_async.observe.tracer import Tracer
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.rollback.plan_rollback import take_back
 
 Agree = Callable[[int, StepShape, bool], StepShape]
 """From a step's number, the shape that this rank wants for it, and whether it has unfinished

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.graph_shapes import GraphShapes
 from megatron_async.contexts.plan_features import NO_FEATURES, plan_features
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
 from megatron_async.contexts.step_plan import BlockUpdates, IntArray, StepPlan
 from megatron_async.contexts.step_shape import StepShape
-from megatron_async.ops.sampling import SamplingMode
-from megatron_async.ops.slot_records import NO_TOKEN, RowFeature
+from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.ops.sampling.sampling import SamplingMode
+from megatron_async.ops.sampling.slot_records import NO_TOKEN, RowFeature
 
 _NONE = np.empty(0, dtype=np.int32)
 _NO_STARTS = np.zeros(1, dtype=np.int32)

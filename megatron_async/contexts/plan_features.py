@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async.ops.sampling import SamplingMode
-from megatron_async.ops.slot_records import RowFeature
+from megatron_async.ops.sampling.sampling import SamplingMode
+from megatron_async.ops.sampling.slot_records import RowFeature
 
 if TYPE_CHECKING:
     from megatron_async.contexts.request_slots import RequestSlots

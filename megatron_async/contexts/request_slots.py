@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from megatron_async.contexts.step_plan import IntArray
-from megatron_async.inference_request import DynamicInferenceRequest
-from megatron_async.ops.slot_records import RowFeature
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.ops.sampling.slot_records import RowFeature
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.sampling_params import SamplingParams
 
 MANY = 2**30
 NO_TOKEN = -1

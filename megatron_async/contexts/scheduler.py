@@ -12,8 +12,8 @@ from megatron_async.contexts.micro_batches import MicroBatches
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
 from megatron_async.contexts.step_plan import IntArray
-from megatron_async.inference_request import DynamicInferenceEventType, Status
-from megatron_async.profiling.tracer import Tracer
+from megatron_async.observe.tracer import Tracer
+from megatron_async.requests.inference_request import DynamicInferenceEventType, Status
 
 ADMISSION_HORIZON = 32
 """Admission leaves the blocks that running requests will want within this many steps, so that a

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.graph_shapes import GraphShapes
 from megatron_async.contexts.step_plan import IntArray
+from megatron_async.device_state.batch_dimensions import BatchDimensions
 
 
 class StepShape(NamedTuple):

@@ -14,19 +14,19 @@ from typing import Any
 from megatron_async.engines.job_loss import JobLoss
 from megatron_async.engines.listener import EngineListener
 from megatron_async.engines.new_request import new_request, prepare_request
-from megatron_async.engines.rank_group import RankGroup
-from megatron_async.engines.request_registry import RequestEntry, RequestRegistry
 from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.validation import check_request_id
 from megatron_async.errors import RequestAborted, RequestError
-from megatron_async.grammar_compiler import GrammarCompiler
-from megatron_async.inference_request import DynamicInferenceRequest, Status
-from megatron_async.sampling_params import SamplingParams
-from megatron_async.structured_output import ALLOWANCE_S, CREDIT_S
+from megatron_async.ranks.rank_group import RankGroup
+from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
+from megatron_async.requests.request_registry import RequestEntry, RequestRegistry
+from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.text.grammar_compiler import GrammarCompiler
+from megatron_async.text.structured_output import ALLOWANCE_S, CREDIT_S
+from megatron_async.text.token_watch import TokenWatch
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
-from megatron_async.token_watch import TokenWatch
 
 POLL_S = 0.005
 """An engine that has nothing but grammars to wait for looks so often whether one is there."""

@@ -17,27 +17,27 @@ from megatron_async.contexts.step_output import StepOutput
 from megatron_async.engines.admission import POLL_S, Admission
 from megatron_async.engines.arrival import arrival
 from megatron_async.engines.engine_thread import EngineThread
-from megatron_async.engines.follower import follow
 from megatron_async.engines.generation import run_to_end
 from megatron_async.engines.job_loss import JobLoss
 from megatron_async.engines.listener import EngineListener
 from megatron_async.engines.pausing import EngineState, Pausing
-from megatron_async.engines.rank_group import RankGroup
-from megatron_async.engines.request_registry import RequestRegistry
-from megatron_async.engines.rollback import make_invalidation
 from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.step_launching import StepLaunching
 from megatron_async.engines.step_report import step_report
-from megatron_async.engines.streaming import RequestStream
-from megatron_async.grammar_compiler import GrammarCompiler
-from megatron_async.inference_request import DynamicInferenceRequest
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.ranks.follower import follow
+from megatron_async.ranks.rank_group import RankGroup
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.request_registry import RequestRegistry
+from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.requests.streaming import RequestStream
+from megatron_async.rollback.policy import make_invalidation
+from megatron_async.text.grammar_compiler import GrammarCompiler
+from megatron_async.text.token_watch import TokenWatch
 from megatron_async.text_generation_controllers.text_generation_controller import (
     LaunchedStep,
     TextGenerationController,
 )
-from megatron_async.token_watch import TokenWatch
 
 Prompt = str | Sequence[int] | Any
 """Text, or token ids (list, NumPy array or CPU tensor)."""

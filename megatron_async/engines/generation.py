@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import RequestError
-from megatron_async.inference_request import DynamicInferenceRequest
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine, Prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_async.contexts.request_slots import RequestSlots
-from megatron_async.engines.request_registry import RequestRegistry
+from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.text_generation_controllers.text_generation_controller import (
     LaunchedStep,
     TextGenerationController,

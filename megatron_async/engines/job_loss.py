@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from copy import copy
 
 from megatron_async.contexts.request_slots import RequestSlots
-from megatron_async.engines.rank_group import RankGroup
-from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.errors import JobFailed
+from megatron_async.ranks.rank_group import RankGroup
+from megatron_async.requests.request_registry import RequestRegistry
 
 
 class JobLoss:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.contexts.step_output import StepOutput
-from megatron_async.ops.slot_records import RowFeature
+from megatron_async.ops.sampling.slot_records import RowFeature
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 

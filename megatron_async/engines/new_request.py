@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-from megatron_async.engines.request_registry import RequestEntry
 from megatron_async.engines.validation import (
     check_params_type,
     check_priority,
@@ -15,16 +14,20 @@ from megatron_async.engines.validation import (
     require_detokenizer,
 )
 from megatron_async.errors import RequestError
-from megatron_async.grammar_compiler import GrammarCompiler
-from megatron_async.inference_request import DynamicInferenceEventType, DynamicInferenceRequest
-from megatron_async.log_probs import RequestLogProbs
-from megatron_async.sampling_params import SamplingParams
-from megatron_async.sampling_record import sampling_record
-from megatron_async.structured_output import StructuredOutput
+from megatron_async.requests.inference_request import (
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+)
+from megatron_async.requests.log_probs import RequestLogProbs
+from megatron_async.requests.request_registry import RequestEntry
+from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.requests.sampling_record import sampling_record
+from megatron_async.text.grammar_compiler import GrammarCompiler
+from megatron_async.text.structured_output import StructuredOutput
+from megatron_async.text.token_watch import EVERYTHING, TokenWatch
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
-from megatron_async.token_watch import EVERYTHING, TokenWatch
 
 INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 """Meant for the caller, not for the request during whose preparation they come."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from megatron_async.contexts.kv_cache import GIB
 from megatron_async.contexts.step_output import StepOutput
+from megatron_async.device_state.kv_cache import GIB
 from megatron_async.errors import EngineStopped, OutOfMemoryError
 
 if TYPE_CHECKING:

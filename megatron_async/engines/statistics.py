@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.engines.stage_times import TimeHistogram
+from megatron_async.observe.stage_times import TimeHistogram
 
 if TYPE_CHECKING:
     from megatron_async.contexts.dynamic_context import DynamicInferenceContext

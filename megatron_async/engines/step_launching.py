@@ -12,10 +12,10 @@ from megatron_async.contexts.step_shape import StepShape
 from megatron_async.engines.grammar_masks import send_masks
 from megatron_async.engines.invalidation import Invalidation
 from megatron_async.engines.listener import EngineListener
-from megatron_async.engines.rank_group import RankGroup
-from megatron_async.engines.request_registry import RequestRegistry
 from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
-from megatron_async.profiling.step_log import StepLog
+from megatron_async.observe.step_log import StepLog
+from megatron_async.ranks.rank_group import RankGroup
+from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.text_generation_controllers.text_generation_controller import (
     LaunchedStep,
     TextGenerationController,

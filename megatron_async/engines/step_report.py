@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_async.contexts.step_output import StepOutput
-from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.requests.inference_request import DynamicInferenceRequest
 
 NO_IDS = np.empty(0, dtype=np.int64)
 

@@ -13,8 +13,8 @@ import torch
 from megatron_async.contexts.admission import MAX_PRIORITY
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.errors import RequestError
-from megatron_async.inference_request import DynamicInferenceRequest
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from megatron_async.contexts.gpu_view import ContextGPUView
+    from megatron_async.device_state.gpu_view import ContextGPUView
 
 
 class PagedCoreAttention(nn.Module):

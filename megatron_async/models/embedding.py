@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megatron_async.models.linear import InferenceColumnParallelLinear
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.skinny_linear import Unnormed
-from megatron_async.ops.tensor_collectives import TensorCollectives, collectives_of
-from megatron_async.ops.vocabulary_shard import VocabularyShard
+from megatron_async.ops.linear.skinny_linear import Unnormed
+from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, collectives_of
+from megatron_async.ops.ranks.vocabulary_shard import VocabularyShard
 
 
 class InferenceEmbedding(LanguageModelEmbedding):

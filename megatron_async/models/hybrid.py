@@ -42,8 +42,8 @@ from megatron_async.models.parallel_state import ParallelSizes, ensure_process_g
 from megatron_async.models.partition import check_partition, padded_vocab_size
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT, output_cost, split_pattern, stage_of
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.skinny_linear import Unnormed
-from megatron_async.ops.tensor_collectives import Unreduced, collectives_of
+from megatron_async.ops.linear.skinny_linear import Unnormed
+from megatron_async.ops.ranks.tensor_collectives import Unreduced, collectives_of
 
 SERVED_LAYERS = {LayerSymbols.ATTENTION, LayerSymbols.MLP, LayerSymbols.MOE}
 TRANSFORMER_IMPLS = ("local", "transformer_engine")

@@ -9,7 +9,7 @@ tokens: the sum leaves each rank its rows, and the next column-parallel layer ga
 On a CPU in float32 the weight is also kept in oneDNN's blocked layout, which reads a small batch's
 weights near memory speed: on a 2-core EPYC the matrix products of a SmolLM2-135M step take 25 to
 32 ms at batch 8 that way, and 55 to 63 with torch's linear (docs/performance.md). On a GPU decode
-steps have kernels of their own (`ops/skinny_linear.py`).
+steps have kernels of their own (`ops/linear/skinny_linear.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.partial_sums import add_partial_sums
-from megatron_async.ops.skinny_linear import Unnormed, takes_unnormed
-from megatron_async.ops.tensor_collectives import TensorCollectives, Unreduced, collectives_of
+from megatron_async.ops.linear.partial_sums import add_partial_sums
+from megatron_async.ops.linear.skinny_linear import Unnormed, takes_unnormed
+from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, Unreduced, collectives_of
 
 PACKING_BATCH_HINT = 256
 """oneDNN picks a layout for this many rows. Measured: 256 serves 1 to 256 rows well, 1 does not."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_async.models.linear import InferenceColumnParallelLinear
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.skinny_linear import Unnormed
+from megatron_async.ops.linear.skinny_linear import Unnormed
 
 
 class GatedMLP(MLP):

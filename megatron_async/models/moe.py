@@ -18,12 +18,12 @@ from torch import Tensor
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.moe_dispatch import TokenDispatcher
 from megatron_async.models.moe_experts import Experts
-from megatron_async.ops.expert_routing import Routing
+from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.tensor_collectives import Unreduced, collectives_of
+from megatron_async.ops.ranks.tensor_collectives import Unreduced, collectives_of
 
 if TYPE_CHECKING:
-    from megatron_async.contexts.gpu_view import ContextGPUView
+    from megatron_async.device_state.gpu_view import ContextGPUView
 
 
 class TopKRouter(MegatronModule):

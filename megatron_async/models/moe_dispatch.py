@@ -5,7 +5,7 @@ and the sums are reduced to who brought the tokens. This sends more than an all-
 nobody's sizes depend on the routing: the host learns nothing, and a graph can hold it.
 
 On GPUs of one host the exchanges of small steps are kernels of our own, over symmetric memory
-(`ops/symmetric_exchange.py`); the others are NCCL's, or gloo's.
+(`ops/experts/symmetric_exchange.py`); the others are NCCL's, or gloo's.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_async.ops.expert_gather import packed_row_bytes
-from megatron_async.ops.expert_routing import Routing
-from megatron_async.ops.symmetric_exchange import SymmetricExchange, exchange_of
+from megatron_async.ops.experts.expert_gather import packed_row_bytes
+from megatron_async.ops.experts.expert_routing import Routing
+from megatron_async.ops.experts.symmetric_exchange import SymmetricExchange, exchange_of
 
 
 class TokenDispatcher:

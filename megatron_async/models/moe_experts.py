@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_async.ops.expert_routing import Routing
+from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.kernels import kernels_for
 
 

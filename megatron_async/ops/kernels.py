@@ -8,21 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_async.ops import (
-    expert_mlp,
-    expert_routing,
+from megatron_async.ops.attention import rope_append
+from megatron_async.ops.experts import expert_mlp, expert_routing
+from megatron_async.ops.linear import rms_norm, skinny_linear, swiglu
+from megatron_async.ops.ranks import vocab_embedding
+from megatron_async.ops.sampling import (
     log_probs,
     logits_processing,
-    rms_norm,
-    rope_append,
     sampling,
-    skinny_linear,
-    swiglu,
     token_mask,
     triton_log_probs,
     triton_logits,
     triton_sampling,
-    vocab_embedding,
 )
 
 

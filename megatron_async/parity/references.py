@@ -14,7 +14,7 @@ from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )

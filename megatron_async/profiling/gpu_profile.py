@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_async.profiling.gap_report import DeviceActivity
 
 FIRST_KERNEL = "_unpack_kernel"
-"""Part of the name of the kernel that every step begins with (`ops/unpack_step.py`)."""
+"""Part of the name of the kernel that every step begins with (`device_state/unpack_step.py`)."""
 
 
 def profile_device(run: Callable[[], None]) -> profile:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from html import escape
 from itertools import pairwise
 
+from megatron_async.observe.timeline import Span, Timeline
 from megatron_async.profiling.step_gap_files import time_text
 from megatron_async.profiling.step_gaps import STAGES
-from megatron_async.profiling.timeline import Span, Timeline
 
 WIDTH = 1120
 LEFT, RIGHT = 64, 16

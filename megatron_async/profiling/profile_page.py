@@ -10,11 +10,11 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from megatron_async.observe.timeline import Timeline
 from megatron_async.profiling.gap_histogram import gap_histogram
 from megatron_async.profiling.lanes_picture import lanes_picture
 from megatron_async.profiling.step_gap_files import PERCENTILES, did_in_gap, idle_text, time_text
 from megatron_async.profiling.step_gaps import STAGES, GapReport, StepGap
-from megatron_async.profiling.timeline import Timeline
 
 AROUND_GAP = 1.0
 """The window of the longest gap shows so many times its length on either side."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from megatron_async.errors import ConfigurationError
+from megatron_async.observe.timeline import Timeline
 from megatron_async.profiling.arrival_trace import (
     LengthDistribution,
     TraceRequest,
@@ -21,7 +22,6 @@ from megatron_async.profiling.arrival_trace import (
 from megatron_async.profiling.profile_page import profile_page
 from megatron_async.profiling.step_gap_files import gap_record, gap_text
 from megatron_async.profiling.step_gaps import GapReport, step_gaps
-from megatron_async.profiling.timeline import Timeline
 from megatron_async.profiling.trace_server import serve_trace
 from megatron_async.profiling.workloads import Churn, start_steady_decode, steady_decode_tokens
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from megatron_async.engines.statistics import NoOverlapReason
+from megatron_async.observe.timeline import NO_OVERLAP, Span, Timeline
 from megatron_async.profiling.benchmark_record import distribution
-from megatron_async.profiling.timeline import NO_OVERLAP, Span, Timeline
 
 STAGES = {
     "prepare_step": "prepare",

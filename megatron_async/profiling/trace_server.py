@@ -13,9 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megatron_async.inference_request import DynamicInferenceEventType, DynamicInferenceRequest
 from megatron_async.profiling.arrival_trace import TraceRequest
 from megatron_async.profiling.workloads import greedy
+from megatron_async.requests.inference_request import (
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+)
 
 if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine

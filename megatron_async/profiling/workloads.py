@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine

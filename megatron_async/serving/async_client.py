@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from megatron_async.errors import CoordinatorLost, RequestError
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.connection import Connection, check_sendable
 from megatron_async.serving.failures import exception_of
 from megatron_async.serving.first_replica import FirstReplica

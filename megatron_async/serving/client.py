@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any
 
 from megatron_async.errors import CoordinatorLost
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.async_client import AsyncCoordinatorClient, Prompt
 from megatron_async.serving.messages import Completion, TokenChunk
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.requests.inference_request import DynamicInferenceRequest
 
 PROTOCOL = 3
 """Raised when messages change: both ends must have the same."""

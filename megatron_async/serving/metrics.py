@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from megatron_async.profiling.metrics_server import MetricsServer
+from megatron_async.observe.metrics_server import MetricsServer
 from megatron_async.serving.coordinator import Coordinator
 
 PREFIX = "megatron_async_coordinator_"

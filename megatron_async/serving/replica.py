@@ -20,10 +20,10 @@ import numpy as np
 from megatron_async.contexts.request_slots import SlotState
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigurationError, CoordinatorLost, JobFailed
-from megatron_async.heap import frozen_heap
-from megatron_async.inference_request import DynamicInferenceRequest
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.connection import Connection
+from megatron_async.serving.heap import frozen_heap
 from megatron_async.serving.messages import (
     PROTOCOL,
     UNREADABLE,

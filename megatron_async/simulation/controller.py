@@ -8,10 +8,10 @@ import numpy as np
 from torch import Tensor
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-from megatron_async.contexts.gpu_view import ContextGPUView
 from megatron_async.contexts.graph_shapes import mixed_graph_sizes
 from megatron_async.contexts.step_plan import IntArray, StepPlan
-from megatron_async.ops.feed_back import COUNT, TOKENS
+from megatron_async.device_state.feed_back import COUNT, TOKENS
+from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.simulation.device_times import Machine
 from megatron_async.simulation.reach import Work, work_of
 from megatron_async.simulation.virtual_device import VirtualDevice

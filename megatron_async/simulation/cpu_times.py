@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron_async.devices import Device
-from megatron_async.profiling.tracer import Tracer
+from megatron_async.observe.tracer import Tracer
 from megatron_async.simulation.virtual_device import VirtualClock
 
 

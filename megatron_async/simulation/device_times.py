@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.errors import ConfigurationError
 from megatron_async.simulation.cpu_times import CpuTimes
 from megatron_async.simulation.reach import Reach
@@ -112,8 +112,8 @@ def _h200(
 
 
 # Decode: lookahead 1, in which a step takes what its kernels take. One row has kernels of its own
-# and 2 to 16 rows share a tile (ops/skinny_plan.py), so 2 rows take what 16 were measured to.
-# Mixed: the time to the first token of one prompt of 2048 tokens, less the host's 0.2 ms. Eager
+# and 2 to 16 rows share a tile (ops/linear/skinny_plan.py), so 2 rows take what 16 were measured
+# to. Mixed: the time to the first token of one prompt of 2048 tokens, less the host's 0.2 ms. Eager
 # launches and captured sizes: docs/performance.md, "Between steps, and churn".
 MACHINES: dict[str, Machine] = {
     "h200:smollm2-135m": _h200(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from megatron_async.checkpoints.dtypes import parse_dtype
-from megatron_async.contexts.device_memory import attention_layers
+from megatron_async.device_state.device_memory import attention_layers
 from megatron_async.models.architecture import ModelArchitecture
 
 if TYPE_CHECKING:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_async.engines.request_registry import RequestEntry
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.requests.request_registry import RequestEntry
+from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.simulation.recording import Added, Event, TextEnd
-from megatron_async.stop_words import StopWordMatcher
-from megatron_async.structured_output import TokenGrammar
-from megatron_async.token_watch import EVERYTHING
+from megatron_async.text.stop_words import StopWordMatcher
+from megatron_async.text.structured_output import TokenGrammar
+from megatron_async.text.token_watch import EVERYTHING
 
 
 def without_text(params: SamplingParams) -> SamplingParams:

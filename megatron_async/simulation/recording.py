@@ -33,9 +33,9 @@ import numpy as np
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.simulation.model_shape import ModelShape
-from megatron_async.structured_output import StructuredOutput
+from megatron_async.text.structured_output import StructuredOutput
 
 FORMAT = "megatron_async recording"
 VERSION = 2

@@ -15,16 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_async.contexts.gpu_view import ContextGPUView
 from megatron_async.contexts.step_plan import IntArray
+from megatron_async.device_state.feed_back import TOKENS
+from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.devices import Device, makes_ordinary_tensors
-from megatron_async.ops.feed_back import TOKENS
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.log_probs import empty_log_probs
-from megatron_async.ops.logits_processing import ProcessingRows
-from megatron_async.ops.sampling import SamplingMode
-from megatron_async.ops.slot_records import Header, RowFeature
-from megatron_async.ops.token_mask import mask_words
+from megatron_async.ops.sampling.log_probs import empty_log_probs
+from megatron_async.ops.sampling.logits_processing import ProcessingRows
+from megatron_async.ops.sampling.sampling import SamplingMode
+from megatron_async.ops.sampling.slot_records import Header, RowFeature
+from megatron_async.ops.sampling.token_mask import mask_words
 from megatron_async.text_generation_controllers.token_sampler import TokenSampler
 
 HEAD_WORDS = 4

@@ -14,11 +14,11 @@ from functools import partial
 
 from tqdm import tqdm
 
-from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.graph_shapes import GraphShapes
+from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.devices import Device, Graph
 from megatron_async.models.parallel_state import agree_on_least
-from megatron_async.ops.sampling import SamplingMode
+from megatron_async.ops.sampling.sampling import SamplingMode
 
 CAPTURED_MODES = (SamplingMode.GREEDY, SamplingMode.FILTERED, SamplingMode.PROCESSED)
 """Three graphs a shape: greedy steps do without the sampler's searches, and only steps with a row

@@ -7,14 +7,14 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_async.config import InferenceConfig
-from megatron_async.contexts.gpu_view import ContextGPUView
+from megatron_async.device_state.feed_back import TOKENS
+from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.errors import ConfigurationError
-from megatron_async.ops.feed_back import TOKENS
 
 
 class Drafter(Protocol):
     """Proposes tokens. What it proposes changes no token of the output, only how many come at once
-    (`ops/feed_back.py`)."""
+    (`device_state/feed_back.py`)."""
 
     def propose(self, view: ContextGPUView, count: int) -> Tensor:
         """Drafts of a step's rows, behind its `feed_back`: launched work on the compute stream, and

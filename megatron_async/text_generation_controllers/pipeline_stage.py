@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_async.contexts.batch_dimensions import BatchDimensions
-from megatron_async.contexts.bookkeeping_layout import BookkeepingLayout
 from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.devices import Event
 from megatron_async.errors import ConfigurationError, StageFailed
 from megatron_async.models.parallel_state import ensure_process_groups

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.devices import Device, makes_ordinary_tensors
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron_async.ops.slot_records import MAX_TOP_N, OUT_WORDS
+from megatron_async.ops.sampling.slot_records import MAX_TOP_N, OUT_WORDS
 
 SLICE = 256
 """Tokens whose logits are in memory together."""
@@ -99,7 +99,7 @@ def write_prompt_log_probs(logits: Tensor, targets: Tensor, top_n: int, out: Ten
         logits: `[tokens, vocabulary]`.
         targets: int64 `[tokens]`; one that is negative gets a meaningless value.
         top_n: likeliest tokens, at most `MAX_TOP_N`; a sort of the vocabulary, if any.
-        out: int32 `[tokens or more, OUT_WORDS]`, written as by `ops.log_probs`.
+        out: int32 `[tokens or more, OUT_WORDS]`, written as by `ops.sampling.log_probs`.
     """
     count, top_n = len(targets), min(top_n, logits.size(1))
     log_probs = torch.log_softmax(logits.float(), dim=-1)

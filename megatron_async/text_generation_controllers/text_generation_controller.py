@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_async.contexts.batch_dimensions import BatchDimensions
 from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.device_state.feed_back import COUNT, TOKENS
 from megatron_async.devices import Device, Event, makes_ordinary_tensors
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.models.pipeline import stage_of
-from megatron_async.ops.feed_back import COUNT, TOKENS
-from megatron_async.ops.sampling import SamplingMode
+from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.text_generation_controllers.constrained_sampling import (
     ConstrainedSampler,
     StepLogits,

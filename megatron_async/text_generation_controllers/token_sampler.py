@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_async.contexts.gpu_view import ContextGPUView
-from megatron_async.contexts.sampling_state import SamplingState
+from megatron_async.device_state.gpu_view import ContextGPUView
+from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.log_probs import empty_log_probs
-from megatron_async.ops.logits_processing import ProcessingRows
-from megatron_async.ops.sampling import SamplingMode
-from megatron_async.ops.vocabulary_shard import VocabularyShard
+from megatron_async.ops.ranks.vocabulary_shard import VocabularyShard
+from megatron_async.ops.sampling.log_probs import empty_log_probs
+from megatron_async.ops.sampling.logits_processing import ProcessingRows
+from megatron_async.ops.sampling.sampling import SamplingMode
 
 
 class TokenSampler:

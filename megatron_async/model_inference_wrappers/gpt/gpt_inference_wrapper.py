@@ -19,12 +19,12 @@ from megatron_async.models.linear import pack_weights
 from megatron_async.models.parallel_state import ensure_process_groups
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.positions import take_over_positions
-from megatron_async.ops.symmetric_exchange import exchange_of
-from megatron_async.ops.tensor_collectives import collectives_of
+from megatron_async.ops.experts.symmetric_exchange import exchange_of
+from megatron_async.ops.ranks.tensor_collectives import collectives_of
 
 if TYPE_CHECKING:
     from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-    from megatron_async.contexts.gpu_view import ContextGPUView
+    from megatron_async.device_state.gpu_view import ContextGPUView
 
 _mode_lock = threading.Lock()
 _mode_users = 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_async.contexts.gpu_view import ContextGPUView
+from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.hybrid import transformer_config

@@ -29,7 +29,7 @@ from tracked_request import TrackedRequest
 
 from megatron_async import SamplingParams
 from megatron_async.errors import EngineStopped, RequestError
-from megatron_async.ops.slot_records import Header
+from megatron_async.ops.sampling.slot_records import Header
 
 MAX_STEPS = 1000
 """More than any schedule takes to its end; beyond it an engine is stuck."""

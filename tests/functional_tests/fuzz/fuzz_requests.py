@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_async import StructuredOutput
-from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.requests.inference_request import DynamicInferenceRequest
 
 MAX_PROMPT, MAX_NEW_TOKENS = 20, 24
 MAX_SEQUENCE = MAX_PROMPT + MAX_NEW_TOKENS

@@ -8,7 +8,7 @@ from harness import drain, make_engine
 from late_device import LateDevice
 
 from megatron_async import SamplingParams
-from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.requests.inference_request import DynamicInferenceRequest
 
 
 class SerialAnswers:

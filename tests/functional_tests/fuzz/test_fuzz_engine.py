@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from planted_bugs import BUGS, Plant
 
-from megatron_async import structured_output
+from megatron_async.text import structured_output
 
 SCHEDULES = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SCHEDULES", "2000"))
 FIRST_SEED = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SEED", "0"))

@@ -8,9 +8,9 @@ from fuzz_requests import COMPARED, CUT_SHORT, Ask, equal
 from serial_answers import SerialAnswers
 
 from megatron_async import DynamicInferenceEngine, Status
-from megatron_async.engines.streaming import RequestStream, StreamChunk
 from megatron_async.errors import RequestAborted, RequestError
-from megatron_async.inference_request import DynamicInferenceRequest
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.streaming import RequestStream, StreamChunk
 
 
 class TrackedRequest:

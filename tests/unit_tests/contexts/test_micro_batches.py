@@ -8,8 +8,8 @@ from ready_requests import made_ready
 
 from megatron_async.contexts.micro_batches import MicroBatches
 from megatron_async.contexts.request_slots import RequestSlots
-from megatron_async.inference_request import DynamicInferenceRequest
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.sampling_params import SamplingParams
 
 
 def make_slots(count: int, capacity: int = 8) -> RequestSlots:

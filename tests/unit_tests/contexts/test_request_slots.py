@@ -12,10 +12,10 @@ from megatron_async.contexts.admission import (
     rank_of,
 )
 from megatron_async.contexts.request_slots import NO_TOKEN, RequestSlots, SlotState
-from megatron_async.inference_request import DynamicInferenceRequest
-from megatron_async.ops.sampling import SamplingMode
-from megatron_async.ops.slot_records import RowFeature
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.ops.sampling.sampling import SamplingMode
+from megatron_async.ops.sampling.slot_records import RowFeature
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.sampling_params import SamplingParams
 
 
 @pytest.fixture

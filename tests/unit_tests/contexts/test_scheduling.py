@@ -9,10 +9,10 @@ from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.request_slots import SlotState
 from megatron_async.devices import CpuDevice
-from megatron_async.inference_request import DynamicInferenceRequest, Status
 from megatron_async.models.architecture import DUMMY_SHAPES
 from megatron_async.models.hybrid import transformer_config
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
+from megatron_async.requests.sampling_params import SamplingParams
 
 MODEL = transformer_config(DUMMY_SHAPES["tiny"], torch.float32)
 TOKEN = 7

@@ -12,15 +12,15 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from megatron_async import LLM, SamplingParams
-from megatron_async.contexts.batch_dimensions import BatchDimensions
+from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import DUMMY_SHAPES
 from megatron_async.models.hybrid import transformer_config
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition
-from megatron_async.ops.expert_mlp import expert_mlp_reference
-from megatron_async.ops.expert_routing import NO_EXPERT, route_reference
+from megatron_async.ops.experts.expert_mlp import expert_mlp_reference
+from megatron_async.ops.experts.expert_routing import NO_EXPERT, route_reference
 
 ARCHITECTURE = DUMMY_SHAPES["tiny-moe"]
 HIDDEN, EXPERTS, FFN = 64, 8, 64

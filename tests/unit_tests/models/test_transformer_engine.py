@@ -14,12 +14,12 @@ from megatron_async import (
     InferenceConfig,
     SamplingParams,
     TextGenerationController,
-    cli,
 )
 from megatron_async.checkpoints import load_model, open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.mapping import weights
 from megatron_async.checkpoints.source import model_parameters
+from megatron_async.cli import main as cli
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model

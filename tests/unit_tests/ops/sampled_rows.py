@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_async.ops.sampling import SamplingRows
-from megatron_async.ops.slot_records import HEADER, RECORD_WORDS, Header, pack_record
+from megatron_async.ops.sampling.sampling import SamplingRows
+from megatron_async.ops.sampling.slot_records import HEADER, RECORD_WORDS, Header, pack_record
 
 Numbers = float | Sequence[float] | Tensor
 

@@ -11,5 +11,5 @@ from triton_interpreter import INTERPRETED, run_in_interpreter
 @pytest.mark.parametrize("names", ["test_[a-r]*.py", "test_[s-z]*.py"])
 def test_in_interpreter(names: str) -> None:
     # Two processes, not one for each file: imports take longer than most kernels.
-    files = sorted(map(str, Path(__file__).parent.glob(names)))
+    files = sorted(map(str, Path(__file__).parent.rglob(names)))
     run_in_interpreter(*files)

@@ -14,7 +14,7 @@ import test_triton_sampling
 import torch
 from test_unpack_step import CHECK
 
-from megatron_async.ops.sampling import SamplingMode
+from megatron_async.ops.sampling.sampling import SamplingMode
 
 pytestmark = [
     pytest.mark.gpu,

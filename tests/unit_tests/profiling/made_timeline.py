@@ -1,6 +1,6 @@
 """A timeline whose gaps are known."""
 
-from megatron_async.profiling.timeline import Span, Timeline
+from megatron_async.observe.timeline import Span, Timeline
 
 STEPS = 6
 LATE = 4

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ranks import run_ranks
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "benchmark_communication.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts/benchmarks/benchmark_communication.py"
 
 
 def _run(path):

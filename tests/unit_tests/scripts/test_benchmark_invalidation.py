@@ -6,12 +6,12 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from unforeseen_ends import UnforeseenEnds
 
 from megatron_async import LLM
 from megatron_async.errors import ConfigurationError
-from megatron_async.profiling.unforeseen_ends import UnforeseenEnds
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "benchmark_invalidation.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts/benchmarks/benchmark_invalidation.py"
 
 
 def run_script(*arguments):

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from step_times import time_steps
 
 from megatron_async import LLM
+from megatron_async.device_state import unpack_step
 from megatron_async.errors import ConfigurationError
-from megatron_async.ops import unpack_step
 from megatron_async.profiling import benchmark_record
 from megatron_async.profiling.arrival_trace import (
     LengthDistribution,
@@ -21,7 +22,6 @@ from megatron_async.profiling.arrival_trace import (
     poisson_trace,
 )
 from megatron_async.profiling.gpu_profile import FIRST_KERNEL
-from megatron_async.profiling.step_times import time_steps
 from megatron_async.profiling.trace_server import serve_trace
 from megatron_async.profiling.workloads import Churn, greedy, start_steady_decode
 
@@ -43,7 +43,7 @@ STEP_KEYS = {
 
 
 def load_script(name):
-    spec = spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    spec = spec_from_file_location(name, next(SCRIPTS.rglob(f"{name}.py")))
     module = module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -222,8 +222,11 @@ def test_throughput(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], ["--capture-range=cudaProfilerApi", "scripts/benchmark_decode.py"]),
-        (["--whole-run", "scripts/benchmark_churn.py"], ["scripts/benchmark_churn.py"]),
+        ([], ["--capture-range=cudaProfilerApi", "scripts/benchmarks/benchmark_decode.py"]),
+        (
+            ["--whole-run", "scripts/benchmarks/benchmark_churn.py"],
+            ["scripts/benchmarks/benchmark_churn.py"],
+        ),
         (["-o", "r", "megatron-async", "info"], ["--output=r", "-m megatron_async info"]),
     ],
 )

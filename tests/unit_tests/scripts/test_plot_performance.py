@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts/plot_performance.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts/benchmarks/plot_performance.py"
 H200 = "NVIDIA H200"
 
 

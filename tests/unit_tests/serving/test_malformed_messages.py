@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from megatron_async.errors import ConfigurationError, CoordinatorLost, RequestError
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving import coordinator as coordinator_module
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator

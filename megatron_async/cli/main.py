@@ -1,0 +1,347 @@
+"""The command line: `megatron-async generate`, `convert`, `info`, `profile`, `replay`,
+`simulate`, `coordinator`, `replica` and `replicas`.
+
+Everything heavy (torch, Megatron-Core) is imported inside the commands, so that `--help` and a
+mistyped option answer at once. A user's error ends in one line on stderr and exit status 2; with
+`--debug` the traceback is shown as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+from megatron_async import __version__
+from megatron_async.cli.answers import print_as_it_is_made, printer_of_ended
+from megatron_async.cli.files import check_writable, written_as
+from megatron_async.cli.options import (
+    ENGINE_OPTIONS,
+    MODEL_HELP,
+    PROGRAM,
+    HelpFormatter,
+    add_dtype,
+    add_parallel,
+    flag,
+    metrics_server,
+    parallel_sizes,
+    show_logged_steps,
+)
+from megatron_async.cli.output import (
+    as_record,
+    describe,
+    print_answer,
+    print_json,
+    print_statistics,
+)
+from megatron_async.cli.profile import add_profile
+from megatron_async.cli.prompts import model_prompts, read_prompts
+from megatron_async.cli.ranks import (
+    end_together,
+    gather_replicas,
+    has_other_ranks,
+    in_order_of_prompts,
+    is_first_rank,
+    is_to_say,
+    quiet_ranks,
+    say_goodbye_with,
+)
+from megatron_async.cli.sampling import add_sampling_options, sampling_params
+from megatron_async.cli.serving import add_serving
+from megatron_async.cli.simulate import add_record_option, add_replay_and_simulate
+
+USER_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
+"""What a value, a file or a machine of the user's can cause; anything else is a bug of ours."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser with errors of one line, as all our errors are."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and where help is; exit with 2."""
+        text = f"{PROGRAM}: error: {message} (see `{self.prog} --help`)\n"
+        self.exit(2, text if is_to_say(text) else None)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = Parser(
+        prog=PROGRAM,
+        description="Async-scheduled continuous-batching inference for Megatron-Core models.",
+        formatter_class=HelpFormatter,
+        epilog=f"Try `{PROGRAM} generate --model smollm2 --chat --prompt 'Why is the sky blue?'`.",
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    add_generate(commands, common)
+    add_convert(commands, common)
+    add_info(commands, common)
+    add_profile(commands, common)
+    add_replay_and_simulate(commands, common, HelpFormatter)
+    add_serving(commands, common, HelpFormatter)
+    return parser
+
+
+def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Options of `generate`."""
+    generate = commands.add_parser(
+        "generate",
+        parents=[common],
+        help="answer prompts, all at once",
+        description="Answer one or many prompts at once through the async engine.",
+        formatter_class=HelpFormatter,
+        epilog=f"""examples:
+  {PROGRAM} generate --model smollm2 --chat --prompt "Why is the sky blue?"
+  {PROGRAM} generate --model smollm2 --prompt "One" --prompt "Two" --temperature 0.8 --top-p 0.95
+  {PROGRAM} generate --model ./my-llama --prompts-file prompts.txt --json > answers.json
+  {PROGRAM} generate --model dummy:tiny --prompt "1 2 3" --timeline step.timeline.json""",
+    )
+    generate.set_defaults(run=run_generate)
+    source = generate.add_argument_group("model and prompts")
+    source.add_argument("--model", required=True, metavar="NAME_OR_PATH", help=MODEL_HELP)
+    source.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated"
+    )
+    source.add_argument(
+        "--prompts-file", metavar="FILE", help="prompts, one a line; '-' reads standard input"
+    )
+    source.add_argument(
+        "--chat", action="store_true", help="wrap each prompt in the model's chat template"
+    )
+    source.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+
+    add_sampling_options(generate)
+
+    engine = generate.add_argument_group("engine")
+    for name, type_, metavar, text in ENGINE_OPTIONS:
+        engine.add_argument(flag(name), type=type_, metavar=metavar, help=text)
+    add_dtype(engine)
+    engine.add_argument(
+        "--transformer-impl", choices=("local", "transformer_engine"), default="local",
+        help="layers of torch and our kernels, or TransformerEngine's (GPU; must be installed)",
+    )  # fmt: skip
+    engine.add_argument(
+        "--no-chunked-prefill", action="store_true", help="prefill each prompt in a single step"
+    )
+
+    add_parallel(generate)
+
+    output = generate.add_argument_group("output")
+    output.add_argument(
+        "--json", action="store_true",
+        help="one JSON document: results and stats\n"
+        "(several replicas: results and replica_stats, a list)",
+    )  # fmt: skip
+    output.add_argument(
+        "--timeline", metavar="FILE",
+        help="write what the CPU and the device did when, for https://ui.perfetto.dev\n"
+        "(several replicas: each its own, replica 0's t.json is t-0.json)",
+    )  # fmt: skip
+    output.add_argument(
+        "--metrics-port", type=int, metavar="PORT",
+        help="meanwhile serve Prometheus metrics at http://127.0.0.1:PORT/metrics\n"
+        "(several replicas: replica 1 at PORT+1, and so on)",
+    )  # fmt: skip
+    add_record_option(output)
+    output.add_argument("--no-progress", action="store_true", help="no progress bar")
+
+
+def add_convert(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Options of `convert`."""
+    convert = commands.add_parser(
+        "convert",
+        parents=[common],
+        help="write a model as a Megatron or a Hugging Face checkpoint",
+        description="Write any model that loads as a Megatron torch_dist checkpoint folder\n"
+        "or as a Hugging Face folder, bit for bit, with its configuration and tokenizer.",
+        formatter_class=HelpFormatter,
+        epilog=f"""examples:
+  {PROGRAM} convert smollm2 ./smollm2-megatron
+  {PROGRAM} convert ./smollm2-megatron ./smollm2-hf --to huggingface""",
+    )
+    convert.set_defaults(run=run_convert)
+    convert.add_argument("source", metavar="SOURCE", help=MODEL_HELP)
+    convert.add_argument("target", metavar="TARGET", help="folder to write")
+    convert.add_argument(
+        "--to", choices=("torch_dist", "huggingface"), default="torch_dist", help="format to write"
+    )
+    add_dtype(convert)
+    convert.add_argument("--overwrite", action="store_true", help="replace what TARGET holds")
+    convert.add_argument("--no-progress", action="store_true", help="no progress bar")
+
+
+def add_info(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Options of `info`."""
+    info = commands.add_parser(
+        "info",
+        parents=[common],
+        help="architecture, memory needed, and the KV pool that fits",
+        description="Print a model's architecture, its parameters, the memory they need and\n"
+        "the KV pool that fits beside them. No weights are loaded.",
+        formatter_class=HelpFormatter,
+        epilog=f"""examples:
+  {PROGRAM} info smollm2
+  {PROGRAM} info dummy:llama-3.1-8b --dtype bfloat16 --memory-gb 24""",
+    )
+    info.set_defaults(run=run_info)
+    info.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    info.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
+    add_dtype(info)
+    info.add_argument(
+        "--memory-gb", type=float, metavar="GB", help="plan for this much memory, not for what is"
+    )
+    info.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def run_generate(arguments: argparse.Namespace) -> int:
+    """Answer the prompts; 1 if any request failed."""
+    prompts = read_prompts(arguments)
+    sampling = sampling_params(arguments)
+    for option in ("timeline", "record"):
+        if (file := getattr(arguments, option)) is not None:
+            check_writable(flag(option), file)
+
+    from megatron_async.llm import LLM
+    from megatron_async.simulation.recording import RecordingError
+
+    fields = {name: getattr(arguments, name) for name, *_ in ENGINE_OPTIONS}
+    options = {name: value for name, value in fields.items() if value is not None}
+    if arguments.no_chunked_prefill:
+        options["enable_chunked_prefill"] = False
+    progress = not arguments.no_progress and is_first_rank()
+    if arguments.logging_step_interval and is_first_rank():
+        show_logged_steps()
+    llm = LLM(
+        arguments.model,
+        dtype=arguments.dtype,
+        transformer_impl=arguments.transformer_impl,
+        progress=progress,
+        timeline=arguments.timeline is not None,
+        record=arguments.record,
+        **parallel_sizes(arguments),
+        **options,
+    )
+    # The answers are what was asked for: a file beside them that fails is told behind them.
+    lost_file: Exception | None = None
+    is_shown = False
+    try:
+        with llm:
+            prompts = prompts[llm.data_parallel_rank :: llm.data_parallel_size]
+            inputs = model_prompts(llm, prompts, arguments)
+            is_shown = not arguments.json and llm.data_parallel_size == 1
+            with metrics_server(llm, arguments.metrics_port):
+                if is_shown and len(prompts) == 1 and not has_other_ranks():
+                    results = [print_as_it_is_made(llm.engine, prompts[0], inputs[0], sampling)]
+                else:
+                    on_end = printer_of_ended(prompts) if is_shown else None
+                    results = llm.generate(inputs, sampling, progress, on_end)
+            stats = dict(llm.engine.stats())
+    except RecordingError as error:
+        lost_file = error
+    if llm.timeline is not None and llm.is_primary_rank:
+        try:
+            llm.timeline.save(llm.replica_file(arguments.timeline))
+        except OSError as error:
+            lost_file = error
+    records = [as_record(*pair) for pair in zip(prompts, results)]
+    replicas = gather_replicas(llm, {"results": records, "stats": stats})
+    try:
+        if is_first_rank():
+            with written_as("standard output"):
+                print_replicas(replicas, arguments.json, is_shown)
+                sys.stdout.flush()
+    finally:
+        end_together()
+    if lost_file is not None:
+        raise lost_file
+    failed = any(result["error"] for replica in replicas for result in replica["results"])
+    return 1 if failed else 0
+
+
+def print_replicas(replicas: Sequence[Mapping[str, Any]], as_json: bool, is_shown: bool) -> None:
+    """Print the answers of all replicas in the order of prompts, unless they were shown as they
+    ended, and their statistics."""
+    results, stats = in_order_of_prompts(replicas), [replica["stats"] for replica in replicas]
+    if as_json:
+        of_replicas = {"stats": stats[0]} if len(stats) == 1 else {"replica_stats": stats}
+        print_json({"results": results, **of_replicas})
+    else:
+        for result in () if is_shown else results:
+            print_answer(result)
+        print_statistics(*stats)
+
+
+def run_convert(arguments: argparse.Namespace) -> int:
+    """Convert a checkpoint."""
+    from megatron_async.checkpoints.convert import convert
+
+    convert(
+        arguments.source,
+        arguments.target,
+        to=arguments.to,
+        dtype=arguments.dtype,
+        overwrite=arguments.overwrite,
+        progress=not arguments.no_progress,
+    )
+    print(f"wrote {arguments.target} ({arguments.to})")
+    return 0
+
+
+def run_info(arguments: argparse.Namespace) -> int:
+    """Print what a model is and needs."""
+    from megatron_async.checkpoints.info import format_info, model_info
+
+    info = model_info(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        memory_gb=arguments.memory_gb,
+    )
+    if arguments.json:
+        print_json({**asdict(info), "fits": info.fits, "kv_tokens": info.kv_tokens})
+    else:
+        print(format_info(info))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        exit status: 0 done, 1 a request failed, 2 an error, 130 interrupted.
+    """
+    arguments = build_parser().parse_args(argv)
+    # Said at import, and no concern of a user's: an escape in a docstring of Megatron-Core's (the
+    # module of a compiler's warning is its path), and that there is no CUDA compiler.
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=".*megatron.core")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    quiet_ranks()
+    try:
+        status: int = arguments.run(arguments)
+        with written_as("standard output"):
+            sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        if is_first_rank():
+            print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader left (`| head`): nothing more to say, not even when Python flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except USER_ERRORS as error:
+        if arguments.debug:
+            traceback.print_exc()
+        say_goodbye_with(error)
+        text = f"{PROGRAM}: error: {describe(error)}"
+        if is_to_say(text, error):
+            print(text, file=sys.stderr, flush=True)
+        return 2

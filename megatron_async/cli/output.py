@@ -1,0 +1,132 @@
+"""What the command line prints: answers and a table for people, one JSON document for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_async.cli.files import reason
+
+if TYPE_CHECKING:
+    from megatron_async.requests.inference_request import DynamicInferenceRequest
+
+STATISTICS = (
+    ("tokens_per_second", "tokens/s", "{:.1f}"),
+    ("generated_tokens", "generated tokens", "{}"),
+    ("steps", "steps", "{}"),
+    ("lookahead", "lookahead", "{}"),
+    ("overlap_ratio", "overlap ratio", "{:.2f}"),
+    ("zombie_rows", "zombie rows", "{}"),
+    ("cpu_us_per_step", "CPU microseconds a step", "{:.0f}"),
+)
+"""Rows of the final table: key in `engine.stats()`, name, format."""
+
+STATISTICS_WHEN_NOT_ZERO = (("pauses", "pauses", "{}"), ("evictions", "evictions", "{}"))
+
+REPORTED_WHEN_NOT_ZERO = ("waiting_requests", "pauses", "evictions")
+"""Statistics that the progress line shows where there is something to show."""
+
+
+def describe(error: BaseException) -> str:
+    """An error's message with that of its cause; its class name where it has no message. Of the
+    system's errors it is the file and what is wrong, without a number."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        text = reason(error) if error.filename is None else f"{error.filename}: {reason(error)}"
+    if error.__cause__ is not None and str(error.__cause__) not in text:
+        text += f" (cause: {type(error.__cause__).__name__}: {error.__cause__})"
+    return text
+
+
+def as_record(prompt: str, result: DynamicInferenceRequest) -> dict[str, Any]:
+    """What `--json` says of one request; `ttft` and `latency` are seconds."""
+    log_probs = {
+        name: value
+        for name in (
+            "generated_log_probs",
+            "prompt_log_probs",
+            "generated_top_n_logprobs",
+            "prompt_top_n_logprobs",
+        )
+        if (value := getattr(result, name)) is not None
+    }
+    return {
+        "request_id": result.request_id,
+        "prompt": prompt,
+        "prompt_tokens": result.prompt_tokens,
+        "generated_text": result.generated_text,
+        "generated_tokens": result.generated_tokens,
+        "status": result.status.name,
+        "finish_reason": result.finish_reason,
+        "error": None if result.error is None else describe(result.error),
+        "ttft": result.ttft,
+        "latency": result.latency,
+        **log_probs,
+    }
+
+
+def progress_line(stats: Mapping[str, Any], rows: int, tokens: int, seconds: float) -> str:
+    """What stands behind a progress bar.
+
+    Args:
+        stats: from `engine.stats()`.
+        rows: of the step that was booked last.
+        tokens: generated so far.
+        seconds: since the bar began.
+    """
+    rate, overlap = tokens / seconds if seconds else 0.0, stats["overlap_ratio"]
+    line = f"{tokens} tokens, {rate:.0f} tokens/s, {rows} rows, overlap {overlap:.2f}"
+    for key in REPORTED_WHEN_NOT_ZERO:
+        if stats[key]:
+            line += f", {stats[key]} {key.removesuffix('_requests')}"
+    return line
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """Print one JSON document; NumPy arrays and numbers become lists and numbers."""
+    print(json.dumps(document, indent=2, ensure_ascii=False, default=lambda v: v.tolist()))
+
+
+def print_answer(result: Mapping[str, Any]) -> None:
+    """Print one prompt and its answer, or its error.
+
+    Args:
+        result: from `as_record`.
+    """
+    print(f">>> {result['prompt']}")
+    if result["error"] is None:
+        text, tokens = result["generated_text"], result["generated_tokens"]
+        print(" ".join(map(str, tokens)) if text is None else text.strip(), end="")
+    print_end(result, has_begun=result["error"] is None)
+
+
+def print_end(result: Mapping[str, Any], has_begun: bool) -> None:
+    """Print what stands behind an answer's text: how it ended, or its error.
+
+    Args:
+        result: from `as_record`.
+        has_begun: whether text of it stands on the line.
+    """
+    if result["error"] is not None:
+        newline = "\n" if has_begun else ""
+        print(f"{newline}FAILED: {result['error']}\n")
+        return
+    latency = result["latency"]
+    seconds = "" if latency is None else f", {latency:.2f} s"
+    count = len(result["generated_tokens"])
+    print(f"\n    [{count} tokens, {result['finish_reason']}{seconds}]\n")
+
+
+def print_statistics(*replicas: Mapping[str, Any]) -> None:
+    """Print the final table, with a column for each replica."""
+    rows = [row for row in STATISTICS if row[0] in replicas[0]]
+    rows += [
+        row for row in STATISTICS_WHEN_NOT_ZERO if any(stats.get(row[0]) for stats in replicas)
+    ]
+    width = max(len(name) for _, name, _ in rows)
+    if len(replicas) > 1:
+        print(f"{'replica':<{width}}" + "".join(f"  {n:>10}" for n in range(len(replicas))))
+    for key, name, layout in rows:
+        cells = [layout.format(stats[key]) for stats in replicas]
+        print(f"{name:<{width}}" + "".join(f"  {cell:>10}" for cell in cells))

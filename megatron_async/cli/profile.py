@@ -1,0 +1,142 @@
+"""`megatron-async profile`: run a workload, and show where the device waited for the CPU."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_async.cli.options import MODEL_HELP, PROGRAM, HelpFormatter, add_dtype, flag
+
+if TYPE_CHECKING:
+    from megatron_async.llm import LLM
+    from megatron_async.profiling.profile_run import ProfileWorkload
+
+WORKLOADS = ("steady", "churn", "trace")
+
+WORKLOAD_OPTIONS: tuple[tuple[str, type, str, Any, str], ...] = (
+    ("batch", int, "N", 16, "rows of a step; of a trace, the most"),
+    ("prompt_tokens", int, "N", 64, "length of each prompt; of a trace, the mean"),
+    ("steps", int, "N", 200, "steady, churn: steps to record"),
+    ("finishes", int, "N", 1, "churn: requests that end, and that arrive, in each step"),
+    ("requests", int, "N", 32, "trace: requests"),
+    ("rate", float, "R", 4.0, "trace: arrivals a second"),
+    ("output_tokens", int, "N", 64, "trace: mean length of an answer"),
+    ("seed", int, "N", 0, "of prompts, lengths and arrivals"),
+)
+"""Options that are fields of `ProfileWorkload`: name, type, metavar, default, help."""
+
+
+def add_profile(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Options of `profile`."""
+    profile = commands.add_parser(
+        "profile",
+        parents=[common],
+        help="run a workload and show where the device waited for the CPU",
+        description="Run a workload and write into a folder: index.html (pictures of the longest\n"
+        "gap, of typical steps and of all gaps), gaps.txt and gaps.json (idle time of the\n"
+        "device and CPU time by stage, for each step), and timeline.json for\n"
+        "https://ui.perfetto.dev.",
+        formatter_class=HelpFormatter,
+        epilog=f"""workloads:
+  steady  a full batch decodes; nobody arrives or ends
+  churn   requests end and arrive in every step
+  trace   requests of random lengths arrive at random times
+
+examples:
+  {PROGRAM} profile --model smollm2 --out profile
+  {PROGRAM} profile --model dummy:llama-3.1-8b --workload churn --batch 64 --out profile""",
+    )
+    profile.set_defaults(run=run_profile)
+    what = profile.add_argument_group("what to run")
+    what.add_argument("--model", default="smollm2", metavar="NAME_OR_PATH", help=MODEL_HELP)
+    what.add_argument("--workload", choices=WORKLOADS, default="steady", help="see below")
+    for name, type_, metavar, default, text in WORKLOAD_OPTIONS:
+        what.add_argument(flag(name), type=type_, metavar=metavar, default=default, help=text)
+    engine = profile.add_argument_group("engine")
+    engine.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
+    engine.add_argument(
+        "--lookahead", type=int, metavar="N", default=1,
+        help="steps launched ahead of bookkeeping: 0 is serial",
+    )  # fmt: skip
+    add_dtype(engine)
+    output = profile.add_argument_group("output")
+    output.add_argument(
+        "--out", required=True, metavar="DIR", help="folder to write into; made if it is not there"
+    )
+    output.add_argument("--no-progress", action="store_true", help="no progress bars")
+
+
+def run_profile(arguments: argparse.Namespace) -> int:
+    """Run the workload and write its profile."""
+    folder = writable_folder(arguments.out)
+
+    from megatron_async.llm import LLM
+    from megatron_async.profiling.profile_run import (
+        ProfileWorkload,
+        record_workload,
+        write_profile,
+    )
+    from megatron_async.profiling.step_gap_files import gap_text
+
+    options = {name: getattr(arguments, name) for name, *_ in WORKLOAD_OPTIONS}
+    workload = ProfileWorkload(arguments.workload, **options)
+    progress = not arguments.no_progress
+    with LLM(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        progress=progress,
+        timeline=True,
+        **workload.engine_settings(arguments.lookahead),
+    ) as llm:
+        timeline = record_workload(llm, workload, progress)
+        facts = describe_run(arguments, workload, llm)
+    report = write_profile(folder, timeline, facts)
+    print(gap_text(report, facts), end="")
+    print(f"\nopen {folder / 'index.html'} in a browser, and timeline.json at ui.perfetto.dev")
+    return 0
+
+
+def writable_folder(name: str) -> Path:
+    """The folder, made if need be, before a model is loaded for it.
+
+    Raises:
+        ValueError: it cannot be made or written into.
+    """
+    folder = Path(name)
+    probe = folder / ".megatron_async_profile"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"--out {name}: cannot write there ({reason}); name another.") from error
+    return folder
+
+
+def describe_run(
+    arguments: argparse.Namespace, workload: ProfileWorkload, llm: LLM
+) -> dict[str, Any]:
+    """What was run, for the head of the report; lengths are tokens."""
+    import torch
+
+    device = llm.engine.context.device.torch_device
+    is_gpu = device.type == "cuda"
+    stats = llm.engine.stats()
+    facts = {
+        "model": arguments.model,
+        "workload": workload.name,
+        "device": torch.cuda.get_device_name(device) if is_gpu else "CPU",
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "lookahead": arguments.lookahead,
+        "batch": workload.batch,
+        "prompt": workload.prompt_tokens,
+        "overlap ratio": f"{stats['overlap_ratio']:.3f}",
+    }
+    if workload.name == "churn":
+        facts["ends a step"] = workload.finishes
+    if workload.name == "trace":
+        facts |= {"requests": workload.requests, "arrivals a second": workload.rate}
+    return facts

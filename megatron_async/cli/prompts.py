@@ -1,0 +1,75 @@
+"""The prompts of `generate`: where they come from, and what the model is given."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron_async.cli.files import read_text
+from megatron_async.cli.ranks import has_other_ranks
+
+if TYPE_CHECKING:
+    from megatron_async.llm import LLM
+
+
+def read_prompts(arguments: argparse.Namespace) -> list[str]:
+    """The prompts of `--prompt` and then of `--prompts-file`, whose empty lines are left out."""
+    prompts = list(arguments.prompt)
+    if arguments.prompts_file == "-" and has_other_ranks():
+        raise ValueError("--prompts-file -: ranks share one standard input; give a file's name.")
+    if arguments.prompts_file is not None:
+        text = _text_of(arguments.prompts_file)
+        prompts += [line for line in text.splitlines() if line.strip()]
+        if not prompts:
+            raise ValueError(f"--prompts-file {arguments.prompts_file}: every line of it is empty.")
+    if not prompts:
+        raise ValueError("there is no prompt: give --prompt TEXT or --prompts-file FILE.")
+    if arguments.system is not None and not arguments.chat:
+        raise ValueError("--system is part of a chat template: give --chat too.")
+    return prompts
+
+
+def _text_of(file: str) -> str:
+    if file != "-":
+        return read_text("--prompts-file", file)
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts-file -: standard input is no UTF-8 ({error}).") from error
+
+
+def model_prompts(
+    llm: LLM, prompts: Sequence[str], arguments: argparse.Namespace
+) -> Sequence[str | list[int]]:
+    """What the model is given: texts, or token ids of chats or where there is no tokenizer."""
+    if arguments.chat:
+        return chat_prompts(llm, prompts, arguments.system)
+    return [token_ids(prompt) for prompt in prompts] if llm.tokenizer is None else prompts
+
+
+def chat_prompts(llm: LLM, prompts: Sequence[str], system: str | None) -> list[list[int]]:
+    """Token ids of each prompt as a conversation of one turn, by the model's chat template."""
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        raise ValueError("this model has no tokenizer and so no chat template: leave out --chat.")
+    first = [] if system is None else [{"role": "system", "content": system}]
+    # The template writes the special tokens itself.
+    return [
+        tokenizer.tokenize(
+            tokenizer.apply_chat_template([*first, {"role": "user", "content": prompt}]),
+            add_special_tokens=False,
+        )
+        for prompt in prompts
+    ]
+
+
+def token_ids(prompt: str) -> list[int]:
+    """Token ids written as numbers: the prompt of a model that has no tokenizer."""
+    try:
+        return [int(word) for word in prompt.replace(",", " ").split()]
+    except ValueError:
+        raise ValueError(
+            f"this model has no tokenizer, so a prompt is token ids such as '1 2 3', not {prompt!r}"
+        ) from None

@@ -1,0 +1,214 @@
+"""The commands `coordinator`, `replica` and `replicas`: data-parallel serving."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+from megatron_async.cli.options import (
+    ENGINE_OPTIONS,
+    MODEL_HELP,
+    PROGRAM,
+    add_dtype,
+    add_parallel,
+    flag,
+    metrics_server,
+    parallel_sizes,
+)
+from megatron_async.cli.output import print_json
+from megatron_async.cli.ranks import is_first_rank
+
+if TYPE_CHECKING:
+    from megatron_async.llm import LLM
+
+ADDRESS = "tcp://127.0.0.1:9500"
+COLUMNS = {
+    "state": "state",
+    "unfinished_requests": "unfinished",
+    "unfinished_tokens": "tokens to do",
+    "free_blocks": "free blocks",
+    "completed_requests": "completed",
+}
+COMMANDS = ("pause", "drain", "resume", "remove")
+
+
+def add_serving(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+    """Options of all three."""
+    _add_coordinator(commands, common, formatter)
+    _add_replica(commands, common, formatter)
+    _add_replicas(commands, common, formatter)
+
+
+def _add_coordinator(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+    coordinator = commands.add_parser(
+        "coordinator",
+        parents=[common],
+        help="divide requests between replicas",
+        description="Take requests of `CoordinatorClient`s and give them to replicas, by load and\n"
+        "by shared prefix. Replicas may join and leave at any time. Ctrl-C stops it.",
+        formatter_class=formatter,
+        epilog=f"""examples:
+  {PROGRAM} coordinator
+  {PROGRAM} coordinator --bind tcp://0.0.0.0:9500 --on-replica-death fail --metrics-port 9401""",
+    )
+    coordinator.set_defaults(run=run_coordinator)
+    coordinator.add_argument(
+        "--bind", default=ADDRESS, metavar="ADDRESS",
+        help="tcp://HOST:PORT, or ipc://FILE for this host alone. Whoever reaches it is served:\n"
+        "bind public interfaces only inside a trusted network",
+    )  # fmt: skip
+    coordinator.add_argument(
+        "--on-replica-death", choices=("retry", "fail"), default="retry",
+        help="serve a lost replica's requests again elsewhere, or fail them",
+    )  # fmt: skip
+    coordinator.add_argument(
+        "--max-retries", type=int, default=2, metavar="N", help="times that one is served again"
+    )
+    coordinator.add_argument(
+        "--max-unfinished", type=int, default=4096, metavar="N",
+        help="requests queued and served; further ones are refused",
+    )  # fmt: skip
+    coordinator.add_argument(
+        "--silence-s", type=float, default=8.0, metavar="S",
+        help="a replica that answers nothing for so long is lost",
+    )  # fmt: skip
+    coordinator.add_argument(
+        "--stall-s", type=float, default=60.0, metavar="S",
+        help="so is one that has work and finishes no step for so long",
+    )  # fmt: skip
+    coordinator.add_argument(
+        "--metrics-port", type=int, metavar="PORT",
+        help="serve Prometheus metrics at http://127.0.0.1:PORT/metrics",
+    )  # fmt: skip
+
+
+def _add_replica(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+    replica = commands.add_parser(
+        "replica",
+        parents=[common],
+        help="serve what a coordinator sends",
+        description="Load a model and serve a coordinator's requests with it. One SIGTERM or\n"
+        "Ctrl-C: finish them and end; two: end at once, others serve them again.",
+        formatter_class=formatter,
+        epilog=f"""examples:
+  {PROGRAM} replica smollm2 --name first
+  torchrun --nproc-per-node 2 -m megatron_async replica dummy:llama-3.1-8b \\
+      --tensor-model-parallel-size 2 --coordinator tcp://head:9500""",
+    )
+    replica.set_defaults(run=run_replica)
+    replica.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    replica.add_argument("--coordinator", default=ADDRESS, metavar="ADDRESS", help="its address")
+    replica.add_argument("--name", help="unique among the replicas (default: host and process id)")
+    engine = replica.add_argument_group("engine")
+    for name, type_, metavar, text in ENGINE_OPTIONS:
+        engine.add_argument(flag(name), type=type_, metavar=metavar, help=text)
+    add_dtype(engine)
+    add_parallel(replica)
+    replica.add_argument(
+        "--metrics-port", type=int, metavar="PORT",
+        help="serve this engine's Prometheus metrics at http://127.0.0.1:PORT/metrics\n"
+        "(several replicas in one job: replica 1 at PORT+1, and so on)",
+    )  # fmt: skip
+    replica.add_argument("--no-progress", action="store_true", help="no progress bar")
+
+
+def _add_replicas(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+    replicas = commands.add_parser(
+        "replicas",
+        parents=[common],
+        help="show a coordinator's replicas; pause, drain or remove one",
+        description="Show what a coordinator's replicas do, or tell one of them what to do.",
+        formatter_class=formatter,
+        epilog=f"""examples:
+  {PROGRAM} replicas
+  {PROGRAM} replicas drain first     # finish what it has, take nothing more
+  {PROGRAM} replicas resume first""",
+    )
+    replicas.set_defaults(run=run_replicas)
+    replicas.add_argument("what", nargs="?", choices=COMMANDS, help="what the replica shall do")
+    replicas.add_argument("name", nargs="?", metavar="NAME", help="of the replica")
+    replicas.add_argument("--coordinator", default=ADDRESS, metavar="ADDRESS", help="its address")
+    replicas.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def run_coordinator(arguments: argparse.Namespace) -> int:
+    """Serve until a signal."""
+    from megatron_async.serving.coordinator import Coordinator
+    from megatron_async.serving.records import CoordinatorConfig
+
+    config = CoordinatorConfig(
+        on_replica_death=arguments.on_replica_death,
+        max_retries=arguments.max_retries,
+        max_unfinished=arguments.max_unfinished,
+        silence_s=arguments.silence_s,
+        stall_s=arguments.stall_s,
+    )
+    _log_to_stderr()
+    coordinator = Coordinator(arguments.bind, config)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: coordinator.stop())
+    print(f"coordinator at {coordinator.address}", flush=True)
+    if arguments.metrics_port is None:
+        coordinator.run()
+    else:
+        from megatron_async.serving.metrics import serve_coordinator_metrics
+
+        with serve_coordinator_metrics(coordinator, arguments.metrics_port):
+            coordinator.run()
+    return 0
+
+
+def run_replica(arguments: argparse.Namespace) -> int:
+    """Serve until the coordinator or a signal ends it."""
+    from megatron_async.llm import LLM
+    from megatron_async.serving.replica import serve_replica
+
+    fields = {name: getattr(arguments, name) for name, *_ in ENGINE_OPTIONS}
+    options = {name: value for name, value in fields.items() if value is not None}
+    _log_to_stderr()
+    options |= parallel_sizes(arguments)
+    progress, port = not arguments.no_progress and is_first_rank(), arguments.metrics_port
+    with (
+        LLM(arguments.model, dtype=arguments.dtype, progress=progress, **options) as llm,
+        metrics_server(llm, port),
+    ):
+        serve_replica(llm, arguments.coordinator, _model_name(arguments, llm), arguments.name)
+    return 0
+
+
+def run_replicas(arguments: argparse.Namespace) -> int:
+    """Tell a replica, or show all."""
+    from megatron_async.serving.client import CoordinatorClient
+
+    if (arguments.what is None) != (arguments.name is None):
+        raise ValueError(f"give both what to do ({', '.join(COMMANDS)}) and a replica's name.")
+    with CoordinatorClient(arguments.coordinator) as client:
+        if arguments.what is not None:
+            getattr(client, f"{arguments.what}_replica")(arguments.name)
+        stats = client.stats()
+    if arguments.json:
+        print_json(stats)
+        return 0
+    rows = [("replica", *COLUMNS.values())]
+    for name, replica in sorted(stats["replicas"].items()):
+        rows.append((name, *(str(replica[key]) for key in COLUMNS)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)))
+    print(f"{stats['queued_requests']} queued, {stats['retried_requests']} served again so far")
+    return 0
+
+
+def _model_name(arguments: argparse.Namespace, llm: LLM) -> str:
+    return f"{arguments.model} in {str(llm.dtype).removeprefix('torch.')}"
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger = logging.getLogger("megatron_async")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)

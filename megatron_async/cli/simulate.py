@@ -1,0 +1,241 @@
+"""The commands `megatron-async replay` and `megatron-async simulate`.
+
+As in `cli/main.py`, everything heavy is imported inside the commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_async.simulation.device_times import Machine
+    from megatron_async.simulation.model_shape import ModelShape
+    from megatron_async.simulation.reach import Reach
+
+MACHINE_HELP = """how long steps take:
+  h200:smollm2-135m    measured on one H200, bfloat16
+  h200:llama-3.1-8b    the same, of the 8B shape
+  PATH/TO/RUN.rec      fitted to a recording made on your machine (generate --record); right
+                       as far as its steps reach: as many rows, prompt and context tokens"""
+
+TRACE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
+    ("num_requests", int, 256, "requests of a trace"),
+    ("prompt_mean", float, 256.0, "mean prompt, tokens"),
+    ("output_mean", float, 128.0, "mean answer, tokens"),
+    ("max_prompt_tokens", int, 1024, "longest prompt"),
+    ("max_output_tokens", int, 512, "longest answer"),
+    ("length_sigma", float, 0.6, "standard deviation of the lengths' logarithm; 0: all equal"),
+    ("seed", int, 0, "of the whole trace"),
+)
+"""Options of `simulate`, those of scripts/benchmarks/benchmark_throughput.py: name, type, default,
+help."""
+
+ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
+    ("max_requests", int, None, "requests served at once (default: 256, or --max-tokens)"),
+    ("max_tokens", int, 2048, "token budget of one step"),
+    ("block_size_tokens", int, 64, "tokens in a KV block"),
+    ("num_kv_blocks", int, None, "KV blocks (default: enough for all requests at their longest)"),
+    ("paused_buffer_size_gb", float, None, "most KV memory of paused requests, GiB"),
+)
+
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("served/s", "requests_per_second", "{:.2f}"),
+    ("tok/s in", "tokens_in_per_second", "{:.0f}"),
+    ("tok/s out", "tokens_out_per_second", "{:.0f}"),
+    ("rows", "mean_rows", "{:.1f}"),
+    ("overlap", "overlap_ratio", "{:.3f}"),
+    ("GPU idle", "idle_share", "{:.3f}"),
+    ("waiting", "mean_waiting", "{:.1f}"),
+    ("pauses", "pauses", "{}"),
+    ("evictions", "evictions", "{}"),
+    ("zombies", "zombie_rows", "{}"),
+    ("recomputed", "recomputed_tokens", "{}"),
+)
+"""The first table: title, key of the figures, format."""
+
+
+def add_replay_and_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+    """Both commands' options."""
+    add_replay(commands, common, formatter)
+    add_simulate(commands, common, formatter)
+
+
+def add_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+    """Options of `simulate`."""
+    simulate = commands.add_parser(
+        "simulate",
+        parents=[common],
+        help="serve random arrivals in virtual time, without a model",
+        description="Serve requests that arrive at random through the real engine and scheduler,\n"
+        "on a device that is only a clock: what another lookahead, batch or KV pool\n"
+        "would do, in seconds and without a GPU.",
+        formatter_class=formatter,
+        epilog="""examples:
+  megatron-async simulate --machine h200:llama-3.1-8b --rate 16 48 --lookahead 0 1 2
+  megatron-async simulate --machine h200:llama-3.1-8b --rate 100 --num-kv-blocks 500
+  megatron-async simulate --machine run.rec --rate 4""",
+    )
+    simulate.set_defaults(run=run_simulate)
+    simulate.add_argument("--machine", default="h200:smollm2-135m", help=MACHINE_HELP)
+    trace = simulate.add_argument_group("trace")
+    trace.add_argument("--rate", type=float, nargs="+", default=[64.0], help="arrivals a second")
+    engine = simulate.add_argument_group("engine")
+    engine.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2], metavar="N")
+    for group, options in ((trace, TRACE_OPTIONS), (engine, ENGINE_OPTIONS)):
+        for name, type_, default, text in options:
+            option = "--" + name.replace("_", "-")
+            group.add_argument(option, type=type_, default=default, metavar="N", help=text)
+    simulate.add_argument("--json", metavar="FILE", help="write the figures as JSON")
+    simulate.add_argument("--no-progress", action="store_true", help="no progress bars")
+
+
+def add_replay(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+    """Options of `replay`."""
+    replay = commands.add_parser(
+        "replay",
+        parents=[common],
+        help="schedule a recorded run again, step for step, without the model",
+        description="Run the requests and samples of a recording through the real engine and\n"
+        "scheduler, and compare every plan with the recorded one.",
+        formatter_class=formatter,
+        epilog="""examples:
+  megatron-async generate --model smollm2 --prompt Hello --record run.rec
+  megatron-async replay run.rec
+  megatron-async replay run.rec --until-step 12""",
+    )
+    replay.set_defaults(run=run_replay)
+    replay.add_argument("file", metavar="FILE", help="written by generate --record")
+    replay.add_argument(
+        "--until-step", type=int, metavar="N",
+        help="stop when step N is planned, and print slots, blocks and requests",
+    )  # fmt: skip
+    replay.add_argument(
+        "--allow-truncated", action="store_true",
+        help="replay what there is of a recording that has no end (its run crashed)",
+    )  # fmt: skip
+
+
+def add_record_option(output: Any) -> None:
+    """The option `--record` of `generate`."""
+    output.add_argument(
+        "--record", metavar="FILE",
+        help="write every arrival, plan and sample, for `replay`\n"
+        "(several replicas: each its own, replica 0's run.rec is run-0.rec)",
+    )  # fmt: skip
+
+
+def run_simulate(arguments: argparse.Namespace) -> int:
+    """Print the tables and, with --json, write the figures."""
+    from megatron_async.profiling.benchmark_record import write_record
+    from megatron_async.profiling.trace_summary import latency_lines
+
+    shape, machine = load_machine(arguments.machine)
+    pairs = list(itertools.product(arguments.rate, arguments.lookahead))
+    figures = [simulate_one(arguments, shape, machine, *pair) for pair in pairs]
+    print(f"steps take the time of: {machine.source}")
+    if machine.reach is not None:
+        print(f"the recording reaches: {machine.reach}")
+    print()
+    print(f"{'rate/s':>8}{'lookahead':>10}" + "".join(f"{title:>11}" for title, *_ in COLUMNS))
+    for row in figures:
+        cells = (f"{layout.format(row[key]):>11}" for _, key, layout in COLUMNS)
+        print(f"{row['rate']:>8g}{row['lookahead']:>10}" + "".join(cells))
+    print("\n" + "\n".join(latency_lines(figures)))
+    if machine.reach is not None:
+        warn_of_guesses(machine.reach, figures)
+    if arguments.json:
+        settings = {k: v for k, v in vars(arguments).items() if k not in ("run", "command")}
+        write_record(arguments.json, "simulate", {"device": "cpu", **settings}, figures)
+    return 0
+
+
+def warn_of_guesses(reach: Reach, figures: Sequence[Mapping[str, Any]]) -> None:
+    """Say on stderr which figures are of steps that the recording has nothing of."""
+    for row in figures:
+        beyond = reach.exceeded_by(row["most_work"])
+        if beyond:
+            print(
+                f"warning: rate {row['rate']:g}, lookahead {row['lookahead']} is a guess: its "
+                f"steps have up to {', '.join(beyond)}. Record a run with as much at once.",
+                file=sys.stderr,
+            )
+
+
+def load_machine(name: str) -> tuple[ModelShape, Machine]:
+    """The model and the times that `--machine` asks for.
+
+    Raises:
+        ValueError: neither built in nor a recording.
+    """
+    from megatron_async.models.architecture import DUMMY_SHAPES
+    from megatron_async.simulation.device_times import MACHINES
+    from megatron_async.simulation.model_shape import ModelShape
+
+    if name in MACHINES:
+        architecture = DUMMY_SHAPES[name.partition(":")[2]]
+        return ModelShape.of_architecture(architecture, "bfloat16"), MACHINES[name]
+    if not Path(name).is_file():
+        raise ValueError(
+            f"--machine {name} is neither a file nor one of {', '.join(MACHINES)}: make a "
+            "recording with `megatron-async generate --record FILE`, or take a built-in one."
+        )
+    from megatron_async.simulation.fit import fit_machine
+    from megatron_async.simulation.recording import load_recording
+
+    recording = load_recording(name)
+    return recording.shape, fit_machine(recording)
+
+
+def simulate_one(
+    arguments: argparse.Namespace,
+    shape: ModelShape,
+    machine: Machine,
+    rate: float,
+    lookahead: int,
+) -> dict[str, Any]:
+    """Figures of one rate and lookahead."""
+    from tqdm import tqdm
+
+    from megatron_async.config import DEFAULT_MAX_REQUESTS, InferenceConfig
+    from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
+    from megatron_async.simulation.simulator import simulate
+
+    sigma = arguments.length_sigma
+    prompts = LengthDistribution(arguments.prompt_mean, arguments.max_prompt_tokens, sigma)
+    outputs = LengthDistribution(arguments.output_mean, arguments.max_output_tokens, sigma)
+    count, seed = arguments.num_requests, arguments.seed
+    trace = poisson_trace(rate, count, prompts, outputs, shape.vocab_size, seed)
+    longest = arguments.max_prompt_tokens + arguments.max_output_tokens
+    options = {name: getattr(arguments, name) for name, *_ in ENGINE_OPTIONS}
+    if options["num_kv_blocks"] is None:
+        # At most so many blocks are ever needed; a wrong block size is the configuration's to tell.
+        blocks = -(-longest // max(options["block_size_tokens"], 1))
+        slots = options["max_requests"] or min(DEFAULT_MAX_REQUESTS, options["max_tokens"])
+        options["num_kv_blocks"] = max(slots, 1) * blocks
+    config = InferenceConfig(lookahead=lookahead, max_sequence_length=longest, **options)
+    title = f"{rate:g}/s, lookahead {lookahead}"
+    with tqdm(total=count, unit="request", desc=title, disable=arguments.no_progress) as bar:
+        result = simulate(trace, shape, config, machine, bar.update)
+    return {"rate": rate, "lookahead": lookahead, "requests": count, **result.figures()}
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    """Replay a recording and say how it went."""
+    from megatron_async.simulation.recording import load_recording
+    from megatron_async.simulation.replay import Replay
+    from megatron_async.simulation.state_report import describe_state
+
+    recording = load_recording(arguments.file, allow_truncated=arguments.allow_truncated)
+    replay = Replay(recording)
+    steps = replay.run(arguments.until_step)
+    if arguments.until_step is not None:
+        print(describe_state(replay.engine))
+    if not recording.is_complete:
+        print("The recording has no end: its run crashed, or is still going on.")
+    print(f"{steps} steps planned, every one as recorded.")
+    return 0

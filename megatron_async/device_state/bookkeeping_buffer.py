@@ -1,0 +1,88 @@
+"""The host side of a step's one copy: a ring of staging buffers, filled from a plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_async.contexts.request_slots import RequestSlots
+from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
+from megatron_async.devices import Device
+from megatron_async.ops.sampling.slot_records import NO_TOKEN, RowFeature
+
+
+class HostStaging:
+    """Ring of (pinned) int32 buffers.
+
+    Writer: the host, in `pack`. Reader: the step's host-to-device copy. Buffer i is written again
+    one ring later, and by then the host has resolved the step that read it, which orders the two.
+
+    Args:
+        device: supplies the host memory.
+        capacity: words of one buffer.
+        ring: number of buffers, at least the number of steps in flight.
+        dummy_slot: fills padding.
+    """
+
+    def __init__(self, device: Device, capacity: int, ring: int, dummy_slot: int) -> None:
+        self._dummy_slot = dummy_slot
+        self._tensors = [device.host_buffer(capacity, torch.int32) for _ in range(ring)]
+        self._arrays = [tensor.numpy() for tensor in self._tensors]  # sync-ok: host memory
+
+    def pack(self, plan: StepPlan, slots: RequestSlots) -> Tensor:
+        """Write a plan's bookkeeping into the next buffer.
+
+        Returns:
+            the words in use, int32, to be copied to the device as they are.
+        """
+        entry = plan.step % len(self._tensors)
+        updates = plan.block_updates
+        layout = BookkeepingLayout.for_batch(plan.dims, len(updates.slots))
+        fields = layout.host_views(self._arrays[entry])
+        # Dummy rows belong to the dummy slot, and to the dummy block.
+        decode, row_slots = plan.dims.decode_rows, fields["row_slots"]
+        _fill(row_slots[:decode], plan.slots[: plan.num_decode], self._dummy_slot)
+        fields["num_block_updates"][0] = len(updates.slots)
+        fields["decode_width"][0] = plan.width
+        fields["block_update_slots"][:] = updates.slots
+        fields["block_update_indices"][:] = updates.indices
+        fields["block_update_blocks"][:] = updates.blocks
+        if not plan.dims.is_decode_only:
+            _fill(row_slots[decode:], plan.slots[plan.num_decode :], self._dummy_slot)
+            _pack_prefill(fields, plan)
+            end = _pack_records(self._arrays[entry], layout.size, fields, plan, slots)
+            return self._tensors[entry][:end]
+        return self._tensors[entry][: layout.size]
+
+
+def _pack_prefill(fields: dict[str, np.ndarray], plan: StepPlan) -> None:
+    # Dummy rows begin and end where the tokens end; tokens beyond that are padding.
+    _fill(fields["prefill_starts"], plan.prefill_starts, int(plan.prefill_starts[-1]))
+    _fill(fields["prefill_kv_lengths"], plan.kv_at_most[plan.num_decode :], 1)
+    _fill(fields["prefill_token_ids"], plan.prefill_token_ids, 0)
+    _fill(fields["prefill_features"], plan.prefill_features, 0)
+    _fill(fields["prefill_following"], plan.prefill_following, NO_TOKEN)
+
+
+def _pack_records(
+    words: np.ndarray, end: int, fields: dict[str, np.ndarray], plan: StepPlan, slots: RequestSlots
+) -> int:
+    """Append the records of requests that start; returns the words in use."""
+    fields["prefill_record"][:] = -1
+    starts = (plan.prefill_features & RowFeature.STARTS) != 0
+    for chunk in np.flatnonzero(starts):
+        record = slots.request_at(plan.slots[plan.num_decode + chunk]).record
+        assert record is not None, "a request with a slot has one"
+        fields["prefill_record"][chunk] = end
+        words[end : end + len(record.words)] = record.words
+        end += len(record.words)
+    return end
+
+
+def _fill(field: np.ndarray, values: np.ndarray, padding: int) -> None:
+    count = len(values)
+    field[:count] = values
+    if count < len(field):
+        field[count:] = padding

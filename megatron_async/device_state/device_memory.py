@@ -1,0 +1,185 @@
+"""Everything that a context allocates on its device, sized from the model and the settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_async.config import InferenceConfig
+from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
+from megatron_async.device_state.device_slots import DeviceSlots
+from megatron_async.device_state.gpu_view import ContextGPUView
+from megatron_async.device_state.kv_cache import GIB, PagedKVCache, blocks_that_fit, bytes_per_block
+from megatron_async.device_state.sampling_state import SamplingState
+from megatron_async.device_state.slot_states import FeedbackState, SlotStates
+from megatron_async.device_state.step_tensors import StepTensors
+from megatron_async.devices import Device
+from megatron_async.errors import ConfigurationError, OutOfMemoryError
+from megatron_async.models.partition import local_heads
+from megatron_async.models.pipeline import stage_of
+from megatron_async.models.rotary import RotaryTable, described_frequencies
+from megatron_async.ops.attention.backends.base import AttentionShape
+from megatron_async.ops.attention.backends.selection import choose_prefill
+from megatron_async.ops.attention.decode_attention import HEAD_TILE, MAX_DIM
+from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
+from megatron_async.ops.attention.paged_attention import TorchPagedAttention
+
+
+def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> ContextGPUView:
+    """Allocate KV cache, per-slot state and bookkeeping buffer, and the view that spans them.
+
+    Args:
+        model: Megatron's `TransformerConfig`; a `HybridModel`'s carries `hybrid_layer_pattern`.
+        config: settings of the engine.
+        device: where it all goes.
+
+    Raises:
+        OutOfMemoryError: the KV pool does not fit.
+        ConfigurationError: a shape that the device's kernels do not serve.
+    """
+    max_blocks = -(-config.max_sequence_length // config.block_size_tokens)
+    states = SlotStates()
+    # What each slot takes comes first; blocks share what is left.
+    vocab_size = getattr(model, "vocab_size", None)
+    if vocab_size is not None and stage_of(model).is_last:
+        states.add(SamplingState(config.max_requests, vocab_size, device.torch_device))
+    num_blocks = _num_blocks(model, config, device)
+    kv_cache = PagedKVCache(
+        attention_layers(model),
+        num_blocks,
+        config.block_size_tokens,
+        local_heads(model)[1],
+        model.kv_channels,
+        model.params_dtype,
+        device.torch_device,
+    )
+    slots = DeviceSlots(
+        config.max_requests,
+        max_blocks,
+        num_blocks,
+        device.torch_device,
+        config.num_speculative_tokens,
+    )
+    takes_back = config.invalidation == "rollback"
+    states.add(FeedbackState(slots, config.steps_in_flight if takes_back else 0))
+    view = ContextGPUView(
+        config,
+        BookkeepingLayout.capacity(config.max_rows, config.max_tokens, num_blocks),
+        StepTensors.empty(
+            config.max_rows,
+            config.max_requests * config.decode_width + config.max_tokens,
+            max_blocks,
+            device.torch_device,
+            config.max_sample_rows,
+        ),
+        slots,
+        kv_cache,
+        RotaryTable(
+            described_frequencies(model), config.max_sequence_length, device.torch_device
+        ),
+        model.layernorm_epsilon,
+        _make_attention(model, config, device, max_blocks),
+        states,
+    )
+    device.fence()
+    return view
+
+
+def _num_blocks(model: Any, config: InferenceConfig, device: Device) -> int:
+    """Usable KV blocks: as many as fit on each of the ranks that hold the model between them."""
+    failure, num_blocks = None, 0
+    try:
+        num_blocks = blocks_that_fit(
+            block_bytes(model, config),
+            device.free_memory(),
+            device.torch_device,
+            config.num_kv_blocks,
+            config.buffer_size_gb,
+        )
+    except OutOfMemoryError as error:
+        failure = error
+    num_blocks = _agree_on_least(num_blocks, device)
+    if failure is not None:
+        raise failure
+    if num_blocks == 0:
+        raise OutOfMemoryError(
+            "the KV pool does not fit on another rank of this model, whose own error says what "
+            "would: give all ranks less (num_kv_blocks or buffer_size_gb)."
+        )
+    return num_blocks
+
+
+def max_paused_blocks(model: Any, config: InferenceConfig, num_blocks: int, device: Device) -> int:
+    """Blocks that paused requests may hold: `paused_buffer_size_gb`, or the whole pool."""
+    if config.paused_buffer_size_gb is None:
+        return num_blocks
+    blocks = int(config.paused_buffer_size_gb * GIB) // block_bytes(model, config)
+    return _agree_on_least(blocks, device)
+
+
+def _agree_on_least(value: int, device: Device) -> int:
+    if device.torch_device.type == "meta":
+        return value  # a simulation has no ranks beside it, and starts without Megatron's imports
+    from megatron_async.models.parallel_state import agree_on_least
+
+    return agree_on_least(value)
+
+
+def block_bytes(model: Any, config: InferenceConfig) -> int:
+    """Bytes of one KV block over all layers, on one rank."""
+    return bytes_per_block(
+        attention_layers(model),
+        config.block_size_tokens,
+        local_heads(model)[1],
+        model.kv_channels,
+        model.params_dtype,
+    )
+
+
+def attention_layers(model: Any) -> int:
+    """Layers with a KV cache on this pipeline stage: those marked `*` in a hybrid pattern, or
+    all."""
+    if getattr(model, "hybrid_layer_pattern", None) is None:
+        return int(model.num_layers)
+    return stage_of(model).pattern.count("*")
+
+
+def _make_attention(
+    model: Any, config: InferenceConfig, device: Device, max_blocks: int
+) -> TorchPagedAttention:
+    if device.torch_device.type in ("cpu", "meta"):  # meta: no memory, no model; nothing runs
+        if config.attention_backend not in (None, "torch"):
+            raise ConfigurationError(
+                f"attention_backend={config.attention_backend!r} needs a GPU: on a CPU leave it "
+                "out."
+            )
+        return TorchPagedAttention(config.block_size_tokens, max_blocks, device.torch_device)
+    # Megatron's imports take seconds, and simulations do without them.
+    from megatron_async.models.parallel_state import agree_on_least
+
+    dim = model.kv_channels
+    if not HEAD_TILE <= dim <= MAX_DIM or dim % 2:
+        raise ConfigurationError(
+            f"attention heads of dimension {dim} are not served on a GPU: the kernels take even "
+            f"ones from {HEAD_TILE} to {MAX_DIM}. Use device='cpu'."
+        )
+    heads, kv_heads = local_heads(model)
+    shape = AttentionShape(
+        heads,
+        kv_heads,
+        dim,
+        config.block_size_tokens,
+        max_blocks,
+        model.params_dtype,
+        device.torch_device,
+    )
+    return GpuPagedAttention(
+        config.block_size_tokens,
+        max_blocks,
+        config.max_requests,
+        heads,
+        kv_heads,
+        dim,
+        device.torch_device,
+        choose_prefill(config.attention_backend, shape, device, agree_on_least),
+        config.decode_width,
+    )

@@ -1,0 +1,220 @@
+"""Last work of a step: what it has sampled goes to the next step, and to the copy to the host.
+
+A decode row yields its samples up to the first that is not the draft fed behind it: each of them
+was drawn from the logits, and with the noise, that plain decoding would have had at its place, so
+the tokens are those of plain decoding whatever was drafted. (No rejection sampling: the sampler is
+Gumbel-max with noise by seed and position, `ops/sampling/sampling.py`.) """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header, RowFeature
+
+if TYPE_CHECKING:
+    from megatron_async.device_state.batch_dimensions import BatchDimensions
+    from megatron_async.device_state.device_slots import DeviceSlots
+    from megatron_async.device_state.step_tensors import StepTensors
+
+TILE = 128
+COUNT, LENGTH, TOKENS = 0, 1, 2
+"""Words of a row in the sample ring: how many tokens it yields, how long its sequence is behind
+them, and the first of the tokens; behind as many tokens as a row may yield follow its next
+drafts."""
+WORDS = tl.constexpr(RECORD_WORDS)
+FEATURES = tl.constexpr(int(Header.FEATURES))
+MAX_LENGTH = tl.constexpr(int(Header.MAX_LENGTH))
+CONSTRAINED = tl.constexpr(int(RowFeature.CONSTRAINED))
+COUNT_WORD, LENGTH_WORD, TOKENS_WORD = map(tl.constexpr, (COUNT, LENGTH, TOKENS))
+
+
+def ring_words(max_width: int) -> int:
+    """Words of a row in the sample ring, where a row yields up to `max_width` tokens."""
+    return TOKENS + max_width + max_width - 1
+
+
+def feed_back_tokens(
+    sampled: Tensor,
+    step: StepTensors,
+    dims: BatchDimensions,
+    words: Tensor,
+    slots: DeviceSlots,
+    ring: Tensor,
+    next_entry: Tensor,
+) -> None:
+    """Store what each row yields by slot and in the sample ring, then move the ring on.
+
+    A prefill chunk that leaves part of its prompt stores a meaningless token, which the chunk
+    behind it overwrites before a decode row could read it.
+
+    Args:
+        sampled: int64 `[sample rows]`; -1 where there is no token: the ring tells the host so, and
+            the next step, which may be in flight already, gets token 0.
+        step: the step, as it was unpacked.
+        dims: its shape.
+        words: int32 `[ring, words]`: bookkeeping, for the width that the plan gave decode rows.
+        slots: changed: `last_token` and `length` of the rows' slots.
+        ring: int32 `[entries, max rows, ring_words]`, changed in the step's entry.
+        next_entry: int32 `[1]`, written: the entry after the step's, a number on the device because
+            a graph's addresses are fixed.
+    """
+    feed_back = feed_back_kernel if sampled.is_cuda else feed_back_reference
+    feed_back(sampled, step, dims, words, slots, ring, next_entry)
+
+
+def feed_back_kernel(
+    sampled: Tensor,
+    step: StepTensors,
+    dims: BatchDimensions,
+    words: Tensor,
+    slots: DeviceSlots,
+    ring: Tensor,
+    next_entry: Tensor,
+) -> None:
+    """`feed_back_tokens` by a Triton kernel."""
+    _feed_back_kernel[(triton.cdiv(dims.rows, TILE),)](
+        sampled,
+        step.row_slots,
+        step.lengths,
+        step.token_ids,
+        words,
+        words.stride(0),
+        BookkeepingLayout.for_batch(dims, 0).start("decode_width"),
+        slots.records,
+        slots.last_token,
+        slots.length,
+        len(slots.last_token) - 1,
+        ring,
+        ring.stride(0),
+        len(ring),
+        step.entry,
+        next_entry,
+        dims.decode_rows,
+        dims.rows,
+        ring.size(2),
+        dims.width,
+        TILE,
+        **launch_options(sampled),
+    )
+
+
+def feed_back_reference(
+    sampled: Tensor,
+    step: StepTensors,
+    dims: BatchDimensions,
+    words: Tensor,
+    slots: DeviceSlots,
+    ring: Tensor,
+    next_entry: Tensor,
+) -> None:
+    """`feed_back_tokens` in plain torch."""
+    rows, decode, width = dims.rows, dims.decode_rows, dims.width
+    table = torch.zeros(rows, width, dtype=torch.int64, device=sampled.device)
+    table[:decode] = sampled[: dims.decode_tokens].view(decode, width)
+    table[decode:, 0] = sampled[dims.decode_tokens :]
+    count = torch.ones(rows, dtype=torch.int64, device=sampled.device)
+    length = step.lengths + 1
+    if decode:
+        owners = step.row_slots[:decode]
+        limits = slots.records[:, Header.MAX_LENGTH].index_select(0, owners)
+        most = limits - step.lengths[:decode]
+        if width > 1:
+            features = slots.records[:, Header.FEATURES].index_select(0, owners)
+            field = BookkeepingLayout.for_batch(dims, 0).start("decode_width")
+            allowed = words[:, field].index_select(0, step.entry.long()).expand(decode)
+            is_constrained = (features & int(RowFeature.CONSTRAINED)) != 0
+            most = torch.minimum(most, torch.where(is_constrained, 1, allowed))
+        drafts = step.token_ids[: dims.decode_tokens].view(decode, width)[:, 1:]
+        agreed = (drafts == table[:decode, :-1]).int().cumprod(dim=1).sum(dim=1)
+        count[:decode] = torch.minimum(1 + agreed, most).clamp(min=0)
+        length[:decode] = step.lengths[:decode] + count[:decode]
+    is_real = step.row_slots < len(slots.last_token) - 1
+    length = torch.where(is_real, length, 1).to(torch.int32)
+    last = table.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0)
+    kept = slots.last_token.index_select(0, step.row_slots)
+    slots.last_token.index_copy_(0, step.row_slots, torch.where(is_real & (count > 0), last, kept))
+    slots.length.index_copy_(0, step.row_slots, length)
+    found = torch.cat((count[:, None], length[:, None], table), dim=1).int()
+    place = ring[:, :rows, : TOKENS + width]
+    place.index_copy_(0, step.entry.long(), found[None])
+    next_entry.copy_((step.entry + 1) % len(ring))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "words_stride",
+        "width_field",
+        "dummy_slot",
+        "ring_stride",
+        "entries",
+        "decode_rows",
+        "rows",
+    ]
+)
+def _feed_back_kernel(
+    sampled: tl.tensor,
+    row_slots: tl.tensor,
+    row_lengths: tl.tensor,
+    token_ids: tl.tensor,
+    words: tl.tensor,
+    words_stride: tl.tensor,
+    width_field: tl.tensor,
+    records: tl.tensor,
+    last_token: tl.tensor,
+    lengths: tl.tensor,
+    dummy_slot: tl.tensor,
+    ring: tl.tensor,
+    ring_stride: tl.tensor,
+    entries: tl.tensor,
+    entry: tl.tensor,
+    next_entry: tl.tensor,
+    decode_rows: tl.tensor,
+    rows: tl.tensor,
+    row_words: tl.constexpr,
+    width: tl.constexpr,
+    tile: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    wait_for_previous(overlap)
+    row = tl.program_id(0) * tile + tl.arange(0, tile)
+    inside = row < rows
+    decodes = row < decode_rows
+    first = tl.where(decodes, row * width, row + decode_rows * (width - 1))
+    current = tl.load(entry)
+    slot = tl.load(row_slots + row, inside, other=0)
+    length = tl.load(row_lengths + row, inside, other=0)
+    record = records + slot * WORDS
+    room = tl.load(record + MAX_LENGTH, inside, other=0) - length
+    token = tl.load(sampled + first, inside, other=0)
+    found = ring + current.to(tl.int64) * ring_stride + row * row_words
+    tl.store(found + TOKENS_WORD, token.to(tl.int32), inside)
+    count = tl.where((room > 0) | (row >= decode_rows), 1, 0)
+    last = token
+    if width > 1:
+        allowed = tl.load(words + current.to(tl.int64) * words_stride + width_field)
+        asked = tl.load(record + FEATURES, inside, other=0)
+        allowed = tl.where((asked & CONSTRAINED) != 0, 1, allowed)
+        agrees = decodes & (count > 0)
+        for query in tl.static_range(1, width):
+            wide = inside & decodes
+            draft = tl.load(token_ids + first + query, wide, other=-2)
+            agrees = agrees & (draft == token) & (query < allowed) & (query < room)
+            token = tl.load(sampled + first + query, wide, other=0)
+            tl.store(found + TOKENS_WORD + query, token.to(tl.int32), wide)
+            last = tl.where(agrees, token, last)
+            count += tl.where(agrees, 1, 0)
+    is_real = inside & (slot < dummy_slot)
+    length += tl.where(decodes, count, 1)
+    tl.store(lengths + slot, length, is_real)
+    tl.store(last_token + slot, tl.maximum(last, 0), is_real & (count > 0))
+    tl.store(found + COUNT_WORD, count, inside)
+    tl.store(found + LENGTH_WORD, tl.where(slot < dummy_slot, length, 1), inside)
+    if tl.program_id(0) == 0:
+        tl.store(next_entry, (current + 1) % entries)

@@ -1,0 +1,235 @@
+"""`ContextGPUView`: the device's snapshot of one plan, and all that forward code may read.
+
+The model gets this object as its `inference_context`. Its methods run inside launched work, on the
+compute stream; bookkeeping never reads it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_async.config import InferenceConfig
+from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
+from megatron_async.device_state.device_slots import DeviceSlots
+from megatron_async.device_state.feed_back import feed_back_tokens, ring_words
+from megatron_async.device_state.kv_cache import PagedKVCache
+from megatron_async.device_state.slot_states import SlotStates
+from megatron_async.device_state.step_tensors import StepTensors
+from megatron_async.device_state.unpack_step import unpack_step
+from megatron_async.models.rotary import RotaryTable
+from megatron_async.ops.attention.paged_attention import TorchPagedAttention
+from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.sampling.sampling import SamplingMode
+
+
+class ContextGPUView:
+    """Typed views into the one bookkeeping buffer, and what follows from them for a step.
+
+    Args:
+        config: the engine's configuration.
+        buffer_words: capacity of one step's bookkeeping, int32 words.
+        tensors: what steps are unpacked to, for the largest step.
+        slots: per-slot device state.
+        kv_cache: the paged cache.
+        rotary: table of the rotary embedding that the model's configuration describes.
+        norm_eps: epsilon of the model's q/k norms.
+        attention: the attention backend.
+        states: what steps leave for later steps, by slot.
+
+    Attributes:
+        rotary: as given, or of the model's own rotary embedding, where it has one.
+        sample_ring: int32 `[steps in flight, rows, words]`: what each row of a step yields
+            (`device_state/feed_back.py`).
+
+    Attributes (valid from `begin_step` until the next):
+        dims: host-known shape of the batch.
+        step: the unpacked `StepTensors`.
+        hidden_states: `[tokens, hidden]`, behind the last norm, from the model's forward on; only
+            on the last pipeline stage.
+    """
+
+    # Megatron's models ask the context for these. Its own MTP layers never run here.
+    num_speculative_tokens = 0
+    use_flashinfer_fused_rope = False
+
+    def __init__(
+        self,
+        config: InferenceConfig,
+        buffer_words: int,
+        tensors: StepTensors,
+        slots: DeviceSlots,
+        kv_cache: PagedKVCache,
+        rotary: RotaryTable,
+        norm_eps: float,
+        attention: TorchPagedAttention,
+        states: SlotStates,
+    ) -> None:
+        device, ring = slots.last_token.device, config.steps_in_flight
+        self.config = config
+        self.max_sequence_length = config.max_sequence_length
+        self.slots = slots
+        self.kv_cache = kv_cache
+        # Both rings have one entry for each step in flight, and an entry is written again only
+        # after the host has resolved the step that used it. Bookkeeping: written by the step's one
+        # copy, on the upload stream; read by the step, which waits for the copy's event. Samples:
+        # written by the step; read by the copy to the host, which waits for the step's event.
+        self.bookkeeping = torch.zeros(ring, buffer_words, dtype=torch.int32, device=device)
+        words = ring_words(config.decode_width)
+        self.sample_ring = torch.zeros(
+            ring, config.max_rows, words, dtype=torch.int32, device=device
+        )
+        # Counted on the device, because a graph's arguments are fixed: each step moves it on.
+        self._next_entry = torch.zeros(1, dtype=torch.int32, device=device)
+        self.states = states
+        self._tensors = tensors
+        self.rotary = rotary
+        self._norm_eps = norm_eps
+        self._attention = attention
+        self.dims = BatchDimensions(decode_rows=0)
+
+    @property
+    def captures_prefill(self) -> bool:
+        """Whether steps with prefill chunks can be captured."""
+        return self._attention.captures_prefill
+
+    @property
+    def attention_report(self) -> str | None:
+        """Which attention backends were chosen, and why; None where there was no choice."""
+        return self._attention.report
+
+    @property
+    def first_dummy_place(self) -> int:
+        """Tokens of no request write to this place of the flat KV cache or a later one."""
+        return self.kv_cache.dummy_block * self.kv_cache.block_size
+
+    # ---- One step ----------------------------------------------------------------------------
+
+    def receive(self, staged: Tensor, step: int) -> None:
+        """The step's one host-to-device copy: packed words, int32, from staging memory."""
+        entry = self.bookkeeping[step % len(self.bookkeeping)]
+        entry[: len(staged)].copy_(staged, non_blocking=True)
+
+    def expect_step(self, step: int) -> None:
+        """Make `step` the next to be unpacked; needed only where the steps before it did not run to
+        their ends."""
+        self._next_entry.fill_(step % len(self.bookkeeping))
+
+    def save_shadows(self, step: int) -> None:
+        """Keep per-slot state as it is before `step`."""
+        self.states.save(step % len(self.bookkeeping))
+
+    def restore_shadows(self, step: int, slots: Tensor) -> None:
+        """Make the state of `slots`, int64 `[rows]`, host memory, what it was before `step`, one of
+        the last of a ring's length."""
+        self.states.restore(step % len(self.bookkeeping), slots)
+
+    def begin_step(
+        self, dims: BatchDimensions, mode: SamplingMode, lengths: Tensor | None = None
+    ) -> None:
+        """Unpack the next bookkeeping: update per-slot state and lay out tokens and positions.
+
+        Args:
+            dims: shape of the step.
+            mode: of its sampling.
+            lengths: int32 `[decode rows]` of the sequences, from the pipeline stage before; None on
+                the first stage, whose steps have left them by slot.
+        """
+        self.dims = dims
+        self.step = step = self._tensors.head(dims)
+        block_size = self.config.block_size_tokens
+        unpack_step(
+            self.bookkeeping, self._next_entry, dims, self.slots, block_size, step, lengths
+        )
+        starts = step.prefill_starts if dims.prefill_rows else None
+        self._attention.begin_step(
+            dims, step.block_tables, step.kv_lengths, starts, step.positions
+        )
+        if dims.prefill_rows:
+            self.states.begin_chunks(self, mode)
+
+    def prefill_following(self, words: Tensor) -> Tensor:
+        """The token behind each chunk, int64 `[chunks]`, -1 where there is none, from a step's
+        bookkeeping `words`."""
+        fields = BookkeepingLayout.for_batch(self.dims, 0).device_views(words)
+        return fields["prefill_following"].long()
+
+    def feed_back(self, sampled: Tensor) -> None:
+        """Hand the sampled tokens, int64 `[sample rows]`, to the next step and to the copy to the
+        host, those that each row yields."""
+        feed_back_tokens(
+            sampled,
+            self.step,
+            self.dims,
+            self.bookkeeping,
+            self.slots,
+            self.sample_ring,
+            self._next_entry,
+        )
+
+    def move_on(self) -> None:
+        """End a step whose samples are made elsewhere: on the last pipeline stage."""
+        self._next_entry.copy_((self.step.entry + 1) % len(self.sample_ring))
+
+    # ---- Asked by the model ------------------------------------------------------------------
+
+    def attention(
+        self,
+        layer: int,
+        mixed_qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """q/k norm, rotary embedding, KV append and causal attention of one layer.
+
+        Args:
+            layer: index in the KV cache.
+            mixed_qkv: `[tokens, kv_heads * (group + 2) * dim]`, in Megatron's order: for each KV
+                head its query heads, its key, its value.
+            q_norm, k_norm: `[dim]`, RMSNorm weights of query and key heads, or None.
+            scale: of scores before the softmax; None: one by the root of dim.
+
+        Returns:
+            `[tokens, heads, dim]`.
+        """
+        key_cache, value_cache = self.kv_cache.layer(layer)
+        query = kernels_for(mixed_qkv).rope_append(
+            mixed_qkv,
+            self.rotary.cos,
+            self.rotary.sin,
+            self.step.positions,
+            self.step.write_index,
+            key_cache,
+            value_cache,
+            q_norm,
+            k_norm,
+            self._norm_eps,
+        )
+        scale = query.size(-1) ** -0.5 if scale is None else scale
+        return self._attention.attend(query, key_cache, value_cache, scale)
+
+    def last_token_logits(self, hidden_states: Tensor) -> Tensor:
+        """Hidden states that logits are made of: `[1, tokens, hidden]` -> `[sample rows,
+        hidden]`."""
+        self.hidden_states = hidden_states = hidden_states.squeeze(0)
+        if self.dims.is_decode_only:
+            return hidden_states
+        return hidden_states.index_select(0, self.step.last_token)
+
+    def is_static_batching(self) -> bool:
+        """Never: the batch changes from step to step."""
+        return False
+
+    def is_dynamic_batching(self) -> bool:
+        """Always."""
+        return True
+
+    def is_decode_only(self) -> bool:
+        """Whether every row has one query token."""
+        return self.dims.is_decode_only
+
+    def using_cuda_graph_this_step(self) -> bool:
+        """Whether Megatron's own graphs are to be used: never, ours span the whole step."""
+        return False

@@ -1,0 +1,88 @@
+"""`SamplingState`: what the sampling of a request's next token remembers of its tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_async.device_state.slot_states import PerSlotState
+from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.sampling.logits_processing import ChunkTensors, DraftTensors, ProcessingRows
+from megatron_async.ops.sampling.sampling import SamplingMode
+from megatron_async.ops.sampling.slot_records import PROMPT_TOKEN, WINDOW
+
+if TYPE_CHECKING:
+    from megatron_async.device_state.gpu_view import ContextGPUView
+    from megatron_async.rollback.known_tokens import KnownTokens
+
+
+class SamplingState(PerSlotState):
+    """Per-slot arrays of the steps with processed logits; one row more than there are slots, as in
+    `DeviceSlots`. Kept up by the steps themselves, on the compute stream: they never see a token
+    that is not sampled yet.
+
+    Args:
+        capacity: slots.
+        vocab_size: tokens.
+        device: where the arrays live.
+
+    Attributes:
+        counts: int32 `[slots + 1, vocabulary]`: see `PROMPT_TOKEN`; kept for rows with penalties.
+        recent: int32 `[slots + 1, WINDOW]`: the generated token at position p is at p % WINDOW;
+            kept for rows with bad words.
+    """
+
+    def __init__(self, capacity: int, vocab_size: int, device: torch.device) -> None:
+        self.counts: Tensor = torch.zeros(
+            capacity + 1, vocab_size, dtype=torch.int32, device=device
+        )
+        self.recent: Tensor = torch.zeros(capacity + 1, WINDOW, dtype=torch.int32, device=device)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return self.counts[0].nbytes + self.recent[0].nbytes
+
+    def rows(self, view: ContextGPUView) -> ProcessingRows:
+        """The rows of logits of a step."""
+        step = view.step
+        return ProcessingRows(
+            slots=step.slots,
+            positions=step.sample_positions,
+            records=view.slots.records,
+            features=step.features,
+            state=self,
+            drafts=None if view.dims.width == 1 else DraftTensors(
+                decode_rows=view.dims.decode_rows,
+                width=view.dims.width,
+                token_ids=step.token_ids,
+                yielded=view.sample_ring,
+                entry=step.entry,
+            ),
+        )  # fmt: skip
+
+    def begin_chunks(self, view: ContextGPUView, mode: SamplingMode) -> None:
+        """Count the tokens of prefill chunks, those of requests that start from zero."""
+        if mode != SamplingMode.PROCESSED:
+            return
+        dims = view.dims
+        chunks = ChunkTensors(
+            first_row=dims.decode_tokens,
+            starts=view.step.prefill_starts,
+            token_ids=view.step.token_ids[dims.decode_tokens :],
+            max_query_length=dims.max_query_length,
+        )
+        kernels_for(self.counts).begin_chunks(self.rows(view), chunks)
+
+    def rebuild(self, known: KnownTokens) -> None:
+        """Forget the generated tokens of these slots but the known ones; prompt tokens stay marked,
+        because marking them again changes nothing."""
+        counted, token_slots, tokens, recent_slots, places, recent = (
+            tensor.to(self.counts.device) for tensor in known
+        )
+        prompts = self.counts.index_select(0, counted) & PROMPT_TOKEN
+        self.counts.index_copy_(0, counted, prompts)
+        ones = torch.ones_like(tokens, dtype=torch.int32)
+        self.counts.index_put_((token_slots, tokens), ones, accumulate=True)
+        self.recent.index_put_((recent_slots, places), recent.int())

@@ -1,0 +1,362 @@
+"""First work of a step: from the packed bookkeeping to what the layers read.
+
+One kernel, and another for prefill tokens, where plain torch needs thirty. The first takes a row:
+its block-table updates, then what follows from its slot; how long a decode row's sequence is, the
+steps before have left there. The second takes tokens of the prefill chunks: what follows from a
+token's row. They find the step's bookkeeping in a ring by a number on the device, because a
+captured step's addresses are fixed. """
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.device_state.bookkeeping_layout import UPDATE_FIELDS, BookkeepingLayout
+from megatron_async.device_state.device_slots import DeviceSlots
+from megatron_async.device_state.step_tensors import StepTensors
+from megatron_async.device_state.unpack_step_reference import unpack_step_reference
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.sampling.slot_records import (
+    EDIT_WORDS,
+    HEADER,
+    RECORD_WORDS,
+    WINDOW,
+    Header,
+    RowFeature,
+)
+
+TILE = 128
+PRODUCES = tl.constexpr(int(RowFeature.PRODUCES))
+CONSTRAINED = tl.constexpr(int(RowFeature.CONSTRAINED))
+WORDS = tl.constexpr(RECORD_WORDS)
+FEATURES = tl.constexpr(int(Header.FEATURES))
+MAX_LENGTH = tl.constexpr(int(Header.MAX_LENGTH))
+NUM_EDITS = tl.constexpr(int(Header.NUM_EDITS))
+NUM_BAD_WORDS = tl.constexpr(int(Header.NUM_BAD_WORDS))
+HEAD = tl.constexpr(HEADER)
+EDIT = tl.constexpr(EDIT_WORDS)
+LONGEST = tl.constexpr(WINDOW)
+SLOT_COLUMN = tl.constexpr(UPDATE_FIELDS.index("block_update_slots"))
+INDEX_COLUMN = tl.constexpr(UPDATE_FIELDS.index("block_update_indices"))
+BLOCK_COLUMN = tl.constexpr(UPDATE_FIELDS.index("block_update_blocks"))
+
+
+def unpack_step(
+    words: Tensor,
+    next_entry: Tensor,
+    dims: BatchDimensions,
+    slots: DeviceSlots,
+    block_size: int,
+    out: StepTensors,
+    lengths: Tensor | None = None,
+) -> None:
+    """Apply block-table updates and records of requests that start to `slots`, and fill `out`.
+
+    Args:
+        words: int32 `[ring, words]`: packed bookkeeping of the steps in flight.
+        next_entry: int32 `[1]`: entry of this step.
+        dims: shape of the step.
+        slots: per-slot state, changed in place. Block-table updates are for rows of this step only.
+        block_size: tokens a block.
+        out: tensors of the step's size, written. Padding tokens, query tokens behind which their
+            request's limit leaves no place, and those that the plan gives their row no blocks for
+            (beyond its own width, or the one of a row under a grammar) get position 0 and a place
+            in the last slot's first block; the former id 0.
+        lengths: int32 `[decode rows]` of the sequences, where another rank knows them; None: those
+            of `slots`.
+    """
+    unpack = unpack_step_kernels if words.is_cuda else unpack_step_reference
+    unpack(words, next_entry, dims, slots, block_size, out, lengths)
+
+
+def unpack_step_kernels(
+    words: Tensor,
+    next_entry: Tensor,
+    dims: BatchDimensions,
+    slots: DeviceSlots,
+    block_size: int,
+    out: StepTensors,
+    lengths: Tensor | None = None,
+) -> None:
+    """`unpack_step` by Triton kernels."""
+    layout = BookkeepingLayout.for_batch(dims, 0)
+    ring = (words, words.stride(0))
+    table = (slots.block_table, slots.block_table.stride(0))
+    options = launch_options(words)
+    blocks = out.block_tables.size(1)
+    _unpack_kernel[(dims.rows, triton.cdiv(blocks, TILE))](
+        *ring,
+        next_entry,
+        out.entry,
+        *table,
+        layout.start("num_block_updates"),
+        layout.start("decode_width"),
+        layout.start(UPDATE_FIELDS[0]),
+        layout.start("row_slots"),
+        layout.start("prefill_kv_lengths"),
+        layout.start("prefill_starts"),
+        layout.start("prefill_features"),
+        layout.start("prefill_record"),
+        slots.last_token,
+        slots.length if lengths is None else lengths,
+        slots.drafts,
+        slots.drafts.stride(0),
+        slots.records,
+        out.row_slots,
+        out.lengths,
+        out.kv_lengths,
+        out.slots,
+        out.sample_positions,
+        out.features,
+        out.last_token,
+        out.block_tables,
+        out.prefill_starts,
+        out.token_ids,
+        out.positions,
+        out.write_index,
+        dims.decode_rows,
+        blocks,
+        len(slots.last_token) - 1,
+        block_size,
+        dims.width,
+        lengths is not None,
+        dims.prefill_rows > 0,
+        TILE,
+        **options,
+    )
+    if dims.prefill_rows:
+        _unpack_tokens_kernel[(triton.cdiv(dims.prefill_tokens, TILE),)](
+            *ring,
+            out.entry,
+            *table,
+            layout.start("prefill_token_ids"),
+            out.row_slots,
+            out.kv_lengths,
+            out.prefill_starts,
+            out.token_ids,
+            out.positions,
+            out.write_index,
+            dims.decode_rows,
+            dims.decode_tokens,
+            dims.prefill_rows,
+            dims.prefill_tokens,
+            len(slots.last_token) - 1,
+            block_size,
+            TILE,
+            dims.prefill_rows.bit_length(),
+            **options,
+        )
+
+
+# Offsets and counts are not to be specialized on: every shape would compile its own kernels.
+
+
+@triton.jit(
+    do_not_specialize=[
+        "words_stride",
+        "table_stride",
+        "num_updates",
+        "width_field",
+        "updates",
+        "row_slots",
+        "chunk_kv_lengths",
+        "starts",
+        "step_features",
+        "chunk_records",
+        "drafts_stride",
+        "decode_rows",
+        "num_blocks",
+        "dummy_slot",
+    ]
+)
+def _unpack_kernel(
+    words: tl.tensor,
+    words_stride: tl.tensor,
+    next_entry: tl.tensor,
+    entry: tl.tensor,
+    table: tl.tensor,
+    table_stride: tl.tensor,
+    num_updates: tl.tensor,
+    width_field: tl.tensor,
+    updates: tl.tensor,
+    row_slots: tl.tensor,
+    chunk_kv_lengths: tl.tensor,
+    starts: tl.tensor,
+    step_features: tl.tensor,
+    chunk_records: tl.tensor,
+    last_token: tl.tensor,
+    lengths: tl.tensor,
+    drafts: tl.tensor,
+    drafts_stride: tl.tensor,
+    records: tl.tensor,
+    out_row_slots: tl.tensor,
+    out_lengths: tl.tensor,
+    out_kv_lengths: tl.tensor,
+    out_slots: tl.tensor,
+    out_sample_positions: tl.tensor,
+    out_features: tl.tensor,
+    out_last_token: tl.tensor,
+    out_tables: tl.tensor,
+    out_starts: tl.tensor,
+    out_tokens: tl.tensor,
+    out_positions: tl.tensor,
+    out_write: tl.tensor,
+    decode_rows: tl.tensor,
+    num_blocks: tl.tensor,
+    dummy_slot: tl.tensor,
+    block_size: tl.tensor,
+    width: tl.constexpr,
+    by_row: tl.constexpr,
+    has_prefill: tl.constexpr,
+    tile: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    wait_for_previous(overlap)
+    current = tl.load(next_entry)
+    step = words + current.to(tl.int64) * words_stride
+    row, part = tl.program_id(0), tl.program_id(1)
+    if (row == 0) & (part == 0):
+        tl.store(entry, current)
+    slot = tl.load(step + row_slots + row).to(tl.int64)
+    # Updates of this row's part of the table; of all of it where a position is looked up below.
+    count = tl.load(step + num_updates)
+    first = 0
+    while first < count:
+        offset = first + tl.arange(0, tile)
+        update = step + updates + offset
+        exists = offset < count
+        index = tl.load(update + INDEX_COLUMN * count, exists, other=-1)
+        own = exists & (tl.load(update + SLOT_COLUMN * count, exists, other=-1) == slot)
+        own = own & ((part == 0) | (index // tile == part))
+        block = tl.load(update + BLOCK_COLUMN * count, own, other=0)
+        tl.store(table + slot * table_stride + index, block, own)
+        first += tile
+    tl.debug_barrier()
+    column = part * tile + tl.arange(0, tile)
+    inside = column < num_blocks
+    blocks = tl.load(table + slot * table_stride + column, inside, other=0)
+    tl.store(out_tables + row.to(tl.int64) * num_blocks + column, blocks, inside)
+    if part == 0:
+        record = records + slot * WORDS
+        tl.store(out_row_slots + row, slot)
+        if row < decode_rows:
+            length = tl.load(lengths + (row if by_row else slot))
+            limit = tl.load(record + MAX_LENGTH)
+            tl.store(out_lengths + row, length)
+            asked = tl.load(record + FEATURES) | PRODUCES
+            brought = tl.full((), 1, tl.int32)
+            if width > 1:
+                brought = tl.load(step + width_field)
+                brought = tl.where((asked & CONSTRAINED) != 0, 1, brought)
+            kv_length = tl.maximum(tl.minimum(length - 1 + brought, limit - 1), 1)
+            tl.store(out_kv_lengths + row, kv_length)
+            token = tl.load(last_token + slot)
+            for query in tl.static_range(width):
+                position = (length - 1 + query).to(tl.int64)
+                fed = (position >= 0) & (position < limit - 1) & (query < brought)
+                position = tl.where(fed, position, 0)
+                owner = tl.where(fed, slot, dummy_slot)
+                place = table + owner * table_stride + position // block_size
+                write = tl.load(place).to(tl.int64) * block_size + position % block_size
+                sample = row * width + query
+                if query > 0:
+                    token = tl.maximum(tl.load(drafts + slot * drafts_stride + query - 1), 0)
+                if width > 1:
+                    tl.store(out_slots + sample, slot)
+                    tl.store(out_sample_positions + sample, length + query)
+                tl.store(out_features + sample, asked)
+                tl.store(out_last_token + sample, sample)
+                tl.store(out_tokens + sample, token)
+                tl.store(out_positions + sample, position)
+                tl.store(out_write + sample, write)
+        elif has_prefill:
+            chunk = row - decode_rows
+            sample = decode_rows * width + chunk
+            kv_length = tl.load(step + chunk_kv_lengths + chunk)
+            tl.store(out_lengths + row, kv_length)
+            tl.store(out_kv_lengths + row, kv_length)
+            if width > 1:
+                tl.store(out_slots + sample, slot)
+                tl.store(out_sample_positions + sample, kv_length)
+            end = tl.load(step + starts + chunk + 1)
+            tl.store(out_starts + chunk + 1, end)
+            if chunk == 0:
+                tl.store(out_starts, 0)
+            tl.store(out_last_token + sample, decode_rows * width + tl.maximum(end - 1, 0))
+            asked = tl.load(record + FEATURES)
+            start = tl.load(step + chunk_records + chunk)
+            if start >= 0:
+                given = step + start
+                edits, bad_words = tl.load(given + NUM_EDITS), tl.load(given + NUM_BAD_WORDS)
+                length = HEAD + edits * EDIT + bad_words * LONGEST
+                done = 0
+                while done < length:
+                    word = done + tl.arange(0, tile)
+                    value = tl.load(given + word, word < length, other=0)
+                    tl.store(record + word, value, word < length)
+                    done += tile
+                asked = tl.load(given + FEATURES)
+            tl.store(out_features + sample, asked | tl.load(step + step_features + chunk))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "words_stride",
+        "table_stride",
+        "token_ids",
+        "decode_rows",
+        "decode_tokens",
+        "prefill_rows",
+        "prefill_tokens",
+        "dummy_slot",
+    ]
+)
+def _unpack_tokens_kernel(
+    words: tl.tensor,
+    words_stride: tl.tensor,
+    entry: tl.tensor,
+    table: tl.tensor,
+    table_stride: tl.tensor,
+    token_ids: tl.tensor,
+    row_slots: tl.tensor,
+    row_kv_lengths: tl.tensor,
+    starts: tl.tensor,
+    out_tokens: tl.tensor,
+    out_positions: tl.tensor,
+    out_write: tl.tensor,
+    decode_rows: tl.tensor,
+    decode_tokens: tl.tensor,
+    prefill_rows: tl.tensor,
+    prefill_tokens: tl.tensor,
+    dummy_slot: tl.tensor,
+    block_size: tl.tensor,
+    tile: tl.constexpr,
+    halvings: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    wait_for_previous(overlap)
+    step = words + tl.load(entry).to(tl.int64) * words_stride
+    token = tl.program_id(0) * tile + tl.arange(0, tile)
+    exists = token < prefill_tokens
+    inside = token < tl.load(starts + prefill_rows)
+    # Binary search for the chunk that ends behind the token.
+    low = tl.zeros_like(token)
+    high = low + prefill_rows - 1
+    for _ in tl.static_range(halvings):
+        middle = (low + high) // 2
+        behind = tl.load(starts + middle + 1) <= token
+        low = tl.where(behind, tl.minimum(middle + 1, high), low)
+        high = tl.where(behind, high, middle)
+    row = decode_rows + low
+    kv_length = tl.load(row_kv_lengths + row)
+    position = (kv_length - tl.load(starts + low + 1) + token).to(tl.int64)
+    position = tl.where(inside, position, 0)
+    slot = tl.where(inside, tl.load(row_slots + row), dummy_slot)
+    block = tl.load(table + slot * table_stride + position // block_size).to(tl.int64)
+    given = tl.load(step + token_ids + token, mask=exists & inside, other=0)
+    tl.store(out_tokens + decode_tokens + token, given.to(tl.int64), mask=exists)
+    tl.store(out_positions + decode_tokens + token, position, mask=exists)
+    write = block * block_size + position % block_size
+    tl.store(out_write + decode_tokens + token, write, mask=exists)

@@ -1,0 +1,102 @@
+"""A log line every few steps, with the step's time on the device, for which nothing waits; and, in
+the timeline, why a step did not overlap.
+
+Two events mark the step in the compute stream; the line is written by a later step, once they are
+reached.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.devices import Event
+from megatron_async.observe.timeline import NO_OVERLAP, Span
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+    from megatron_async.engines.statistics import EngineStatistics
+
+logger = logging.getLogger("megatron_async")
+
+
+class _Counts(NamedTuple):
+    """Counters of which a line tells the change."""
+
+    steps: int
+    first_steps: int
+    overlapped: int
+    tokens: int
+    busy_s: float
+
+
+class StepLog:
+    """Writes the lines of `InferenceConfig.logging_step_interval`, and notes in the timeline.
+
+    Args:
+        context: of the engine; its occupancy is logged.
+        statistics: of the engine.
+    """
+
+    def __init__(self, context: DynamicInferenceContext, statistics: EngineStatistics) -> None:
+        self._interval = context.config.logging_step_interval
+        self._context = context
+        self._statistics = statistics
+        self._last = self._counts()
+        if self._interval:
+            # A GPU's first timed event sets its clock, which waits for it: better now.
+            context.device.event(timing=True)
+
+    def begin(self, step: int) -> Event | None:
+        """Mark where a step's device work begins, if the step is due for a line."""
+        if not self._interval or (step + 1) % self._interval:
+            return None
+        return self._context.tracer.timed_event(self._context.device.compute)
+
+    def end(self, plan: StepPlan, start: Event | None) -> None:
+        """Mark where it ends: the step is launched and counted. The line follows later."""
+        reason = self._statistics.last_reason
+        if reason is not None:
+            self._context.tracer.note(f"{NO_OVERLAP}{reason}", plan.step)
+        if start is None:
+            return
+        context, before, now = self._context, self._last, self._counts()
+        self._last = now
+        could_overlap = now.steps - before.steps - (now.first_steps - before.first_steps)
+        ratio = (now.overlapped - before.overlapped) / could_overlap if could_overlap else 1.0
+        busy_s = now.busy_s - before.busy_s
+        total = context.blocks.total
+        figures = (
+            plan.num_rows,
+            (now.tokens - before.tokens) / busy_s if busy_s else 0.0,
+            ratio,
+            f"{context.max_requests - context.slots.num_free}/{context.max_requests}",
+            f"{total - context.blocks.allocatable}/{total}",
+            len(context.waiting),
+        )
+        end = context.tracer.timed_event(context.device.compute)
+        write = partial(_write, figures)
+        context.tracer.device_span("logged_step", plan.step, start, end, write)
+
+    def _counts(self) -> _Counts:
+        counts = self._statistics
+        return _Counts(
+            counts.steps,
+            counts.first_steps,
+            counts.overlapped_steps,
+            counts.generated_tokens,
+            counts.busy_s,
+        )
+
+
+def _write(figures: tuple[object, ...], span: Span) -> None:
+    """Log one step: its own figures, and rates since the line before."""
+    logger.info(
+        "step %d: device %.2f ms, %d rows, %.0f tokens/s, overlap %.2f, slots %s, KV blocks %s, "
+        "%d waiting",
+        span.step,
+        (span.end_us - span.start_us) / 1e3,
+        *figures,
+    )

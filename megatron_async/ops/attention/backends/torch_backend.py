@@ -1,0 +1,48 @@
+"""Prefill attention in plain torch: the reference, by gathering keys and values."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_async.ops.attention.backends.base import (
+    AttentionShape,
+    PrefillBackend,
+    PrefillRows,
+)
+from megatron_async.ops.attention.paged_attention import TorchPagedAttention
+
+
+class TorchPrefill(PrefillBackend):
+    """The prefill half of `TorchPagedAttention`.
+
+    It needs the host's lengths, so it cannot be captured.
+
+    Args:
+        shape: of the engine's attention.
+    """
+
+    name = "torch"
+    captures = False
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._attention = TorchPagedAttention(shape.block_size, shape.max_blocks, shape.device)
+
+    def begin_step(self, rows: PrefillRows) -> None:
+        """See `PrefillBackend`."""
+        # Here, because the package `contexts` imports the backends.
+        from megatron_async.device_state.batch_dimensions import BatchDimensions
+
+        dims = BatchDimensions(decode_rows=0, prefill_lengths=rows.lengths)
+        self._attention.begin_step(dims, rows.block_tables, rows.kv_lengths)
+
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `PrefillBackend`."""
+        attended = self._attention.attend(query, key_cache, value_cache, scale)
+        return attended if out is None else out.copy_(attended)

@@ -1,0 +1,47 @@
+"""Prefill attention with our own kernel: every dtype, head and block size, no package."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_async.ops.attention.backends.base import AttentionShape, PrefillBackend
+from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
+
+
+class TritonPrefill(PrefillBackend):
+    """See `ops/attention/prefill_attention.py`.
+
+    Args:
+        shape: of the engine's attention.
+    """
+
+    name = "triton"
+    captures = True
+
+    def __init__(self, shape: AttentionShape) -> None:
+        """Nothing of the shape is needed beforehand."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `PrefillBackend`."""
+        rows = self.rows
+        out = torch.empty_like(query) if out is None else out
+        paged_prefill_attention(
+            query,
+            key_cache,
+            value_cache,
+            rows.block_tables,
+            rows.kv_lengths,
+            rows.starts,
+            rows.max_query_length,
+            scale,
+            out,
+        )
+        return out

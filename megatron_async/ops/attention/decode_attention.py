@@ -1,0 +1,364 @@
+"""Paged attention of decode rows: one query token a row, or a few, keys and values read once.
+
+Flash-decoding (Dao et al. 2023): programs take a row's KV head and a part of its sequence, with all
+query heads of that KV head, and all query tokens of the row, as one tile, so that each key and
+value is loaded once; a second kernel joins the parts. Which parts there are is decided on the
+device, once a step (`DecodeSchedule`).
+
+Constants measured on an H200 (docs/performance.md). Joining inside the first kernel, by the program
+that finishes last, was slower than a second kernel with dependent launch: 5.7 against 4.9
+microseconds at 16 rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.ops.attention.decode_schedule import DecodeSchedule
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+
+HEAD_TILE = 16
+"""Query heads are padded to this many, the smallest tile of the matrix units."""
+WARPS = 4
+MAX_DIM = 256
+LOG2_E = 1.4426950408889634
+
+
+def decode_tile(dim: int) -> int:
+    """Tokens that a program takes together."""
+    return 64 if dim <= 128 else 32
+
+
+class DecodeWorkspace:
+    """The schedule and the partial results of its parts; made once, used by every layer in turn.
+
+    Args:
+        max_rows: decode rows.
+        heads, kv_heads: query heads and KV heads.
+        dim: size of a head.
+        device: a GPU.
+        max_width: most query tokens of a row.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        device: torch.device,
+        max_width: int = 1,
+    ) -> None:
+        self.schedule = DecodeSchedule(max_rows, kv_heads, decode_tile(dim), device)
+        self.heads, self.max_width = heads, max_width
+        shape = (self.schedule.slots, heads * max_width)
+        self.output = torch.empty((*shape, dim), dtype=torch.float32, device=device)
+        self.maximum = torch.empty(shape, dtype=torch.float32, device=device)
+        self.total = torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def paged_decode_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    workspace: DecodeWorkspace,
+    out: Tensor,
+    is_settled: bool = False,
+    positions: Tensor | None = None,
+) -> None:
+    """Attention of decode rows over the paged cache; their lengths are those of the schedule.
+
+    Args:
+        query: `[rows * width, heads, dim]`, contiguous, the query tokens of a row as neighbours;
+            bfloat16, float16 or float32; dim 16 to 256.
+        key_cache, value_cache: `[blocks, block size, kv heads, dim]`, contiguous, dtype of `query`.
+        block_tables: int32 `[rows, blocks]`; rows may be strided.
+        scale: softmax scale.
+        workspace: its schedule updated for these rows; partial results are overwritten.
+        out: like `query`, written.
+        is_settled: schedule and block tables were written before the kernel launched last, and that
+            one waits before it lets others start (`rope_append` does); they are then read without
+            waiting for it.
+        positions: int64 `[rows * width]`, contiguous: each query token sees the keys up to its own
+            position, which is in its row's length. Needed where width is more than 1.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that the kernel cannot serve.
+    """
+    schedule = workspace.schedule
+    _check(query, key_cache, value_cache, block_tables, workspace, out, positions)
+    tokens, heads, dim = query.shape
+    rows = len(block_tables)
+    width = tokens // rows
+    _blocks, block_size, kv_heads, _dim = key_cache.shape
+    group = heads // kv_heads
+    dim_tile = triton.next_power_of_2(dim)
+    # Heads of an item are neighbours in memory, and the longest items begin first.
+    _parts_kernel[(kv_heads, rows + schedule.extra)](
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        block_tables.stride(0),
+        schedule.items,
+        schedule.items if positions is None else positions,
+        scale * LOG2_E,
+        out,
+        workspace.output,
+        workspace.maximum,
+        workspace.total,
+        block_size=block_size,
+        kv_heads=kv_heads,
+        group=group,
+        width=width,
+        head_tile=max(HEAD_TILE, triton.next_power_of_2(group * width)),
+        dim=dim,
+        dim_tile=dim_tile,
+        tile=schedule.tile,
+        is_settled=is_settled,
+        num_warps=WARPS,
+        num_stages=_stages(query.element_size(), rows * kv_heads, dim, schedule.processors),
+        **launch_options(query),
+    )
+    # Few units of (row, head) can have many parts each; many units have few.
+    units = min(rows, schedule.extra) * heads * width
+    chunk, warps = (32, 4) if units <= schedule.processors else (16, 2)
+    _join_kernel[(min(units, 4 * schedule.processors),)](
+        workspace.output,
+        workspace.maximum,
+        workspace.total,
+        schedule.joins,
+        out,
+        heads=heads * width,
+        dim=dim,
+        dim_tile=dim_tile,
+        max_parts=triton.next_power_of_2(schedule.extra),
+        chunk=chunk,
+        num_warps=warps,
+        **launch_options(query),
+    )
+
+
+def _stages(element_size: int, programs: int, dim: int, processors: int) -> int:
+    """Tiles of keys and values in flight, plus one.
+
+    With three stages of 128 x 64 elements three programs fit a processor at a time, and a little
+    more than three programs for each would leave a second wave mostly empty: four stages, two
+    programs a processor.
+    """
+    if element_size == 4:
+        return 2
+    return 4 if dim > 64 and 3 * processors < programs <= 4 * processors else 3
+
+
+def _check(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    workspace: DecodeWorkspace,
+    out: Tensor,
+    positions: Tensor | None,
+) -> None:
+    """What would read or write the wrong memory."""
+    tokens, heads, dim = query.shape
+    rows = max(len(block_tables), 1)
+    width = tokens // rows
+    kv_heads, cache_dim = key_cache.shape[2:]
+    if cache_dim != dim or heads % kv_heads or value_cache.shape != key_cache.shape:
+        raise ValueError(
+            f"paged_decode_attention: query {tuple(query.shape)} does not fit caches "
+            f"{tuple(key_cache.shape)} and {tuple(value_cache.shape)}: pass this model's KV cache."
+        )
+    if not HEAD_TILE <= dim <= MAX_DIM:
+        raise ValueError(
+            f"paged_decode_attention: heads of {dim} elements are not served, {HEAD_TILE} to "
+            f"{MAX_DIM} are: use the torch backend."
+        )
+    if out.shape != query.shape or tokens != rows * width or workspace.schedule.rows != rows:
+        raise ValueError(
+            f"paged_decode_attention: query {tuple(query.shape)} wants an output of this shape, "
+            f"equally many tokens for each of {rows} block tables, and a schedule of {rows} rows; "
+            f"found {tuple(out.shape)}, {block_tables.size(0)} and {workspace.schedule.rows}: call "
+            "schedule.update first."
+        )
+    made_for = workspace.heads, workspace.output.size(2), workspace.schedule.kv_heads
+    if made_for != (heads, dim, kv_heads) or width > workspace.max_width:
+        raise ValueError(
+            f"paged_decode_attention: the workspace was made for heads of {made_for[:2]} over "
+            f"{made_for[2]} KV heads and up to {workspace.max_width} query tokens a row, the query "
+            f"has {tuple(query.shape[1:])} over {kv_heads} and {width} tokens a row."
+        )
+    if width > 1 and (
+        positions is None
+        or positions.shape != (tokens,)
+        or positions.dtype != torch.int64
+        or not positions.is_contiguous()
+    ):
+        raise ValueError(
+            f"paged_decode_attention: rows of {width} query tokens want their positions, "
+            f"contiguous int64 [{tokens}]."
+        )
+    dtypes = {tensor.dtype for tensor in (query, key_cache, value_cache, out)}
+    if len(dtypes) > 1 or block_tables.dtype != torch.int32:
+        raise ValueError(
+            f"paged_decode_attention: query, caches and output must have one dtype and block "
+            f"tables int32; found {sorted(map(str, dtypes))} and {block_tables.dtype}."
+        )
+    whole = (query, key_cache, value_cache, out)
+    if block_tables.stride(1) != 1 or not all(tensor.is_contiguous() for tensor in whole):
+        raise ValueError(
+            "paged_decode_attention: query, caches and output must be contiguous and the entries "
+            "of a block table adjacent: pass whole layers of the cache."
+        )
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _parts_kernel(
+    query: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    tables: tl.tensor,
+    table_stride: tl.tensor,
+    items: tl.tensor,
+    positions: tl.tensor,
+    scale: tl.tensor,
+    out: tl.tensor,
+    part_output: tl.tensor,
+    part_maximum: tl.tensor,
+    part_total: tl.tensor,
+    block_size: tl.constexpr,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    width: tl.constexpr,
+    head_tile: tl.constexpr,
+    dim: tl.constexpr,
+    dim_tile: tl.constexpr,
+    tile: tl.constexpr,
+    is_settled: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    if not is_settled:
+        wait_for_previous(overlap)
+    kv_head = tl.program_id(0)
+    item = items + tl.program_id(1) * 4
+    row, start = tl.load(item), tl.load(item + 1)
+    end, slot = tl.load(item + 2), tl.load(item + 3)
+    table = tables + row.to(tl.int64) * table_stride
+    offset = tl.arange(0, tile)
+    # A lookup inside the loop would take a stage of its pipeline: block numbers are read one tile
+    # ahead, one number where a tile lies in one block.
+    if block_size % tile == 0:
+        block = tl.load(table + start // block_size, mask=start < end, other=0)
+    else:
+        position = start + offset
+        block = tl.load(table + position // block_size, mask=position < end, other=0)
+    if is_settled:
+        wait_for_previous(overlap)
+    if row >= 0:
+        member = tl.arange(0, head_tile)
+        column = tl.arange(0, dim_tile)
+        inside = (member < width * group)[:, None] & (column < dim)[None, :]
+        # Heads of one row, over all of its query tokens.
+        heads: tl.constexpr = kv_heads * group * width
+        head = kv_head * group + member
+        if width > 1:
+            query_token = member // group
+            head = query_token * (kv_heads * group) + kv_head * group + member % group
+            place_of_token = positions + row * width + query_token
+            visible = tl.load(place_of_token, mask=member < width * group, other=0) + 1
+        place = head[:, None] * dim + column[None, :]
+        q = tl.load(query + row * heads * dim + place, mask=inside, other=0.0)
+        maximum = tl.full((head_tile,), -float("inf"), tl.float32)
+        total = tl.zeros((head_tile,), tl.float32)
+        gathered = tl.zeros((head_tile, dim_tile), tl.float32)
+        for first in range(start, end, tile):
+            position = first + offset
+            exists = position < end
+            following = position + tile
+            if block_size % tile == 0:
+                token = block.to(tl.int64) * block_size + first % block_size + offset
+                block = tl.load(
+                    table + (first + tile) // block_size, mask=first + tile < end, other=0
+                )
+            else:
+                token = block.to(tl.int64) * block_size + position % block_size
+                block = tl.load(table + following // block_size, mask=following < end, other=0)
+            cell = (token * kv_heads + kv_head)[:, None] * dim + column[None, :]
+            loaded = exists[:, None]
+            if dim != dim_tile:
+                loaded &= (column < dim)[None, :]
+            k = tl.load(key_cache + cell, mask=loaded, other=0.0)
+            v = tl.load(value_cache + cell, mask=loaded, other=0.0)
+            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if width > 1:
+                seen = exists[None, :] & (position[None, :] < visible[:, None])
+                score = tl.where(seen, score, -float("inf"))
+                new_maximum = tl.maximum(maximum, tl.max(score, 1))
+                # A query token may see nothing of a part: its weights are 0, and no NaN.
+                base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+            else:
+                score = tl.where(exists[None, :], score, -float("inf"))
+                new_maximum = tl.maximum(maximum, tl.max(score, 1))
+                base = new_maximum
+            weight = tl.exp2(score - base[:, None])
+            shrink = tl.exp2(maximum - base)
+            gathered = gathered * shrink[:, None]
+            gathered = tl.dot(weight.to(v.dtype), v, gathered, input_precision="ieee")
+            total = total * shrink + tl.sum(weight, 1)
+            maximum = new_maximum
+        if slot < 0:
+            result = gathered / tl.maximum(total, 1e-30)[:, None]
+            tl.store(out + row * heads * dim + place, result.to(out.dtype.element_ty), mask=inside)
+        else:
+            tl.store(part_maximum + slot * heads + head, maximum, mask=member < width * group)
+            tl.store(part_total + slot * heads + head, total, mask=member < width * group)
+            tl.store(part_output + slot * heads * dim + place, gathered, mask=inside)
+
+
+@triton.jit
+def _join_kernel(
+    part_output: tl.tensor,
+    part_maximum: tl.tensor,
+    part_total: tl.tensor,
+    joins: tl.tensor,
+    out: tl.tensor,
+    heads: tl.constexpr,
+    dim: tl.constexpr,
+    dim_tile: tl.constexpr,
+    max_parts: tl.constexpr,
+    chunk: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    wait_for_previous(overlap)
+    units = tl.load(joins) * heads
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        join, head = joins + (1 + unit // heads) * 4, unit % heads
+        row, slot, parts = tl.load(join), tl.load(join + 1), tl.load(join + 2)
+        part = tl.arange(0, max_parts)
+        column = tl.arange(0, dim_tile)
+        maxima = tl.load(
+            part_maximum + (slot + part) * heads + head, mask=part < parts, other=-float("inf")
+        )
+        maximum = tl.max(maxima, 0)
+        total = tl.zeros((chunk,), tl.float32)
+        gathered = tl.zeros((dim_tile,), tl.float32)
+        for first in range(0, parts, chunk):
+            member = first + tl.arange(0, chunk)
+            exists = member < parts
+            place = (slot + member) * heads + head
+            its_maximum = tl.load(part_maximum + place, mask=exists, other=-float("inf"))
+            weight = tl.exp2(its_maximum - maximum)
+            total += tl.load(part_total + place, mask=exists, other=0.0) * weight
+            cell = place[:, None] * dim + column[None, :]
+            loaded = exists[:, None] & (column < dim)[None, :]
+            output = tl.load(part_output + cell, mask=loaded, other=0.0)
+            gathered += tl.sum(output * weight[:, None], 0)
+        result = gathered / tl.maximum(tl.sum(total, 0), 1e-30)
+        target = out + (row * heads + head) * dim + column
+        tl.store(target, result.to(out.dtype.element_ty), mask=column < dim)

@@ -1,0 +1,118 @@
+"""Paged attention on a GPU: our decode kernel, and a prefill backend for chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_async.ops.attention.backends.base import PrefillBackend, PrefillRows
+from megatron_async.ops.attention.backends.selection import PrefillChoice
+from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
+from megatron_async.ops.attention.paged_attention import TorchPagedAttention
+
+if TYPE_CHECKING:
+    from megatron_async.device_state.batch_dimensions import BatchDimensions
+
+
+class GpuPagedAttention(TorchPagedAttention):
+    """Attention of a GPU's steps.
+
+    Args:
+        block_size: tokens a block.
+        max_blocks: blocks of the longest row.
+        max_rows: most rows of a step.
+        heads, kv_heads, dim: of the model's attention.
+        device: a GPU.
+        prefill: backends of the prefill rows.
+        max_width: most query tokens of a decode row.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        max_blocks: int,
+        max_rows: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        device: torch.device,
+        prefill: PrefillChoice,
+        max_width: int = 1,
+    ) -> None:
+        super().__init__(block_size, max_blocks, device)
+        self.captures_prefill = prefill.captures
+        self.report = str(prefill)
+        self._choice = prefill
+        self._backend: PrefillBackend | None = None
+        self._workspace = DecodeWorkspace(max_rows, heads, kv_heads, dim, device, max_width)
+
+    def begin_step(
+        self,
+        dims: BatchDimensions,
+        block_tables: Tensor,
+        kv_lengths: Tensor,
+        prefill_starts: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> None:
+        """As `TorchPagedAttention.begin_step`; `prefill_starts` is needed where rows prefill."""
+        decode, self._decode_tokens = dims.decode_rows, dims.decode_tokens
+        self._backend = None
+        if dims.prefill_rows:
+            assert prefill_starts is not None
+            self._backend = self._choice.pick(dims.max_query_length)
+            self._backend.begin_step(
+                PrefillRows(
+                    block_tables[decode:],
+                    kv_lengths[decode:],
+                    prefill_starts,
+                    dims.max_query_length,
+                    dims.max_prefill_kv_length,
+                    dims.prefill_lengths,
+                )
+            )
+        if decode:
+            self._begin_decode(dims, block_tables[:decode], kv_lengths[:decode], positions)
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        """As `TorchPagedAttention.attend`; the output of padding tokens is undefined."""
+        decode, prefill = self._decode_tokens, self._backend
+        if prefill is not None and not decode:
+            return prefill.attend(query, key_cache, value_cache, scale)
+        output = torch.empty_like(query)
+        if decode:
+            self._decode(query[:decode], key_cache, value_cache, scale, output[:decode])
+        if prefill is not None:
+            prefill.attend(query[decode:], key_cache, value_cache, scale, output[decode:])
+        return output
+
+    def _begin_decode(
+        self,
+        dims: BatchDimensions,
+        block_tables: Tensor,
+        kv_lengths: Tensor,
+        positions: Tensor | None,
+    ) -> None:
+        self._workspace.schedule.update(kv_lengths)
+        self._decode_tables = block_tables
+        self._query_positions = None
+        if dims.width > 1:
+            assert positions is not None
+            self._query_positions = positions[: dims.decode_tokens]
+
+    def _decode(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, out: Tensor
+    ) -> None:
+        paged_decode_attention(
+            query,
+            key_cache,
+            value_cache,
+            self._decode_tables,
+            scale,
+            self._workspace,
+            out,
+            # The kernel that put this step's keys and values in place came after `begin_step`.
+            is_settled=True,
+            positions=self._query_positions,
+        )

@@ -1,0 +1,178 @@
+"""Causal attention over a paged KV cache: the plain-torch reference backend.
+
+The work that depends on the step only (which cache rows belong to which sequence, masks) is done
+once in `begin_step`; every layer then gathers its keys and values and calls torch's
+scaled_dot_product_attention. Everything that shapes a tensor is a number the host knows from the
+plan, so nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_async.device_state.batch_dimensions import BatchDimensions
+
+
+MASK_ALIGNMENT = 16
+
+
+@dataclass
+class _PrefillRow:
+    """One prefill chunk: where its tokens stand, and its causal mask against its whole sequence."""
+
+    start: int
+    end: int
+    kv_index: Tensor
+    """int64 `[kv length]`: rows of the flat KV cache."""
+    mask: Tensor | None
+    """bool `[1, query, kv]`; None where plain causality is right (the chunk is the sequence)."""
+
+
+class TorchPagedAttention:
+    """Reference attention backend.
+
+    Args:
+        block_size: tokens a block.
+        max_blocks: blocks of the longest row.
+        device: of the tensors.
+    """
+
+    captures_prefill = False
+    """Whether a captured step may have prefill rows. Not here: their lengths are the host's."""
+    report: str | None = None
+    """What was chosen at the start, and why, for the user; None where there was no choice."""
+
+    def __init__(self, block_size: int, max_blocks: int, device: torch.device) -> None:
+        self._block_size = block_size
+        positions = torch.arange(block_size * max_blocks, device=device)
+        self._positions = positions
+        self._block_of = positions // block_size
+        self._offset_of = positions % block_size
+        self._decode_tokens = 0
+        self._width = 1
+        self._decode_index: Tensor = positions
+        self._decode_mask: Tensor = positions
+        self._prefill: list[_PrefillRow] = []
+
+    def begin_step(
+        self,
+        dims: BatchDimensions,
+        block_tables: Tensor,
+        kv_lengths: Tensor,
+        prefill_starts: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> None:
+        """Prepare for the layers of one step.
+
+        Args:
+            dims: the host's knowledge of the batch.
+            block_tables: int32 `[rows, blocks]`, decode rows first.
+            kv_lengths: int32 `[rows]`, this step's tokens included.
+            prefill_starts: int32 `[prefill rows + 1]`; not needed here, where the host's lengths
+                are exact.
+            positions: int64 `[tokens]`, decode rows first; needed where decode rows have several
+                query tokens, each of which sees the keys up to its own position.
+        """
+        self._decode_tokens, self._width = dims.decode_tokens, dims.width
+        if dims.decode_rows:
+            rows = slice(0, dims.decode_rows)
+            self._begin_decode(dims, block_tables[rows], kv_lengths[rows], positions)
+        self._begin_prefill(dims, block_tables)
+
+    def _begin_decode(
+        self,
+        dims: BatchDimensions,
+        block_tables: Tensor,
+        kv_lengths: Tensor,
+        positions: Tensor | None,
+    ) -> None:
+        # Rounded up, because torch's fused kernels want masks aligned; the mask hides the rest.
+        length = -(-dims.max_decode_kv_length // MASK_ALIGNMENT) * MASK_ALIGNMENT
+        length = min(length, len(self._positions))
+        blocks = block_tables.index_select(1, self._block_of[:length]).to(torch.int64)
+        index = blocks * self._block_size + self._offset_of[:length]
+        valid = self._positions[:length] < kv_lengths[:, None]
+        # Masked positions read the row's first token instead of what a block's earlier owner left:
+        # a weight of zero does not hide a NaN.
+        self._decode_index = torch.where(valid, index, index[:, :1]).view(-1)
+        self._decode_mask = valid[:, None, None, :]
+        if dims.width > 1:
+            assert positions is not None
+            last = positions[: dims.decode_tokens].view(dims.decode_rows, dims.width, 1)
+            self._decode_mask = (self._positions[:length] <= last)[:, None]
+
+    def _begin_prefill(self, dims: BatchDimensions, block_tables: Tensor) -> None:
+        self._prefill = []
+        start = dims.decode_tokens
+        for row, (query_length, kv_length) in enumerate(dims.prefill_lengths, dims.decode_rows):
+            blocks = block_tables[row].index_select(0, self._block_of[:kv_length]).to(torch.int64)
+            kv_index = blocks * self._block_size + self._offset_of[:kv_length]
+            mask = None
+            if query_length < kv_length:
+                queries = self._positions[kv_length - query_length : kv_length, None]
+                mask = (self._positions[:kv_length] <= queries)[None]
+            self._prefill.append(_PrefillRow(start, start + query_length, kv_index, mask))
+            start += query_length
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        """Attention of one layer.
+
+        Args:
+            query: `[tokens, heads, dim]`, decode rows first.
+            key_cache, value_cache: `[blocks, block size, kv heads, dim]`, this step's keys and
+                values already in place.
+            scale: softmax scale.
+
+        Returns:
+            `[tokens, heads, dim]`.
+        """
+        output = torch.empty_like(query)
+        if self._decode_tokens:
+            tokens = slice(0, self._decode_tokens)
+            self._decode(query[tokens], key_cache, value_cache, scale, output[tokens])
+        keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+        for row in self._prefill:
+            tokens = slice(row.start, row.end)
+            output[tokens] = F.scaled_dot_product_attention(
+                query[tokens].transpose(0, 1)[None],
+                keys.index_select(0, row.kv_index).transpose(0, 1)[None],
+                values.index_select(0, row.kv_index).transpose(0, 1)[None],
+                attn_mask=row.mask,
+                is_causal=row.mask is None,
+                scale=scale,
+                enable_gqa=True,
+            )[0].transpose(0, 1)
+        return output
+
+    def _decode(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, out: Tensor
+    ) -> None:
+        """The query heads of a KV head, of all query tokens of a row, are its "sequence" (no
+        causality but the mask's among them), so that each key and value is read once."""
+        tokens, heads, dim = query.shape
+        width, kv_heads, index = self._width, key_cache.size(2), self._decode_index
+        rows, group, mask = tokens // width, heads // kv_heads, self._decode_mask
+        if width > 1:
+            mask = mask.repeat_interleave(group, dim=2)
+
+        def gather(cache: Tensor) -> Tensor:
+            # [rows, kv heads, kv length, dim]
+            flat = cache.flatten(0, 1).index_select(0, index)
+            return flat.view(rows, -1, kv_heads, dim).transpose(1, 2)
+
+        by_head = query.view(rows, width, kv_heads, group, dim).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(
+            by_head.reshape(rows, kv_heads, width * group, dim),
+            gather(key_cache),
+            gather(value_cache),
+            attn_mask=mask,
+            scale=scale,
+        )
+        by_token = attended.reshape(rows, kv_heads, width, group, dim).transpose(1, 2)
+        out.copy_(by_token.reshape(tokens, heads, dim))

@@ -1,0 +1,230 @@
+"""From the qkv projection to attention in one kernel: split, q/k norm, rotary, KV append.
+
+The modules launch a dozen kernels between `linear_qkv` and attention, and write keys and values
+twice. Here one program takes one KV head of one token: it reads the head's query heads, key and
+value once, normalises query and key where the model does (Qwen3), rotates them, and writes the
+queries out and key and value straight into the paged cache.
+
+Everything between load and store is float32, with one rounding at the end. The modules round in
+between (norm, cos and sin, each product) when the dtype has 16 bits, so the two differ by about a
+unit in the last place; in float32 they agree.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.ops.attention.rotary import apply_rotary_reference
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+
+
+def rope_append(
+    mixed_qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    write_index: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Rotate queries and keys, append keys and values to the cache, return the queries.
+
+    Args:
+        mixed_qkv: `[tokens, kv_heads * (group + 2) * dim]`, output of `linear_qkv` in Megatron's
+            order: for each KV head its `group` query heads, its key, its value. bfloat16, float16
+            or float32 on a GPU; rows may be strided, elements not.
+        cos, sin: float32 `[positions, rotated]`, the tables of `RotaryTable`; `rotated` is even and
+            at most dim. The other elements of a head are left as they are.
+        position_ids: int64 `[tokens]`, rows of the tables.
+        write_index: int64 `[tokens]`: place in the cache, block * block size + offset, all
+            different.
+        key_cache, value_cache: `[blocks, block size, kv_heads, dim]`, contiguous; written in place.
+        q_weight, k_weight: `[dim]`, RMSNorm weights of query and key heads; both or neither.
+        eps: of those norms.
+
+    Returns:
+        queries `[tokens, kv_heads * group, dim]`, contiguous, dtype of `mixed_qkv`.
+
+    Raises:
+        ValueError: shapes do not match or a tensor that must be contiguous is not.
+    """
+    kv_heads, dim = key_cache.shape[-2:]
+    tokens, width = mixed_qkv.shape
+    group = width // (kv_heads * dim) - 2
+    _check(mixed_qkv, cos, sin, key_cache, value_cache, group)
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("rope_append: give both q_weight and k_weight, or neither.")
+    query = torch.empty(
+        (tokens, kv_heads * group, dim), dtype=mixed_qkv.dtype, device=mixed_qkv.device
+    )
+    if tokens:
+        heads, half = triton.next_power_of_2(group + 2), triton.next_power_of_2(dim // 2)
+        _rope_append_kernel[(tokens, kv_heads)](
+            mixed_qkv,
+            cos,
+            sin,
+            position_ids,
+            write_index,
+            key_cache,
+            value_cache,
+            q_weight if q_weight is not None else cos,
+            k_weight if k_weight is not None else cos,
+            query,
+            mixed_qkv.stride(0),
+            eps,
+            kv_heads=kv_heads,
+            group=group,
+            dim=dim,
+            rotated=cos.size(1),
+            heads=heads,
+            half=half,
+            has_norm=q_weight is not None,
+            num_warps=min(max(heads * half // 256, 1), 8),
+            **launch_options(mixed_qkv),
+        )
+    return query
+
+
+def rope_append_reference(
+    mixed_qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    write_index: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """The same in plain torch."""
+    kv_heads, dim = key_cache.shape[-2:]
+    heads = mixed_qkv.unflatten(1, (kv_heads, -1, dim))
+    value = heads[:, :, -1]
+    query = heads[:, :, :-2].flatten(1, 2).to(torch.float32)
+    key = heads[:, :, -2].to(torch.float32)
+    if q_weight is not None and k_weight is not None:
+        query = torch.rms_norm(query, (dim,), q_weight.to(torch.float32), eps)
+        key = torch.rms_norm(key, (dim,), k_weight.to(torch.float32), eps)
+    cos, sin = cos[position_ids][:, None], sin[position_ids][:, None]
+    query, key = apply_rotary_reference(query, key, cos, sin)
+    key_cache.flatten(0, 1).index_copy_(0, write_index, key.to(key_cache.dtype))
+    value_cache.flatten(0, 1).index_copy_(0, write_index, value.to(value_cache.dtype))
+    return query.to(mixed_qkv.dtype)
+
+
+def _check(
+    mixed_qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    group: int,
+) -> None:
+    """What would read or write the wrong memory."""
+    kv_heads, dim = key_cache.shape[-2:]
+    width = mixed_qkv.size(1)
+    if group < 1 or width != kv_heads * (group + 2) * dim or dim % 2:
+        raise ValueError(
+            f"rope_append: rows of {width} elements are not {kv_heads} KV heads x (query heads + 2)"
+            f" x an even dim {dim}: pass the output of linear_qkv and this model's KV cache."
+        )
+    rotated = cos.size(1)
+    fits = rotated <= dim and rotated % 2 == 0
+    if not fits or cos.shape != sin.shape or value_cache.shape != key_cache.shape:
+        raise ValueError(
+            f"rope_append: cos and sin must be alike, [positions, an even number up to {dim}], and "
+            "the caches alike; found "
+            f"{tuple(cos.shape)}, {tuple(sin.shape)}, {tuple(key_cache.shape)} and "
+            f"{tuple(value_cache.shape)}."
+        )
+    whole = (cos, sin, key_cache, value_cache)
+    if mixed_qkv.stride(1) != 1 or not all(tensor.is_contiguous() for tensor in whole):
+        raise ValueError(
+            "rope_append: tables and caches must be contiguous and the elements of a qkv row "
+            "adjacent: pass whole layers of the cache, not slices of heads."
+        )
+
+
+@triton.jit
+def _rope_append_kernel(
+    mixed_qkv: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    position_ids: tl.tensor,
+    write_index: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    query: tl.tensor,
+    qkv_stride: tl.tensor,
+    eps: tl.tensor,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    dim: tl.constexpr,
+    rotated: tl.constexpr,
+    heads: tl.constexpr,
+    half: tl.constexpr,
+    has_norm: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    wait_for_previous(overlap)
+    # Head h of this program: h < group is a query, group the key, group + 1 the value.
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head = tl.arange(0, heads)[:, None]
+    lane = tl.arange(0, half)[None, :]
+    in_lane = lane < dim // 2
+    # Each lane has two elements of a head: a pair to be rotated, or two to be left alone.
+    turns = lane < rotated // 2
+    if rotated == dim:
+        at_first = lane
+        at_second = lane + dim // 2
+    else:
+        at_first = tl.where(turns, lane, lane + rotated // 2)
+        at_second = tl.where(turns, lane + rotated // 2, lane + dim // 2)
+    inside = (head < group + 2) & in_lane
+    source = mixed_qkv + token * qkv_stride + (kv_head * (group + 2) + head) * dim
+    raw_first = tl.load(source + at_first, mask=inside, other=0.0)
+    raw_second = tl.load(source + at_second, mask=inside, other=0.0)
+    position = tl.load(position_ids + token)
+    row = tl.load(write_index + token)
+    # The second half of a table's row repeats the first.
+    cosine = tl.load(cos + position * rotated + lane, mask=turns, other=0.0)
+    sine = tl.load(sin + position * rotated + lane, mask=turns, other=0.0)
+
+    first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
+    if has_norm:
+        square = tl.sum(first * first + second * second, axis=1, keep_dims=True)
+        factor = tl.rsqrt(square / dim + eps)
+        q_first = tl.load(q_weight + at_first, mask=in_lane, other=0.0).to(tl.float32)
+        k_first = tl.load(k_weight + at_first, mask=in_lane, other=0.0).to(tl.float32)
+        q_second = tl.load(q_weight + at_second, mask=in_lane, other=0.0).to(tl.float32)
+        k_second = tl.load(k_weight + at_second, mask=in_lane, other=0.0).to(tl.float32)
+        first = first * factor * tl.where(head < group, q_first, k_first)
+        second = second * factor * tl.where(head < group, q_second, k_second)
+    dtype = query.dtype.element_ty
+    rotated_first = (first * cosine - second * sine).to(dtype)
+    rotated_second = (second * cosine + first * sine).to(dtype)
+    if rotated != dim:
+        rotated_first = tl.where(turns, rotated_first, first.to(dtype))
+        rotated_second = tl.where(turns, rotated_second, second.to(dtype))
+
+    is_query = (head < group) & in_lane
+    target = query + (token * kv_heads + kv_head) * (group * dim) + head * dim
+    tl.store(target + at_first, rotated_first, mask=is_query)
+    tl.store(target + at_second, rotated_second, mask=is_query)
+    # The same addresses for every head of the tile; the masks let one head through.
+    place = (row * kv_heads + kv_head) * dim + head * 0
+    is_key = (head == group) & in_lane
+    tl.store(key_cache + place + at_first, rotated_first, mask=is_key)
+    tl.store(key_cache + place + at_second, rotated_second, mask=is_key)
+    is_value = (head == group + 1) & in_lane
+    tl.store(value_cache + place + at_first, raw_first, mask=is_value)
+    tl.store(value_cache + place + at_second, raw_second, mask=is_value)

@@ -1,0 +1,1 @@
+"""Routing tokens to experts, the experts' products, exchanges among ranks."""

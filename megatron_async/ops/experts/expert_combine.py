@@ -1,0 +1,207 @@
+"""Sums over the ranks that share experts, each rank's of its own tokens, in one kernel.
+
+One program for the t-th token of every rank: it puts its rank's partial sums of all of them into
+its rank's symmetric memory, meets the other ranks (`ops/ranks/symmetric_meeting.py`), and reads
+those of its own t-th token. They are added in the order of ranks, in float32. Residual add and
+RMSNorm may follow, as in `ops/ranks/all_reduce_norm.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.ranks.symmetric_meeting import meet, meeting_warps
+
+
+def combine_sums(
+    sums: Tensor,
+    own_tokens: int,
+    pointers: Tensor,
+    turns: Tensor,
+    rank: int,
+    first_row: int,
+) -> Tensor:
+    """Sums over the ranks of this rank's tokens.
+
+    Args:
+        sums: `[ranks * tokens, hidden]`, partial sums of all ranks' tokens, contiguous, on a GPU.
+        own_tokens: how many of this rank's are no padding.
+        pointers: int64 `[ranks]`: addresses of the ranks' symmetric memory: int32 flags `[places,
+            ranks]`, zero at first, then, at `first_row` elements, sums `[2, places, ranks,
+            hidden]`.
+        turns: int32 `[places]`, this rank's own memory, zero at first.
+        rank: of this process.
+        first_row: elements of the sums' dtype before the sums.
+
+    Returns:
+        `[own tokens, hidden]`.
+
+    Raises:
+        ValueError: shapes or strides do not fit, or there are more tokens than places.
+    """
+    tokens = _check_combine(sums, own_tokens, len(pointers), len(turns))
+    out = torch.empty((own_tokens, sums.size(1)), dtype=sums.dtype, device=sums.device)
+    state = pointers, turns, rank, first_row
+    _launch_combine(sums, tokens, own_tokens, None, out, 0.0, state)
+    return out
+
+
+def combine_add_rms_norm(
+    sums: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    pointers: Tensor,
+    turns: Tensor,
+    rank: int,
+    first_row: int,
+) -> tuple[Tensor, Tensor]:
+    """`combine_sums` of as many tokens as the residual has, added to it, and the norm of that.
+
+    Args:
+        sums: see `combine_sums`.
+        residual: `[own tokens, hidden]`; rows may be strided.
+        weight: `[hidden]`, the norm's weight.
+        eps: added to the mean square.
+        pointers, turns, rank, first_row: see `combine_sums`.
+
+    Returns:
+        normed `[own tokens, hidden]`, and the new residual.
+
+    Raises:
+        ValueError: shapes or strides do not fit, or there are more tokens than places.
+    """
+    own, hidden = residual.shape
+    tokens = _check_combine(sums, own, len(pointers), len(turns))
+    if sums.size(1) != hidden or weight.shape != (hidden,):
+        raise ValueError(
+            f"combine_add_rms_norm: sums are {tuple(sums.shape)}, so weight and residual must be "
+            f"{sums.size(1)} wide; found {tuple(weight.shape)} and {tuple(residual.shape)}."
+        )
+    if residual.dtype != sums.dtype or residual.stride(1) != 1:
+        raise ValueError(
+            f"combine_add_rms_norm: residual must be {sums.dtype} with adjacent elements in its "
+            f"rows; found {residual.dtype}, strides {residual.stride()}."
+        )
+    normed = torch.empty((own, hidden), dtype=residual.dtype, device=residual.device)
+    total = torch.empty_like(normed)
+    state = pointers, turns, rank, first_row
+    _launch_combine(sums, tokens, own, (residual, weight, normed), total, eps, state)
+    return normed, total
+
+
+def _launch_combine(
+    sums: Tensor,
+    tokens: int,
+    own: int,
+    norm: tuple[Tensor, Tensor, Tensor] | None,
+    total: Tensor,
+    eps: float,
+    state: tuple[Tensor, Tensor, int, int],
+) -> None:
+    """Launch it; `norm` are residual, weight and where to put the norm."""
+    residual, weight, normed = norm or (total, total, total)
+    pointers, turns, rank, first_row = state
+    ranks, hidden = len(pointers), sums.size(1)
+    block = triton.next_power_of_2(hidden)
+    if tokens:
+        _combine_kernel[(tokens,)](
+            sums,
+            residual,
+            weight,
+            normed,
+            total,
+            pointers,
+            turns,
+            own,
+            tokens,
+            residual.stride(0),
+            eps,
+            rank=rank,
+            ranks=ranks,
+            lanes=triton.next_power_of_2(ranks),
+            places=len(turns),
+            first_row=first_row,
+            hidden=hidden,
+            block=block,
+            has_norm=norm is not None,
+            num_warps=meeting_warps(ranks, block * sums.element_size()),
+            **launch_options(sums),
+        )
+
+
+def _check_combine(sums: Tensor, own: int, ranks: int, places: int) -> int:
+    """Tokens of each rank."""
+    tokens, rest = divmod(sums.size(0), ranks)
+    if rest or not own <= tokens <= places or not sums.is_contiguous():
+        raise ValueError(
+            f"combine_sums: sums must be contiguous, of {ranks} times at least {own} and at most "
+            f"{places} tokens; found {tuple(sums.shape)}, strides {sums.stride()}."
+        )
+    return tokens
+
+
+@triton.jit(do_not_specialize=["own", "tokens"])
+def _combine_kernel(
+    sums: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    normed: tl.tensor,
+    total: tl.tensor,
+    pointers: tl.tensor,
+    turns: tl.tensor,
+    own: tl.tensor,
+    tokens: tl.tensor,
+    residual_stride: tl.tensor,
+    eps: tl.tensor,
+    rank: tl.constexpr,
+    ranks: tl.constexpr,
+    lanes: tl.constexpr,
+    places: tl.constexpr,
+    first_row: tl.constexpr,
+    hidden: tl.constexpr,
+    block: tl.constexpr,
+    has_norm: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    dtype: tl.constexpr = total.dtype.element_ty
+    place = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
+    inside = column < hidden
+    bases = ()
+    for peer in tl.static_range(ranks):
+        base = tl.load(pointers + peer).to(tl.pointer_type(dtype))
+        bases += (tl.multiple_of(base, 16),)  # type: ignore[assignment]
+    if has_norm:
+        scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(overlap)
+    turn = tl.load(turns + place) + 1
+    start = first_row + ((turn & 1).to(tl.int64) * places + place) * ranks * hidden
+    mine = bases[rank] + start
+    rows = ()
+    for peer in tl.static_range(ranks):
+        source = sums + (peer * tokens + place) * hidden
+        row = tl.load(source + column, mask=inside, other=0.0)
+        rows += (row,)  # type: ignore[assignment]
+    for peer in tl.static_range(ranks):
+        tl.store(mine + peer * hidden + column, rows[peer], mask=inside)
+    meet(pointers, turns, place, turn, rank, ranks, lanes)
+    real = inside & (place < own)
+    value = tl.zeros((block,), tl.float32)
+    for peer in tl.static_range(ranks):
+        theirs = bases[peer] + start + rank * hidden
+        value += tl.load(theirs + column, mask=real, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if has_norm:
+        value = value.to(dtype).to(tl.float32)
+        before = tl.load(residual + place * residual_stride + column, mask=real, other=0.0)
+        rounded = (before.to(tl.float32) + value).to(dtype)
+        tl.store(total + place * hidden + column, rounded, mask=real)
+        value = rounded.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(value * value) / hidden + eps)
+        tl.store(normed + place * hidden + column, value * factor * scale, mask=real)
+    else:
+        tl.store(total + place * hidden + column, value, mask=real)

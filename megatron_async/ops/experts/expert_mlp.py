@@ -1,0 +1,201 @@
+"""The experts' gated MLPs as grouped matrix products: each token meets the experts it was sent to.
+
+The (token, expert) pairs are sorted by expert into tiles of equal height on the device
+(`ops/experts/expert_kernels.py`), both products walk over these tiles, and the outputs of a token's
+experts are added in their order by a kernel of its own, so that results do not depend on the run.
+Grids depend on the number of tokens only: tiles that nobody needs end at once. Nothing is read
+back.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from megatron_async.ops.dependent_launch import launch_options
+from megatron_async.ops.experts.expert_kernels import (
+    combine_kernel,
+    grouped_product_kernel,
+    sort_kernel,
+)
+from megatron_async.ops.experts.expert_plan import ExpertPlan, ProductPlan, plan_experts
+from megatron_async.ops.experts.expert_routing import Routing
+from megatron_async.ops.linear.swiglu import swiglu_reference
+
+SORT_CHUNK = 1024
+COMBINE_BLOCK = 1024
+
+
+def expert_mlp(
+    x: Tensor,
+    routing: Routing,
+    fc1: Tensor,
+    fc2: Tensor,
+    first_expert: int,
+    num_experts: int,
+) -> Tensor:
+    """For each token the weighted sum of what its experts here make of it.
+
+    Args:
+        x: `[tokens, hidden]` on a GPU; rows may be strided, elements not.
+        routing: of these tokens; experts elsewhere, and `NO_EXPERT`, add nothing.
+        fc1: `[local experts, 2 * ffn, hidden]`, [gate; up], same dtype, contiguous.
+        fc2: `[local experts, hidden, ffn]`, the same.
+        first_expert: number of the first expert here.
+        num_experts: how many there are everywhere.
+
+    Returns:
+        `[tokens, hidden]`, contiguous.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit.
+    """
+    plan = plan_experts(routing.experts.numel(), num_experts, x.element_size())
+    return expert_mlp_by_plan(x, routing, fc1, fc2, first_expert, plan)
+
+
+def expert_mlp_by_plan(
+    x: Tensor, routing: Routing, fc1: Tensor, fc2: Tensor, first_expert: int, plan: ExpertPlan
+) -> Tensor:
+    """`expert_mlp` by a given plan.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit, or the plan's tiles differ in height.
+    """
+    _check(x, routing, fc1, fc2)
+    if plan.up.block_m != plan.down.block_m:
+        raise ValueError(f"expert_mlp: both products walk over the same tiles; found {plan}.")
+    tokens, hidden = x.shape
+    local, ffn, topk = fc1.size(0), fc2.size(2), routing.experts.size(1)
+    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    if not tokens:
+        return out
+    pairs = tokens * topk
+    tiles = min(pairs, min(pairs, local) + pairs // plan.up.block_m)
+    # Tensors of their own, because Triton compiles a kernel anew for another alignment.
+    sort = tuple(
+        torch.empty(size, dtype=torch.int32, device=x.device)
+        for size in (1, tiles, tiles * plan.up.block_m)
+    )
+    sort_kernel[(local,)](
+        routing.experts,
+        routing.experts.stride(0),
+        *sort,
+        pairs,
+        first_expert,
+        local=local,
+        bins=triton.next_power_of_2(local + 1),
+        topk=topk,
+        block_m=plan.up.block_m,
+        chunk=min(SORT_CHUNK, max(32, triton.next_power_of_2(pairs))),
+        num_warps=4,
+        **launch_options(x),
+    )
+    activated = torch.empty((pairs, ffn), dtype=x.dtype, device=x.device)
+    _product(x, fc1, activated, routing, sort, tiles, topk, plan.up, True)
+    outputs = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
+    _product(activated, fc2, outputs, routing, sort, tiles, 1, plan.down, False)
+    combine_kernel[(tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
+        outputs,
+        routing.experts,
+        routing.experts.stride(0),
+        out,
+        first_expert,
+        local=local,
+        hidden=hidden,
+        topk=topk,
+        block=COMBINE_BLOCK,
+        num_warps=4,
+        **launch_options(x),
+    )
+    return out
+
+
+def expert_mlp_reference(
+    x: Tensor,
+    routing: Routing,
+    fc1: Tensor,
+    fc2: Tensor,
+    first_expert: int,
+    num_experts: int,
+) -> Tensor:
+    """The same in plain torch; it reads sizes back, so it is for the CPU and for tests."""
+    _check(x, routing, fc1, fc2)
+    tokens, topk = routing.experts.shape
+    local = fc1.size(0)
+    expert = routing.experts.flatten() - first_expert
+    expert = expert.where((expert >= 0) & (expert < local), local)
+    order = expert.argsort(stable=True)
+    counts = expert.bincount(minlength=local + 1).tolist()  # sync-ok: on the CPU
+    outputs = torch.zeros((tokens * topk, x.size(1)), dtype=torch.float32, device=x.device)
+    weights = routing.weights.reshape(-1, 1)
+    start = 0
+    for number, count in enumerate(counts[:local]):
+        if count:
+            pairs = order[start : start + count]
+            activated = swiglu_reference(F.linear(x[pairs // topk], fc1[number]))
+            outputs[pairs] = F.linear(activated, fc2[number]).float() * weights[pairs]
+        start += count
+    return outputs.view(tokens, topk, x.size(1)).sum(1).to(x.dtype)
+
+
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    routing: Routing,
+    sort: tuple[Tensor, ...],
+    tiles: int,
+    pairs_per_row: int,
+    plan: ProductPlan,
+    gated: bool,
+) -> None:
+    """One grouped product: SwiGLU follows if `gated`, else the pairs' weights."""
+    n = out.size(1)
+    grid = (tiles * triton.cdiv(n, plan.block_n),)
+    grouped_product_kernel[grid](
+        x,
+        x.stride(0),
+        weight,
+        out,
+        routing.weights,
+        routing.weights.stride(0),
+        *sort,
+        out.size(0),
+        tiles,
+        n=n,
+        k=x.size(1),
+        topk=routing.weights.size(1),
+        pairs_per_row=pairs_per_row,
+        block_m=plan.block_m,
+        block_n=plan.block_n,
+        block_k=plan.block_k,
+        gated=gated,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **launch_options(x),
+    )
+
+
+def _check(x: Tensor, routing: Routing, fc1: Tensor, fc2: Tensor) -> None:
+    experts, hidden, ffn = fc2.shape
+    if fc1.shape != (experts, 2 * ffn, hidden) or x.dim() != 2 or x.size(1) != hidden:
+        raise ValueError(
+            "expert_mlp: x must be [tokens, hidden], fc1 [experts, 2 * ffn, hidden] and fc2 "
+            f"[experts, hidden, ffn]; found {tuple(x.shape)}, {tuple(fc1.shape)} and "
+            f"{tuple(fc2.shape)}."
+        )
+    if not x.dtype == fc1.dtype == fc2.dtype or x.stride(1) != 1:
+        raise ValueError(
+            f"expert_mlp: x ({x.dtype}, strides {x.stride()}), fc1 ({fc1.dtype}) and fc2 "
+            f"({fc2.dtype}) must have one dtype, and rows of x adjacent elements."
+        )
+    if not (fc1.is_contiguous() and fc2.is_contiguous()):
+        raise ValueError("expert_mlp: the weights must be contiguous: call .contiguous().")
+    if routing.experts.shape != routing.weights.shape or len(routing.experts) != len(x):
+        raise ValueError(
+            f"expert_mlp: {len(x)} tokens, but experts {tuple(routing.experts.shape)} and weights "
+            f"{tuple(routing.weights.shape)}."
+        )

@@ -1,0 +1,189 @@
+"""Kernels of matrix products with few rows; `ops/linear/skinny_linear.py` launches them.
+
+Such a product takes as long as its weights take to arrive. No kernel of a step writes weights, so
+both kernels ask for their first weights before they wait for the kernel before them, and let their
+successor, which does the same, start at once: the memory system stays busy across the border.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_async.ops.dependent_launch import await_previous, let_next_start, prefetch_rows
+
+
+@triton.jit
+def one_row_kernel(
+    x: tl.tensor,
+    residual: tl.tensor,
+    norm_weight: tl.tensor,
+    total: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    n: tl.tensor,
+    eps: tl.tensor,
+    k: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    gated: tl.constexpr,
+    has_norm: tl.constexpr,
+    has_residual: tl.constexpr,
+    has_bias: tl.constexpr,
+    ahead: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    """One row times `block_n` weight rows, on the CUDA cores.
+
+    The norm's factor is a number, so it is applied to the sums: inputs need not be read twice. A
+    weight row that fits `block_k` is loaded before the wait.
+    """
+    let_next_start(overlap)
+    program = tl.program_id(0)
+    first = program * block_n
+    row_bytes: tl.constexpr = k * (weight.dtype.element_ty.primitive_bitwidth // 8)
+    whole: tl.constexpr = k <= block_k
+    start = weight + first.to(tl.int64) * k
+    up_start = start + n.to(tl.int64) * k
+    here = tl.minimum(n - first, block_n)
+    line = tl.arange(0, block_n)
+    inside = line < here
+    column = tl.arange(0, block_k)
+    cell = line[:, None] * k + column[None, :]
+    # Inputs as wide as the tile where it moves along the row: no exchange between threads then.
+    place = column[None, :] if whole else line[:, None] * 0 + column[None, :]
+    if whole:
+        mask = inside[:, None] & (column < k)[None, :]
+        w = tl.load(start + cell, mask=mask, other=0.0).to(tl.float32)
+        if gated:
+            u = tl.load(up_start + cell, mask=mask, other=0.0).to(tl.float32)
+        if has_norm:
+            scale = tl.load(norm_weight + place, mask=place < k, other=0.0).to(tl.float32)
+    else:
+        prefetch_rows(start, here, row_bytes, ahead, overlap)
+        if gated:
+            prefetch_rows(up_start, here, row_bytes, ahead, overlap)
+    if has_bias:
+        shift = tl.load(bias + first + line, mask=inside, other=0.0).to(tl.float32)
+    await_previous(overlap)
+    sums = tl.zeros((block_n, block_k), tl.float32)
+    up_sums = tl.zeros((block_n, block_k), tl.float32)
+    squares = tl.zeros((1 if whole else block_n, block_k), tl.float32)
+    for at in range(0, k, block_k):
+        left = place < k - at
+        if not whole:
+            mask = inside[:, None] & (column < k - at)[None, :]
+            w = tl.load(start + cell + at, mask=mask, other=0.0).to(tl.float32)
+            if gated:
+                u = tl.load(up_start + cell + at, mask=mask, other=0.0).to(tl.float32)
+            if has_norm:
+                scale = tl.load(norm_weight + at + place, mask=left, other=0.0).to(tl.float32)
+        v = tl.load(x + at + place, mask=left, other=0.0).to(tl.float32)
+        if has_norm:
+            if has_residual:
+                before = tl.load(residual + at + place, mask=left, other=0.0).to(tl.float32)
+                rounded = (before + v).to(total.dtype.element_ty)
+                if program == 0:
+                    own = left if whole else left & (line == 0)[:, None]
+                    tl.store(total + at + place, rounded, mask=own)
+                v = rounded.to(tl.float32)
+            squares += v * v
+            v = v * scale
+        sums += w * v
+        if gated:
+            up_sums += u * v
+    y = tl.sum(sums, 1)
+    if has_norm:
+        factor = tl.rsqrt(tl.sum(squares, 1) / k + eps)
+        y = y * factor
+    if has_bias:
+        y = y + shift
+    if gated:
+        up = tl.sum(up_sums, 1)
+        if has_norm:
+            up = up * factor
+        y = y * tl.sigmoid(y) * up
+    tl.store(out + first + line, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tile_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.tensor,
+    rows: tl.tensor,
+    n: tl.tensor,
+    k: tl.constexpr,
+    splits: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    gated: tl.constexpr,
+    has_bias: tl.constexpr,
+    swap: tl.constexpr,
+    ahead: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    """All rows times `block_n` weight rows, over one share of the inputs, on the matrix units."""
+    let_next_start(overlap)
+    first = tl.program_id(0) * block_n
+    part = tl.program_id(1)
+    share: tl.constexpr = (k + splits * block_k - 1) // (splits * block_k) * block_k
+    row_bytes: tl.constexpr = k * (weight.dtype.element_ty.primitive_bitwidth // 8)
+    even: tl.constexpr = k % (splits * block_k) == 0
+    start = weight + first.to(tl.int64) * k + part * share
+    up_start = start + n.to(tl.int64) * k
+    here = tl.minimum(n - first, block_n)
+    # The last share is shorter: its last row's prefetch must end with the weight.
+    fits = here if even else tl.where(part == splits - 1, 0, here)
+    prefetch_rows(start, fits, row_bytes, ahead, overlap)
+    if gated:
+        prefetch_rows(up_start, fits, row_bytes, ahead, overlap)
+    line = tl.arange(0, block_n)
+    inside = (line < here)[:, None]
+    batch = tl.arange(0, block_m)
+    exists = (batch < rows)[:, None]
+    column = tl.arange(0, block_k)
+    cell = line[:, None] * k + column[None, :]
+    source = x + batch[:, None].to(tl.int64) * x_stride + part * share + column[None, :]
+    if has_bias:
+        shift = tl.load(bias + first + line, mask=line < here, other=0.0).to(tl.float32)
+    await_previous(overlap)
+    if swap:
+        sums = tl.zeros((block_n, block_m), tl.float32)
+        up_sums = tl.zeros((block_n, block_m), tl.float32)
+    else:
+        sums = tl.zeros((block_m, block_n), tl.float32)
+        up_sums = tl.zeros((block_m, block_n), tl.float32)
+    limit = tl.minimum(k - part * share, share)
+    for at in range(0, limit, block_k):
+        if even:
+            row_mask, cell_mask = exists, inside
+        else:
+            left = (column < limit - at)[None, :]
+            row_mask, cell_mask = exists & left, inside & left
+        v = tl.load(source + at, mask=row_mask, other=0.0)
+        w = tl.load(start + cell + at, mask=cell_mask, other=0.0)
+        if swap:
+            sums = tl.dot(w, tl.trans(v), sums, input_precision="ieee")
+        else:
+            sums = tl.dot(v, tl.trans(w), sums, input_precision="ieee")
+        if gated:
+            u = tl.load(up_start + cell + at, mask=cell_mask, other=0.0)
+            if swap:
+                up_sums = tl.dot(u, tl.trans(v), up_sums, input_precision="ieee")
+            else:
+                up_sums = tl.dot(v, tl.trans(u), up_sums, input_precision="ieee")
+    if swap:
+        sums = tl.trans(sums)
+        up_sums = tl.trans(up_sums)
+    if has_bias:
+        sums = sums + shift[None, :]
+    if gated:
+        sums = sums * tl.sigmoid(sums) * up_sums
+    row = (part * rows + batch[:, None]).to(tl.int64)
+    target = out + row * n + first + line[None, :]
+    tl.store(target, sums.to(out.dtype.element_ty), mask=exists & (line < here)[None, :])

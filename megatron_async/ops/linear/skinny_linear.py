@@ -1,0 +1,231 @@
+"""Matrix products of decode steps: few rows, and as much time as their weights need to arrive.
+
+cuBLAS takes no part in programmatic dependent launch, so around each of its kernels the memory
+system runs dry; ours ask for their weights early (`ops/linear/skinny_kernels.py`). Products take
+what stands around them along: RMSNorm of one row before, SwiGLU behind. A product with fewer
+outputs than fill the device is split along its inputs; its partial sums are added by the kernel
+that reads them (`ops/linear/rms_norm.py`), in order, so that results do not depend on the run.
+
+Where the rule in `ops/linear/skinny_plan.py` finds no plan, cuBLAS multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from megatron_async.ops.dependent_launch import launch_options
+from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_reference
+from megatron_async.ops.linear.skinny_kernels import one_row_kernel, tile_kernel
+from megatron_async.ops.linear.skinny_plan import NORM_WIDTH, OneRowPlan, TilePlan, plan_product
+from megatron_async.ops.linear.swiglu import swiglu, swiglu_reference
+
+
+@dataclass
+class Unnormed:
+    """The input of a product before its residual add and RMSNorm: `add_rms_norm`'s arguments.
+
+    Attributes:
+        x: `[1, k]`, contiguous.
+        residual: like `x`, or None.
+        weight: `[k]`, the norm's.
+        eps: added to the mean square.
+        total: the new residual, once the product has been launched.
+    """
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    eps: float
+    total: Tensor | None = None
+
+
+def takes_unnormed(x: Tensor) -> bool:
+    """Whether products of `x` (`[rows, k]`) should be given an `Unnormed`: their norm is cheaper
+    inside."""
+    return x.size(0) == 1 and x.size(1) <= NORM_WIDTH
+
+
+def linear(
+    x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None = None, may_split: bool = False
+) -> Tensor:
+    """`x @ weight.T + bias`.
+
+    Args:
+        x: `[rows, k]` on a GPU, bfloat16, float16 or float32; or a row whose norm is to be taken
+            first.
+        weight: `[n, k]`, same dtype.
+        bias: `[n]` or None.
+        may_split: partial sums may be returned.
+
+    Returns:
+        `[rows, n]`; or partial sums `[splits, rows, n]`, float32, to be added in order.
+    """
+    return _product(x, weight, bias, False, may_split)
+
+
+def linear_swiglu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
+    """`silu(gate) * up` where `[gate; up] = x @ weight.T`: the gated MLP's first half.
+
+    Gate and up are rounded to the dtype only where cuBLAS computes them.
+
+    Args:
+        x: as for `linear`.
+        weight: `[2 * ffn, k]`.
+
+    Returns:
+        `[rows, ffn]`.
+    """
+    return _product(x, weight, None, True, False)
+
+
+def linear_reference(
+    x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None = None, may_split: bool = False
+) -> Tensor:
+    """`linear` in plain torch, unsplit."""
+    if not isinstance(x, Unnormed):
+        return F.linear(x, weight, bias)
+    normed, x.total = add_rms_norm_reference(x.x, x.residual, x.weight, x.eps)
+    return F.linear(normed, weight, bias)
+
+
+def linear_swiglu_reference(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
+    """`linear_swiglu` in plain torch."""
+    return swiglu_reference(linear_reference(x, weight))
+
+
+def _product(
+    x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, gated: bool, may_split: bool
+) -> Tensor:
+    inputs = x.x if isinstance(x, Unnormed) else x
+    norm = isinstance(x, Unnormed)
+    plan = plan_product(inputs, weight, gated, may_split and bias is None, norm)
+    if isinstance(plan, OneRowPlan):
+        return one_row_product(x, weight, bias, gated, plan)
+    if isinstance(x, Unnormed):
+        inputs, x.total = add_rms_norm(x.x, x.residual, x.weight, x.eps)
+    if isinstance(plan, TilePlan):
+        return tile_product(inputs, weight, bias, gated, plan)
+    product = F.linear(inputs, weight, bias)
+    return swiglu(product) if gated else product
+
+
+def one_row_product(
+    x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, gated: bool, plan: OneRowPlan
+) -> Tensor:
+    """`linear` or, if `gated`, `linear_swiglu`, of one row by a given plan.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit.
+    """
+    norm = x if isinstance(x, Unnormed) else None
+    row = x.x if isinstance(x, Unnormed) else x
+    n = _outputs(row, weight, bias, gated)
+    if row.size(0) != 1:
+        raise ValueError(f"one_row_product: x has {row.size(0)} rows; use tile_product.")
+    residual, total = row, row
+    if norm is not None:
+        if norm.weight.shape != row.shape[1:] or not norm.weight.is_contiguous():
+            raise ValueError(
+                f"one_row_product: the norm's weight is {tuple(norm.weight.shape)}, strides "
+                f"{norm.weight.stride()}; it must be ({row.size(1)},), contiguous."
+            )
+        if norm.residual is not None:
+            if norm.residual.shape != row.shape or norm.residual.stride(1) != 1:
+                raise ValueError(
+                    f"one_row_product: residual is {tuple(norm.residual.shape)}; it must be like "
+                    f"x, {tuple(row.shape)}, its elements adjacent."
+                )
+            residual, total = norm.residual, torch.empty_like(row)
+        norm.total = total
+    out = torch.empty((1, n), dtype=row.dtype, device=row.device)
+    one_row_kernel[(triton.cdiv(n, plan.block_n),)](
+        row,
+        residual,
+        weight if norm is None else norm.weight,
+        total,
+        weight,
+        weight if bias is None else bias,
+        out,
+        n,
+        0.0 if norm is None else norm.eps,
+        k=row.size(1),
+        block_n=plan.block_n,
+        block_k=plan.block_k,
+        gated=gated,
+        has_norm=norm is not None,
+        has_residual=norm is not None and norm.residual is not None,
+        has_bias=bias is not None,
+        ahead=plan.ahead,
+        num_warps=plan.warps,
+        **launch_options(row),
+    )
+    return out
+
+
+def tile_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, plan: TilePlan
+) -> Tensor:
+    """`linear` or, if `gated`, `linear_swiglu`, by a given plan; partial sums if it splits.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit; more rows than the plan's; a plan that
+            splits what cannot be added up later.
+    """
+    n = _outputs(x, weight, bias, gated)
+    rows = x.size(0)
+    if rows > plan.block_m:
+        raise ValueError(f"tile_product: x has {rows} rows, and the plan is for {plan.block_m}.")
+    if plan.splits > 1 and (gated or bias is not None):
+        raise ValueError("tile_product: partial sums can have neither bias nor SwiGLU.")
+    if plan.splits > 1:
+        out = torch.empty((plan.splits, rows, n), dtype=torch.float32, device=x.device)
+    else:
+        out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    tile_kernel[(triton.cdiv(n, plan.block_n), plan.splits)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        x.stride(0),
+        rows,
+        n,
+        k=x.size(1),
+        splits=plan.splits,
+        block_m=plan.block_m,
+        block_n=plan.block_n,
+        block_k=plan.block_k,
+        gated=gated,
+        has_bias=bias is not None,
+        swap=plan.swap,
+        ahead=plan.ahead,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **launch_options(x),
+    )
+    return out
+
+
+def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> int:
+    """Number of outputs; raises on what would read or write the wrong memory."""
+    n = weight.size(0) // 2 if gated else weight.size(0)
+    if x.dim() != 2 or weight.dim() != 2 or x.size(1) != weight.size(1):
+        raise ValueError(
+            f"skinny_linear: x must be [rows, k] and weight [outputs, k]; found {tuple(x.shape)} "
+            f"and {tuple(weight.shape)}."
+        )
+    if x.dtype != weight.dtype or x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(
+            f"skinny_linear: x ({x.dtype}, strides {x.stride()}) and weight ({weight.dtype}, "
+            f"strides {weight.stride()}) must have one dtype, the elements of a row of x be "
+            "adjacent and weight be contiguous: call .contiguous()."
+        )
+    if gated and weight.size(0) % 2:
+        raise ValueError(f"linear_swiglu: {weight.size(0)} weight rows are not [gate; up].")
+    if bias is not None and (gated or bias.shape != (n,) or not bias.is_contiguous()):
+        raise ValueError(f"linear: bias must be ({n},); found {tuple(bias.shape)}, gated={gated}.")
+    return n

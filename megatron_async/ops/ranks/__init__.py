@@ -1,0 +1,1 @@
+"""Sums, choices and lookups among tensor-parallel ranks."""

@@ -1,0 +1,142 @@
+"""All-reduce, residual add and RMSNorm in one kernel, over symmetric memory.
+
+One program a row. It puts this rank's summand into this rank's memory, says so to all ranks, waits
+until all have said so, and reads the summands of all. They are added in the order of ranks, in
+float32, so every rank gets the same bits; then follows what `ops/linear/rms_norm.py` does.
+
+Ranks meet as `ops/ranks/symmetric_meeting.py` tells; a row is a place. All ranks must launch the
+same rows in the same order, as collectives must.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.linear.rms_norm import MAX_HIDDEN
+from megatron_async.ops.ranks.symmetric_meeting import meet
+
+
+def all_reduce_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    pointers: Tensor,
+    turns: Tensor,
+    rank: int,
+    first_row: int,
+) -> tuple[Tensor, Tensor]:
+    """Sum over the ranks, added to the residual stream, and the norm of that.
+
+    Args:
+        x: this rank's summand, `[tokens, hidden]`, or partial sums of it, float32 `[parts, tokens,
+            hidden]`; contiguous, on a GPU. It is rounded to the residual's dtype before it is sent.
+        residual: `[tokens, hidden]`, equal on all ranks.
+        weight: `[hidden]`, the norm's weight.
+        eps: added to the mean square.
+        pointers: int64 `[ranks]`: addresses of the ranks' symmetric memory: int32 flags `[rows,
+            ranks]`, zero at first, then, at `first_row` elements, two places for each row,
+            `[2, rows, hidden]`.
+        turns: int32 `[rows]`, this rank's own memory, zero at first.
+        rank: of this process.
+        first_row: elements of the residual's dtype before the rows.
+
+    Returns:
+        normed `[tokens, hidden]`, and the new residual.
+
+    Raises:
+        ValueError: shapes or strides do not fit, or there are more tokens than rows.
+    """
+    parts = x.size(0) if x.dim() == 3 else 1
+    tokens, hidden = residual.shape
+    if x.shape[-2:] != residual.shape or weight.shape != (hidden,) or hidden > MAX_HIDDEN:
+        raise ValueError(
+            f"all_reduce_add_rms_norm: x is {tuple(x.shape)} and residual {tuple(residual.shape)}, "
+            f"so weight must be ({hidden},), of at most {MAX_HIDDEN}; found {tuple(weight.shape)}."
+        )
+    if not x.is_contiguous() or residual.stride(1) != 1 or tokens > len(turns):
+        raise ValueError(
+            f"all_reduce_add_rms_norm: x (strides {x.stride()}) must be contiguous, elements of a "
+            f"row of residual (strides {residual.stride()}) adjacent, and there may be at most "
+            f"{len(turns)} tokens; found {tokens}."
+        )
+    normed = torch.empty((tokens, hidden), dtype=residual.dtype, device=residual.device)
+    total = torch.empty_like(normed)
+    if tokens:
+        block = triton.next_power_of_2(hidden)
+        _all_reduce_add_rms_norm_kernel[(tokens,)](
+            x,
+            residual,
+            weight,
+            normed,
+            total,
+            pointers,
+            turns,
+            residual.stride(0),
+            eps,
+            rank=rank,
+            ranks=len(pointers),
+            lanes=triton.next_power_of_2(len(pointers)),
+            rows=len(turns),
+            first_row=first_row,
+            hidden=hidden,
+            block=block,
+            parts=parts,
+            num_warps=min(max(block // 512, 1), 16),
+            **launch_options(residual),
+        )
+    return normed, total
+
+
+@triton.jit
+def _all_reduce_add_rms_norm_kernel(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    normed: tl.tensor,
+    total: tl.tensor,
+    pointers: tl.tensor,
+    turns: tl.tensor,
+    residual_stride: tl.tensor,
+    eps: tl.tensor,
+    rank: tl.constexpr,
+    ranks: tl.constexpr,
+    lanes: tl.constexpr,
+    rows: tl.constexpr,
+    first_row: tl.constexpr,
+    hidden: tl.constexpr,
+    block: tl.constexpr,
+    parts: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    dtype: tl.constexpr = total.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
+    inside = column < hidden
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(overlap)
+    summand = tl.load(x + row * hidden + column, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, parts):
+        place = (part * tl.num_programs(0) + row) * hidden + column
+        summand += tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    turn = tl.load(turns + row) + 1
+    start = first_row + ((turn & 1).to(tl.int64) * rows + row) * hidden
+    mine = tl.multiple_of(tl.load(pointers + rank).to(tl.pointer_type(dtype)), 16)
+    tl.store(mine + start + column, summand.to(dtype), mask=inside)
+    meet(pointers, turns, row, turn, rank, ranks, lanes)
+    value = tl.zeros((block,), tl.float32)
+    for peer in tl.static_range(ranks):
+        its = tl.multiple_of(tl.load(pointers + peer).to(tl.pointer_type(dtype)), 16)
+        found = tl.load(its + start + column, mask=inside, other=0.0, cache_modifier=".cg")
+        value += found.to(tl.float32)
+    value = value.to(dtype).to(tl.float32)
+    before = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
+    rounded = (before.to(tl.float32) + value).to(dtype)
+    tl.store(total + row * hidden + column, rounded, mask=inside)
+    value = rounded.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(value * value) / hidden + eps)
+    tl.store(normed + row * hidden + column, value * factor * scale, mask=inside)

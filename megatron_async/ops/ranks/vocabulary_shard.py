@@ -1,0 +1,70 @@
+"""The share of the vocabulary for which a tensor-parallel rank computes logits.
+
+With Gumbel-max and noise that depends on seed, position and token alone, the best token of all is
+the best of the ranks' best. So a row that is greedy, or sampled from all tokens, needs eight bytes
+from each rank: its best score, and the token that has it. Whatever else is asked of a row (filters,
+penalties, log probs, grammars) needs its logits together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_async.ops.ranks.tensor_collectives import TensorCollectives
+from megatron_async.ops.sampling.slot_records import NO_TOKEN
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """This rank's columns of the logits.
+
+    Attributes:
+        vocab_size: tokens of all ranks.
+        first: token of this rank's first column.
+        columns: how many of its columns are tokens; those behind them are padding. It may be 0.
+        collectives: of the ranks that share the vocabulary.
+    """
+
+    vocab_size: int
+    first: int
+    columns: int
+    collectives: TensorCollectives
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """Join the ranks' logits `[..., local columns]` to `[..., vocabulary]`, contiguous.
+
+        A column is computed by one rank and copied to the others, so all have the same bits.
+        """
+        return self.collectives.all_gather_columns(logits, self.vocab_size)
+
+    def choose(self, scores: Tensor, ids: Tensor) -> Tensor:
+        """The best token of each row on all ranks; the same on every rank.
+
+        Args:
+            scores: float32 `[rows, splits]`: the best of each part of this rank's columns,
+                infinity where a logit is NaN.
+            ids: int32 `[rows, splits]`: the tokens that have them, rising.
+
+        Returns:
+            int64 `[rows]` token ids: the largest score of all, of equal ones the lowest token; -1
+            where the largest is not finite.
+        """
+        choice = self.collectives.choice
+        if choice is not None and len(scores) <= choice.rows:
+            self.collectives.calls["choice"] += 1
+            return choice.choose(scores, ids)
+        self.collectives.calls["choice by all-gather"] += 1
+        return self._choose_gathered(scores, ids)
+
+    def _choose_gathered(self, scores: Tensor, ids: Tensor) -> Tensor:
+        best = scores.argmax(1, keepdim=True)
+        pair = scores.gather(1, best).view(torch.int32), ids.gather(1, best)
+        pairs = self.collectives.all_gather(torch.cat(pair, 1)[None])
+        # argmax takes the first of equal ones: the rank with the lowest tokens.
+        winner = pairs[..., 0].contiguous().view(torch.float32).argmax(0, keepdim=True)
+        score = pairs[..., 0].contiguous().view(torch.float32).gather(0, winner)[0]
+        tokens = pairs[..., 1].gather(0, winner)[0].long()
+        return tokens.where(score.isfinite(), NO_TOKEN)

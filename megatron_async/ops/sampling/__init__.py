@@ -1,0 +1,1 @@
+"""From logits to tokens: filters, penalties, masks, noise, log probs."""

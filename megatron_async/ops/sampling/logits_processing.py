@@ -1,0 +1,217 @@
+"""Penalties, logit bias, min tokens and bad words, in plain torch; on a GPU `triton_logits`.
+
+They apply in this order: repetition penalty, frequency and presence penalty, bias, bans. The
+repetition penalty (Keskar et al. 2019, CTRL) divides positive logits of tokens seen in prompt or
+generation and multiplies negative ones; frequency and presence penalties are OpenAI's: of generated
+tokens alone, by their number and by whether there are any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_async.ops.sampling.sampling import SamplingRows
+from megatron_async.ops.sampling.slot_records import (
+    EDIT_WORDS,
+    HEADER,
+    NO_TOKEN,
+    PROMPT_TOKEN,
+    WINDOW,
+    Header,
+    RowFeature,
+)
+
+if TYPE_CHECKING:
+    from megatron_async.device_state.sampling_state import SamplingState
+
+
+@dataclass
+class DraftTensors:
+    """Rows of logits that follow drafts: `width` rows for each decode row, of which row j follows
+    the first j drafts. Other rows stand behind them.
+
+    Attributes:
+        decode_rows, width: how many.
+        token_ids: int64 `[tokens]`: of each decode row the last token, then its drafts.
+        yielded: int32 `[entries, rows, words]`: the sample ring, which says how many tokens a row
+            yields.
+        entry: int32 `[1]`: the step's entry of it.
+    """
+
+    decode_rows: int
+    width: int
+    token_ids: Tensor
+    yielded: Tensor
+    entry: Tensor
+
+    def before(self, row: int) -> Tensor:
+        """Drafts before a row of logits, int64 `[drafts]`."""
+        if row >= self.decode_rows * self.width:
+            return self.token_ids[:0]
+        first = row - row % self.width + 1
+        return self.token_ids[first : first + row % self.width]
+
+    def is_yielded(self) -> Tensor:
+        """Whether the token sampled from each row of logits is one that its request gets, bool
+        `[sample rows or more]`."""
+        counts = self.yielded[:, :, 0].index_select(0, self.entry.long())[0]
+        place = torch.arange(self.width, device=counts.device)
+        decode = (place < counts[: self.decode_rows, None]).flatten()
+        return torch.cat((decode, counts[self.decode_rows :] > 0))
+
+
+@dataclass
+class ProcessingRows(SamplingRows):
+    """Rows whose logits may have to be processed.
+
+    Attributes:
+        features: int32 `[rows]`, bits of `RowFeature`.
+        state: per-slot counts and recent tokens.
+        drafts: None where no row follows a draft, and each yields its token.
+    """
+
+    features: Tensor
+    state: SamplingState
+    drafts: DraftTensors | None = None
+
+    def drafts_before(self, row: int) -> Tensor:
+        """Drafts that stand between the tokens of `state` and a row's token, int64 `[drafts]`."""
+        return self.slots[:0] if self.drafts is None else self.drafts.before(row)
+
+
+@dataclass
+class ChunkTensors:
+    """The prefill chunks of a step.
+
+    Attributes:
+        first_row: index of the first among the step's rows.
+        starts: int32 `[chunks + 1]`: where each begins in `token_ids`, and its end.
+        token_ids: int64 `[prefill tokens]`, perhaps padded.
+        max_query_length: no chunk has more tokens.
+    """
+
+    first_row: int
+    starts: Tensor
+    token_ids: Tensor
+    max_query_length: int
+
+    @property
+    def count(self) -> int:
+        """Number of chunks."""
+        return len(self.starts) - 1
+
+
+def begin_chunks_reference(rows: ProcessingRows, chunks: ChunkTensors) -> None:
+    """Count the chunks' tokens, those of requests that start from zero.
+
+    Every known token of a request passes here once since it got its slot, also those that it
+    generated before an eviction.
+
+    Args:
+        rows: their `state` is changed.
+        chunks: the step's prefill chunks, one at least.
+    """
+    for chunk in range(chunks.count):
+        row = chunks.first_row + chunk
+        features, slot = int(rows.features[row]), int(rows.slots[row])
+        record = rows.records[slot]
+        counts, recent = rows.state.counts[slot], rows.state.recent[slot]
+        if features & RowFeature.STARTS and features & RowFeature.PENALTIES:
+            counts.zero_()
+        start, end = chunks.starts[chunk : chunk + 2].tolist()  # sync-ok: CPU
+        tokens = chunks.token_ids[start:end]
+        position = int(rows.positions[row]) - (end - start)
+        in_prompt = max(int(record[Header.PROMPT_LENGTH]) - position, 0)
+        if features & RowFeature.PENALTIES:
+            prompt, generated = tokens[:in_prompt], tokens[in_prompt:]
+            counts[prompt] = counts[prompt] | PROMPT_TOKEN
+            counts.index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
+        if features & RowFeature.BAD_WORDS:
+            last = tokens[-WINDOW:]
+            positions = torch.arange(len(tokens), device=tokens.device)[-WINDOW:] + position
+            recent[positions % WINDOW] = last.int()
+
+
+def process_logits_reference(
+    logits: Tensor, rows: ProcessingRows, out: Tensor, kept: Tensor
+) -> Tensor:
+    """Penalise, bias and ban.
+
+    Args:
+        logits: `[rows, vocabulary]`, any float dtype.
+        rows: what each row asks for.
+        out: float32 `[rows or more, vocabulary]`, written.
+        kept: `[rows or more, vocabulary]`, dtype of the logits, written with those of constrained
+            rows as they were.
+
+    Returns:
+        the rows of `out`.
+    """
+    processed = out[: len(logits)]
+    processed.copy_(logits)
+    constrained = (rows.features & RowFeature.CONSTRAINED) != 0
+    kept[: len(logits)][constrained] = logits[constrained]
+    for row, features in enumerate(rows.features.tolist()):  # sync-ok: CPU
+        slot, drafts = int(rows.slots[row]), rows.drafts_before(row)
+        record, position = rows.records[slot], int(rows.positions[row])
+        if features & RowFeature.PENALTIES:
+            ones = torch.ones_like(drafts, dtype=torch.int32)
+            counts = rows.state.counts[slot].index_add(0, drafts, ones)
+            _penalise(processed[row], counts, record)
+        if features & RowFeature.EDITS:
+            count = int(record[Header.NUM_EDITS])
+            edits = record[HEADER : HEADER + count * EDIT_WORDS].view(-1, EDIT_WORDS)
+            due = edits[position < edits[:, 2]]
+            values = due[:, 1].contiguous().view(torch.float32)
+            processed[row].index_add_(0, due[:, 0].long(), values)
+        if features & RowFeature.BAD_WORDS:
+            banned = _banned(record, rows.state.recent[slot], position, drafts)
+            processed[row, banned] = -torch.inf
+    return processed
+
+
+def count_tokens_reference(tokens: Tensor, rows: ProcessingRows) -> None:
+    """Count the sampled tokens, int64 `[rows]`, of the rows that produce one which their request
+    gets; a constrained row's is none yet, and -1 is none."""
+    slots, length = rows.slots, rows.state.recent.size(1)
+    is_final = RowFeature.PRODUCES | RowFeature.CONSTRAINED
+    produces = ((rows.features & is_final) == RowFeature.PRODUCES) & (tokens >= 0)
+    if rows.drafts is not None:
+        produces &= rows.drafts.is_yielded()[: len(tokens)]
+    counted = produces & ((rows.features & RowFeature.PENALTIES) != 0)
+    ones = torch.ones_like(tokens[counted], dtype=torch.int32)
+    rows.state.counts.index_put_((slots[counted], tokens[counted]), ones, accumulate=True)
+    kept = produces & ((rows.features & RowFeature.BAD_WORDS) != 0)
+    place = (rows.positions[kept] % length).long()
+    rows.state.recent[slots[kept], place] = tokens[kept].int()
+
+
+def _penalise(logits: Tensor, counts: Tensor, record: Tensor) -> None:
+    words = (Header.FREQUENCY, Header.PRESENCE, Header.REPETITION)
+    frequency, presence, repetition = record.view(torch.float32)[list(words)]
+    seen = counts != 0
+    penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits.copy_(torch.where(seen, penalised, logits))
+    generated = counts & (PROMPT_TOKEN - 1)
+    logits.sub_(frequency * generated + presence * (generated > 0))
+
+
+def _banned(record: Tensor, recent: Tensor, position: int, drafts: Tensor) -> Tensor:
+    """Last tokens of the bad words whose other tokens were generated just before `position`."""
+    edits, count = int(record[Header.NUM_EDITS]), int(record[Header.NUM_BAD_WORDS])
+    generated = position - int(record[Header.PROMPT_LENGTH])
+    start = HEADER + edits * EDIT_WORDS
+    words = record[start : start + count * WINDOW].view(-1, WINDOW)
+    back = torch.arange(WINDOW - 1, 0, -1, device=record.device)
+    before = recent[(position - back) % WINDOW]
+    if len(drafts):
+        near = min(len(drafts), WINDOW - 1)
+        before[-near:] = drafts[-near:].int()
+    before = torch.where(back <= generated, before, NO_TOKEN - 1)
+    prefix = words[:, :-1]
+    matches = ((prefix == NO_TOKEN) | (prefix == before)).all(dim=1)
+    return words[matches, -1].long()

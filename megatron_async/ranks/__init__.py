@@ -1,0 +1,1 @@
+"""Ranks that hold one model between them: leader, follower, consensus."""

@@ -1,0 +1,108 @@
+"""The log that a leader sends its followers: everything that changes an engine, in order.
+
+An engine's plans are a pure function of this log, so ranks that replay it hold the same requests in
+the same slots and blocks, launch the same steps, and need not agree on anything else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from megatron_async.requests.sampling_params import SamplingParams
+
+
+class Compile(msgspec.Struct, tag="compile", array_like=True):
+    """The grammar of a request will be needed; not every one turns out to be good."""
+
+    params: SamplingParams
+
+
+class Add(msgspec.Struct, tag="add", array_like=True):
+    """A servable request was queued."""
+
+    request_id: int
+    prompt: bytes
+    """int32 token ids."""
+    params: SamplingParams
+    """With everything filled in that follows from the tokenizer."""
+    priority: int
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 `[prompt tokens]`."""
+        return np.frombuffer(self.prompt, dtype=np.int32)
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True):
+    """An unfinished request is aborted."""
+
+    request_id: int
+
+
+class Launch(msgspec.Struct, tag="launch", array_like=True):
+    """A step is planned and, if there is one, launched."""
+
+    step: int
+    shape: tuple[int, ...] | None = None
+    """What the ranks that hold other requests agreed on; None: there are none."""
+    is_dummy: bool = False
+    """Of this model no request runs: its engine stops, but others need its experts."""
+
+
+class Resolve(msgspec.Struct, tag="resolve", array_like=True):
+    """The oldest step in flight is booked."""
+
+    step: int
+
+
+class Control(msgspec.Struct, tag="control", array_like=True):
+    """A method that stops an engine, or lets it go on, is called."""
+
+    method: str
+    argument: bool | None = None
+
+
+class Release(msgspec.Struct, tag="release", array_like=True):
+    """The leader's caller is done for now: `follow` returns."""
+
+
+class Close(msgspec.Struct, tag="close", array_like=True):
+    """The leader's engine was closed, or gave up."""
+
+    error: str | None = None
+    """Why it gave up; None: all is well."""
+
+
+Action = Compile | Add | Abort | Launch | Resolve | Control | Release | Close
+
+
+class Turn(msgspec.Struct, array_like=True):
+    """Actions in the order in which they are to be replayed: one message."""
+
+    actions: list[Action]
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True):
+    """A follower's step raised."""
+
+    step: int
+    error: str
+
+
+class Digests(msgspec.Struct, tag="digests", array_like=True):
+    """What a follower planned or sampled, for `check_ranks_agree`."""
+
+    step: int
+    fields: dict[str, int]
+
+
+Report = Failed | Digests
+"""What a follower tells its leader."""
+
+
+def to_builtin(value: Any) -> Any:
+    """Hook of msgspec for what it does not know: NumPy's and torch's numbers among parameters."""
+    return value.item()  # sync-ok: host memory

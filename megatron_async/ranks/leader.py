@@ -1,0 +1,206 @@
+"""`Leader`: the rank of a model whose callers add requests; it logs what it does to them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.contexts.step_shape import StepShape
+from megatron_async.errors import RanksDisagree
+from megatron_async.ranks.actions import (
+    Abort,
+    Action,
+    Add,
+    Close,
+    Compile,
+    Control,
+    Failed,
+    Launch,
+    Release,
+    Resolve,
+    Turn,
+)
+from megatron_async.ranks.expert_consensus import ExpertConsensus
+from megatron_async.ranks.plan_digest import PlanComparer, plan_digest, sample_digest
+from megatron_async.ranks.rank_group import Channel, ConnectedGroup
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.request_registry import RequestRegistry
+from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+
+CONFIRMATION_TIMEOUT_S = 5.0
+"""Ranks launch a step together, so what fails on all of them fails within a step's time."""
+
+
+class Leader(ConnectedGroup):
+    """The rank whose callers add requests.
+
+    Args:
+        channel: to the followers.
+        check_alive: raises RankLost if a rank died without which steps do not end.
+        check_agreement: compare the digests that followers report.
+        consensus: with the leaders that share its experts; None: there are none.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        check_alive: Callable[[], None],
+        check_agreement: bool = False,
+        consensus: ExpertConsensus | None = None,
+    ) -> None:
+        super().__init__(channel, check_alive, check_agreement)
+        self._consensus = consensus
+        self._pending: list[Action] = []
+        self._comparer = PlanComparer()
+        self._failed: dict[int, dict[int, str]] = {}
+        """Step -> follower -> error, of steps that failed there and are not yet booked here."""
+        self._failed_since: dict[int, float] = {}
+        self._is_closed = False
+
+    def compiling(self, request: DynamicInferenceRequest) -> None:
+        self._send(Compile(request.sampling_params))
+
+    def added(self, request: DynamicInferenceRequest) -> None:
+        tokens = request.prompt_tokens.astype("int32").tobytes()
+        params = request.sampling_params
+        self._pending.append(Add(request.request_id, tokens, params, request.priority))
+
+    def aborted(self, request_id: int) -> None:
+        self._pending.append(Abort(request_id))
+
+    def controlled(self, method: str, argument: bool | None = None) -> None:
+        self._send(Control(method, argument))
+
+    def launching(self, step: int) -> None:
+        if self._consensus is None:
+            self._send(Launch(step))
+
+    def agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
+        if self._consensus is None:
+            return wanted
+        shape = self._consensus.agree(wanted, has_work)
+        self._send(Launch(step, shape, self._consensus.is_stopping))
+        return shape
+
+    @property
+    def agreement_ns(self) -> int:
+        return 0 if self._consensus is None else self._consensus.wait_ns
+
+    @property
+    def others_work(self) -> bool:
+        return self._consensus is not None and self._consensus.any_work
+
+    @property
+    def others_wait(self) -> bool:
+        return self._consensus is not None and self._consensus.has_started()
+
+    def begin_together(self) -> None:
+        if self._consensus is not None:
+            self._consensus.any_work = True
+
+    def stop_together(self, is_stopping: bool) -> None:
+        if self._consensus is not None:
+            self._consensus.is_stopping = is_stopping
+            self._consensus.any_running = True
+
+    @property
+    def must_keep_up(self) -> bool:
+        return self._consensus is not None and self._consensus.any_running
+
+    async def wait_for_work(self, requests: RequestRegistry) -> None:
+        if self._consensus is None:
+            await requests.wait_for_one()
+        elif not self._consensus.has_started():
+            await _either(requests.wait_for_one(), self._consensus.started())
+
+    def planned(self, plan: StepPlan) -> None:
+        if self._checks:
+            self._comparer.expect(plan.step, plan_digest(plan))
+
+    def resolving(self, step: LaunchedStep) -> None:
+        number, error = step.plan.step, step.error
+        self._send(Resolve(number))
+        if self._checks and error is None:
+            self._comparer.expect(number, sample_digest(step))
+        self._read_reports()
+        if error is not None:
+            self._confirm_failure(number, error)
+        elif early := [failed for failed in self._failed if failed <= number]:
+            self._raise_for(min(early))
+
+    def release(self) -> None:
+        self._send(Release())
+
+    def close(self, error: BaseException | None = None) -> None:
+        if self._is_closed:
+            return
+        try:
+            self._send(Close(None if error is None else repr(error)))
+        finally:
+            self._is_closed = True
+            self._channel.close()
+
+    def _send(self, action: Action) -> None:
+        if self._is_closed:  # nobody listens any more
+            return
+        pending, self._pending = [*self._pending, action], []
+        self._channel.send(Turn(pending))
+
+    def _read_reports(self) -> None:
+        for rank, report in self._channel.reports():
+            if isinstance(report, Failed):
+                self._failed.setdefault(report.step, {})[rank] = report.error
+                self._failed_since.setdefault(report.step, time.monotonic())
+            elif not self._failed or report.step < min(self._failed):  # else it follows from that
+                self._comparer.compare(rank, report)
+
+    def _look(self) -> None:
+        """A step that failed on a follower keeps this rank waiting in its collectives for ever,
+        unless it fails here too; which takes no longer than there."""
+        self._read_reports()
+        for step, since in self._failed_since.items():
+            if time.monotonic() - since > CONFIRMATION_TIMEOUT_S:
+                self._raise_for(step)
+
+    def _raise_for(self, step: int) -> None:
+        rank, error = next(iter(self._failed[step].items()))
+        raise RanksDisagree(
+            f"step {step} failed on rank {rank} alone: {error}. The ranks of its model are out of "
+            "step: start the job again."
+        )
+
+    def _confirm_failure(self, step: int, error: BaseException) -> None:
+        """It failed here: it must have failed everywhere, or others wait in its collectives; or it
+        failed because another rank died, which is known a little later."""
+        followers = set(self._channel.members[1:])
+        deadline = time.monotonic() + CONFIRMATION_TIMEOUT_S
+        while missing := followers - set(self._failed.get(step, ())) or self._consensus:
+            self._check_alive()
+            if time.monotonic() > deadline:
+                who = "others that share its experts"
+                if isinstance(missing, set):
+                    who = f"rank {', '.join(map(str, sorted(missing)))}"
+                raise RanksDisagree(
+                    f"step {step} failed on this rank ({error!r}), but not on {who}: the ranks of "
+                    "its model are out of step, start the job again."
+                ) from error
+            time.sleep(1e-3)
+            self._read_reports()
+        self._failed.pop(step, None)
+        self._failed_since.pop(step, None)
+
+
+async def _either(*waits: Coroutine[Any, Any, None]) -> None:
+    """Until one of them ends; the others are cancelled, and over when this returns."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

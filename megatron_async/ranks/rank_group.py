@@ -1,0 +1,182 @@
+"""The ranks that hold one model between them, as their engine sees them.
+
+`RankGroup` itself is a rank alone. A `Leader` owns the requests and logs what it does to them; a
+`Follower` replays that log. An engine calls the same methods on each and does not know which it
+has.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.contexts.step_shape import StepShape
+from megatron_async.devices import Event
+from megatron_async.errors import JobFailed
+from megatron_async.ranks.actions import Report, Turn
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.request_registry import RequestRegistry
+from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+
+WATCH_EVERY_S = 0.05
+"""Who waits for the device looks so often whether the other ranks are alive."""
+LOSS_TIMEOUT_S = 5.0
+"""So long after a rank's death the others know of it."""
+
+
+class Channel(Protocol):
+    """What a group needs of `communication.channel.StepChannel`."""
+
+    members: Sequence[int]
+
+    def send(self, message: Turn) -> None:
+        """Leader to followers; never blocks."""
+        ...
+
+    def receive(self, timeout_s: float | None = None) -> Turn:
+        """On a follower: the leader's next message."""
+        ...
+
+    def report(self, message: Report) -> None:
+        """Follower to leader; never blocks."""
+        ...
+
+    def reports(self) -> list[tuple[int, Report]]:
+        """On the leader: what came in since, with who sent it."""
+        ...
+
+    def close(self) -> None:
+        """Say goodbye."""
+        ...
+
+
+class RankGroup:
+    """A rank alone: nobody to tell, nobody to wait for."""
+
+    @property
+    def agreement_ns(self) -> int:
+        """Nanoseconds spent in `agree` so far."""
+        return 0
+
+    def check_leads(self) -> None:
+        """Raise RanksDisagree if this rank does what another one does, and not what it is told."""
+
+    def compiling(self, request: DynamicInferenceRequest) -> None:
+        """A request's grammar is being compiled; it is queued when that is done."""
+
+    def added(self, request: DynamicInferenceRequest) -> None:
+        """A servable request was queued."""
+
+    def aborted(self, request_id: int) -> None:
+        """An unfinished request was aborted."""
+
+    def controlled(self, method: str, argument: bool | None = None) -> None:
+        """A method that stops the engine or lets it go on is about to change it; the steps in
+        flight are booked."""
+
+    def launching(self, step: int) -> None:
+        """A step is planned next."""
+
+    def agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
+        """Settle the shape of a step with ranks that hold other requests.
+
+        Args:
+            step: its number.
+            wanted: of what this rank has scheduled; empty if it has nothing to launch.
+            has_work: whether this rank has an unfinished request.
+
+        Raises:
+            CommunicationTimeout, RankLost: a rank did not come.
+        """
+        return wanted
+
+    @property
+    def others_work(self) -> bool:
+        """Whether a rank with other requests had unfinished ones when a step was last settled."""
+        return False
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether such a rank waits for this one to settle a step."""
+        return False
+
+    def begin_together(self) -> None:
+        """All ranks are about to work, this one too."""
+
+    def stop_together(self, is_stopping: bool) -> None:
+        """This rank's engine stops, or goes on; with others, they must do so too."""
+
+    @property
+    def must_keep_up(self) -> bool:
+        """Whether ranks with other requests have not stopped yet, and need this one's experts."""
+        return False
+
+    async def wait_for_work(self, requests: RequestRegistry) -> None:
+        """Until there is a request, or another rank has work.
+
+        Raises:
+            RankLost: such a rank has died.
+        """
+        await requests.wait_for_one()
+
+    def planned(self, plan: StepPlan) -> None:
+        """It has been."""
+
+    def launch_failed(self, step: int, error: BaseException) -> None:
+        """It could not be launched here; it counts as a step that failed."""
+
+    def wait(self, event: Event) -> None:
+        """Wait for the device.
+
+        Raises:
+            RanksDisagree: other ranks have given up.
+            RankLost: one has died.
+        """
+        event.wait()
+
+    def resolving(self, step: LaunchedStep) -> None:
+        """The oldest step is booked next; its samples are there.
+
+        Raises:
+            RanksDisagree: it failed on some ranks and not on others, or they planned or sampled
+                something else.
+        """
+
+    def release(self) -> None:
+        """The caller of `generate` gets its answers: followers return to theirs."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """The engine is closed, or gives up for `error`."""
+
+
+class ConnectedGroup(RankGroup):
+    """A rank with a channel to others that hold the same model."""
+
+    def __init__(
+        self, channel: Channel, check_alive: Callable[[], None], check_agreement: bool
+    ) -> None:
+        self._channel = channel
+        self._check_alive = check_alive
+        self._checks = check_agreement
+
+    def wait(self, event: Event) -> None:
+        try:
+            while not event.wait_for(WATCH_EVERY_S):
+                self._check_alive()
+                self._look()
+        except JobFailed:
+            raise
+        except Exception:
+            # A broken stream: if that is because a rank died, it is known a little later.
+            deadline = time.monotonic() + LOSS_TIMEOUT_S
+            while time.monotonic() < deadline:
+                self._check_alive()
+                time.sleep(0.01)
+            raise
+
+    @abstractmethod
+    def _look(self) -> None:
+        """Read what the other ranks have sent; raises if one has given up."""

@@ -1,0 +1,196 @@
+"""A request, from the caller's prompt to the finished answer, and the events of its life."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_async.requests.log_probs import RequestLogProbs
+from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.text.stop_words import cut_at_stop_word
+
+if TYPE_CHECKING:
+    from megatron_async.requests.sampling_record import SamplingRecord
+
+
+class Status(Enum):
+    """Where a request is in its life; Megatron-Core's names and values."""
+
+    WAITING_IN_QUEUE = 1
+    ACTIVE_AND_GENERATING_TOKENS = 2
+    ACTIVE_BUT_NOT_GENERATING_TOKENS = 3
+    """Paused: it holds its slot and blocks, and waits for a block."""
+    COMPLETED = 4
+    FAILED = 5
+
+
+class DynamicInferenceEventType(Enum):
+    """What can happen to a request."""
+
+    ADD_ENGINE = auto()
+    ADD_CONTEXT = auto()
+    """It got a slot; again after each eviction."""
+    PAUSE = auto()
+    EVICT = auto()
+    FINISH = auto()
+    FAIL = auto()
+
+
+@dataclass(frozen=True)
+class DynamicInferenceEvent:
+    """One event; `timestamp` is `time.time()` in seconds."""
+
+    type: DynamicInferenceEventType
+    timestamp: float
+
+
+@dataclass(kw_only=True, eq=False)
+class DynamicInferenceRequest:
+    """One request. The engine fills in everything below `sampling_params`.
+
+    Attributes:
+        request_id: the caller's number, unique among unfinished requests.
+        prompt: the text, or None when tokens were given.
+        prompt_tokens: int32 `[prompt length]`, CPU.
+        sampling_params: its own copy.
+        priority: higher is admitted first and evicted last.
+        status: see `Status`.
+        generated_tokens: token ids, the terminating one included; filled in at the end (and when
+            the request is evicted).
+        generated_text: detokenized at first use, without the terminating token, and up to the stop
+            word, unless asked for; None when the engine has no tokenizer.
+        finish_reason: "termination_id", "stop_token", "stop_word", "length", "aborted" or "error".
+        error: why the request failed, or None.
+        ttft: seconds from arrival to the first token, None before it.
+        latency: seconds from arrival to the end.
+        record: what the sampling steps must know of it; None until it is queued.
+        watch_row: which of its tokens stop words or a grammar must see; see `TokenWatch`.
+        stop_words_from: see `StopWords.counts_from`.
+        log_probs: what was booked of them, or None if they were not asked for; the properties
+            below give them in Megatron's form.
+    """
+
+    request_id: int
+    prompt: str | None = None
+    prompt_tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    sampling_params: SamplingParams
+    priority: int = 0
+    status: Status = Status.WAITING_IN_QUEUE
+    generated_tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: Exception | None = None
+    arrival_time: float = field(default_factory=time.perf_counter)
+    ttft: float | None = None
+    latency: float | None = None
+    events: list[DynamicInferenceEvent] = field(default_factory=list)
+    detokenizer: Callable[[list[int]], str | None] | None = field(default=None, repr=False)
+    record: SamplingRecord | None = field(default=None, repr=False)
+    watch_row: int = field(default=0, repr=False)
+    stop_words_from: int = field(default=0, repr=False)
+    log_probs: RequestLogProbs | None = field(default=None, repr=False)
+    _text: str | None = field(default=None, init=False, repr=False)
+
+    @property
+    def generated_text(self) -> str | None:
+        """Text of the generated tokens, made when asked for: detokenizing is the consumer's work,
+        not the engine loop's."""
+        if self._text is None and self.detokenizer is not None:
+            stopped = self.finish_reason in ("termination_id", "stop_token")
+            keep = self.sampling_params.detokenize_stop_sequence
+            text = self.detokenizer(self.generated_tokens[: -1 if stopped and not keep else None])
+            if self.finish_reason == "stop_word" and text is not None:
+                words = self.sampling_params.stop_words or ()
+                text = cut_at_stop_word(text, words, keep, self.stop_words_from)
+            if text is not None and self.sampling_params.echo:
+                text = self.prompt_text + text
+            if self.finish_reason is None:
+                return text  # there is more to come
+            self._text = text
+        return self._text
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt as text, as it was given or detokenized; "" without a tokenizer."""
+        if self.prompt is not None:
+            return self.prompt
+        text = self.detokenizer(self.prompt_tokens.tolist()) if self.detokenizer else ""
+        return text or ""
+
+    @property
+    def generated_log_probs(self) -> list[float] | None:
+        """Log prob of each generated token; None if they were not asked for."""
+        return None if self.log_probs is None else self.log_probs.generated()
+
+    @property
+    def prompt_log_probs(self) -> list[float] | None:
+        """Log prob of each prompt token but the first; None if they were not asked for."""
+        return None if self.log_probs is None else self.log_probs.prompt()
+
+    @property
+    def generated_top_n_logprobs(self) -> list[dict[str, float]] | None:
+        """At each generated token the likeliest tokens, by text (by id, without a tokenizer; where
+        two have one text, the likelier), and their log probs; `log_probs.generated_top_n()` has
+        their ids."""
+        found = None if self.log_probs is None else self.log_probs.generated_top_n()
+        return self._by_text(found)
+
+    @property
+    def prompt_top_n_logprobs(self) -> list[dict[str, float]] | None:
+        """The same at each prompt token but the first."""
+        return self._by_text(None if self.log_probs is None else self.log_probs.prompt_top_n())
+
+    def _by_text(
+        self, places: list[list[tuple[int, float]]] | None
+    ) -> list[dict[str, float]] | None:
+        if places is None:
+            return None
+
+        def text_of(token: int) -> str:
+            text = None if self.detokenizer is None else self.detokenizer([token])
+            return str(token) if text is None else text
+
+        found: list[dict[str, float]] = []
+        for place in places:
+            found.append({})
+            for token, value in place:
+                found[-1].setdefault(text_of(token), value)
+        return found
+
+    def add_event(self, type_: DynamicInferenceEventType) -> None:
+        """Append an event stamped with the present time."""
+        self.events.append(DynamicInferenceEvent(type_, time.time()))
+
+    @property
+    def generated_length(self) -> int:
+        """Number of generated tokens."""
+        return len(self.generated_tokens)
+
+    @property
+    def requests(self) -> list[DynamicInferenceRequest]:
+        """This request alone: Megatron splits an evicted request into a record of several, this
+        engine never does, so a request is its own record."""
+        return [self]
+
+    def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
+        """The request itself; see `requests`."""
+        return self
+
+    def succeeded(self) -> bool:
+        """Whether it completed."""
+        return self.status == Status.COMPLETED
+
+    def failed(self) -> bool:
+        """Whether it failed; `error` says why."""
+        return self.status == Status.FAILED
+
+    def __str__(self) -> str:
+        return (
+            f"request {self.request_id}, {self.status.name}, "
+            f"prompt len {len(self.prompt_tokens)}, gen len {len(self.generated_tokens)}"
+        )

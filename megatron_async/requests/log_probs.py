@@ -1,0 +1,88 @@
+"""Log probs of one request, kept as they arrive and put into words when asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_async.ops.sampling.slot_records import MAX_TOP_N
+
+Words = NDArray[np.integer[Any]]
+"""int32, rows of `ops.sampling.slot_records.OUT_WORDS` words."""
+Alternatives = list[tuple[int, float]]
+"""Token ids and log probs, likeliest first."""
+
+
+class RequestLogProbs:
+    """What has been booked of a request's log probs; an eviction leaves it as it is.
+
+    It keeps 4 bytes a token, or up to 164 with alternatives, and nothing of the other rows.
+
+    Args:
+        top_n: alternatives at each place, 0 for none.
+        prompt_length: tokens of the prompt if its log probs are wanted, else 0.
+    """
+
+    def __init__(self, top_n: int, prompt_length: int) -> None:
+        self._top_n = top_n
+        self._width = 1 + MAX_TOP_N + top_n if top_n else 1
+        self._booked = bytearray()
+        """The first `_width` words of each generated token."""
+        self.num_prompt_missing = max(prompt_length - 1, 0)
+        """Places of the prompt that no step has delivered."""
+        self._prompt = np.zeros((self.num_prompt_missing, self._width), dtype=np.int32)
+        self._wants_prompt = prompt_length > 0
+
+    def add_generated(self, words: Words) -> None:
+        """Book one generated token's words, `[OUT_WORDS]`; copied."""
+        self._booked += words[: self._width].tobytes()
+
+    def add_prompt(self, first: int, words: Words) -> None:
+        """Book prompt places `first` .. (place i is the prompt's token i + 1), `[places,
+        OUT_WORDS]`; copied. A place that comes again, after an eviction, is written again."""
+        end = min(first + len(words), len(self._prompt))
+        self._prompt[first:end] = words[: max(end - first, 0), : self._width]
+        self.num_prompt_missing = min(self.num_prompt_missing, len(self._prompt) - end)
+
+    def generated(self) -> list[float]:
+        """Log prob of each generated token."""
+        return _values(self._generated)
+
+    def prompt(self) -> list[float] | None:
+        """Log prob of each prompt token but the first; None if they were not asked for."""
+        if not self._wants_prompt:
+            return None
+        return _values(self._delivered)
+
+    def generated_top_n(self) -> list[Alternatives] | None:
+        """The likeliest tokens at each generated token; None if they were not asked for."""
+        return [self._alternatives(words) for words in self._generated] if self._top_n else None
+
+    def prompt_top_n(self) -> list[Alternatives] | None:
+        """The likeliest tokens at each prompt token but the first; None if not asked for."""
+        if not self._wants_prompt or not self._top_n:
+            return None
+        return [self._alternatives(words) for words in self._delivered]
+
+    @property
+    def _generated(self) -> Words:
+        # Of a copy: a view would keep the buffer from growing.
+        return np.frombuffer(bytes(self._booked), dtype=np.int32).reshape(-1, self._width)
+
+    @property
+    def _delivered(self) -> Words:
+        """All places, but for a request that ended within its prompt."""
+        return self._prompt[: len(self._prompt) - self.num_prompt_missing]
+
+    def _alternatives(self, words: Words) -> Alternatives:
+        ids = words[1 : 1 + self._top_n]
+        values = words[1 + MAX_TOP_N :].view(np.float32)
+        possible = values > -np.inf  # filters may leave fewer
+        return list(zip(ids[possible].tolist(), values[possible].tolist(), strict=True))
+
+
+def _values(places: Words) -> list[float]:
+    """The log probs of the tokens themselves."""
+    return places[:, 0].copy().view(np.float32).tolist()  # sync-ok: NumPy

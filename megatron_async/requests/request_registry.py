@@ -1,0 +1,207 @@
+"""`RequestRegistry`: who in the outside world waits for which request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from megatron_async.contexts.request_slots import RequestSlots
+from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.errors import RequestAborted, RequestError
+from megatron_async.requests.inference_request import (
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+    Status,
+)
+from megatron_async.requests.signal import Signal
+from megatron_async.requests.stream_wakeups import StreamWakeups
+from megatron_async.requests.streaming import RequestStream
+from megatron_async.text.stop_words import StopWords
+from megatron_async.text.structured_output import TokenGrammar
+
+
+@dataclass
+class RequestEntry:
+    """An unfinished request with its future and what watches its text.
+
+    Attributes:
+        grammar_job: compiles its grammar; `grammar` is there when the request is admitted.
+    """
+
+    request: DynamicInferenceRequest
+    future: asyncio.Future[DynamicInferenceRequest]
+    stop_words: StopWords | None = None
+    grammar: TokenGrammar | None = None
+    grammar_job: Future[Any] | None = None
+
+
+class RequestRegistry:
+    """Unfinished requests by id, and those that ended since they were last asked for.
+
+    Args:
+        statistics: counts the ends.
+
+    Attributes:
+        news: notified when a request is added and when one ends.
+        readers: of streams, who wait for tokens.
+    """
+
+    def __init__(self, statistics: EngineStatistics) -> None:
+        self._statistics = statistics
+        self._entries: dict[int, RequestEntry] = {}
+        self._too_slow: set[int] = set()
+        self._ended: list[DynamicInferenceRequest] = []
+        self._numbers = count()
+        self._own_loop: asyncio.AbstractEventLoop | None = None
+        self._was_added = False
+        self._is_closed = False
+        self.news = Signal()
+        self.readers = StreamWakeups()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a request has ended that `take_ended` has not returned."""
+        return bool(self._ended)
+
+    def __len__(self) -> int:
+        """Number of unfinished requests."""
+        return len(self._entries)
+
+    def new_entry(self, request: DynamicInferenceRequest) -> RequestEntry:
+        """The entry of a request, for `add`; nothing here knows of it before.
+
+        Raises:
+            RequestError: an unfinished request has its id.
+        """
+        self._check_is_free(request.request_id)
+        return RequestEntry(request, self._event_loop().create_future())
+
+    def add(self, entry: RequestEntry) -> None:
+        """Enter a request.
+
+        Raises:
+            RequestError: an unfinished request has its id.
+        """
+        self._check_is_free(entry.request.request_id)
+        self._entries[entry.request.request_id] = entry
+        self._was_added = True
+        self.news.notify()
+
+    def withdraw(self, entry: RequestEntry) -> bool:
+        """Take a request back, as if it had never been added; whether it had been."""
+        is_there = self._entries.get(entry.request.request_id) is entry
+        if is_there:
+            del self._entries[entry.request.request_id]
+        return is_there
+
+    def _check_is_free(self, request_id: int) -> None:
+        if request_id in self._entries:
+            raise RequestError(
+                f"request id {request_id} is in use by an unfinished request: choose another."
+            )
+
+    async def wait_for_one(self) -> None:
+        """Wait until a request has been added since the last wait, or is unfinished; or until
+        there will be none any more."""
+        while not self._entries and not self._was_added and not self._is_closed:
+            await self.news.wait()
+        self._was_added = False
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._entries
+
+    def get(self, request_id: int) -> RequestEntry:
+        """The entry of an unfinished request (KeyError if there is none)."""
+        return self._entries[request_id]
+
+    def end(
+        self,
+        request: DynamicInferenceRequest,
+        status: Status,
+        reason: str,
+        error: Exception | None = None,
+    ) -> None:
+        """A request leaves the engine: its future, its streams and the next report carry it."""
+        request.status, request.finish_reason, request.error = status, reason, error
+        request.latency = time.perf_counter() - request.arrival_time
+        failed = status == Status.FAILED
+        kind = DynamicInferenceEventType.FAIL if failed else DynamicInferenceEventType.FINISH
+        request.add_event(kind)
+        self._statistics.failed_requests += failed
+        self._statistics.aborted_requests += reason == "aborted"
+        self._statistics.finished_requests += not failed
+        self._ended.append(request)
+        entry = self._entries.pop(request.request_id)
+        if not entry.future.cancelled() and not entry.future.get_loop().is_closed():
+            entry.future.set_result(request)
+        self._too_slow.discard(request.request_id)
+        self.readers.wake(request.request_id)
+        self.news.notify()
+
+    def is_too_slow(self, request_id: int) -> None:
+        """The grammar of an unfinished request holds up the batch."""
+        self._too_slow.add(request_id)
+
+    def take_too_slow(self) -> set[int]:
+        """Requests with such grammars, that are still unfinished."""
+        too_slow, self._too_slow = self._too_slow, set()
+        return too_slow
+
+    def take_ended(self) -> list[DynamicInferenceRequest]:
+        """Requests that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def stream(
+        self, request_id: int, slots: RequestSlots, pieces: Mapping[int, bytes] | None
+    ) -> RequestStream:
+        """A new stream of an unfinished request (KeyError if there is none).
+
+        Args:
+            request_id: of the request.
+            slots: hold its tokens while it runs.
+            pieces: bytes by token id; None where they do not make a text.
+        """
+        return RequestStream(self._entries[request_id].request, slots, self.readers, pieces)
+
+    def free_id(self) -> int:
+        """The next number that no unfinished request has."""
+        return next(number for number in self._numbers if number not in self._entries)
+
+    def fail_all(self, error: Exception, slots: RequestSlots) -> None:
+        """End every unfinished request with the error of their engine; they keep what is booked in
+        `slots`."""
+        self._keep_booked_tokens(slots)
+        for entry in list(self._entries.values()):
+            self.end(entry.request, Status.FAILED, "error", error)
+
+    def _keep_booked_tokens(self, slots: RequestSlots) -> None:
+        """Who ends without having been released has what the books have of it."""
+        for request, slot in ((slots.request_at(slot), slot) for slot in slots.slot_of.values()):
+            request.generated_tokens = slots.generated_tokens(slot)
+
+    def close(self, slots: RequestSlots) -> None:
+        """Tell all who still wait that nothing more will come than is booked in `slots`, and close
+        the event loop if it is our own."""
+        self._is_closed = True
+        self._keep_booked_tokens(slots)
+        for request_id, entry in list(self._entries.items()):
+            error = RequestAborted(f"request {request_id}: its engine was closed before it ended")
+            self.end(entry.request, Status.FAILED, "aborted", error)
+        if self._own_loop is not None:
+            self._own_loop.close()
+        self.news.notify()
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        """The running loop, or one of our own: futures need a loop, steps do not."""
+        try:
+            return asyncio.get_running_loop()
+        except RuntimeError:
+            if self._own_loop is None:
+                self._own_loop = asyncio.new_event_loop()
+            return self._own_loop

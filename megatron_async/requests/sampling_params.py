@@ -1,0 +1,249 @@
+"""`SamplingParams`: how one request chooses its tokens and when it ends."""
+
+from __future__ import annotations
+
+import copy
+import math
+import numbers
+import reprlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_async.errors import RequestError
+from megatron_async.ops.sampling.slot_records import MAX_TOP_N
+from megatron_async.text.structured_output import StructuredOutput
+
+LOGPROBS_MODES = ("raw", "processed")
+MAX_STOP_TOKEN_IDS = 128
+"""Every token of every request is compared with as many as the largest request has."""
+MAX_STOP_WORDS = 64
+MAX_WORD_LENGTH = 256
+"""Of a stop word, or of a bad word that is a text: characters."""
+NUMBERS = (
+    "temperature", "top_k", "top_p", "min_p", "top_n_logprobs", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "min_tokens",
+)  # fmt: skip
+NUMBERS_OR_NONE = ("seed", "num_tokens_to_generate", "num_tokens_total", "termination_id")
+
+
+@dataclass
+class SamplingParams:
+    """Sampling and stopping of one request. Field names and "off" values are Megatron-Core's.
+
+    Filters apply in this order: temperature, top_k, top_p (over what top_k left), min_p.
+
+    Raises:
+        RequestError: what must be a number is none. Which numbers are allowed is checked when a
+            request is added, so that one bad request of many fails alone.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits. 0 means greedy."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens. 0 is off, 1 is greedy."""
+    top_p: float = 0.0
+    """Sample among the fewest tokens whose probabilities reach top_p. 0 (and 1) is off."""
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p times the likeliest one. 0 is off."""
+    seed: int | None = None
+    """Seed of this request's random numbers. None: `InferenceConfig.inference_sampling_seed` mixed
+    with the request's id. The same seed and prompt give the same tokens in any batch."""
+    num_tokens_to_generate: int | None = None
+    """Most tokens to generate. None: until `max_sequence_length`."""
+    num_tokens_total: int | None = None
+    """Most tokens of prompt and generation together; give this or num_tokens_to_generate."""
+    termination_id: int | None = None
+    """Token that ends the request. None: the tokenizer's end-of-document token. -1: no such
+    token."""
+    stop_token_ids: list[int] | None = None
+    """Further tokens that end the request, at most 128."""
+    add_BOS: bool = False
+    """Put the tokenizer's beginning-of-sequence token before a text prompt that lacks it."""
+    detokenize_stop_sequence: bool = False
+    """Keep the token or stop word that ended the request in `generated_text`."""
+    echo: bool = False
+    """Put the prompt's text before `generated_text`, and before the first text of a stream."""
+    return_log_probs: bool = False
+    """Give the log prob of every generated token, and of the prompt's unless
+    `skip_prompt_log_probs`."""
+    skip_prompt_log_probs: bool = False
+    """Leave out the prompt's, which cost a projection to the vocabulary for each of its tokens."""
+    top_n_logprobs: int = 0
+    """The n likeliest tokens at each place with their log probs, at most 20; with
+    `return_log_probs`."""
+    logprobs_mode: str = "raw"
+    """"raw": of the model's logits. "processed": of the distribution that the token is drawn from,
+    penalties, biases, bans, temperature and filters included (vLLM's names). A prompt's are raw."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it was generated. -2 to 2, 0 is off."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that were generated. -2 to 2, 0 is off."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens in prompt or generation.
+    More than 0; 1 is off."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these tokens, each -100 to 100. At most 512, stop tokens under
+    min_tokens included."""
+    min_tokens: int = 0
+    """No token and no stop word ends the request before this many generated tokens."""
+    bad_words: list[str | list[int]] | None = None
+    """Words that are never completed: texts (needs a tokenizer; also with a space before them) or
+    token ids; at most 64 of at most 16 tokens (and 256 characters)."""
+    stop_words: list[str] | None = None
+    """Strings that end the request as soon as its generated text contains one; they are matched on
+    text, across the borders of tokens. At most 64 of at most 256 characters. Needs a tokenizer."""
+
+    structured_output: StructuredOutput | None = None
+    """JSON schema, regular expression, grammar or choice that the text is held to; the request ends
+    where nothing may follow. Needs the model's tokenizer."""
+
+    def __post_init__(self) -> None:
+        for name in (*NUMBERS, *NUMBERS_OR_NONE):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Real) and (value is not None or name in NUMBERS):
+                raise RequestError(f"{name}={value!r} is not allowed: it must be a number.")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0 or self.top_k == 1
+
+    def copy(self) -> SamplingParams:
+        """An independent copy: a request's own parameters never change under it."""
+        copied = copy.copy(self)  # `validate` is for the engine to call, for this request alone
+        if isinstance(self.stop_token_ids, Iterable):
+            copied.stop_token_ids = list(self.stop_token_ids)
+        if isinstance(self.stop_words, list):
+            copied.stop_words = list(self.stop_words)
+        if isinstance(self.logit_bias, dict):
+            copied.logit_bias = dict(self.logit_bias)
+        if isinstance(self.bad_words, list):
+            copied.bad_words = list(self.bad_words)
+        return copied
+
+    def validate(self, vocab_size: int) -> None:
+        """Check every value.
+
+        Raises:
+            RequestError: naming the field, its value and what is allowed.
+        """
+        _number("temperature", self.temperature, "0 (greedy) or more", lambda v: v >= 0)
+        _number("top_p", self.top_p, "between 0 (off) and 1", lambda v: 0 <= v <= 1)
+        _number("min_p", self.min_p, "between 0 (off) and 1", lambda v: 0 <= v <= 1)
+        _integer("top_k", self.top_k, "0 (off) or more", lambda v: v >= 0)
+        if self.seed is not None:
+            _integer("seed", self.seed, "between 0 and 2**63 - 1", lambda v: 0 <= v < 2**63)
+        if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
+            raise RequestError(
+                f"num_tokens_to_generate={self.num_tokens_to_generate} and "
+                f"num_tokens_total={self.num_tokens_total} were both given: give one of them."
+            )
+        for name in ("num_tokens_to_generate", "num_tokens_total"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), "1 or more", lambda v: v >= 1)
+        if self.termination_id is not None:
+            _token("termination_id", self.termination_id, vocab_size, allow_off=True)
+        self._validate_stops(vocab_size)
+        self._validate_log_probs()
+        self._validate_processors(vocab_size)
+
+    def _validate_stops(self, vocab_size: int) -> None:
+        tokens, words = self.stop_token_ids, self.stop_words
+        if not isinstance(tokens, list | None):
+            raise RequestError(
+                f"stop_token_ids={tokens!r} is not allowed: it must be a list of token ids."
+            )
+        _at_most("stop_token_ids", tokens, MAX_STOP_TOKEN_IDS, "tokens")
+        for token in tokens or ():
+            _token("stop_token_ids", token, vocab_size, allow_off=False)
+        if isinstance(words, list):
+            _at_most("stop_words", words, MAX_STOP_WORDS, "words")
+        if not isinstance(words, list | None) or not all(
+            isinstance(word, str) and word for word in words or ()
+        ):
+            raise RequestError(
+                f"stop_words={words!r} is not allowed: it must be a list of strings, none empty."
+            )
+        for word in words or ():
+            check_word_length("stop_words", word)
+
+    def _validate_log_probs(self) -> None:
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise RequestError(
+                f"logprobs_mode={self.logprobs_mode!r} is not allowed: it must be one of "
+                f"{', '.join(map(repr, LOGPROBS_MODES))}."
+            )
+        for name in ("return_log_probs", "skip_prompt_log_probs", "echo"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(
+                    f"{name}={getattr(self, name)!r} is not allowed: it must be True or False."
+                )
+        _integer(
+            "top_n_logprobs", self.top_n_logprobs, f"0 (off) to {MAX_TOP_N}",
+            lambda v: 0 <= v <= MAX_TOP_N,
+        )  # fmt: skip
+        if self.top_n_logprobs and not self.return_log_probs:
+            raise RequestError(
+                f"top_n_logprobs={self.top_n_logprobs} was given without log probs: set "
+                "return_log_probs=True too."
+            )
+
+    def _validate_processors(self, vocab_size: int) -> None:
+        for name in ("frequency_penalty", "presence_penalty"):
+            _number(name, getattr(self, name), "-2 to 2 (0 is off)", lambda v: -2 <= v <= 2)
+        _number(
+            "repetition_penalty", self.repetition_penalty, "more than 0 and at most 100 (1 is off)",
+            lambda v: 0 < v <= 100,
+        )  # fmt: skip
+        _integer("min_tokens", self.min_tokens, "0 (off) or more", lambda v: v >= 0)
+        most = self.num_tokens_to_generate
+        if most is not None and self.min_tokens > most:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is more than num_tokens_to_generate={most}: lower "
+                "it, or raise the limit."
+            )
+        if not isinstance(self.logit_bias, dict | None):
+            raise RequestError(
+                f"logit_bias={self.logit_bias!r} is not allowed: it must be a dict of token id to "
+                "bias."
+            )
+        for token, bias in (self.logit_bias or {}).items():
+            _token("a token of logit_bias", token, vocab_size, allow_off=False)
+            _number(f"logit_bias of token {token}", bias, "-100 to 100", lambda v: abs(v) <= 100)
+
+
+def check_word_length(name: str, word: str) -> None:
+    """Raise RequestError if a word of the field `name` is too long a text."""
+    if len(word) > MAX_WORD_LENGTH:
+        raise RequestError(
+            f"{name} has the word {reprlib.repr(word)} of {len(word)} characters: at most "
+            f"{MAX_WORD_LENGTH} are served."
+        )
+
+
+def _at_most(name: str, values: list[Any] | None, most: int, kind: str) -> None:
+    if values is not None and len(values) > most:
+        raise RequestError(f"{name} has {len(values)} {kind}: at most {most} are served.")
+
+
+def _number(name: str, value: Any, allowed: str, fits: Any) -> None:
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_real or not math.isfinite(value) or not fits(value):
+        raise RequestError(f"{name}={value!r} is not allowed: it must be {allowed}.")
+
+
+def _integer(name: str, value: Any, allowed: str, fits: Any) -> None:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or not fits(value):
+        raise RequestError(f"{name}={value!r} is not allowed: it must be an integer, {allowed}.")
+
+
+def _token(name: str, value: Any, vocab_size: int, *, allow_off: bool) -> None:
+    off = " (or -1 for none)" if allow_off else ""
+    _integer(
+        name,
+        value,
+        f"a token id from 0 to {vocab_size - 1}{off}",
+        lambda v: 0 <= v < vocab_size or (allow_off and v == -1),
+    )

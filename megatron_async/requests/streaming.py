@@ -1,0 +1,106 @@
+"""Streaming: a request's tokens and text while they are made, for readers of any speed.
+
+A stream holds no queue. The engine's books are the buffer: a reader takes all that has been booked
+since it last looked, so a slow one gets larger chunks, and never holds up a step. A reader keeps
+its place in the books, so a chunk costs what is new, however long the answer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+
+from megatron_async.contexts.request_slots import RequestSlots
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.stream_wakeups import StreamWakeups
+from megatron_async.text.detokenize import REPLACEMENT, ByteDetokenizer, IncrementalDetokenizer
+from megatron_async.text.stop_words import held_back
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """What is new of a request.
+
+    Attributes:
+        tokens: generated token ids.
+        text: text that nothing can change any more, or None without a tokenizer. Incomplete
+            characters, and what may become a stop word, wait for later chunks. The texts of all
+            chunks together are the request's `generated_text`.
+    """
+
+    tokens: list[int]
+    text: str | None
+
+
+class RequestStream(AsyncIterator[StreamChunk]):
+    """`async for chunk in stream`, until the request has ended.
+
+    Made by `DynamicInferenceEngine.stream`; it lives on the event loop that steps the engine. The
+    first token comes at once, and so does the end; in between, readers that wait are woken together
+    every few milliseconds (`stream_wakeups.WAKE_EVERY_S`), and a chunk is what came meanwhile. If
+    the request fails, its error is raised behind the last chunk.
+
+    Args:
+        request: the request.
+        slots: hold its tokens while it runs.
+        readers: where a reader waits.
+        pieces: bytes by token id; None where they do not make a text.
+    """
+
+    def __init__(
+        self,
+        request: DynamicInferenceRequest,
+        slots: RequestSlots,
+        readers: StreamWakeups,
+        pieces: Mapping[int, bytes] | None,
+    ) -> None:
+        self.request = request
+        self._slots = slots
+        self._readers = readers
+        self._num_read = 0
+        self._is_over = False
+        stop_words = request.sampling_params.stop_words or ()
+        self._detokenizer: ByteDetokenizer | IncrementalDetokenizer | None = None
+        # Bytes that are no character are found as a stop word only when another follows them.
+        if pieces is not None and not any(REPLACEMENT in word for word in stop_words):
+            self._detokenizer = ByteDetokenizer(pieces)
+        elif request.detokenizer is not None:
+            self._detokenizer = IncrementalDetokenizer(request.detokenizer)
+        self._held_back = held_back(stop_words)
+        self._settled = request.prompt_text if request.sampling_params.echo else ""
+        self._num_sent = 0
+
+    async def __anext__(self) -> StreamChunk:
+        while not self._is_over:
+            self._is_over = self.request.finish_reason is not None
+            tokens = self._new_tokens()
+            if tokens or self._is_over:
+                self._num_read += len(tokens)
+                chunk = StreamChunk(tokens, self._new_text(tokens))
+                if chunk.tokens or chunk.text:
+                    return chunk
+                continue
+            await self._readers.wait(self.request.request_id)
+        if self.request.error is not None:
+            raise self.request.error
+        raise StopAsyncIteration
+
+    def _new_tokens(self) -> list[int]:
+        slot = self._slots.slot_of.get(self.request.request_id)
+        if self._is_over or slot is None:
+            return self.request.generated_tokens[self._num_read :]
+        new = self._slots.generated(slot)[self._num_read :]
+        return new.tolist() if len(new) else []  # sync-ok: NumPy
+
+    def _new_text(self, tokens: list[int]) -> str | None:
+        if self._detokenizer is None:
+            return None
+        if self._is_over:
+            new = (self.request.generated_text or "")[self._num_sent :]
+        else:
+            self._settled += self._detokenizer.push_all(tokens)
+            # Cut from the front as it is sent: only what is held back is kept.
+            end = max(len(self._settled) - self._held_back, 0)
+            new, self._settled = self._settled[:end], self._settled[end:]
+        self._num_sent += len(new)
+        return new

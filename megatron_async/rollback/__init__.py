@@ -1,0 +1,1 @@
+"""The policy "rollback": steps in flight are taken back when a request ends."""

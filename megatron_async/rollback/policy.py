@@ -1,0 +1,110 @@
+"""`Rollback`: launch ahead on the assumption that no request ends, and take back what was wrong.
+
+The design of Megatron-LM pull request 4558, kept beside `Reconcile` to compare the two on one
+engine. When a request ends unforeseen, the first step in flight with a row of it and all steps
+behind that are waited for and discarded; the device's per-slot state and the books become what they
+were before that step, and it is planned and launched again without the request. Samples depend on
+seed and position alone, so the others get the same tokens, once more.
+
+An eviction discards nothing. It is decided when a step is planned, not learnt from one, so the rows
+in flight of an evicted request are zombies here too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+
+import numpy as np
+import torch
+
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.engines.invalidation import Invalidation, Reconcile
+from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
+from megatron_async.rollback.known_tokens import known_tokens
+from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+
+
+class Rollback(Invalidation):
+    """See above.
+
+    Args:
+        context: whose plans are taken back.
+        in_flight: the engine's, oldest first.
+        statistics: counts what is discarded.
+    """
+
+    def __init__(
+        self,
+        context: DynamicInferenceContext,
+        in_flight: deque[LaunchedStep],
+        statistics: EngineStatistics,
+    ) -> None:
+        self._context = context
+        self._in_flight = in_flight
+        self._statistics = statistics
+        self._first: int | None = None
+        """Number of the first step to be discarded; None when there is none."""
+        self._discarded: list[LaunchedStep] = []
+
+    @property
+    def is_draining(self) -> bool:
+        return self._first is not None
+
+    def before_launch(self, plan: StepPlan) -> None:
+        """Keep the device's state as it is before the step: one small copy on the compute
+        stream."""
+        save = partial(self._context.gpu_view.save_shadows, plan.step)
+        self._context.device.compute.launch(save)
+
+    def before_release(self, slot: int) -> None:
+        """Find the first step in flight that serves the request in `slot`."""
+        generation = self._context.slots.generation[slot]
+        for step in self._in_flight:
+            plan = step.plan
+            if self._first is not None and plan.step >= self._first:
+                return
+            if ((plan.slots == slot) & (plan.generations == generation)).any():
+                self._first = plan.step
+                return
+
+    def discards(self, step: LaunchedStep) -> bool:
+        """Collect the steps to be discarded; with the last of them, take all back."""
+        if self._first is None or step.plan.step < self._first:
+            return False
+        self._discarded.append(step)
+        self._statistics.discarded_steps += 1
+        self._statistics.discarded_rows += step.plan.num_rows
+        if not self._in_flight:
+            self._take_back()
+        return True
+
+    def _take_back(self) -> None:
+        assert self._first is not None
+        context, plans = self._context, [step.plan for step in self._discarded]
+        view, compute, books = context.gpu_view, context.device.compute, context.slots
+        for plan in reversed(plans):  # so that each slot's earliest shadow is the last word
+            live = plan.slots[books.generation[plan.slots] == plan.generations]
+            slots = torch.from_numpy(live.astype(np.int64))
+            compute.launch(partial(view.restore_shadows, plan.step, slots))
+        context.take_back(plans)
+        served = np.unique(np.concatenate([plan.slots for plan in plans]))
+        if (known := known_tokens(books, served)) is not None:
+            compute.launch(partial(view.states.rebuild, known))
+        if any(step.error is not None for step in self._discarded):
+            # One that failed before it had updated the block tables lets the steps behind it write
+            # into blocks of others: prefill all again.
+            context.evict_all()
+        self._first, self._discarded = None, []
+        self._statistics.note_no_overlap(NoOverlapReason.ROLLED_BACK)
+
+
+def make_invalidation(
+    context: DynamicInferenceContext, in_flight: deque[LaunchedStep], statistics: EngineStatistics
+) -> Invalidation:
+    """The policy that `InferenceConfig.invalidation` names; the arguments are those of
+    `Rollback`."""
+    if context.config.invalidation == "rollback":
+        return Rollback(context, in_flight, statistics)
+    return Reconcile()

@@ -1,0 +1,129 @@
+"""`GrammarCompiler`: grammars of one tokenizer, compiled beside the engine's thread."""
+
+from __future__ import annotations
+
+import reprlib
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from megatron_async.errors import RequestError
+from megatron_async.text.grammar_checker import GrammarChecker
+from megatron_async.text.grammar_worker import compile_grammar, make_tokenizer
+from megatron_async.text.structured_output import StructuredOutput, TokenGrammar
+
+KEPT_GRAMMARS = 64
+"""Grammars that are kept for further requests, compiled, or the errors of bad ones."""
+COMPILE_LIMIT_S = 5.0
+"""CPU time that compiling a grammar may take."""
+AT_ONCE = 2
+"""Grammars that are compiled at the same time: a slow one leaves a place for others."""
+STACK_BYTES = 16 << 20
+"""Stack of a thread that compiles: more than what the grammar was tried on."""
+
+
+class GrammarCompiler:
+    """Compiles each grammar twice, both times beside the engine's thread: in a process that it may
+    crash or never end, and, once that has shown that it does neither, here (the compiled form
+    cannot be sent). The library lets go of Python's lock meanwhile.
+
+    Args:
+        tokenizer: of the engine, or None.
+        vocab_size: columns of the logits.
+
+    Attributes:
+        limit_s: CPU time that a grammar may take.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._described: tuple[str, int, list[int]] | None = None
+        self._converted: Any = None
+        self._jobs: dict[str, Future[Any]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+        self._checkers: list[GrammarChecker] = []
+        self._idle: list[GrammarChecker] = []
+        self.limit_s = COMPILE_LIMIT_S
+
+    def begin(self, wanted: Any) -> Future[Any]:
+        """Compile a grammar, unless that has been done. The first one takes a moment (llguidance
+        builds a trie of the tokenizer's tokens).
+
+        Returns:
+            a future for `start`; its exception says what is wrong with the grammar.
+
+        Raises:
+            RequestError: it is no `StructuredOutput`, or of a wrong type, or too large, or there is
+                no tokenizer that llguidance can read.
+        """
+        if not isinstance(wanted, StructuredOutput):
+            raise RequestError(
+                f"structured_output={reprlib.repr(wanted)} is not allowed: it must be a "
+                "StructuredOutput."
+            )
+        source = wanted.source()
+        job = self._jobs.get(source)
+        if job is not None and not _is_worth_another_try(job):
+            return job
+        if self._described is None:
+            self._described = self._describe_tokenizer()
+            self._converted = make_tokenizer(*self._described)
+        while len(self._jobs) >= KEPT_GRAMMARS:
+            self._jobs.pop(next(iter(self._jobs)))
+        job = self._jobs[source] = self._submit(source, self._described)
+        return job
+
+    def start(self, compiled: Any) -> TokenGrammar:
+        """The beginning of a compiled grammar, for one request."""
+        return TokenGrammar(compiled.deep_copy())
+
+    def close(self) -> None:
+        """Compile no more."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        for checker in self._checkers:
+            checker.close()
+
+    def _submit(self, source: str, described: tuple[str, int, list[int]]) -> Future[Any]:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(AT_ONCE, "grammar")
+        before = threading.stack_size(STACK_BYTES)  # of threads that are started now
+        try:
+            return self._threads.submit(self._compile, source, described)
+        finally:
+            threading.stack_size(before)
+
+    def _compile(self, source: str, described: tuple[str, int, list[int]]) -> Any:
+        """On a thread of its own."""
+        try:
+            checker = self._idle.pop()
+        except IndexError:
+            checker = GrammarChecker(described)
+            self._checkers.append(checker)
+        try:
+            checker.check(source, self.limit_s)
+        finally:
+            self._idle.append(checker)
+        compiled = compile_grammar(self._converted, source)
+        if compiled.is_error():
+            raise RequestError(f"structured_output is not valid: {compiled.get_error()}")
+        return compiled
+
+    def _describe_tokenizer(self) -> tuple[str, int, list[int]]:
+        backend = getattr(self._tokenizer, "backend", None)
+        if backend is None or getattr(self._tokenizer, "eod", None) is None:
+            raise RequestError(
+                "structured_output needs a megatron_async Tokenizer with an end-of-sequence "
+                f"token, but this engine has {type(self._tokenizer).__name__}: give the model "
+                "its tokenizer folder."
+            )
+        ends = list(self._tokenizer.eos_ids) or [self._tokenizer.eod]
+        return backend.to_str(), self._vocab_size, ends
+
+
+def _is_worth_another_try(job: Future[Any]) -> bool:
+    """Whether a grammar failed for no fault of its own."""
+    if not job.done():
+        return False
+    return job.cancelled() or not isinstance(job.exception(), RequestError | None)

@@ -1,0 +1,111 @@
+"""How large and how deep a schema, a grammar, a regular expression or a choice may be.
+
+What is refused here is refused at once. That what is within these limits compiles is for
+`text/grammar_checker.py` to show.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from megatron_async.errors import RequestError
+
+MAX_CHARACTERS = 2**18
+"""Of a schema as JSON text, a grammar, a regular expression, or the texts of a choice together."""
+MAX_CHOICES = 10_000
+"""Texts of a choice."""
+MAX_SCHEMA_DEPTH = 512
+"""Objects and lists of a JSON schema inside one another, where what a `$ref` names counts as inside
+of the reference. Compiling takes up to 10 KB of stack for each."""
+MAX_RULES = 500
+"""Rules and terminals of a grammar; a chain of them takes stack as a schema's depth does."""
+MAX_REGEX_DEPTH = 64
+"""Groups of a regular expression inside one another; the library takes 80 repeated ones."""
+
+_RULE = re.compile(
+    r"^[ \t]*[?!]*[A-Za-z_]\w*(?:\.-?\d+)?(?:\[[^\]\n]*\])?(?:\{[^}\n]*\})?\s*:", re.MULTILINE
+)
+_NO_GROUP = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+
+
+def check_size(name: str, characters: int) -> None:
+    """Raise RequestError if a text is too long."""
+    if characters > MAX_CHARACTERS:
+        raise RequestError(
+            f"{name} has {characters} characters, and {MAX_CHARACTERS} are allowed: make it "
+            "shorter."
+        )
+
+
+def check_choice(texts: list[Any]) -> None:
+    """Raise RequestError if there are too many texts."""
+    if len(texts) > MAX_CHOICES:
+        raise RequestError(
+            f"choice has {len(texts)} texts, and {MAX_CHOICES} are allowed: give fewer."
+        )
+
+
+def check_regex(regex: str) -> None:
+    """Raise RequestError if groups are nested too deeply."""
+    depth = deepest = 0
+    for letter in _NO_GROUP.sub("", regex):
+        depth += (letter == "(") - (letter == ")")
+        deepest = max(deepest, depth)
+    if deepest > MAX_REGEX_DEPTH:
+        raise RequestError(
+            f"regex nests groups {deepest} deep, and {MAX_REGEX_DEPTH} are allowed: nest them less "
+            "deeply."
+        )
+
+
+def check_grammar(grammar: str) -> None:
+    """Raise RequestError if there are too many rules."""
+    rules = len(_RULE.findall(grammar))
+    if rules > MAX_RULES:
+        raise RequestError(
+            f"grammar has {rules} rules and terminals, and {MAX_RULES} are allowed: join some of "
+            "them."
+        )
+
+
+def check_schema(schema: Mapping[str, Any]) -> None:
+    """Raise RequestError if a JSON schema is nested too deeply.
+
+    Each definition is followed once, from where it is met first, which is how it is compiled; so a
+    schema may refer to itself.
+    """
+    followed: set[str] = set()
+    to_visit: list[tuple[Any, int]] = [(schema, 1)]
+    while to_visit:
+        value, depth = to_visit.pop()
+        if depth > MAX_SCHEMA_DEPTH:
+            raise RequestError(
+                f"json_schema is nested more than {MAX_SCHEMA_DEPTH} deep, counting what each $ref "
+                "names as inside of it: nest it less deeply, or chain fewer references."
+            )
+        parts = value.values() if isinstance(value, dict) else value
+        to_visit += [(part, depth + 1) for part in parts if isinstance(part, dict | list)]
+        target = value.get("$ref") if isinstance(value, dict) else None
+        if isinstance(target, str) and target not in followed:
+            followed.add(target)
+            found = _resolve(schema, target)
+            if isinstance(found, dict | list):
+                to_visit.append((found, depth + 1))
+
+
+def _resolve(schema: Any, target: str) -> Any:
+    """What a reference within the schema names; None if it names nothing here."""
+    if not target.startswith("#"):
+        return None
+    for key in unquote(target[1:]).split("/")[1:]:
+        key = key.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
+            schema = schema[int(key)]
+        elif isinstance(schema, dict) and key in schema:
+            schema = schema[key]
+        else:
+            return None
+    return schema

@@ -1,0 +1,139 @@
+"""Stop words: strings that end a request, found in its text whatever tokens they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_async.text.detokenize import IncrementalDetokenizer, settled_text
+
+
+class StopWords(Protocol):
+    """The stop words of one request.
+
+    Attributes:
+        counts_from: characters of the text that were there when words began to count; a word that
+            is complete within them does not.
+    """
+
+    counts_from: int
+
+    def end_with(self, generated: NDArray[np.integer[Any]], min_tokens: int) -> bool:
+        """Whether the newest token completes a stop word.
+
+        Args:
+            generated: int32 `[generated tokens]`, the newest last.
+            min_tokens: words that are complete before this many tokens do not count.
+        """
+        ...
+
+
+class ByteMatcher:
+    """Stop words in a text that is the bytes of its tokens in a row; it remembers nothing, so it
+    need not be asked for tokens that cannot complete a word.
+
+    Args:
+        words: UTF-8 of the stop words, none empty.
+        pieces: bytes by token id.
+        detokenize: text of token ids.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[bytes],
+        pieces: Sequence[bytes],
+        detokenize: Callable[[list[int]], str],
+    ) -> None:
+        self._words = tuple(words)
+        self._longest = max(map(len, words))
+        self._pieces = pieces
+        self._detokenize = detokenize
+        self.counts_from = 0
+
+    def end_with(self, generated: NDArray[np.integer[Any]], min_tokens: int) -> bool:
+        """See `StopWords`."""
+        if len(generated) < min_tokens:
+            return False
+        newest = self._pieces[generated[-1]]
+        behind, wanted = [newest], self._longest - 1
+        for place in range(len(generated) - 2, -1, -1):
+            if wanted <= 0:
+                break
+            behind.append(self._pieces[generated[place]])
+            wanted -= len(behind[-1])
+        text = b"".join(reversed(behind))
+        known = len(text) - len(newest)
+        found = any(text.find(word, max(known - len(word) + 1, 0)) >= 0 for word in self._words)
+        if found and min_tokens > 1:
+            before = generated[: min_tokens - 1].tolist()  # sync-ok: NumPy, at the end of a request
+            self.counts_from = len(settled_text(self._detokenize(before)))
+        return found
+
+
+class StopWordMatcher:
+    """Watches the text of one request's generated tokens, for any tokenizer: it must be asked at
+    every token.
+
+    Args:
+        words: not empty, none of them empty.
+        detokenize: text of token ids.
+    """
+
+    def __init__(self, words: Sequence[str], detokenize: Callable[[list[int]], str]) -> None:
+        self._words = tuple(words)
+        self._text = IncrementalDetokenizer(detokenize)
+        self._tail = ""
+        """End of the settled text in which a word may have begun."""
+        self._length = 0
+        self.counts_from = 0
+
+    def end_with(self, generated: NDArray[np.integer[Any]], min_tokens: int) -> bool:
+        """See `StopWords`."""
+        return self.push(int(generated[-1]), len(generated) >= min_tokens)
+
+    def push(self, token: int, counts: bool = True) -> bool:
+        """Take the next token; whether it completes a stop word.
+
+        Args:
+            token: its id.
+            counts: False while words do not count yet (min_tokens).
+        """
+        new = self._text.push(token)
+        text = self._tail + new
+        known = len(self._tail)
+        found = any(_find(text, word, known) >= 0 for word in self._words)
+        self._tail = text[max(len(text) - held_back(self._words), 0) :]
+        self._length += len(new)
+        if not counts:
+            self.counts_from = self._length
+        return found and counts
+
+
+def held_back(words: Sequence[str]) -> int:
+    """Characters at the end of a text that may turn out to be the beginning of a stop word."""
+    return max(map(len, words), default=1) - 1
+
+
+def cut_at_stop_word(text: str, words: Sequence[str], keep: bool, counts_from: int = 0) -> str:
+    """`text` up to the stop word that is complete first.
+
+    Args:
+        text: of a request that a stop word ended.
+        words: its stop words.
+        keep: leave the stop word itself at the end.
+        counts_from: see `StopWordMatcher`.
+    """
+    starts = [(_find(text, word, counts_from), len(word)) for word in words]
+    found = [(start + length, start) for start, length in starts if start >= 0]
+    if not found:
+        return text
+    end, start = min(found)
+    return text[: end if keep else start]
+
+
+def _find(text: str, word: str, behind: int) -> int:
+    """Where `word` first begins, of the places where it ends behind `behind` characters; or -1."""
+    return text.find(word, max(behind - len(word) + 1, 0))

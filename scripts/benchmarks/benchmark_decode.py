@@ -1,0 +1,105 @@
+"""Time steady decode: shapes x batch sizes x lookahead, every request decoding; greedy unless a
+temperature is given.
+
+Reports the median step time of windows of steps, the share of steps launched ahead, and the CPU
+time of the engine's own thread a step (a forward that runs eagerly launches its kernels from that
+thread, and is counted under launch).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from replay_time import replay_ms
+from step_times import time_steps
+
+from megatron_async import LLM, SamplingParams
+from megatron_async.ops.sampling.sampling import SamplingMode
+from megatron_async.profiling.benchmark_record import write_record
+from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
+
+WINDOWS = 5
+MAX_TOKENS = 8192
+COLUMNS = (
+    "step_ms",
+    "replay_ms",
+    "over_replay",
+    "tokens_per_second",
+    "prepare_us",
+    "launch_us",
+    "resolve_us",
+)
+
+
+def open_engine(model: str, batch: int, lookahead: int, args: argparse.Namespace) -> LLM:
+    """A model with room for `batch` requests in steady decode."""
+    steps, max_tokens = WINDOWS * args.steps, max(MAX_TOKENS, batch)
+    tokens = steady_decode_tokens(batch, args.prompt_tokens, max_tokens, steps)
+    length = args.prompt_tokens + max(tokens, steps + 64)
+    return LLM(
+        model,
+        device=args.device,
+        dtype=args.dtype,
+        lookahead=lookahead,
+        max_requests=batch,
+        max_tokens=max_tokens,
+        max_sequence_length=length,
+        num_kv_blocks=batch * (length // 64 + 1),
+        block_size_tokens=64,
+        # The one shape that is measured.
+        num_cuda_graphs=1,
+        use_cuda_graphs_for_non_decode_steps=False,
+    )
+
+
+def measure(
+    model: str, batch: int, lookahead: int, sampling: SamplingParams, args: argparse.Namespace
+) -> dict[str, float]:
+    """Figures of one engine, whose memory is free again afterwards."""
+    mode = SamplingMode.GREEDY if sampling.temperature == 0 else SamplingMode.FILTERED
+    with open_engine(model, batch, lookahead, args) as llm:
+        steps = WINDOWS * args.steps
+        start_steady_decode(llm.engine, batch, args.prompt_tokens, steps, sampling=sampling)
+        result = asdict(time_steps(llm.engine, WINDOWS, args.steps))
+        limit = replay_ms(llm.engine, batch, mode)
+    if limit is not None:
+        result |= {"replay_ms": limit, "over_replay": result["step_ms"] / limit}
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table and, with --json, write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=["dummy:smollm2-135m"])
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument(
+        "--steps", type=int, default=20, help=f"steps in each of {WINDOWS} windows (default 20)"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=0.0)
+    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
+    args = parser.parse_args(arguments)
+    sampling = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    print(f"{'model':<22}{'batch':>6}{'lookahead':>10}" + "".join(f"{c:>19}" for c in COLUMNS))
+    figures = []
+    for model, batch, lookahead in itertools.product(
+        args.models, args.batch_sizes, args.lookahead
+    ):
+        result = measure(model, batch, lookahead, sampling, args)
+        figures.append({"model": model, "batch": batch, "lookahead": lookahead, **result})
+        cells = "".join(f"{result.get(c, float('nan')):>19.3f}" for c in COLUMNS)
+        print(f"{model:<22}{batch:>6}{lookahead:>10}{cells}", flush=True)
+        if args.json:  # after each engine: what is measured is kept if the next one fails
+            write_record(args.json, "decode", vars(args), figures)
+
+
+if __name__ == "__main__":
+    main()

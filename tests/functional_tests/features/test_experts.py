@@ -1,0 +1,149 @@
+"""Models with experts in the engine: steps padded for graphs, lookahead, pressure; on GPUs too."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from capturing_cpu import CapturingCpu
+from harness import Job, greedy, make_engine, make_model, random_prompts, run_at
+from ranks import run_ranks
+
+from megatron_async import LLM, DynamicInferenceEngine
+from megatron_async.checkpoints.huggingface import save_huggingface
+from megatron_async.devices import CpuDevice, CudaDevice, Device
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.moe import TopKRouter
+from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing
+
+TINY = ModelArchitecture(
+    "mixtral", 2, 32, 4, 2, 8, 64, 128, max_position_embeddings=1024,
+    num_moe_experts=5, moe_router_topk=2, moe_ffn_hidden_size=24,
+)  # fmt: skip
+SMALL = ModelArchitecture(
+    "qwen3_moe", 4, 256, 8, 4, 32, 512, 1024, max_position_embeddings=1024, qk_layernorm=True,
+    num_moe_experts=16, moe_router_topk=4, moe_ffn_hidden_size=128, dense_layers=(1,),
+)  # fmt: skip
+PRESSURE = {"block_size_tokens": 16, "num_kv_blocks": 18, "max_tokens": 29, "max_requests": 16}
+
+
+def jobs(architecture: ModelArchitecture, tokens: int) -> list[Job]:
+    prompts = random_prompts(0, (1, 5, 33, 64, 17, 100, 2, 48), architecture.vocab_size)
+    return [Job(prompt, greedy(tokens)) for prompt in prompts]
+
+
+def run(model: torch.nn.Module, device: Device, work: list[Job], **config: Any) -> list[list[int]]:
+    engine = make_engine(model, device=device, **config)
+    try:
+        return run_at(engine, {0: work[:3], 5: work[3:]})
+    finally:
+        engine.close()
+
+
+def test_padding_goes_to_no_expert_and_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, work = make_model(TINY), jobs(TINY, 16)
+    expected = run(model, CpuDevice(), work, lookahead=0)
+    real: list[int] = []
+    forward = TopKRouter.forward
+
+    def watched(self: TopKRouter, *args: Any) -> Routing:
+        routing = forward(self, *args)
+        real.append(int((routing.experts != NO_EXPERT).all(1).sum()))
+        assert len(routing.experts) - real[-1] == int((routing.weights.sum(1) == 0).sum())
+        return routing
+
+    monkeypatch.setattr(TopKRouter, "forward", watched)
+    assert (
+        run(model, CapturingCpu(), work, lookahead=1, max_tokens=128, max_requests=16) == expected
+    )
+    # All known tokens but each request's last go through each layer once.
+    tokens = sum(len(job.prompt) + len(found) - 1 for job, found in zip(work, expected))
+    assert sum(real) == TINY.num_layers * tokens
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(scope="module")
+def cpu_tokens() -> list[list[int]]:
+    return run(make_model(SMALL), CpuDevice(), jobs(SMALL, 32), lookahead=0, num_kv_blocks=128)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("config", [{"num_cuda_graphs": 0}, {}, PRESSURE], ids=str)
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_a_gpu_says_what_the_cpu_says(
+    cpu_tokens: list[list[int]], config: dict[str, int], lookahead: int
+) -> None:
+    model = make_model(SMALL, torch.device("cuda"))
+    settings = {"num_kv_blocks": 128, "max_requests": 16, **config}
+    assert run(model, CudaDevice(), jobs(SMALL, 32), lookahead=lookahead, **settings) == cpu_tokens
+
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "expert": {"expert_model_parallel_size": 2},
+    "tensor": {"tensor_model_parallel_size": 2},
+    "expert of 4": {"expert_model_parallel_size": 4},
+    "tensor and expert": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+}
+
+
+def replica_of(rank: int, kind: str) -> tuple[int, bool]:
+    """Number of a rank's replica, and whether it follows."""
+    replica, place = divmod(rank, LAYOUTS[kind].get("tensor_model_parallel_size", 1))
+    return replica, place > 0
+
+
+def shares(rank: int, kind: str) -> list[int]:
+    """Numbers of the jobs that a rank has: of those that share experts, the first has most and the
+    last of four none."""
+    replicas = LAYOUTS[kind].get("expert_model_parallel_size", 1)
+    jobs_of = {1: [8], 2: [6, 2], 4: [5, 2, 1, 0]}[replicas]
+    replica, _ = replica_of(rank, kind)
+    first = sum(jobs_of[:replica])
+    return list(range(first, first + jobs_of[replica]))
+
+
+def generate(folder: str, kind: str) -> tuple[list[list[int]], bool]:
+    work = [jobs(SMALL, 32)[number] for number in shares(int(os.environ["RANK"]), kind)]
+    with LLM(
+        folder,
+        device="cuda",
+        dtype="float32",
+        max_requests=8,
+        num_kv_blocks=128,
+        block_size_tokens=16,
+        max_sequence_length=256,
+        max_tokens=64,
+        **LAYOUTS[kind],
+    ) as llm:
+        found = llm.generate([job.prompt for job in work], [job.params for job in work])
+        assert all(request.error is None for request in found)
+        engine: DynamicInferenceEngine = llm.engine
+        captured = engine.stats()["captured_steps"] > 0
+        exchange = engine.controller.inference_wrapped_model.exchange
+        ours = {"gather"} if "expert" in kind else set()
+        ours |= {"combine with norm"} if kind.startswith("expert") else set()
+        assert ours <= set(exchange.calls), (exchange.calls, exchange.fallback)
+        return [list(request.generated_tokens) for request in found], captured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_several_gpus_say_what_the_cpu_says(
+    cpu_tokens: list[list[int]], kind: str, tmp_path: Path
+) -> None:
+    world = math.prod(LAYOUTS[kind].values())
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} CUDA devices")
+    save_huggingface(make_model(SMALL), SMALL, None, tmp_path)
+    ranks = run_ranks(world, generate, str(tmp_path), kind, timeout_s=300)
+    for rank, (tokens, captured) in enumerate(ranks):
+        _, follows = replica_of(rank, kind)
+        assert tokens == ([] if follows else [cpu_tokens[n] for n in shares(rank, kind)])
+        assert captured

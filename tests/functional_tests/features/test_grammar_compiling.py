@@ -1,0 +1,169 @@
+"""Requests whose grammars compile, crash, never end or are slow: nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from ascii_tokenizer import make_ascii_tokenizer
+from harness import EngineFactory, assert_all_is_back, drain, greedy, make_engine, make_model
+from memory_channel import FollowingEngine
+
+from megatron_async import Status, StructuredOutput
+from megatron_async.errors import RequestAborted, RequestError
+from megatron_async.text import grammar_limits, structured_output
+from megatron_async.text.grammar_compiler import GrammarCompiler
+
+LOOKAHEADS = pytest.mark.parametrize("lookahead", [0, 1, 2])
+ENDLESS = StructuredOutput(json_schema={"type": "integer", "multipleOf": 9999991})
+CHAIN = StructuredOutput(
+    grammar="start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(9000)) + '\nr9000: "a"'
+)
+GOOD = StructuredOutput(regex="[ab]{12}")
+AMBIGUOUS = StructuredOutput(grammar='start: s\ns: "a" | s s | s s s')
+
+
+def limited(output: StructuredOutput, tokens: int = 30) -> Any:
+    return greedy(tokens, structured_output=output)
+
+
+@LOOKAHEADS
+def test_bad_grammars_hold_up_nobody(
+    make_tiny_engine: EngineFactory, lookahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash, a compile that never ends, and one that is aborted: the others are served while
+    these compile, and good grammars besides."""
+    monkeypatch.setattr(grammar_limits, "MAX_RULES", 10**9)
+    engine = make_tiny_engine(lookahead=lookahead, tokenizer=make_ascii_tokenizer())
+    engine.grammars.limit_s = 1.0
+    endless = engine.add_request(0, [1, 2], limited(ENDLESS))
+    crash = engine.add_request(1, [1, 2], limited(CHAIN))
+    aborted = engine.add_request(2, [1, 2], limited(ENDLESS))
+    good = engine.add_request(3, [1, 2], limited(GOOD))
+    plain = engine.add_request(4, [1, 2], greedy(20))
+    engine.abort_request(2)
+    assert isinstance(aborted.result().error, RequestAborted)
+    assert len(engine.context.waiting) == 1  # the scheduler knows of the plain one alone
+    while not (plain.done() and good.done()):
+        engine.step_modern()
+    assert not endless.done()
+    assert plain.result().generated_length == 20
+    assert good.result().generated_length == 12
+    drain(engine)
+    assert "CPU time" in str(endless.result().error)
+    assert "SIG" in str(crash.result().error)
+    assert not engine.has_unfinished_requests()
+    engine.close()
+    assert_all_is_back(engine)
+
+
+@LOOKAHEADS
+def test_streams_and_futures_come_while_others_compile(
+    make_tiny_engine: EngineFactory, lookahead: int
+) -> None:
+    engine = make_tiny_engine(lookahead=lookahead, tokenizer=make_ascii_tokenizer())
+    engine.grammars.limit_s = 1.0
+
+    async def run() -> None:
+        runner = asyncio.create_task(engine.run_engine())
+        endless = engine.add_request(0, [1, 2], limited(ENDLESS))
+        good = engine.add_request(1, [1, 2], limited(GOOD))
+        tokens = [token async for chunk in engine.stream(1) for token in chunk.tokens]
+        assert tokens == good.result().generated_tokens
+        again = engine.add_request(2, [1, 2], limited(GOOD))  # compiled already: joins at once
+        assert len(engine.context.waiting) == 1
+        assert (await again).generated_tokens == tokens
+        assert not endless.done()
+        assert (await endless).status == Status.FAILED
+        runner.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_closed_engine_leaves_no_process(make_tiny_engine: EngineFactory) -> None:
+    engine = make_tiny_engine(lookahead=1, tokenizer=make_ascii_tokenizer())
+    waits = engine.add_request(0, [1, 2], limited(ENDLESS))
+    while not (engine.grammars._checkers and engine.grammars._checkers[0]._process):
+        time.sleep(0.01)
+    process = engine.grammars._checkers[0]._process
+    start = time.monotonic()
+    engine.close()
+    assert process.poll() is not None
+    assert time.monotonic() - start < 4
+    assert isinstance(waits.result().error, RequestAborted)
+    assert engine.requests.take_ended() == [waits.result()]
+
+
+@LOOKAHEADS
+@pytest.mark.parametrize("invalidation", ["reconcile", "rollback"])
+def test_masks_that_cost_too_much_end_their_request_alone(
+    make_tiny_engine: EngineFactory,
+    lookahead: int,
+    invalidation: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_tiny_engine(
+        lookahead=lookahead, tokenizer=make_ascii_tokenizer(), invalidation=invalidation
+    )
+    plain = engine.add_request(0, [1, 2], greedy(40))
+    slow = engine.add_request(1, [1, 2], limited(GOOD))
+    while (grammar := engine.requests.get(1).grammar) is None:
+        engine.step_modern()
+    grammar.behind_s = structured_output.CREDIT_S + 1.0
+    drain(engine)
+    assert isinstance(slow.result().error, RequestError)
+    assert "takes too long" in str(slow.result().error)
+    assert slow.result().generated_length < 12
+    assert plain.result().generated_length == 40
+    engine.close()
+    assert_all_is_back(engine)
+
+
+def test_an_ambiguous_grammar_exceeds_its_allowance_and_usual_ones_do_not() -> None:
+    compiler = GrammarCompiler(make_ascii_tokenizer(), 128)
+    mask = np.zeros(4, dtype=np.int32)
+    usual = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
+    for output, is_slow in ((AMBIGUOUS, True), (StructuredOutput(json_schema=usual), False)):
+        grammar = compiler.start(compiler.begin(output).result())
+        for number in range(2000):
+            grammar.mask(mask)
+            if grammar.is_too_slow:
+                break
+            token = "a" if is_slow else '{"a": "' + "x" * 2000
+            grammar.accept(ord(token[0] if is_slow else token[number]))
+        assert grammar.is_too_slow == is_slow
+    compiler.close()
+
+
+def test_a_follower_has_the_grammars_of_its_leader() -> None:
+    """Good ones, bad ones, aborted ones, and one whose masks cost too much."""
+    model, tokenizer = make_model(), make_ascii_tokenizer()
+    leader = make_engine(model, num_kv_blocks=32, lookahead=1, tokenizer=tokenizer)
+    follower = make_engine(model, num_kv_blocks=32, lookahead=1, tokenizer=tokenizer)
+    following = FollowingEngine(leader, follower)
+    leader.grammars.limit_s = 1.0
+    outputs = [GOOD, StructuredOutput(regex="("), StructuredOutput(choice=["red", "blue"]), ENDLESS]
+    futures = [leader.add_request(n, [1, 2], limited(o)) for n, o in enumerate(outputs)]
+    aborted = leader.add_request(7, [1, 2], limited(StructuredOutput(regex="[ab]{13}")))
+    leader.abort_request(7)
+    slow = leader.add_request(8, [1, 2], limited(StructuredOutput(regex="[ab]{20}")))
+    while (grammar := leader.requests.get(8).grammar) is None:
+        leader.step_modern()
+    grammar.behind_s = structured_output.CREDIT_S + 1.0
+    drain(leader)
+    assert isinstance(aborted.result().error, RequestAborted)
+    assert "takes too long" in str(slow.result().error)
+    assert [future.result().status for future in futures] == [
+        Status.COMPLETED, Status.FAILED, Status.COMPLETED, Status.FAILED,
+    ]  # fmt: skip
+    leader.close()
+    following.join()
+    assert following.error is None, following.error
+    for number in (0, 2):
+        theirs = following.ended[number].generated_tokens
+        assert theirs == futures[number].result().generated_tokens
+    assert following.ended[8].generated_tokens == slow.result().generated_tokens
+    assert follower.stats()["steps"] == leader.stats()["steps"]

@@ -1,0 +1,194 @@
+"""Every feature of a request on a GPU, in captured steps: the CPU's answers in float32, no hidden
+waits, and nothing extra in steps that do not ask."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import Job, drain, greedy, make_engine, make_model, random_prompts
+from test_structured_output import CHOICE, JOBS, ascii_tokenizer, check_valid
+
+from megatron_async import DynamicInferenceEngine, SamplingParams
+from megatron_async.devices import CudaDevice
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+
+__all__ = ["ascii_tokenizer"]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+# A token for each letter, as structured output's tests have it, and heads that the kernels serve.
+SHAPE = ModelArchitecture("llama", 2, 128, 4, 2, 32, 256, 128, max_position_embeddings=1024)
+TOKENS = 40
+PRESSURE = {"num_kv_blocks": 24, "block_size_tokens": 8, "max_tokens": 64}
+EngineFactory = Callable[..., DynamicInferenceEngine]
+
+
+def feature_jobs() -> list[Job]:
+    """Each feature alone, all together, and a plain request among them."""
+    asks = {"return_log_probs": True, "top_n_logprobs": 5}
+    penalties = {
+        "frequency_penalty": 0.7, "presence_penalty": -0.3, "repetition_penalty": 1.2
+    }  # fmt: skip
+    edits = {
+        "logit_bias": {5: 3.0, 9: -20.0},
+        "min_tokens": 12,
+        "stop_token_ids": [*range(0, 128, 5)],
+    }
+    words = {"bad_words": [[7], [118, 127], [3, 4, 5]]}
+    changes: list[dict[str, Any]] = [
+        asks, penalties, edits, words, {**asks, **penalties, **edits, **words}, {},
+        {**asks, "skip_prompt_log_probs": True, "logprobs_mode": "processed", **penalties},
+        {**asks, "temperature": 0.8, "top_k": 30, "top_p": 0.9, "logprobs_mode": "processed"},
+    ]  # fmt: skip
+    prompts = random_prompts(1, (3, 40, 17, 5, 25, 12, 33, 1), SHAPE.vocab_size)
+    return [
+        Job(prompt, greedy(TOKENS, seed=number, **change))
+        for number, (prompt, change) in enumerate(zip(prompts, changes, strict=True))
+    ]
+
+
+@pytest.fixture(scope="module")
+def gpu_model() -> torch.nn.Module:
+    return make_model(SHAPE, torch.device("cuda"))
+
+
+@pytest.fixture
+def make_gpu_engine(
+    watched_engines: list[DynamicInferenceEngine], gpu_model: torch.nn.Module
+) -> EngineFactory:
+    def make(**config: Any) -> DynamicInferenceEngine:
+        settings = {"num_kv_blocks": 128, "max_requests": 8, "max_tokens": 64, **config}
+        engine = make_engine(gpu_model, device=CudaDevice(), **settings)
+        watched_engines.append(engine)
+        return engine
+
+    return make
+
+
+def serve(engine: DynamicInferenceEngine, jobs: list[Job]) -> list[DynamicInferenceRequest]:
+    futures = []
+    for number, job in enumerate(jobs):
+        futures.append(engine.add_request(number, job.prompt, job.params))
+        if number % 3 == 2:
+            engine.step_modern()
+    drain(engine)
+    return [future.result() for future in futures]
+
+
+@pytest.fixture(scope="module")
+def cpu_answers() -> Iterator[list[DynamicInferenceRequest]]:
+    engine = make_engine(make_model(SHAPE), lookahead=0, num_kv_blocks=128, max_requests=8)
+    yield serve(engine, feature_jobs())
+    engine.close()
+
+
+def check_same(found: DynamicInferenceRequest, expected: DynamicInferenceRequest) -> None:
+    assert found.error is None
+    assert found.generated_tokens == expected.generated_tokens
+    for name in ("generated_log_probs", "prompt_log_probs"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert np.allclose(ours, theirs, rtol=0, atol=1e-3)
+    if expected.log_probs is None:
+        return
+    for name in ("generated_top_n", "prompt_top_n"):
+        ours, theirs = getattr(found.log_probs, name)(), getattr(expected.log_probs, name)()
+        assert (ours is None) == (theirs is None)
+        for place, other in zip(ours or (), theirs or (), strict=True):
+            assert np.allclose([v for _, v in place], [v for _, v in other], rtol=0, atol=1e-3)
+            assert [t for t, _ in place] == [t for t, _ in other]
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize("memory", [{}, PRESSURE], ids=["room", "pressure"])
+def test_answers_equal_the_cpus(
+    make_gpu_engine: EngineFactory,
+    cpu_answers: list[DynamicInferenceRequest],
+    lookahead: int,
+    memory: dict[str, int],
+) -> None:
+    engine = make_gpu_engine(lookahead=lookahead, **memory)
+    for found, expected in zip(serve(engine, feature_jobs()), cpu_answers, strict=True):
+        check_same(found, expected)
+    stats = engine.stats()
+    assert stats["captured_steps"] >= 0.8 * stats["steps"]  # prompts' log probs run eagerly
+    assert bool(stats["evictions"]) == bool(memory)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_structured_output(
+    make_gpu_engine: EngineFactory, ascii_tokenizer: Any, lookahead: int
+) -> None:
+    plain = make_engine(
+        make_model(SHAPE), lookahead=0, num_kv_blocks=128, max_requests=8, tokenizer=ascii_tokenizer
+    )
+    expected = serve(plain, JOBS)
+    plain.close()
+    engine = make_gpu_engine(lookahead=lookahead, tokenizer=ascii_tokenizer)
+    for found, other in zip(serve(engine, JOBS), expected, strict=True):
+        check_same(found, other)
+        output = found.sampling_params.structured_output
+        if output is not None:
+            check_valid(found.generated_text, found.finish_reason, output)
+    assert CHOICE
+    # One step computes a prompt's log probs, eagerly.
+    assert engine.stats()["captured_steps"] == engine.stats()["steps"] - 1
+
+
+def test_no_step_waits_in_secret(make_gpu_engine: EngineFactory, ascii_tokenizer: Any) -> None:
+    engine = make_gpu_engine(lookahead=1, tokenizer=ascii_tokenizer)
+    work = [job for job in [*feature_jobs()[:5], *JOBS[:3]] if job.params.temperature == 0]
+    first = serve(engine, work)  # warm-up: memory is taken at first use
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = serve(engine, work)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert engine.stats()["failed_steps"] == 0
+    for found, expected in zip(second, first, strict=True):
+        check_same(found, expected)
+
+
+def kernels_and_copies(engine: DynamicInferenceEngine, params: SamplingParams) -> Counter[str]:
+    """Of one decode step."""
+    for number, prompt in enumerate(random_prompts(4, (5, 9, 14, 20), SHAPE.vocab_size)):
+        engine.add_request(number, prompt, params)
+    for _ in range(6):
+        engine.step_modern()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    steps = 5
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(steps):
+            engine.step_modern()
+        torch.cuda.synchronize()
+    found: Counter[str] = Counter()
+    for event in profile.events():
+        if event.device_type != torch.profiler.DeviceType.CUDA:
+            continue
+        kind = next((kind for kind in ("HtoD", "DtoH") if kind in event.name), "kernels")
+        found[kind] += 1
+    for number in range(4):
+        engine.abort_request(number)
+    drain(engine)
+    return Counter({kind: count // steps for kind, count in found.items()})
+
+
+def test_requests_that_did_not_ask_cost_nothing(make_gpu_engine: EngineFactory) -> None:
+    engine = make_gpu_engine(lookahead=1)
+    plain = kernels_and_copies(engine, greedy(100))
+    asking = kernels_and_copies(engine, greedy(100, return_log_probs=True, min_tokens=3))
+    assert kernels_and_copies(engine, greedy(100)) == plain
+    assert plain["HtoD"] == plain["DtoH"] == 1
+    assert asking["HtoD"] == 1
+    assert asking["DtoH"] == 2
+    assert asking["kernels"] > plain["kernels"]

@@ -1,0 +1,335 @@
+"""The policy "rollback" gives the tokens of "reconcile", and books no zombie rows."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from capturing_cpu import CapturingCpu
+from harness import (
+    TINY,
+    EngineFactory,
+    Job,
+    drain,
+    greedy,
+    make_engine,
+    random_prompts,
+    run_at,
+    run_together,
+)
+from schedules import wrong_results
+
+from megatron_async import DynamicInferenceEngine, SamplingParams, Status
+from megatron_async.device_state.shadow import ShadowRing
+from megatron_async.device_state.slot_states import PerSlotState
+from megatron_async.errors import ConfigurationError, StepFailed
+
+POLICIES = ("reconcile", "rollback")
+TOKENS = 24
+PROMPTS = random_prompts(8, (9, 3, 40, 1, 17, 26), TINY.vocab_size)
+LATER = {0: 3, 3: 2, 11: 1}
+"""Arrivals: how many at which step."""
+
+
+class Letters:
+    """A tokenizer: each token of the tiny model is one character."""
+
+    eod = -1
+
+    def detokenize(self, tokens: list[int]) -> str:
+        return "".join(chr(200 + token) for token in tokens)
+
+
+def arrivals(params: list[SamplingParams]) -> dict[int, list[Job]]:
+    jobs = [Job(prompt, mine) for prompt, mine in zip(PROMPTS, params, strict=True)]
+    return {step: [jobs.pop(0) for _ in range(count)] for step, count in LATER.items()}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: torch.nn.Module) -> list[list[int]]:
+    """Tokens of the prompts when nothing stops them."""
+    engine = make_engine(tiny_model, lookahead=0)
+    tokens = run_at(engine, arrivals([greedy(TOKENS)] * len(PROMPTS)))
+    engine.close()
+    return tokens
+
+
+def stopped(whole: list[list[int]], how: str) -> tuple[list[SamplingParams], list[list[int]]]:
+    """Parameters that stop each request at a token of its own, and the tokens up to there."""
+    params, cut = [], []
+    for number, tokens in enumerate(whole):
+        at = tokens.index(tokens[2 + 3 * number])
+        cut.append(tokens[: at + 1])
+        text = Letters().detokenize(tokens[at : at + 1])
+        params.append(
+            greedy(TOKENS, stop_words=[text])
+            if how == "stop words"
+            else greedy(TOKENS, stop_token_ids=[tokens[at]])
+        )
+    return params, cut
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "chunks": {"max_tokens": 9},
+    "pauses": {"num_kv_blocks": 20, "block_size_tokens": 4},
+    "evictions": {"num_kv_blocks": 20, "block_size_tokens": 4, "paused_buffer_size_gb": 1e-9},
+    "few slots": {"max_requests": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "how"),
+    [
+        *((name, "stop tokens") for name in SETTINGS),
+        *((name, "stop words") for name in ("roomy", "evictions")),
+    ],
+)
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_stops(
+    make_tiny_engine: EngineFactory,
+    whole: list[list[int]],
+    lookahead: int,
+    settings: str,
+    how: str,
+) -> None:
+    params, cut = stopped(whole, how)
+    for policy in POLICIES:
+        engine = make_tiny_engine(
+            lookahead=lookahead, invalidation=policy, tokenizer=Letters(), **SETTINGS[settings]
+        )
+        assert run_at(engine, arrivals(params)) == cut
+        stats = engine.stats()
+        rolls = policy == "rollback" and lookahead > 0
+        assert (stats["discarded_steps"] > 0) == (stats["discarded_rows"] > 0) == rolls
+        if settings != "evictions":  # whose rows in flight are zombies under both policies
+            assert (stats["zombie_rows"] > 0) == (lookahead > 0 and not rolls)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("lookahead", [1, 2, 3])
+def test_what_an_end_costs(
+    make_tiny_engine: EngineFactory, whole: list[list[int]], lookahead: int, policy: str
+) -> None:
+    """Three decode; one stops, the two others do not: `lookahead` steps of three rows are in
+    flight then. Ends by length are foreseen and cost nothing."""
+    tokens = whole[2]
+    at = next(i for i in range(5, TOKENS) if tokens[i] not in tokens[:i])
+    params = [greedy(TOKENS), greedy(TOKENS), greedy(TOKENS, termination_id=tokens[at])]
+    engine = make_tiny_engine(lookahead=lookahead, invalidation=policy)
+    jobs = [Job(*pair) for pair in zip(PROMPTS, params, strict=False)]
+    assert run_together(engine, jobs) == [whole[0], whole[1], tokens[: at + 1]]
+    stats = engine.stats()
+    found = [stats[f"{name}"] for name in ("discarded_steps", "discarded_rows", "zombie_rows")]
+    assert found == ([lookahead, 3 * lookahead, 0] if policy == "rollback" else [0, 0, lookahead])
+    assert stats["steps"] - stats["discarded_steps"] == TOKENS
+    assert stats["generated_tokens"] == 2 * TOKENS + at + 1
+
+
+@pytest.mark.parametrize("first", [0, 9])
+def test_chaos(tiny_model: torch.nn.Module, make_tiny_engine: EngineFactory, first: int) -> None:
+    """Also with pauses and suspends of the engine in between."""
+    serial_engine = make_tiny_engine(lookahead=0, max_requests=16)
+    counts: Counter[str] = Counter()
+    for seed in range(first, first + 9):
+        chooser = random.Random(seed)
+
+        def stop_at_times(engine: DynamicInferenceEngine, chooser: random.Random = chooser) -> None:
+            if chooser.random() < 0.1:
+                engine.pause()
+                engine.unpause()
+            if chooser.random() < 0.05:
+                engine.suspend(free_kv_cache=chooser.random() < 0.3)
+                engine.resume()
+                counts["suspends"] += 1
+
+        wrong = wrong_results(
+            tiny_model, serial_engine, seed, counts, stop_at_times, invalidation="rollback"
+        )
+        assert wrong == []
+    for event in ("pauses", "evictions", "discarded_steps", "aborted", "suspends"):
+        assert counts[event] > 0, counts
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_abort_after_any_step(
+    make_tiny_engine: EngineFactory, whole: list[list[int]], lookahead: int, policy: str
+) -> None:
+    for after in (0, 1, 2, 3, 6, 13):
+        engine = make_tiny_engine(lookahead=lookahead, invalidation=policy, max_tokens=16)
+        futures = [engine.add_request(i, PROMPTS[i], greedy(TOKENS)) for i in range(3)]
+        for _ in range(after):
+            engine.step_modern()
+        engine.abort_request(1)
+        again = engine.add_request(1, PROMPTS[1], greedy(TOKENS))
+        drain(engine)
+        assert [futures[i].result().generated_tokens for i in (0, 2)] == [whole[0], whole[2]]
+        aborted = futures[1].result().generated_tokens
+        assert aborted == whole[1][: len(aborted)]
+        assert again.result().generated_tokens == whole[1]
+        assert policy == "reconcile" or engine.stats()["zombie_rows"] == 0
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before its samples", "behind its samples"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_failing_steps(
+    make_tiny_engine: EngineFactory,
+    whole: list[list[int]],
+    lookahead: int,
+    policy: str,
+    late: bool,
+) -> None:
+    """Any two steps fail, also such as are discarded then, at their beginning or their end. Their
+    requests fail, others that were launched behind them go on."""
+    for bad in ({0, 1}, {2, 3}, {5, 9}):
+        engine = make_tiny_engine(
+            lookahead=lookahead, invalidation=policy, max_tokens=20, max_requests=3
+        )
+        owner = engine.context.gpu_view if late else engine.controller.inference_wrapped_model
+        name = "feed_back" if late else "forward"
+        work: Any = getattr(owner, name)
+        calls: list[int] = []
+
+        def faulty(*args: Any, work: Any = work, calls: Any = calls, bad: Any = bad) -> Any:
+            calls.append(1)
+            if not late and len(calls) - 1 in bad:
+                raise FloatingPointError("made up")
+            result = work(*args)
+            if len(calls) - 1 in bad:
+                raise FloatingPointError("made up")
+            return result
+
+        setattr(owner, name, faulty)
+        futures = [engine.add_request(i, PROMPTS[i], greedy(TOKENS)) for i in range(len(PROMPTS))]
+        drain(engine)
+        failed = 0
+        for future, want in zip(futures, whole, strict=True):
+            request = future.result()
+            if request.status == Status.COMPLETED:
+                assert request.generated_tokens == want
+            else:
+                failed += 1
+                assert isinstance(request.error, StepFailed)
+                assert request.generated_tokens == want[: request.generated_length]
+        assert failed > 0
+        if policy == "rollback":  # a failed step's own rows, and no others
+            assert engine.stats()["zombie_rows"] == failed
+
+
+@pytest.mark.parametrize("lookahead", [1, 2])
+def test_a_discarded_step_may_have_failed_before_its_first_work(
+    make_tiny_engine: EngineFactory, whole: list[list[int]], lookahead: int
+) -> None:
+    """Then the device knows nothing of the blocks that were given and the requests that were
+    admitted for it; the step that takes its place must tell."""
+    params, cut = stopped(whole, "stop tokens")
+    discarded = 0
+    for bad in range(26):
+        engine = make_tiny_engine(
+            lookahead=lookahead, invalidation="rollback", max_requests=3, block_size_tokens=2
+        )
+        view, calls = engine.context.gpu_view, []
+
+        def faulty(*step: Any, view: Any = view, calls: Any = calls, bad: int = bad) -> None:
+            calls.append(step)
+            if len(calls) - 1 == bad:
+                raise FloatingPointError("made up")
+            type(view).begin_step(view, *step)
+
+        view.begin_step = faulty  # type: ignore[method-assign]
+        futures = [engine.add_request(i, PROMPTS[i], params[i]) for i in range(len(PROMPTS))]
+        drain(engine)
+        for future, want in zip(futures, cut, strict=True):
+            request = future.result()
+            if request.status == Status.COMPLETED:
+                assert request.generated_tokens == want
+        discarded += len(calls) > bad and engine.stats()["failed_steps"] == 0
+    assert discarded > 1
+
+
+@pytest.mark.parametrize("lookahead", [1, 2])
+def test_streams(make_tiny_engine: EngineFactory, whole: list[list[int]], lookahead: int) -> None:
+    params, cut = stopped(whole, "stop tokens")
+    engine = make_tiny_engine(lookahead=lookahead, invalidation="rollback", max_requests=4)
+
+    async def read(number: int) -> list[int]:
+        return [token async for chunk in engine.stream(number) for token in chunk.tokens]
+
+    async def main() -> list[list[int]]:
+        runner = asyncio.create_task(engine.run_engine())
+        for number, prompt in enumerate(PROMPTS):
+            engine.add_request(number, prompt, params[number])
+        tokens = await asyncio.wait_for(asyncio.gather(*map(read, range(len(PROMPTS)))), 60)
+        while engine.has_unfinished_requests():
+            await asyncio.sleep(0)
+        runner.cancel()
+        return tokens
+
+    assert asyncio.run(main()) == cut
+    assert engine.stats()["discarded_steps"] > 0
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_captured_steps(
+    make_tiny_engine: EngineFactory, whole: list[list[int]], lookahead: int
+) -> None:
+    params, cut = stopped(whole, "stop tokens")
+    engine = make_tiny_engine(
+        lookahead=lookahead, invalidation="rollback", device=CapturingCpu(), num_cuda_graphs=2
+    )
+    assert run_at(engine, arrivals(params)) == cut
+    assert engine.stats()["captured_steps"] > 10
+    assert (engine.stats()["discarded_steps"] > 0) == (lookahead > 0)
+
+
+class StepCounts(PerSlotState):
+    """A count of steps by slot, put back with its shadow."""
+
+    def __init__(self, counts: torch.Tensor, entries: int) -> None:
+        self._ring = ShadowRing([counts], entries)
+
+    def save(self, entry: int) -> None:
+        self._ring.save(entry)
+
+    def restore(self, entry: int, slots: torch.Tensor) -> None:
+        self._ring.restore(entry, slots)
+
+
+def test_other_state_joins(make_tiny_engine: EngineFactory, whole: list[list[int]]) -> None:
+    """A count of steps by slot, as a recurrent state would be: with its shadow it forgets the
+    discarded steps, for those who go on."""
+    params, cut = stopped(whole, "stop tokens")
+    params[1], cut[1] = greedy(TOKENS), whole[1]
+    counts = {}
+    for has_shadow in (False, True):
+        engine = make_tiny_engine(lookahead=2, invalidation="rollback")
+        view = engine.context.gpu_view
+        state = torch.zeros(engine.context.max_requests + 1, dtype=torch.int64)
+        if has_shadow:
+            view.states.add(StepCounts(state, engine.context.config.steps_in_flight))
+        wrapped: Any = engine.controller.inference_wrapped_model
+        forward = wrapped.forward
+
+        def counted(view: Any, forward: Any = forward, state: Any = state) -> Any:
+            state[view.step.slots] += 1
+            return forward(view)
+
+        wrapped.forward = counted
+        jobs = [Job(*pair) for pair in zip(PROMPTS, params, strict=True)]
+        assert run_together(engine, jobs) == cut
+        restored = engine.context.device.event()
+        engine.context.device.compute.record(restored)
+        restored.wait()
+        counts[has_shadow] = int(state[1])  # the slot of the one that is never stopped
+    assert counts[True] == TOKENS < counts[False]
+
+
+def test_an_unknown_policy(make_tiny_engine: EngineFactory) -> None:
+    with pytest.raises(ConfigurationError, match=r"invalidation='undo' .* reconcile, rollback"):
+        make_tiny_engine(invalidation="undo")

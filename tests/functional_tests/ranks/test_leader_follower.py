@@ -1,0 +1,259 @@
+"""A follower that replays its leader's log does the same, step for step, and faults end both."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import TINY, assert_all_is_back, drain, greedy, make_engine, make_model, random_prompts
+from memory_channel import FollowingEngine
+
+from megatron_async import DynamicInferenceEngine, SamplingParams
+from megatron_async.errors import JobFailed, RankLost, RanksDisagree, StepFailed
+from megatron_async.ranks import leader
+
+PROMPTS = random_prompts(5, (3, 40, 11, 1, 26), TINY.vocab_size)
+PARAMS = [
+    greedy(20),
+    greedy(12, temperature=0.8, top_k=20),
+    greedy(20, return_log_probs=True, top_n_logprobs=2),
+    greedy(30, temperature=1.0, seed=4, logit_bias={np.int64(3): 2.5}),
+    greedy(9, repetition_penalty=1.3),
+]
+MODEL = make_model()
+
+
+class Pair:
+    """A leader and its follower, around one model, each with a KV cache of its own."""
+
+    def __init__(self, **config: Any) -> None:
+        config = {"num_kv_blocks": 32, **config}
+        self.leader = make_engine(MODEL, **config)
+        follower = make_engine(MODEL, **config)
+        self.following = FollowingEngine(self.leader, follower)
+
+    @property
+    def follower(self) -> DynamicInferenceEngine:
+        return self.following.engine
+
+    def end(self) -> None:
+        """Close the leader; the follower must have done what it did."""
+        ended = {request.request_id: request for request in self.all_ended}
+        self.leader.close()
+        self.following.join()
+        assert self.following.error is None, self.following.error
+        assert self.following.ended.keys() == ended.keys()
+        for number, request in ended.items():
+            mine = self.following.ended[number]
+            assert mine.generated_tokens == request.generated_tokens
+            assert mine.finish_reason == request.finish_reason
+        assert_all_is_back(self.follower)
+        counted = "steps", "pauses", "evictions", "zombie_rows", "failed_steps", "aborted_requests"
+        ours, theirs = self.leader.stats(), self.follower.stats()
+        assert {name: ours[name] for name in counted} == {name: theirs[name] for name in counted}
+
+    all_ended: list[Any]
+
+
+@pytest.fixture
+def pair_of() -> Iterator[Any]:
+    pairs: list[Pair] = []
+
+    def make(**config: Any) -> Pair:
+        pair = Pair(**config)
+        pairs.append(pair)
+        pair.all_ended = []
+        end = pair.leader.requests.end
+
+        def note(request: Any, *arguments: Any, **named: Any) -> None:
+            end(request, *arguments, **named)
+            pair.all_ended.append(request)
+
+        pair.leader.requests.end = note  # type: ignore[method-assign]
+        return pair
+
+    yield make
+    for pair in pairs:
+        pair.leader.close()
+        pair.following.join()
+        pair.follower.close()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_tokens": 8, "max_requests": 3},
+        {"num_kv_blocks": 14, "block_size_tokens": 8},
+        {"invalidation": "rollback"},
+    ],
+    ids=["roomy", "chunked", "short of blocks", "rollback"],
+)
+def test_a_follower_does_the_same(pair_of, lookahead, settings):
+    pair = pair_of(lookahead=lookahead, **settings)
+    outputs = pair.leader.generate(PROMPTS, PARAMS)
+    assert all(output.error is None for output in outputs)
+    drain(pair.leader)
+    pair.end()
+
+
+def test_aborts_pauses_and_suspends_in_flight(pair_of):
+    pair = pair_of(lookahead=2, num_kv_blocks=20, block_size_tokens=8)
+    leader = pair.leader
+    for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        leader.add_request(number, prompt, params)
+        leader.step_modern()
+    leader.abort_request(1)
+    leader.pause()
+    leader.abort_request(4)
+    leader.add_request(7, PROMPTS[0], PARAMS[0], priority=3)
+    leader.unpause()
+    for _ in range(3):
+        leader.step_modern()
+    leader.suspend(free_kv_cache=True)
+    leader.resume()
+    drain(leader)
+    pair.end()
+
+
+def test_requests_that_come_and_go_while_the_leader_waits_for_the_device(pair_of):
+    """Coroutines add and abort between a launch and the resolves behind it."""
+    pair = pair_of(lookahead=1)
+    leader = pair.leader
+
+    async def run() -> None:
+        loop = asyncio.create_task(leader.run_engine())
+        futures = []
+        for number in range(12):
+            futures.append(leader.add_request(number, PROMPTS[number % 5], PARAMS[number % 5]))
+            await asyncio.sleep(0.002)
+            if number % 4 == 3 and number - 1 in leader.requests:
+                leader.abort_request(number - 1)
+        await asyncio.gather(*futures)
+        loop.cancel()
+
+    asyncio.run(run())
+    drain(leader)
+    pair.end()
+
+
+def test_bad_requests_do_not_reach_followers(pair_of):
+    pair = pair_of()
+    bad = pair.leader.add_request(0, [1, 2], SamplingParams(top_p=7.0))
+    good = pair.leader.generate([PROMPTS[0]], PARAMS[0])[0]
+    assert bad.result().error is not None
+    assert good.error is None
+    pair.leader.close()
+    pair.following.join()
+    assert pair.following.error is None
+    assert list(pair.following.ended) == [good.request_id]
+
+
+def _fail_in_step(engine: DynamicInferenceEngine, step: int) -> None:
+    compute = engine.controller._compute_step
+
+    def fail(dims: Any, mode: Any, number: int = -1) -> None:
+        if number == step:
+            raise ValueError("injected")
+        compute(dims, mode, number)
+
+    engine.controller._compute_step = fail  # type: ignore[method-assign]
+
+
+def test_a_step_that_fails_on_all_ranks_ends_its_requests_alone(pair_of):
+    pair = pair_of()
+    for engine in (pair.leader, pair.follower):
+        _fail_in_step(engine, 3)
+    outputs = pair.leader.generate(PROMPTS[:2], PARAMS[:2])
+    assert all(isinstance(output.error, StepFailed) for output in outputs)
+    again = pair.leader.generate([PROMPTS[2]], PARAMS[2])[0]
+    assert again.error is None
+    drain(pair.leader)
+    pair.end()
+
+
+@pytest.mark.parametrize("failing", ["leader", "follower"])
+def test_a_step_that_fails_on_one_rank_ends_the_job(pair_of, failing, monkeypatch):
+    monkeypatch.setattr(leader, "CONFIRMATION_TIMEOUT_S", 0.3)
+    pair = pair_of()
+    _fail_in_step(getattr(pair, failing), 3)
+    future = pair.leader.add_request(0, PROMPTS[0], PARAMS[0])
+    message = "failed on this rank.*rank 1" if failing == "leader" else "failed on rank 1 alone"
+    with pytest.raises(RanksDisagree, match=message):
+        drain(pair.leader)
+    assert isinstance(future.result().error, RanksDisagree)
+    pair.following.join()
+    assert isinstance(pair.following.error, RanksDisagree)
+    with pytest.raises(JobFailed):
+        pair.leader.step_modern()
+
+
+def test_who_waits_in_a_step_learns_that_another_rank_failed_in_it(pair_of, monkeypatch):
+    """As in a collective: the leader's step ends only if the follower's does."""
+    monkeypatch.setattr(leader, "CONFIRMATION_TIMEOUT_S", 0.3)
+    pair = pair_of()
+    _fail_in_step(pair.follower, 3)
+    compute, stuck = pair.leader.controller._compute_step, []
+
+    def wait_in_step(dims: Any, mode: Any, number: int = -1) -> None:
+        if number == 3:
+            stuck.append(number)
+            while stuck:
+                time.sleep(0.01)
+        compute(dims, mode, number)
+
+    pair.leader.controller._compute_step = wait_in_step  # type: ignore[method-assign]
+    pair.leader.add_request(0, PROMPTS[0], PARAMS[0])
+    with pytest.raises(RanksDisagree, match="step 3 failed on rank 1 alone"):
+        drain(pair.leader)
+    stuck.clear()
+
+
+def test_a_dead_rank_ends_the_job(pair_of):
+    pair = pair_of()
+    future = pair.leader.add_request(0, PROMPTS[0], PARAMS[3])
+    pair.leader.step_modern()
+    event = pair.leader.in_flight[0].ready
+    pair.following.channel.is_lost = True
+    pair.following.join()
+    assert isinstance(pair.following.error, RankLost)
+    event.wait_for = lambda seconds: False  # type: ignore[method-assign]
+    with pytest.raises(RankLost):
+        drain(pair.leader)
+    assert isinstance(future.result().error, RankLost)
+    # Nobody waits for ever for what comes later, and nothing is sent to those who are gone.
+    later = pair.leader.add_request(1, PROMPTS[0], PARAMS[3])
+    error = later.result().error
+    assert isinstance(error, RankLost)
+    assert error.ranks == future.result().error.ranks != ()
+    pair.leader.unpause()
+
+
+def test_another_model_is_noticed(pair_of):
+    leader = make_engine(MODEL, num_kv_blocks=32)
+    follower = make_engine(make_model(seed=1), num_kv_blocks=32)
+    following = FollowingEngine(leader, follower)
+    with pytest.raises(RanksDisagree, match="rank 1 has other samples than its leader"):
+        leader.generate(PROMPTS, PARAMS)
+    following.join()
+    leader.close()
+    follower.close()
+
+
+def test_a_follower_is_not_stepped(pair_of):
+    pair = pair_of()
+    with pytest.raises(RanksDisagree, match=r"does what rank 0 does.*call generate or follow"):
+        pair.follower.step_modern()
+
+
+def test_a_message_a_step_is_small(pair_of):
+    pair = pair_of()
+    pair.leader.generate([PROMPTS[0]], greedy(50))
+    sizes = [len(message) for message in pair.following.channel.sent]
+    assert len(sizes) <= 2 * 52
+    assert sorted(sizes)[len(sizes) // 2] <= 16

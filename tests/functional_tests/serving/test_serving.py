@@ -1,0 +1,276 @@
+"""Replicas in processes of their own behind a coordinator: one engine's tokens, whoever dies."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ranks import Ranks
+from serving_processes import (
+    ENGINE,
+    LONG,
+    Service,
+    client_process,
+    coordinator_process,
+    eventually,
+    long_sampling,
+    replica_process,
+)
+
+from megatron_async import LLM, SamplingParams
+from megatron_async.cli import main as cli
+from megatron_async.errors import ConfigurationError, CoordinatorLost, RequestError
+from megatron_async.serving.client import CoordinatorClient
+from megatron_async.serving.coordinator import Coordinator
+from megatron_async.serving.metrics import serve_coordinator_metrics
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    service = Service("tcp://127.0.0.1:*")
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def one_engine() -> Iterator[LLM]:
+    with LLM("dummy:tiny", **ENGINE) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def long_answer(one_engine: LLM) -> list[int]:
+    return one_engine.generate([1, 2, 3], long_sampling())[0].generated_tokens
+
+
+def test_two_replicas_give_one_engines_tokens(service: Service, one_engine: LLM) -> None:
+    service.have(2)
+    prompts = [[n + 1, 7, 3 * n] * (n + 1) for n in range(8)]
+    params = [
+        SamplingParams(seed=n, num_tokens_to_generate=12 + n, termination_id=-1) for n in range(8)
+    ]
+    params[2].frequency_penalty = 1.5
+    params[3].logit_bias = {5: 4.0}
+    params[4].return_log_probs = True
+    params[5].stop_token_ids = list(range(0, 512, 5))
+    expected = one_engine.generate(prompts, params)
+    answers = service.client.generate(prompts, params)
+    assert [a.generated_tokens for a in answers] == [e.generated_tokens for e in expected]
+    assert [a.finish_reason for a in answers] == [e.finish_reason for e in expected]
+    assert len(answers[4].generated_log_probs or []) == 16
+    assert {a.replica for a in answers} == service.names()
+    assert answers[0].error is None
+    chunks = list(service.client.stream(prompts[6], params[6]))
+    assert [t for chunk in chunks for t in chunk.tokens] == expected[6].generated_tokens
+    assert len(chunks) > 3
+    with pytest.raises(RequestError, match="out of range") as raised:
+        service.client.generate([prompts[0], [10**6]], params[0])
+    assert "raise_on_failure=False" in raised.value.__notes__[0]
+    refused = service.client.generate([prompts[0], [10**6]], params[0], raise_on_failure=False)
+    assert refused[0].error is None
+    assert isinstance(refused[1].error, RequestError)
+    assert "out of range" in str(refused[1].error)
+
+
+def test_a_killed_replicas_stream_goes_on_elsewhere(
+    service: Service, long_answer: list[int]
+) -> None:
+    service.have(2)
+    stream = service.client.stream([1, 2, 3], long_sampling())
+    tokens = list(next(stream).tokens)
+    victim = service.serving()
+    service.signal(victim, signal.SIGKILL)
+    killed = time.monotonic()
+    eventually(lambda: victim not in service.names(), "the death to be noticed")
+    assert time.monotonic() - killed < 3
+    for chunk in stream:
+        tokens += chunk.tokens
+    assert len(tokens) == LONG
+    assert tokens == long_answer
+    assert service.client.stats()["retried_requests"] >= 1
+
+
+def test_a_hanging_replica_is_replaced_and_comes_back(
+    service: Service, long_answer: list[int]
+) -> None:
+    service.have(2)
+    stream = service.client.stream([1, 2, 3], long_sampling())
+    tokens = list(next(stream).tokens)
+    victim = service.serving()
+    service.signal(victim, signal.SIGSTOP)
+    try:
+        for chunk in stream:
+            tokens += chunk.tokens
+        assert tokens == long_answer
+        assert victim not in service.names()
+    finally:
+        service.signal(victim, signal.SIGCONT)
+    eventually(lambda: victim in service.names(), "the replica to join again")
+
+
+def test_a_replica_of_two_ranks_loses_one(service: Service, long_answer: list[int]) -> None:
+    """Tensor-parallel ranks are one replica; when one dies, the whole of it is lost."""
+    service.have(0)
+    pair = service.start(ranks=2)
+    stream = service.client.stream([1, 2, 3], long_sampling())
+    tokens = list(next(stream).tokens)
+    service.processes[pair].kill(1)
+    service.start()
+    for chunk in stream:
+        tokens += chunk.tokens
+    assert tokens == long_answer
+    assert pair not in service.names()
+    leader = service.processes.pop(pair).join()[0]
+    assert "RankLost" in leader.error
+
+
+def test_a_paused_replica_stands_still_and_goes_on(
+    service: Service, long_answer: list[int]
+) -> None:
+    (name,) = service.have(1)
+    stream = service.client.stream([1, 2, 3], long_sampling())
+    tokens = list(next(stream).tokens)
+    service.client.pause_replica(name)
+
+    def steps() -> float:
+        return float(service.client.stats()["replicas"][name]["engine"].get("steps", 0))
+
+    time.sleep(0.3)
+    before = steps()
+    time.sleep(0.3)
+    assert steps() == before
+    service.client.resume_replica(name)
+    for chunk in stream:
+        tokens += chunk.tokens
+    assert tokens == long_answer
+
+
+def test_who_leaves_finishes_first(service: Service, long_answer: list[int]) -> None:
+    """All ranks of a replica are signalled, as torchrun and terminals do."""
+    service.have(0)
+    name = service.start(ranks=2)
+    stream = service.client.stream([1, 2, 3], long_sampling())
+    tokens = list(next(stream).tokens)
+    for rank in range(2):
+        service.signal(name, signal.SIGTERM, rank)
+    for chunk in stream:
+        tokens += chunk.tokens
+    assert tokens == long_answer
+    for outcome in service.processes.pop(name).join():
+        assert (outcome.exit_code, outcome.error) == (0, "")
+    assert service.names() == set()
+
+
+def test_a_dead_clients_requests_are_aborted(service: Service, tmp_path: Path) -> None:
+    service.have(1)
+    before = service.client.stats()["aborted_requests"]
+    marker = tmp_path / "streaming"
+    client = Ranks(1, client_process, service.address, str(marker))
+    eventually(marker.exists, "the client to stream")
+    assert service.client.stats()["unfinished_requests"] == 1
+    client.kill(0)
+    eventually(lambda: service.client.stats()["unfinished_requests"] == 0, "the abort")
+    assert service.client.stats()["aborted_requests"] == before + 1
+    # A reader that stops is one that aborts.
+    stream = service.client.stream([1, 2, 3], long_sampling())
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    eventually(lambda: service.client.stats()["aborted_requests"] == before + 2, "the abort")
+
+
+def test_the_coordinator_dies_and_another_takes_its_place(
+    tmp_path: Path, long_answer: list[int]
+) -> None:
+    address = f"ipc://{tmp_path}/coordinator"
+    coordinator = Ranks(1, coordinator_process, address)
+    replica = Ranks(1, replica_process, address, "only")
+    with CoordinatorClient(address, connect_timeout_s=20) as client:
+        stream = client.stream([1, 2, 3], long_sampling())
+        next(stream)
+        with pytest.raises(ConfigurationError, match="in use"):
+            Coordinator(address)
+        coordinator.kill(0)
+        with pytest.raises(CoordinatorLost, match="its connection has ended"):
+            list(stream)
+        other = Ranks(1, coordinator_process, address)
+        tokens = client.generate([1, 2, 3], long_sampling())[0].generated_tokens
+        assert tokens == long_answer
+        client.remove_replica("only")
+        assert replica.join()[0].exit_code == 0
+        other.kill(0)
+
+
+def test_command_line_and_metrics(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    (name,) = service.have(1)
+    arguments = ["replicas", "--coordinator", service.address]
+    assert cli.main([*arguments, "drain", name]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[1].split()[:2] == [name, "draining"]
+    assert cli.main([*arguments, "resume", name, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["replicas"][name]["state"] == "ready"
+    assert cli.main([*arguments, "remove", "nobody"]) == 2
+    assert f"there are: {name}" in capsys.readouterr().err
+    assert cli.main([*arguments, "pause"]) == 2
+    with pytest.raises(ValueError, match="no replica named 'nobody'"):
+        service.client.pause_replica("nobody")
+    wanted = f'megatron_async_coordinator_replica_free_blocks{{replica="{name}"}}'
+    text, deadline = "", time.monotonic() + 10.0
+    with serve_coordinator_metrics(service.coordinator, 0) as server:
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        while wanted not in text and time.monotonic() < deadline:
+            time.sleep(0.05)  # it tells what was so at the last ping
+            text = urllib.request.urlopen(url).read().decode()
+    assert wanted in text
+    assert 'megatron_async_coordinator_requests_total{outcome="retried"}' in text
+
+
+def test_a_coordinator_from_the_command_line() -> None:
+    command = [sys.executable, "-m", "megatron_async", "coordinator", "--bind"]
+    process = subprocess.Popen([*command, "tcp://127.0.0.1:*"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    address = process.stdout.readline().split()[-1]
+    with CoordinatorClient(address) as client:
+        assert client.stats()["replicas"] == {}
+    again = subprocess.run([*command, address], capture_output=True, text=True)
+    assert again.returncode == 2
+    assert "choose another" in again.stderr
+    process.terminate()
+    assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("tcp://127.0.0.1:99999", "a port of at most 65535"),
+        ("127.0.0.1:9500", "did you mean tcp://127.0.0.1:9500?"),
+        ("tcp://127.0.0.1", "a host and a port"),
+        ("nonsense", "write it as tcp://"),
+        ("ipc://", "write it as tcp://"),
+    ],
+)
+def test_what_is_no_address(address: str, message: str) -> None:
+    for who in (Coordinator, CoordinatorClient):
+        with pytest.raises(ConfigurationError, match="is no address") as error:
+            who(address)
+        assert address in str(error.value)
+        assert message in str(error.value)
+
+
+def test_an_address_of_another_host() -> None:
+    with pytest.raises(ConfigurationError, match="this host has no such address") as error:
+        Coordinator("tcp://192.0.2.1:9501")
+    assert "stop what uses it" not in str(error.value)
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(CoordinatorLost, match="no coordinator answers"):
+        CoordinatorClient("tcp://127.0.0.1:9", connect_timeout_s=0.3)
+    with pytest.raises(ConfigurationError, match="no address"):
+        CoordinatorClient("nonsense")

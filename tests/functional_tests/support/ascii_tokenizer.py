@@ -1,0 +1,33 @@
+"""A tokenizer with a token for each byte of ASCII, for tests of grammars."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from megatron_async.text.tokenizer import Tokenizer
+
+EOS = 127
+
+
+def make_ascii_tokenizer() -> Tokenizer:
+    """Bytes from 0 to 126, and an end."""
+    letters = _byte_alphabet()
+    backend = Backend(models.BPE(vocab={letters[i]: i for i in range(EOS)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    return Tokenizer(backend, {"eos_token": "<eos>"}, [EOS], None, "test")
+
+
+def _byte_alphabet() -> list[str]:
+    """The letters that stand for bytes in byte-level BPE (GPT-2)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters, hidden = [""] * 256, 0
+    for byte in range(256):
+        if byte in shown:
+            letters[byte] = chr(byte)
+        else:
+            letters[byte] = chr(256 + hidden)
+            hidden += 1
+    return letters

@@ -1,0 +1,91 @@
+"""`SharedPrompts`: requests share the blocks of equal beginnings of their prompts, so that first
+chunks begin behind tokens that are in the cache already."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_async import DynamicInferenceEngine
+from megatron_async.contexts.admission import WaitingRequest
+from megatron_async.contexts.request_slots import SlotState
+from megatron_async.contexts.scheduler import NO_SLOTS
+from megatron_async.contexts.step_plan import IntArray
+from megatron_async.ops.sampling.slot_records import Header, RowFeature
+
+
+class SharedPrompts:
+    """A prefix cache of the simplest kind, for tests: a dictionary by all tokens before a block's
+    end. Only prompts are shared.
+
+    A request finds nothing whose prompt tokens must pass through its own steps: those that
+    repetition penalties look at, or whose log probs are wanted.
+
+    Args:
+        engine: an idle one.
+        remembers: keep blocks without an owner; else those of requests that hold a slot are found.
+
+    Attributes:
+        hits: blocks that were shared.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine, remembers: bool = False) -> None:
+        context = engine.context
+        self._slots, self._blocks = context.slots, context.blocks
+        self._size = context.block_size_tokens
+        self._remembers = remembers
+        self._block_of: dict[tuple[int, ...], int] = {}
+        self.hits = 0
+        context.scheduler.cached_blocks = self.cached_blocks  # type: ignore[method-assign]
+        self._share = context.blocks.share
+        context.blocks.share = self.share  # type: ignore[method-assign]
+
+    def share(self, blocks: IntArray) -> None:
+        """`KVBlockAllocator.share`, counted."""
+        self.hits += len(blocks)
+        self._share(blocks)
+
+    def cached_blocks(self, waiting: WaitingRequest) -> IntArray:
+        """See `Scheduler.cached_blocks`."""
+        request, size = waiting.request, self._size
+        record, params = request.record, request.sampling_params
+        assert record is not None
+        repetition = float(record.words.view(np.float32)[Header.REPETITION])
+        if record.words[Header.FEATURES] & RowFeature.PENALTIES and repetition != 1.0:
+            return NO_SLOTS
+        if params.return_log_probs and not params.skip_prompt_log_probs:
+            return NO_SLOTS
+        self._learn()
+        prompt, found = tuple(map(int, request.prompt_tokens)), []
+        for end in range(size, min(len(prompt), waiting.num_known - 1) + 1, size):
+            if prompt[:end] not in self._block_of:
+                break
+            found.append(self._block_of[prompt[:end]])
+        return np.array(found, dtype=np.int32)
+
+    def forget_all(self) -> None:
+        """What the cache held is lost."""
+        self._learn()
+        if self._remembers:
+            self._blocks.forget(np.array(list(self._block_of.values()), dtype=np.int32))
+        self._block_of.clear()
+
+    def _learn(self) -> None:
+        """Take notice of the blocks whose contents earlier plans have written, or will before the
+        step that is planned."""
+        slots, blocks, size = self._slots, self._blocks, self._size
+        lost, blocks.forgotten = set(blocks.forgotten), []
+        if not self._remembers:
+            self._block_of.clear()
+        self._block_of = {key: b for key, b in self._block_of.items() if b not in lost}
+        for slot in np.flatnonzero(slots.state != SlotState.FREE):
+            begins = slots.state[slot] == SlotState.PREFILLING
+            written = slots.num_prefilled[slot] if begins else slots.prompt_length[slot]
+            written = min(int(written), int(slots.prompt_length[slot]))
+            prompt = tuple(slots.tokens[slot, :written].tolist())
+            for end in range(size, written + 1, size):
+                block = int(slots.block_table[slot, end // size - 1])
+                if prompt[:end] in self._block_of:
+                    continue
+                self._block_of[prompt[:end]] = block
+                if self._remembers:
+                    blocks.remember(np.array([block], dtype=np.int32))

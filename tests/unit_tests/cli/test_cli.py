@@ -1,0 +1,399 @@
+"""The command line: parsing, errors in one line, and real runs of a tiny random model."""
+
+import contextlib
+import io
+import json
+import socket
+import subprocess
+import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from megatron_async import __main__
+from megatron_async.cli import main as cli
+from megatron_async.cli import output as cli_output
+from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.errors import RequestError
+from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
+from megatron_async.requests.sampling_params import SamplingParams
+
+TINY = ["generate", "--model", "dummy:tiny", "--device", "cpu", "--no-progress"]
+"""Random weights, no tokenizer: prompts are token ids."""
+
+
+def parse(*arguments):
+    return cli.build_parser().parse_args(["generate", "--model", "m", *arguments])
+
+
+def fails(capsys, *arguments):
+    """Run a command that must fail as a user's error; return its one line on stderr."""
+    assert cli.main(arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    line = output.err.strip().splitlines()[-1]
+    assert line.startswith("megatron-async: error: ")
+    assert "Traceback" not in output.err
+    return line
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys; from megatron_async.cli.main import build_parser; "
+        "build_parser().format_help(); "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'megatron.core')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "command", ["", "generate", "convert", "info", "profile", "replay", "simulate"]
+)
+def test_help_of_every_command(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([*command.split(), "--help"])
+    assert exit_.value.code == 0
+    assert "usage: megatron-async" in capsys.readouterr().out
+
+
+def test_help_tells_a_default_once(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    text = capsys.readouterr().out
+    assert "stages that split the layers between them (default: 1)\n" in text
+
+
+def test_module_runs_as_a_program():
+    command = [sys.executable, "-m", "megatron_async", "--version"]
+    assert subprocess.check_output(command, text=True).startswith("megatron-async 0.")
+
+
+@pytest.mark.parametrize("bad", [["--lookahead", "x"], ["--dtype", "int8"], ["--nonsense"]])
+def test_a_mistyped_option_is_one_line_and_exit_2(bad, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([*TINY, "--prompt", "1", *bad])
+    assert exit_.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("megatron-async: error: ")
+
+
+def test_sampling_options_reach_sampling_params():
+    arguments = parse(
+        *("--temperature", "0.5", "--top-k", "7", "--top-p", "0.9", "--min-p", "0.1"),
+        *("--seed", "3", "--stop-token-id", "4", "--stop-token-id", "5", "--max-new-tokens", "6"),
+    )
+    assert cli.sampling_params(arguments) == SamplingParams(
+        temperature=0.5,
+        top_k=7,
+        top_p=0.9,
+        min_p=0.1,
+        seed=3,
+        stop_token_ids=[4, 5],
+        num_tokens_to_generate=6,
+    )
+
+
+def test_defaults_are_greedy_and_64_tokens():
+    sampling = cli.sampling_params(parse())
+    assert sampling.is_greedy
+    assert (sampling.num_tokens_to_generate, sampling.termination_id) == (64, None)
+
+
+def test_ignore_eos_and_the_long_name_of_max_new_tokens():
+    sampling = cli.sampling_params(parse("--ignore-eos", "--num-tokens-to-generate", "9"))
+    assert (sampling.num_tokens_to_generate, sampling.termination_id) == (9, -1)
+
+
+def test_prompts_come_in_order_from_options_then_file(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("zwei\n\n  \ndrei é\n", encoding="utf-8")
+    arguments = parse("--prompt", "eins", "--prompts-file", str(file))
+    assert cli.read_prompts(arguments) == ["eins", "zwei", "drei é"]
+
+
+def test_prompts_from_standard_input(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
+    assert cli.read_prompts(parse("--prompts-file", "-")) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "there is no prompt"),
+        (["--prompts-file", "/no/such/file"], "--prompts-file /no/such/file: no such file"),
+        (["--prompt", "1", "--system", "be brief"], "give --chat too"),
+        (["--prompt", "1", "--temperature", "nan"], "temperature=nan"),
+        (["--prompt", "1", "--temperature", "-1"], "temperature=-1.0"),
+        (["--prompt", "1", "--top-p", "1.5"], "top_p=1.5"),
+        (["--prompt", "1", "--top-k", "5"], "give --temperature 1"),
+        (["--prompt", "1", "--max-new-tokens", "0"], "num_tokens_to_generate=0"),
+        (["--prompt", "1", "--timeline", "/no/such/folder/t.json"], "no such folder"),
+        (["--prompt", "1", "--record", "/no/such/folder/r.rec"], "--record /no/such/folder/r.rec"),
+        (["--prompt", "1", "--record", "/"], "that is a folder"),
+        (["--prompt", "1", "--json-schema", "no.json"], "--json-schema no.json: there is no such"),
+        (["--prompt", "1", "--json-schema", "{bad"], "the schema is no JSON"),
+        (["--prompt", "1", "--json-schema", '{"a": "' + 500 * "x"], "the schema is no JSON"),
+        (["--prompt", "1", "--grammar", "no.lark"], "--grammar no.lark: there is no such file"),
+        (["--prompt", "1", "--lookahead", "-1"], "lookahead=-1"),
+        (["--prompt", "1", "--max-sequence-length", "99999"], "max_sequence_length=99999"),
+        (["--prompt", "words"], "not 'words'"),
+        (["--prompt", "1", "--chat"], "leave out --chat"),
+    ],
+)
+def test_errors_name_the_value(arguments, words, capsys):
+    assert words in fails(capsys, *TINY, *arguments)
+
+
+def test_a_prompts_file_that_is_no_text_or_empty(tmp_path, capsys):
+    file = tmp_path / "l.txt"
+    file.write_bytes(b"tea\ncaf\xe9\n")
+    line = fails(capsys, *TINY, "--prompts-file", str(file))
+    assert f"--prompts-file {file}, line 2: byte 0xe9 is no UTF-8" in line
+    file.write_text("\n  \n")
+    line = fails(capsys, *TINY, "--prompts-file", str(file))
+    assert f"--prompts-file {file}: every line of it is empty" in line
+
+
+def test_unknown_model_is_named(capsys):
+    assert "nonsense" in fails(capsys, "generate", "--model", "nonsense", "--prompt", "1")
+    assert "nonsense" in fails(capsys, "info", "nonsense")
+    assert "nonsense" in fails(capsys, "convert", "nonsense", "/tmp/never-written")
+
+
+def test_debug_shows_the_traceback(capsys):
+    assert cli.main([*TINY, "--prompts-file", "/no/such/file", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_interrupt_is_clean(capsys, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "read_prompts", interrupted)
+    assert cli.main([*TINY]) == 130
+    assert capsys.readouterr().err.strip() == "megatron-async: interrupted"
+
+
+def test_an_interrupt_while_the_command_line_is_imported(capsys, monkeypatch):
+    class Importing:
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "megatron_async.cli.main", Importing())
+    assert __main__.main() == 130
+    assert capsys.readouterr().err.strip() == "megatron-async: interrupted"
+
+
+def test_a_reader_that_leaves_is_no_error():
+    command = [sys.executable, "-m", "megatron_async", *TINY, "--prompt", "1 2", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 1
+
+
+def request(**fields):
+    values = {"request_id": 0, "prompt_tokens": np.array([1, 2], np.int32)}
+    return DynamicInferenceRequest(**values, sampling_params=SamplingParams(), **fields)
+
+
+def test_a_failed_request_is_shown_with_its_cause(capsys):
+    error = RequestError("the prompt is empty")
+    error.__cause__ = KeyError("x")
+    failed = request(status=Status.FAILED, error=error)
+    cli_output.print_answer(cli_output.as_record("", failed))
+    assert "FAILED: the prompt is empty (cause: KeyError: 'x')" in capsys.readouterr().out
+
+
+def test_statistics_table_hides_pauses_and_evictions_of_zero(capsys):
+    stats = {"steps": 3, "overlap_ratio": 1.0, "pauses": 0, "evictions": 2}
+    cli_output.print_statistics(stats)
+    rows = [line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert rows == [["steps", "3"], ["overlap ratio", "1.00"], ["evictions", "2"]]
+
+
+def test_real_run_for_people(capsys):
+    prompts = ["--prompt", "1 2 3", "--prompt", "4, 5"]
+    assert cli.main([*TINY, *prompts, "--max-new-tokens", "5", "--lookahead", "2"]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    assert output.out.count(">>> ") == 2
+    assert output.out.count("[5 tokens, length") == 2
+    table = dict(line.rsplit(maxsplit=1) for line in output.out.splitlines()[-7:])
+    assert table["generated tokens"] == "10"
+    assert table["lookahead"] == "2"
+    assert table["overlap ratio"] == "1.00"
+
+
+def test_a_single_answer_is_shown_token_by_token(capfd):
+    """The same as beside another prompt, but written in parts."""
+    written = []
+
+    class Screen(io.StringIO):
+        def write(self, text):
+            written.append(text)
+            return len(text)
+
+    options = ["--max-new-tokens", "6", "--prompt", "1 2 3"]
+    with contextlib.redirect_stdout(Screen()):
+        assert cli.main([*TINY, *options]) == 0
+    assert cli.main([*TINY, *options, "--prompt", "9"]) == 0
+    both = capfd.readouterr().out
+    answer = both[both.index(">>> 1 2 3\n") :].split("\n")[1]
+    assert "".join(written).split("\n")[:2] == [">>> 1 2 3", answer]
+    assert len(answer.split()) == 6
+    # The first token comes at once, the others as they are read.
+    parts = [text for text in written if text.strip() and set(text) <= set("0123456789 ")]
+    assert len(parts) > 1
+    assert len(parts[0].split()) == 1
+
+
+def test_the_end_of_a_single_answer_that_fails(capsys):
+    assert cli.main([*TINY, "--prompt", "999999"]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == ">>> 999999"
+    assert shown[1].startswith("FAILED: ")
+    assert "999999" in shown[1]
+
+
+def test_each_answer_is_shown_when_it_ends(monkeypatch, capsys):
+    """Of two prompts, the short one's answer is on the screen while the other is made."""
+    shown = []
+    step = DynamicInferenceEngine.step_modern
+
+    def watched(engine):
+        report = step(engine)
+        shown.append(capsys.readouterr().out)
+        return report
+
+    monkeypatch.setattr(DynamicInferenceEngine, "step_modern", watched)
+    prompts = ["--prompt", "1 2 3", "--prompt", "4 999999", "--prompt", "5"]
+    assert cli.main([*TINY, *prompts, "--max-new-tokens", "30"]) == 1
+    (first,) = [number for number, text in enumerate(shown) if "FAILED" in text]
+    assert first < len(shown) - 20
+    assert ">>> 4 999999\n" in shown[first]
+    rest = "".join(shown) + capsys.readouterr().out
+    assert rest.count(">>> ") == 3
+    assert "tokens/s" in rest
+
+
+def test_an_interrupt_loses_no_answer_that_was_there(monkeypatch, capsys):
+    steps = []
+    step = DynamicInferenceEngine.step_modern
+
+    def interrupted(engine):
+        steps.append(1)
+        if len(steps) == 9:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(DynamicInferenceEngine, "step_modern", interrupted)
+    prompts = ["--prompt", "1 2 3", "--prompt", "999999", "--max-new-tokens", "30"]
+    assert cli.main([*TINY, *prompts]) == 130
+    assert ">>> 999999\nFAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("prompts", [["1 2"], ["1 2", "3"]], ids=["one", "two"])
+@pytest.mark.parametrize("as_json", [[], ["--json"]], ids=["text", "json"])
+@pytest.mark.parametrize("option", ["--record", "--timeline"])
+def test_a_full_disk_beside_the_answers_costs_none(option, as_json, prompts, capsys):
+    """/dev/full is opened like a file, and takes nothing."""
+    given = [word for prompt in prompts for word in ("--prompt", prompt)]
+    arguments = [*TINY, *given, *as_json, "--max-new-tokens", "5", option, "/dev/full"]
+    assert cli.main(arguments) == 2
+    output = capsys.readouterr()
+    assert "/dev/full: " in output.err
+    assert "o space left on device" in output.err
+    if as_json:
+        results = json.loads(output.out)["results"]
+        assert [len(result["generated_tokens"]) for result in results] == [5] * len(prompts)
+    else:
+        assert output.out.count("[5 tokens, length") == len(prompts)
+
+
+def test_real_run_as_json_is_one_document_and_settings_arrive(capsys, tmp_path):
+    timeline = tmp_path / "run.timeline.json"
+    arguments = ["--prompt", "1 2 3", "--json", "--max-new-tokens", "4", "--lookahead", "0"]
+    assert cli.main([*TINY, *arguments, "--timeline", str(timeline)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (result,) = document["results"]
+    assert result["prompt"] == "1 2 3"
+    assert result["prompt_tokens"] == [1, 2, 3]
+    assert len(result["generated_tokens"]) == 4
+    assert (result["status"], result["finish_reason"]) == ("COMPLETED", "length")
+    assert document["stats"]["lookahead"] == 0
+    assert json.loads(timeline.read_text())["traceEvents"]
+
+
+def test_one_bad_request_fails_alone_with_exit_1(capsys):
+    arguments = ["--prompt", "1 2", "--prompt", "999999", "--max-new-tokens", "3", "--json"]
+    assert cli.main([*TINY, *arguments]) == 1
+    good, bad = json.loads(capsys.readouterr().out)["results"]
+    assert good["status"] == "COMPLETED"
+    assert bad["status"] == "FAILED"
+    assert "999999" in bad["error"]
+
+
+def test_info_as_text_and_json(capsys):
+    assert cli.main(["info", "dummy:tiny", "--device", "cpu"]) == 0
+    assert "tiny" in capsys.readouterr().out
+    assert cli.main(["info", "dummy:tiny", "--device", "cpu", "--memory-gb", "1", "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert info["architecture"]["num_layers"] == 2
+    assert info["free_bytes"] == 2**30
+    assert info["fits"] is True
+
+
+def test_convert_and_generate_from_the_result(capsys, tmp_path):
+    target = tmp_path / "checkpoint"
+    assert cli.main(["convert", "dummy:tiny", str(target), "--no-progress"]) == 0
+    assert str(target) in capsys.readouterr().out
+    answers = []
+    for model in ("dummy:tiny", str(target)):
+        arguments = ["--model", model, "--prompt", "1 2 3", "--max-new-tokens", "8", "--json"]
+        assert cli.main([*TINY, *arguments]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["results"][0]["generated_tokens"])
+    assert answers[0] == answers[1]
+    assert "--overwrite" in fails(capsys, "convert", "dummy:tiny", str(target))
+
+
+def test_the_progress_line_says_what_there_is_to_say():
+    stats = {"overlap_ratio": 0.987, "waiting_requests": 0, "pauses": 0, "evictions": 0}
+    line = cli_output.progress_line(stats, rows=7, tokens=90, seconds=2.0)
+    assert line == "90 tokens, 45 tokens/s, 7 rows, overlap 0.99"
+    stats |= {"waiting_requests": 3, "evictions": 2}
+    line = cli_output.progress_line(stats, rows=7, tokens=90, seconds=0.0)
+    assert line == "90 tokens, 0 tokens/s, 7 rows, overlap 0.99, 3 waiting, 2 evictions"
+
+
+def test_logged_steps_and_progress_are_on_stderr(capsys):
+    command = [a for a in TINY if a != "--no-progress"]
+    logged = ["--logging-step-interval", "4"]
+    assert cli.main([*command, "--prompt", "1 2", "--max-new-tokens", "9", "--json", *logged]) == 0
+    output = capsys.readouterr()
+    json.loads(output.out)
+    assert "step 3: device" in output.err
+    assert "step 7: device" in output.err
+    assert "9 tokens" in output.err
+    assert "overlap 1.00" in output.err
+
+
+def test_metrics_are_served_while_prompts_are_answered(capsys):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    page = f"http://127.0.0.1:{port}/metrics"
+    command = [*TINY, "--prompt", "1", "--max-new-tokens", "600", "--metrics-port", str(port)]
+    with ThreadPoolExecutor() as pool:
+        run = pool.submit(cli.main, command)
+        text = ""
+        while not run.done() and "megatron_async_steps_total" not in text:
+            with contextlib.suppress(OSError), urllib.request.urlopen(page, timeout=20) as answer:
+                text = answer.read().decode()
+        assert run.result() == 0
+    assert "megatron_async_steps_total" in text
+    capsys.readouterr()
+    assert "choose a free port" in fails(capsys, *TINY, "--prompt", "1", "--metrics-port", "70000")

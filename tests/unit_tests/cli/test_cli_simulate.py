@@ -1,0 +1,133 @@
+"""`generate --record`, `replay` and `simulate` on the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_async.cli import main as cli
+
+RECORDS = Path(__file__).resolve().parents[3] / "docs" / "performance"
+
+
+def fails(capsys, *arguments):
+    """Run a command that must fail as a user's error; return its one line on stderr."""
+    assert cli.main(arguments) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("megatron-async: error: ")
+    return line
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recording") / "run.rec"
+    prompts = [option for i in range(3) for option in ("--prompt", f"{i + 1} {i + 2} {i + 3}")]
+    options = ["--device", "cpu", "--no-progress", "--json", "--max-new-tokens", "24"]
+    arguments = ["generate", "--model", "dummy:tiny", *options, *prompts, "--record", str(path)]
+    assert cli.main(arguments) == 0
+    return path
+
+
+def test_record_and_replay(recording, capsys):
+    assert cli.main(["replay", str(recording)]) == 0
+    assert capsys.readouterr().out == "24 steps planned, every one as recorded.\n"
+    assert cli.main(["replay", str(recording), "--until-step", "3"]) == 0
+    output = capsys.readouterr().out
+    assert "step 3 is planned; 3 of 256 slots" in output
+    assert output.count("DECODING") == 3
+
+
+def test_bad_recordings_are_one_line(recording, tmp_path, capsys):
+    assert "missing.rec: no such file" in fails(capsys, "replay", str(tmp_path / "missing.rec"))
+    (tmp_path / "text.rec").write_text("hello")
+    assert "is not a recording" in fails(capsys, "replay", str(tmp_path / "text.rec"))
+    (tmp_path / "short.rec").write_bytes(recording.read_bytes()[:-60])
+    assert "--allow-truncated" in fails(capsys, "replay", str(tmp_path / "short.rec"))
+    assert cli.main(["replay", str(tmp_path / "short.rec"), "--allow-truncated"]) == 0
+    assert "The recording has no end" in capsys.readouterr().out
+    assert "steps 0 to 23" in fails(capsys, "replay", str(recording), "--until-step", "99")
+    nowhere = str(tmp_path / "nowhere" / "run.rec")
+    generate = ["generate", "--model", "dummy:tiny", "--device", "cpu", "--no-progress"]
+    assert "nowhere" in fails(capsys, *generate, "--prompt", "1", "--record", nowhere)
+
+
+def test_simulate_writes_a_table_and_a_record(tmp_path, capsys):
+    path = tmp_path / "figures.json"
+    options = ["--num-requests", "40", "--rate", "64", "--lookahead", "0", "1", "--no-progress"]
+    assert cli.main(["simulate", *options, "--json", str(path)]) == 0
+    output = capsys.readouterr().out
+    assert "one H200" in output
+    record = json.loads(path.read_text())
+    assert record["benchmark"] == "simulate"
+    serial, ahead = record["figures"]
+    assert (serial["overlap_ratio"], ahead["overlap_ratio"]) == (0, 1)
+    assert ahead["idle_share"] < 0.01 < 0.1 < serial["idle_share"]
+    assert ahead["tpot_ms"]["p50"] < serial["tpot_ms"]["p50"]
+    for title in ("TTFT ms", "TPOT ms", "evictions", "recomputed", "zombies"):
+        assert title in output
+
+
+def test_simulate_by_a_recording(recording, capsys):
+    options = ["--machine", str(recording), "--num-requests", "5", "--no-progress"]
+    assert cli.main(["simulate", *options, "--rate", "1000", "--lookahead", "1"]) == 0
+    output = capsys.readouterr()
+    assert "a recording of 22 steps on cpu" in output.out
+    assert "the recording reaches: 0 prompt tokens, 3 decode rows, 78 KV tokens in a step" in (
+        output.out
+    )
+    assert "warning: rate 1000, lookahead 1 is a guess: its steps have up to" in output.err
+    assert "prompt tokens (recorded: 0, always" in output.err
+    assert "decode rows (recorded: 3, always, so more of them are taken to cost noth" in output.err
+
+
+def test_a_simulation_within_the_recording_is_no_guess(tmp_path, capsys):
+    """Prompts of other lengths, so that rows and prompt tokens vary; then a smaller load."""
+    path = str(tmp_path / "run.rec")
+    prompts = [f"--prompt={' '.join(['7'] * (4 * n + 9))}" for n in range(12)]
+    options = ["--device", "cpu", "--no-progress", "--max-new-tokens", "24", "--max-requests", "4"]
+    arguments = ["generate", "--model", "dummy:tiny", *options, *prompts, "--record", path]
+    assert cli.main(arguments) == 0
+    options = ["--num-requests", "4", "--max-requests", "2", "--rate", "100", "--lookahead", "1"]
+    lengths = ["--prompt-mean", "6", "--max-prompt-tokens", "8", "--output-mean", "8"]
+    lengths += ["--max-output-tokens", "12", "--max-tokens", "8", "--no-progress"]
+    capsys.readouterr()
+    assert cli.main(["simulate", "--machine", path, *options, *lengths]) == 0
+    output = capsys.readouterr()
+    assert "the recording reaches: " in output.out
+    assert output.err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--machine", "h100"], "--machine h100 is neither a file nor one of h200:"),
+        (["--rate", "0"], "rate=0.0"),
+        (["--lookahead", "-1"], "lookahead=-1"),
+        (["--num-kv-blocks", "2"], "needs"),
+        (["--prompt-mean", "9999"], "a mean length of 9999"),
+    ],
+)
+def test_bad_options_of_simulate(options, message, capsys):
+    assert message in fails(capsys, "simulate", "--num-requests", "3", "--no-progress", *options)
+
+
+@pytest.mark.parametrize(
+    ("file", "rate", "tolerance"),
+    [("throughput_small", 256.0, 0.12), ("throughput_8b", 16.0, 0.25)],
+)
+def test_predictions_stay_near_the_measurements(file, rate, tolerance, tmp_path, capsys):
+    """docs/performance.md, "Simulated"; a change of the scheduler moves both or is a surprise."""
+    measured = json.loads((RECORDS / f"{file}.json").read_text())
+    settings, path = measured["settings"], tmp_path / "figures.json"
+    machine = "h200:" + settings["model"].removeprefix("dummy:")
+    options = ["--machine", machine, "--rate", rate, "--lookahead", 1]
+    options += ["--num-requests", settings["num_requests"], "--no-progress", "--json", path]
+    assert cli.main(["simulate", *map(str, options)]) == 0
+    found = json.loads(path.read_text())["figures"][0]
+    expected = next(f for f in measured["figures"] if (f["rate"], f["lookahead"]) == (rate, 1))
+    assert (found["tokens_in"], found["tokens_out"]) == (
+        expected["tokens_in"],
+        expected["tokens_out"],
+    ), "not the same trace"
+    for metric in ("ttft_ms", "tpot_ms", "latency_ms"):
+        assert found[metric]["p50"] == pytest.approx(expected[metric]["p50"], rel=tolerance)

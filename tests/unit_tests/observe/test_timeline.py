@@ -1,0 +1,99 @@
+"""Named ranges, the timeline file and the gap report."""
+
+import json
+
+import pytest
+import torch
+
+from megatron_async.devices import CpuDevice
+from megatron_async.observe.timeline import Span, Timeline
+from megatron_async.observe.tracer import Tracer
+from megatron_async.profiling.gap_report import DeviceActivity, gap_report
+
+
+@pytest.fixture
+def device():
+    device = CpuDevice()
+    yield device
+    device.close()
+
+
+def test_ranges_of_host_and_streams_go_to_their_lanes(device, tmp_path):
+    timeline = Timeline()
+    tracer = Tracer(device, timeline)
+
+    def work(name):
+        with tracer.range(name, 3):
+            pass
+
+    with tracer.range("step", 3), tracer.range("prepare_step", 3):
+        pass
+    device.compute.launch(lambda: work("forward_pass"))
+    device.copy.launch(lambda: work("transfer_samples_to_cpu"))
+    device.close()
+    lanes = {span.name: span.lane for span in timeline.spans}
+    assert lanes == {
+        "step": "cpu",
+        "prepare_step": "cpu",
+        "forward_pass": "device",
+        "transfer_samples_to_cpu": "copy",
+    }
+    outer, inner = timeline.select("cpu", "step")[3], timeline.select("cpu", "prepare_step")[3]
+    assert outer.start_us <= inner.start_us <= inner.end_us <= outer.end_us
+
+    timeline.save(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {"cpu", "device", "copy"}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert len(spans) == 4
+    assert min(e["ts"] for e in spans) == 0
+    assert all(e["args"]["step"] == 3 for e in spans)
+
+
+def test_without_a_timeline_a_range_is_shared_and_records_nothing(device):
+    tracer = Tracer(device)
+    assert tracer.range("a") is tracer.range("b", 5)
+
+
+def test_on_a_gpu_ranges_are_nvtx_ranges_also_when_the_stage_fails(device, monkeypatch):
+    """NVTX itself tells nobody what was pushed unless a profiler is attached."""
+    calls = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
+    tracer = Tracer(device)
+    with tracer.range("step", 3):
+        pass
+    assert calls == []  # a CPU device has no NVTX ranges
+    tracer.nvtx = True
+    with pytest.raises(ZeroDivisionError), tracer.range("step", 3), tracer.range("emit", 3):
+        _ = 1 // 0
+    assert calls == ["step", "emit", "pop", "pop"]
+
+
+def test_a_full_timeline_counts_what_it_drops(monkeypatch):
+    monkeypatch.setattr("megatron_async.observe.timeline.MAX_SPANS", 2)
+    timeline = Timeline()
+    for i in range(5):
+        timeline.add(Span("cpu", "step", i, i, i + 1))
+    assert (len(timeline.spans), timeline.dropped) == (2, 3)
+
+
+def test_gap_report():
+    activities = []
+    for step in range(5):
+        begin = 100.0 * step
+        activities += [
+            DeviceActivity("Memcpy HtoD", begin - 3, begin - 1),
+            DeviceActivity("first_kernel", begin, begin + 10),
+            DeviceActivity("gemm", begin + 12, begin + 95 - (step == 2) * 20),
+        ]
+    report = gap_report(reversed(activities), "first")
+    assert report.steps == 4
+    assert report.step_us == 100
+    assert report.gap_us == 5
+    assert report.gap_p99_us == 25
+    assert report.kernels == 2
+    assert report.busy_share == pytest.approx((4 * 93 - 20) / 400)
+    with pytest.raises(ValueError, match="'absent'"):
+        gap_report(activities, "absent")

@@ -1,0 +1,121 @@
+"""Random chunks in a shuffled paged cache, and what their attention should be."""
+
+import random
+
+import torch
+
+from megatron_async.ops.attention.backends.base import PrefillRows
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+PADDING = 2**30
+"""Block number beyond a row's length: reading through it is an error."""
+
+
+class PrefillBatch:
+    """Prefill rows, dummy rows and padding tokens. Whatever no sequence owns is NaN.
+
+    Tensors keep their addresses when `refill` draws other rows, as a captured graph needs.
+
+    Args:
+        max_tokens, rows, longest: what `refill` may ask for.
+        poison: stands in the cache where no sequence does.
+        unused_block: stands in block tables beyond a row's length.
+    """
+
+    def __init__(
+        self,
+        max_tokens,
+        rows,
+        longest,
+        block_size,
+        kv_heads,
+        group,
+        dim,
+        dtype,
+        device,
+        seed=0,
+        poison=float("nan"),
+        unused_block=PADDING,
+    ):
+        torch.manual_seed(seed)
+        self.group, self.block_size, self.scale = group, block_size, dim**-0.5
+        self.longest, self.poison, self.unused_block = longest, poison, unused_block
+        blocks_a_row = -(-longest // block_size)
+        shape = (rows * blocks_a_row, block_size, kv_heads, dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty_like(self.keys)
+        # One column more than is used: a kernel has to mind the row's stride.
+        tables = torch.empty((rows, blocks_a_row + 1), dtype=torch.int32, device=device)
+        self.tables = tables[:, :blocks_a_row]
+        self.lengths = torch.empty(rows, dtype=torch.int32, device=device)
+        self.starts = torch.empty(rows + 1, dtype=torch.int32, device=device)
+        self.query = torch.empty(max_tokens, kv_heads * group, dim, dtype=dtype, device=device)
+        self.out = torch.empty_like(self.query)
+        self.expected = torch.empty(self.query.shape, dtype=torch.float64, device=device)
+        self.tokens = 0
+
+    def refill(self, chunks, query_scale=1.0):
+        """Draw rows of (query, KV) lengths; rows that are left over are dummies."""
+        device = self.query.device
+        dummies = [(0, 1 + i) for i in range(len(self.lengths) - len(chunks))]
+        chunks = [*chunks, *dummies]
+        self.tokens = sum(query for query, _ in chunks)
+        assert self.tokens <= len(self.query)
+        starts = torch.tensor([0] + [query for query, _ in chunks]).cumsum(0)
+        self.starts.copy_(starts)
+        self.lengths.copy_(torch.tensor([kv for _, kv in chunks]))
+        self.query.normal_().mul_(query_scale)
+        self.query[self.tokens :] = float("nan")
+        for tensor in (self.keys, self.values):
+            tensor.fill_(self.poison)
+        self.out.fill_(float("nan"))
+        self.expected.fill_(float("nan"))
+        self.tables.fill_(self.unused_block)
+        order = torch.randperm(len(self.keys), device=device)
+        for row, (query_length, length) in enumerate(chunks):
+            used = -(-length // self.block_size)
+            self.tables[row, :used], order = order[:used], order[used:]
+            position = torch.arange(length, device=device)
+            cells = self.tables[row].long()[position // self.block_size] * self.block_size
+            cells += position % self.block_size
+            sequence = []
+            for cache in (self.keys, self.values):
+                drawn = torch.randn(length, *cache.shape[2:], device=device).to(cache.dtype)
+                cache.flatten(0, 1)[cells] = drawn
+                sequence.append(drawn.double().repeat_interleave(self.group, 1))
+            k, v = sequence
+            tokens = slice(int(starts[row]), int(starts[row + 1]))
+            score = torch.einsum("qhd,nhd->hqn", self.query[tokens].double(), k) * self.scale
+            last_key = torch.arange(length - query_length, length, device=device)
+            score = score.masked_fill(position > last_key[:, None], -float("inf"))
+            self.expected[tokens] = torch.einsum("hqn,nhd->qhd", score.softmax(2), v)
+        return chunks
+
+    def rows(self, chunks=(), max_query_length=None):
+        """As a backend sees them; without `chunks` as in a captured step."""
+        bounds = max_query_length or len(self.query), self.longest
+        if chunks:
+            bounds = max(query for query, _ in chunks), max(kv for _, kv in chunks)
+        return PrefillRows(self.tables, self.lengths, self.starts, *bounds, tuple(chunks))
+
+    def check(self, padding_is_left_alone=True):
+        found, expected = self.out[: self.tokens].double(), self.expected[: self.tokens]
+        error = (found - expected).flatten(1).norm(dim=1)
+        bound = TOLERANCE[self.out.dtype] * expected.flatten(1).norm(dim=1)
+        bad = (~(error <= bound)).nonzero().flatten().tolist()
+        assert not bad, (bad[:8], self.starts.tolist(), self.lengths.tolist())
+        if padding_is_left_alone:
+            assert self.out[self.tokens :].isnan().all()
+
+
+def random_chunks(rng: random.Random, rows, max_tokens, longest):
+    """Some rows, short ones as often as long ones, whole prompts as often as later chunks."""
+    chunks, left = [], max_tokens
+    for _ in range(rng.randint(1, rows)):
+        query = min(int(max_tokens ** rng.random()), left, longest)
+        if query == 0:
+            break
+        before = 0 if rng.random() < 0.5 else int((longest - query + 1) ** rng.random()) - 1
+        chunks.append((query, query + max(before, 0)))
+        left -= query
+    return chunks

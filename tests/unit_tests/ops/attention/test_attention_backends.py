@@ -1,0 +1,207 @@
+"""Prefill backends against a gathered softmax in float64, and the choice among them."""
+
+import random
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from prefill_batch import PrefillBatch, random_chunks
+
+from megatron_async import LLM, SamplingParams
+from megatron_async.config import ATTENTION_BACKENDS
+from megatron_async.errors import ConfigurationError
+from megatron_async.ops.attention.backends import flash_attn_3, selection
+from megatron_async.ops.attention.backends.base import AttentionShape, BackendUnavailable
+from megatron_async.ops.attention.backends.selection import (
+    BACKENDS,
+    STEP_CLASSES,
+    PrefillChoice,
+    choose_prefill,
+)
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def shape_of(batch: PrefillBatch) -> AttentionShape:
+    heads, dim = batch.query.shape[1:]
+    blocks = batch.tables.size(1)
+    return AttentionShape(
+        heads, batch.keys.size(2), dim, batch.block_size, blocks, batch.query.dtype,
+        batch.query.device,
+    )  # fmt: skip
+
+
+def attend(backend, batch, rows):
+    """Two layers: the first makes its own output, the second writes where it is told."""
+    backend.begin_step(rows)
+    arguments = batch.query, batch.keys, batch.values, batch.scale
+    new = backend.attend(*arguments)
+    assert backend.attend(*arguments, batch.out) is batch.out
+    return new
+
+
+def test_names():
+    assert tuple(BACKENDS) == ATTENTION_BACKENDS
+    with pytest.raises(ConfigurationError, match=r"flash_attn_5.* is unknown: use one of triton"):
+        LLM("dummy:tiny", device="cpu", attention_backend="flash_attn_5")
+
+
+def test_gpu_backend_on_a_cpu():
+    with pytest.raises(ConfigurationError, match="'triton' needs a GPU: on a CPU leave it out"):
+        LLM("dummy:tiny", device="cpu", attention_backend="triton")
+
+
+@pytest.mark.parametrize("block_size", [16, 48])
+def test_torch_backend(block_size):
+    batch = PrefillBatch(60, 4, 70, block_size, 2, 3, 32, torch.float32, torch.device("cpu"))
+    chunks = batch.refill([(20, 20), (1, 33), (30, 70), (9, 10)])
+    backend = BACKENDS["torch"](shape_of(batch))
+    new = attend(backend, batch, batch.rows(chunks))
+    batch.check()
+    assert torch.equal(new, batch.out)
+
+
+def test_flash_attention_3_is_checked_before_use(monkeypatch):
+    """A stand-in for the import only: a module of another version."""
+    shape = AttentionShape(4, 2, 64, 64, 4, torch.bfloat16, torch.device("cpu"))
+    package, module = ModuleType("flash_attn_3"), ModuleType(flash_attn_3.MODULES[0])
+    module.__version__ = "2.9"
+    module.flash_attn_with_kvcache = lambda q, k_cache, v_cache, cache_seqlens, block_table: None
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    message = r"2.9 has no flash_attn_with_kvcache that takes page_table, .*build FlashAttention-3"
+    with pytest.raises(BackendUnavailable, match=message):
+        BACKENDS["flash_attn_3"](shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("flash_attn_4", "pip install 'flash-attn-4"), ("flash_attn_3", "build FlashAttention-3")],
+)
+def test_package_that_is_not_installed(name, remedy, monkeypatch):
+    for module in ("flash_attn", "flash_attn.cute", "flash_attn_3", "flashattn_hopper"):
+        monkeypatch.setitem(sys.modules, module, None)  # makes the import fail
+    shape = AttentionShape(4, 2, 64, 64, 4, torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(BackendUnavailable, match=f"{name}.* cannot be imported .*{remedy}"):
+        BACKENDS[name](shape)
+
+
+def test_choice_by_longest_chunk():
+    shape = AttentionShape(4, 2, 64, 64, 4, torch.bfloat16, torch.device("cpu"))
+    ours, reference = BACKENDS["triton"](shape), BACKENDS["torch"](shape)
+    times = ({"triton": 9.0, "torch": 70.0}, {"triton": 20.0, "torch": 10.0}) * 2
+    count = len(STEP_CLASSES)
+    backends = (ours, reference, ours)[:count]
+    choice = PrefillChoice(backends, times[:count], ("flash_attn_4 failed (OSError: no)",))
+    for step_class, backend in zip(STEP_CLASSES, backends, strict=True):
+        assert choice.pick(step_class.least_query) is backend
+    assert choice.pick(STEP_CLASSES[0].least_query - 1) is reference
+    assert choice.pick(10**6) is ours
+    assert not choice.captures
+    assert str(choice) == (
+        "attention: prefill chunks triton (9 us a layer; torch 70), short chunks torch "
+        "(10 us a layer; triton 20), short prompts triton (9 us a layer; torch 70); "
+        "flash_attn_4 failed (OSError: no)"
+    )
+
+
+@pytest.fixture
+def backend_name(request) -> str:
+    if request.param == "flash_attn_4":
+        pytest.importorskip("flash_attn.cute")
+    return request.param
+
+
+every_backend = pytest.mark.parametrize(
+    "backend_name", ["triton", "flash_attn_4", "torch"], indirect=True
+)
+
+
+@needs_gpu
+@pytest.mark.gpu
+class TestOnGpu:
+    pytestmark = pytest.mark.gpu
+
+    @staticmethod
+    def batch(name, tokens, rows, longest, block_size, *arguments):
+        """FlashAttention-4 may look up blocks that a row does not use, and loads blocks of 128
+        tokens whole (see there): block numbers must exist, unused cells of the latter be finite."""
+        changes = {}
+        if name == "flash_attn_4":
+            changes = {"unused_block": 0, "poison": 3e4 if block_size == 128 else float("nan")}
+        return PrefillBatch(tokens, rows, longest, block_size, *arguments, "cuda", **changes)
+
+    @every_backend
+    @pytest.mark.parametrize(
+        ("block_size", "kv_heads", "group", "dim"),
+        [(16, 3, 3, 64), (64, 8, 4, 128), (128, 8, 4, 128), (256, 3, 3, 64), (64, 2, 2, 80)],
+    )
+    def test_random_batches(self, backend_name, block_size, kv_heads, group, dim):
+        rng = random.Random(dim + block_size)
+        batch = self.batch(
+            backend_name, 900, 6, 2000, block_size, kv_heads, group, dim, torch.bfloat16
+        )
+        backend = BACKENDS[backend_name](shape_of(batch))
+        for number in range(30):
+            chunks = random_chunks(rng, 6, 900, 2000)
+            filled = batch.refill(chunks)
+            host_knows = number % 2 or not backend.captures
+            attend(backend, batch, batch.rows(filled if host_knows else ()))
+            batch.check(padding_is_left_alone=backend_name == "triton")
+
+    @every_backend
+    @pytest.mark.parametrize("block_size", [64, 128])
+    def test_captured(self, backend_name, block_size):
+        """Dummy rows, padding tokens, other lengths and tables at every replay."""
+        rng = random.Random(1)
+        batch = self.batch(backend_name, 512, 8, 2000, block_size, 8, 4, 128, torch.bfloat16)
+        backend = BACKENDS[backend_name](shape_of(batch))
+        if not backend.captures:
+            pytest.skip("is not captured")
+        batch.refill([(3, 5)])
+        attend(backend, batch, batch.rows())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            attend(backend, batch, batch.rows())
+        for number in range(20):
+            batch.refill(random_chunks(rng, 8, 512, 2000) if number else [])
+            graph.replay()
+            batch.check(padding_is_left_alone=backend_name == "triton")
+
+    @every_backend
+    def test_engine(self, backend_name):
+        """The same tokens as the reference's, or near ties: here by their share."""
+        settings = {"device": "cuda", "max_tokens": 256, "max_requests": 8, "num_kv_blocks": 64}
+        prompts = [list(range(5, 5 + 37 * length)) for length in range(1, 9)]
+        params = SamplingParams(temperature=0.0, num_tokens_to_generate=8, termination_id=-1)
+        found = {}
+        for name in {"torch", backend_name}:
+            with LLM("dummy:tiny", attention_backend=name, **settings) as llm:
+                results = llm.generate(prompts, params)
+                assert all(result.error is None for result in results)
+                found[name] = [result.generated_tokens for result in results]
+                assert llm.engine.context.gpu_view.attention_report == f"attention: prefill {name}"
+        same = sum(a == b for a, b in zip(found["torch"], found[backend_name], strict=True))
+        assert same >= len(prompts) // 2
+
+    def test_choice_by_measurement(self):
+        from megatron_async.devices import make_device
+
+        device = make_device("cuda")
+        shape = AttentionShape(9, 3, 64, 64, 40, torch.bfloat16, device.torch_device)
+        choice = choose_prefill(None, shape, device)
+        if choice.microseconds:
+            for backend, times in zip(choice.backends, choice.microseconds, strict=True):
+                assert times[backend.name] == min(times.values())
+            assert selection._measured[shape][0] == choice.microseconds
+            assert choose_prefill(None, shape, device).microseconds == choice.microseconds
+        else:
+            assert {backend.name for backend in choice.backends} == {"triton"}
+        assert choice.captures
+
+    def test_unfit_shape(self):
+        pytest.importorskip("flash_attn.cute")
+        shape = AttentionShape(9, 3, 64, 64, 40, torch.float32, torch.device("cuda", 0))
+        with pytest.raises(BackendUnavailable, match=r"not torch.float32; change dtype or use"):
+            BACKENDS["flash_attn_4"](shape)

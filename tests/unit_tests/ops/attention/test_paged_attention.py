@@ -1,0 +1,127 @@
+"""Paged attention against a plain softmax in float64 over gathered keys and values."""
+
+import itertools
+
+import pytest
+import torch
+
+from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.ops.attention.backends.base import AttentionShape
+from megatron_async.ops.attention.backends.selection import BACKENDS, STEP_CLASSES, PrefillChoice
+from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
+from megatron_async.ops.attention.paged_attention import TorchPagedAttention
+
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+GUARD = float("nan")
+"""Fills the cache where no sequence stands: it must not leak into any output."""
+
+
+def naive(query, keys, values, group, scale):
+    """One token's attention: query `[heads, dim]`, keys and values `[length, kv heads, dim]`."""
+    out = torch.empty_like(query, dtype=torch.float64)
+    for head in range(query.size(0)):
+        k, v = keys[:, head // group].double(), values[:, head // group].double()
+        weights = torch.softmax(k @ query[head].double() * scale, 0)
+        out[head] = weights @ v
+    return out
+
+
+def check(
+    backend, device, block_size, decode, prefill, kv_heads, group, dim, tolerance, width=1
+):
+    generator = torch.Generator().manual_seed(block_size * 100 + dim)
+    lengths = [*decode, *(kv for _, kv in prefill)]
+    max_blocks = -(-max(lengths) // block_size) + 1
+    total = sum(-(-n // block_size) for n in lengths) + 3
+    order = torch.randperm(total, generator=generator)
+    shape = (total, block_size, kv_heads, dim)
+    key_cache, value_cache = torch.full(shape, GUARD), torch.full(shape, -GUARD)
+    tables = torch.randint(total, (len(lengths), max_blocks), generator=generator)
+    rows, used = [], 0
+    for row, length in enumerate(lengths):
+        count = -(-length // block_size)
+        tables[row, :count] = order[used : used + count]
+        used += count
+        positions = torch.arange(length)
+        index = tables[row, positions // block_size] * block_size + positions % block_size
+        keys, values = (torch.randn(length, kv_heads, dim, generator=generator) for _ in "kv")
+        key_cache.flatten(0, 1)[index], value_cache.flatten(0, 1)[index] = keys, values
+        rows.append((keys, values))
+    dims = BatchDimensions(
+        decode_rows=len(decode),
+        width=width,
+        prefill_lengths=tuple(prefill),
+        max_decode_kv_length=max(decode, default=0),
+    )
+    query = torch.randn(dims.tokens, kv_heads * group, dim, generator=generator)
+    attention = backend(block_size, max_blocks)
+    kv_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+    starts = torch.tensor([0, *itertools.accumulate(asked for asked, _ in prefill)])
+    starts = starts.int().to(device) if prefill else None
+    # The query tokens of a decode row are its last; beyond a limit they stand at position 0.
+    queries = [max(length - width + j, 0) for length in decode for j in range(width)]
+    positions = torch.tensor([*queries, *[-1] * dims.prefill_tokens], device=device)
+    attention.begin_step(dims, tables.int().to(device), kv_lengths, starts, positions)
+    scale = dim**-0.5
+    caches = key_cache.to(device), value_cache.to(device)
+    found = attention.attend(query.to(device), *caches, scale).cpu()
+    token = 0
+    for row, (keys, values) in enumerate(rows):
+        ends = [position + 1 for position in queries[row * width : (row + 1) * width]]
+        if row >= len(decode):
+            asked, kv = prefill[row - len(decode)]
+            ends = list(range(kv - asked + 1, kv + 1))
+        for end in ends:
+            expected = naive(query[token], keys[:end], values[:end], group, scale)
+            error = (found[token] - expected).norm() / expected.norm()
+            assert error < tolerance, (row, end, error)
+            token += 1
+    assert token == dims.tokens
+
+
+CASES = [
+    (1, [1, 5], [], 1, 1, 16),
+    (4, [3, 4, 5, 9], [(3, 3), (2, 7)], 2, 3, 16),
+    (16, [], [(20, 20), (1, 33), (17, 40)], 3, 3, 32),
+    (16, [16, 17, 70], [(5, 5)], 2, 4, 64),
+]
+
+
+@pytest.mark.parametrize(("block_size", "decode", "prefill", "kv_heads", "group", "dim"), CASES)
+def test_torch_backend(block_size, decode, prefill, kv_heads, group, dim):
+    def backend(size, blocks):
+        return TorchPagedAttention(size, blocks, torch.device("cpu"))
+
+    for width in (1, 2, 5):
+        check(backend, "cpu", block_size, decode, prefill, kv_heads, group, dim, 1e-5, width)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "decode", "prefill", "kv_heads", "group", "dim"),
+    [
+        *CASES,
+        (64, [1, 63, 64, 65, 900], [(9, 100)], 3, 3, 64),
+        (256, [2000], [], 8, 4, 128),
+        (16, [257, 5000, 511, 1, 600], [], 2, 8, 64),
+        (64, [30000], [], 1, 4, 64),
+    ],
+)
+class TestOnGpu:
+    """The same, with the decode kernel and either prefill backend that is always there."""
+
+    pytestmark = needs_gpu
+
+    @pytest.mark.parametrize("name", ["triton", "torch"])
+    def test_gpu_backend(self, name, block_size, decode, prefill, kv_heads, group, dim):
+        def backend(size, blocks):
+            rows, heads = len(decode) + len(prefill), kv_heads * group
+            cuda = torch.device("cuda")
+            shape = AttentionShape(heads, kv_heads, dim, size, blocks, torch.float32, cuda)
+            choice = PrefillChoice((BACKENDS[name](shape),) * len(STEP_CLASSES))
+            return GpuPagedAttention(size, blocks, rows, heads, kv_heads, dim, cuda, choice, 5)
+
+        for width in (1, 2, 5):
+            check(backend, "cuda", block_size, decode, prefill, kv_heads, group, dim, 1e-4, width)

@@ -1,0 +1,163 @@
+"""The prefill kernel against a gathered softmax in float64; see `PrefillBatch`."""
+
+import random
+
+import pytest
+import torch
+from prefill_batch import PrefillBatch, random_chunks
+
+from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
+
+
+def attend(batch, rows):
+    paged_prefill_attention(
+        batch.query,
+        batch.keys,
+        batch.values,
+        rows.block_tables,
+        rows.kv_lengths,
+        rows.starts,
+        rows.max_query_length,
+        batch.scale,
+        batch.out,
+    )
+
+
+@pytest.mark.parametrize(
+    ("chunks", "block_size", "kv_heads", "group", "dim", "dtype"),
+    [
+        ([(1, 1), (16, 16), (17, 40)], 16, 1, 1, 16, torch.float32),
+        ([(5, 70), (40, 40)], 64, 3, 3, 64, torch.float32),
+        ([(33, 65)], 256, 2, 4, 128, torch.float32),
+        ([(20, 97), (7, 48)], 48, 2, 2, 80, torch.float32),  # padded head dimension
+        ([(9, 40)], 64, 1, 4, 256, torch.float32),
+        ([(30, 70), (1, 33), (2, 2)], 16, 3, 3, 64, torch.float16),
+        ([(64, 64), (64, 129)], 64, 1, 2, 64, torch.float16),
+        # Several tiles a chunk, one of which ends one key behind a key tile.
+        ([(130, 140), (70, 71)], 64, 1, 2, 64, torch.float16),
+        ([(40, 300), (3, 256)], 256, 2, 4, 128, torch.float16),  # key tiles of 128
+        ([(70, 70), (20, 85)], 48, 1, 2, 32, torch.float16),  # a key tile spans blocks
+        ([(66, 130), (1, 9)], 16, 1, 2, 80, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("captured", [False, True])
+def test_against_softmax(chunks, block_size, kv_heads, group, dim, dtype, captured, device):
+    """Captured: two dummy rows, seven padding tokens, and no lengths on the host."""
+    tokens, rows = sum(query for query, _ in chunks), len(chunks)
+    longest = max(kv for _, kv in chunks)
+    if captured:
+        tokens, rows = tokens + 7, rows + 2
+    batch = PrefillBatch(tokens, rows, longest, block_size, kv_heads, group, dim, dtype, device)
+    batch.refill(chunks)
+    attend(batch, batch.rows(() if captured else chunks))
+    batch.check()
+
+
+def test_only_dummy_rows(device):
+    batch = PrefillBatch(20, 3, 64, 64, 1, 1, 32, torch.float32, device)
+    batch.refill([])
+    attend(batch, batch.rows())
+    batch.check()
+
+
+def test_scores_far_from_zero(device):
+    """Scores of some hundreds, whose exponentials overflow: only differences may be taken."""
+    batch = PrefillBatch(30, 1, 60, 16, 1, 2, 32, torch.float16, device)
+    batch.refill([(30, 60)], query_scale=100.0)
+    attend(batch, batch.rows([(30, 60)]))
+    batch.check()
+
+
+def test_rows_do_not_depend_on_each_other(device):
+    """A row's result is the same bits beside other rows, for an equal bound of query lengths."""
+    batch = PrefillBatch(40, 2, 64, 16, 2, 2, 32, torch.float32, device)
+    batch.refill([(20, 50), (20, 64)])
+    attend(batch, batch.rows())
+    together = batch.out.clone()
+    batch.out.fill_(float("nan"))
+    rows = batch.rows()
+    paged_prefill_attention(
+        batch.query, batch.keys, batch.values, rows.block_tables[1:], rows.kv_lengths[1:],
+        rows.starts[1:], rows.max_query_length, batch.scale, batch.out,
+    )  # fmt: skip
+    assert batch.out[:20].isnan().all()
+    assert torch.equal(batch.out[20:], together[20:])
+
+
+def test_shapes_that_do_not_match():
+    batch = PrefillBatch(8, 2, 16, 16, 2, 2, 32, torch.float32, "cpu")
+    rows = batch.rows()
+    arguments = {
+        "query": batch.query,
+        "key_cache": batch.keys,
+        "value_cache": batch.values,
+        "block_tables": rows.block_tables,
+        "kv_lengths": rows.kv_lengths,
+        "starts": rows.starts,
+        "max_query_length": 8,
+        "scale": 1.0,
+        "out": batch.out,
+    }
+    for name, wrong, message in (
+        ("query", batch.query[:, :3], "does not fit caches"),
+        ("key_cache", batch.keys[..., :16], "does not fit caches"),
+        ("value_cache", batch.values[..., :1, :], "does not fit caches"),
+        ("starts", rows.starts[:2], "2 rows want 3 starts"),
+        ("block_tables", rows.block_tables[:1], "2 block tables, found 3 and 1"),
+        ("out", batch.out[:4], "like query"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            paged_prefill_attention(**{**arguments, name: wrong})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnGpu:
+    pytestmark = pytest.mark.gpu
+
+    @pytest.mark.parametrize(
+        ("dtype", "block_size"),
+        [(torch.bfloat16, 64), (torch.float16, 256), (torch.float32, 16)],
+    )
+    @pytest.mark.parametrize(
+        ("kv_heads", "group", "dim"), [(3, 3, 64), (8, 4, 128), (2, 2, 80), (1, 8, 256)]
+    )
+    def test_a_thousand_random_batches(self, dtype, block_size, kv_heads, group, dim):
+        rng = random.Random(dim + block_size)
+        batch = PrefillBatch(700, 6, 1500, block_size, kv_heads, group, dim, dtype, "cuda")
+        for number in range(84):
+            filled = batch.refill(random_chunks(rng, 6, 700, 1500))
+            attend(batch, batch.rows(filled if number % 2 else ()))
+            batch.check()
+
+    def test_graph_replays_with_other_rows(self):
+        rng = random.Random(0)
+        batch = PrefillBatch(256, 8, 2000, 64, 3, 3, 64, torch.bfloat16, "cuda")
+        batch.refill([])
+        rows = batch.rows()
+        attend(batch, rows)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            attend(batch, rows)
+        for _ in range(20):
+            batch.refill(random_chunks(rng, 8, 256, 2000))
+            graph.replay()
+            batch.check()
+
+    def test_cache_beyond_32_bit_offsets(self):
+        """Elements past 2**31: offsets must be 64 bits wide."""
+        if torch.cuda.mem_get_info()[0] < 24e9:
+            pytest.skip("needs 24 GB free")
+        batch = PrefillBatch(64, 1, 100, 64, 8, 1, 128, torch.bfloat16, "cuda")
+        batch.refill([(64, 100)])
+        attend(batch, batch.rows([(64, 100)]))
+        near = batch.out.clone()
+        blocks = 33_000
+        for name in ("keys", "values"):
+            small = getattr(batch, name)
+            large = torch.empty((blocks, *small.shape[1:]), dtype=small.dtype, device="cuda")
+            large[-len(small) :] = small
+            setattr(batch, name, large)
+        batch.tables += blocks - 2
+        attend(batch, batch.rows([(64, 100)]))
+        assert torch.equal(batch.out, near)

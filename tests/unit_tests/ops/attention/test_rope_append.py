@@ -1,0 +1,178 @@
+"""Fused split, q/k norm, rotary and KV append against torch and against the modules' path."""
+
+import pytest
+import torch
+from triton_interpreter import EXACT_16_BIT
+
+from megatron_async.ops.attention.rope_append import rope_append, rope_append_reference
+from megatron_async.ops.attention.rotary import apply_rotary_reference
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def tables(positions, dim, device):
+    angles = torch.outer(
+        torch.arange(positions, dtype=torch.float32),
+        1e4 ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim),
+    )
+    angles = torch.cat((angles, angles), dim=-1).to(device)
+    return angles.cos(), angles.sin()
+
+
+def inputs(
+    tokens,
+    kv_heads,
+    group,
+    dim,
+    dtype,
+    device,
+    norm,
+    blocks=9,
+    block_size=16,
+    stride=0,
+    rotated=None,
+):
+    """Arguments of rope_append, caches full of NaN."""
+    width = kv_heads * (group + 2) * dim
+    qkv = torch.randn(tokens, width + stride, device=device).to(dtype)[:, :width]
+    cos, sin = tables(200, dim if rotated is None else rotated, device)
+    positions = torch.randint(200, (tokens,), device=device)
+    places = torch.randperm(blocks * block_size, device=device)[:tokens]
+    shape = (2, blocks, block_size, kv_heads, dim)
+    caches = torch.full(shape, torch.nan, dtype=dtype, device=device)
+    arguments = [qkv, cos, sin, positions, places, caches[0], caches[1]]
+    if norm:
+        weights = (1 + torch.rand(2, dim, device=device)).to(dtype)
+        arguments += [weights[0], weights[1], 1e-6]
+    return arguments
+
+
+def check(arguments):
+    qkv, cos, sin, positions, places, keys, values, *norm = arguments
+    expected_keys, expected_values = keys.clone(), values.clone()
+    query = rope_append(*arguments)
+    expected = rope_append_reference(
+        qkv, cos, sin, positions, places, expected_keys, expected_values, *norm
+    )
+    assert query.is_contiguous()
+    assert query.dtype == qkv.dtype
+    torch.testing.assert_close(query, expected)
+    # NaN where nothing belongs: the kernel wrote the step's places and no other.
+    torch.testing.assert_close(keys, expected_keys, equal_nan=True)
+    torch.testing.assert_close(values, expected_values, equal_nan=True, rtol=0, atol=0)
+    if qkv.dtype in EXACT_16_BIT:
+        assert (query != expected).sum() <= 0.01 * query.numel()
+    return query
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "kv_heads", "group", "dim"),
+    [(1, 3, 3, 64), (5, 2, 4, 128), (4, 1, 1, 8), (3, 2, 7, 80), (2, 5, 2, 2), (0, 2, 2, 16)],
+)
+def test_equals_torch(tokens, kv_heads, group, dim, dtype, norm, device):
+    check(inputs(tokens, kv_heads, group, dim, dtype, device, norm))
+    check(inputs(tokens, kv_heads, group, dim, dtype, device, norm, stride=3))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dim", "rotated"),
+    [(2, 3, 64, 32), (1, 2, 80, 20), (2, 1, 8, 6), (2, 2, 16, 2), (3, 2, 64, 0)],
+)
+def test_only_the_first_elements_are_rotated(
+    kv_heads, group, dim, rotated, dtype, norm, device
+):
+    arguments = inputs(5, kv_heads, group, dim, dtype, device, norm, rotated=rotated)
+    query = check(arguments)
+    if not norm:
+        heads = arguments[0].view(5, kv_heads, group + 2, dim)
+        plain = heads[:, :, :group].flatten(1, 2)
+        assert torch.equal(query[..., rotated:], plain[..., rotated:])
+        keys = arguments[5].flatten(0, 1)[arguments[4]]
+        assert torch.equal(keys[..., rotated:], heads[:, :, group, rotated:])
+        assert rotated == 0 or not torch.equal(query, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", [False, True])
+def test_equals_the_modules(dtype, norm, device):
+    """Megatron's split, RMSNorm modules, cos and sin in the dtype, index_copy."""
+    arguments = inputs(6, 3, 3, 64, dtype, device, norm)
+    qkv, cos, sin, positions, places, keys, values, *weights = arguments
+    query = rope_append(*arguments)
+    parts = qkv.view(6, 3, 5, 64)
+    expected, key, value = parts[:, :, :3].reshape(6, 9, 64), parts[:, :, 3], parts[:, :, 4]
+    if norm:
+        expected = torch.rms_norm(expected, (64,), weights[0], weights[2])
+        key = torch.rms_norm(key, (64,), weights[1], weights[2])
+    cos, sin = cos[positions][:, None].to(dtype), sin[positions][:, None].to(dtype)
+    expected, key = apply_rotary_reference(expected, key, cos, sin)
+    # Three more roundings there: in bfloat16 a few units of the last place of the largest term.
+    limits = {"rtol": 2e-2, "atol": 4e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(query, expected, **limits)
+    torch.testing.assert_close(keys.flatten(0, 1)[places], key, **limits)
+    assert torch.equal(values.flatten(0, 1)[places], value)
+
+
+def test_a_value_that_is_not_finite_stays_in_its_place(device):
+    """Rotation must not mix an overflowed value into other lanes."""
+    arguments = inputs(1, 1, 2, 8, torch.float32, device, norm=False)
+    arguments[0][0, -1] = torch.inf
+    rope_append(*arguments)
+    stored = arguments[6].flatten(0, 1)[arguments[4]].view(-1)
+    assert stored.isinf().tolist() == [False] * 7 + [True]
+
+
+def test_bad_input():
+    good = inputs(2, 2, 2, 8, torch.float32, "cpu", norm=True)
+
+    def expect(message, **changes):
+        names = ("mixed_qkv", "cos", "sin", "position_ids", "write_index", "key_cache")
+        arguments = dict(zip((*names, "value_cache", "q_weight", "k_weight", "eps"), good))
+        with pytest.raises(ValueError, match=message):
+            rope_append(**{**arguments, **changes})
+
+    expect("rows of 63 elements", mixed_qkv=good[0][:, :63])
+    expect("rows of 32 elements", mixed_qkv=good[0][:, :32])
+    expect("cos and sin must be alike", cos=good[1][:, :4])
+    for width in (3, 10):
+        table = torch.zeros(200, width)
+        expect("an even number up to 8", cos=table, sin=table)
+    expect("caches alike", value_cache=good[6][:1])
+    expect("both q_weight and k_weight", k_weight=None)
+    expect("contiguous", mixed_qkv=good[0].t().contiguous().t())
+    expect("contiguous", key_cache=good[5].transpose(0, 1).contiguous().transpose(0, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dim", "norm"), [(3, 3, 64, False), (8, 4, 128, False), (8, 2, 128, True)]
+)
+@pytest.mark.parametrize("tokens", [1, 67, 2048])
+def test_real_sizes(tokens, kv_heads, group, dim, norm, dtype):
+    check(inputs(tokens, kv_heads, group, dim, dtype, "cuda", norm, blocks=40, block_size=64))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_replays_in_a_graph():
+    arguments = inputs(16, 8, 4, 128, torch.bfloat16, "cuda", norm=False)
+    rope_append(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        query = rope_append(*arguments)
+    for _ in range(3):
+        arguments[0].normal_()
+        arguments[3].random_(0, 200)
+        arguments[4].copy_(torch.randperm(9 * 16, device="cuda")[:16])
+        query.fill_(torch.nan)
+        caches = arguments[5].fill_(torch.nan).clone(), arguments[6].fill_(torch.nan).clone()
+        graph.replay()
+        expected = rope_append_reference(*arguments[:5], *caches)
+        torch.testing.assert_close(query, expected)
+        torch.testing.assert_close(tuple(arguments[5:7]), caches, equal_nan=True)

@@ -1,0 +1,220 @@
+"""Routing and the experts' grouped products against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_async.ops.experts.expert_mlp import (
+    expert_mlp,
+    expert_mlp_by_plan,
+    expert_mlp_reference,
+)
+from megatron_async.ops.experts.expert_plan import BY_HEIGHT, ExpertPlan, ProductPlan, plan_experts
+from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing, route, route_reference
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def random_routing(tokens, topk, experts, device, dummies=0.2):
+    """Distinct experts a token, unevenly loaded; some tokens go nowhere."""
+    scores = torch.rand(tokens, experts, device=device) + torch.rand(experts, device=device)
+    chosen = scores.topk(topk, 1).indices.to(torch.int32)
+    weights = torch.rand(tokens, topk, device=device)
+    nowhere = torch.rand(tokens, 1, device=device) < dummies
+    return Routing(chosen.masked_fill(nowhere, NO_EXPERT), weights.masked_fill(nowhere, 0))
+
+
+def make_weights(experts, hidden, ffn, dtype, device):
+    fc1 = torch.randn(experts, 2 * ffn, hidden, device=device) / hidden**0.5
+    fc2 = torch.randn(experts, hidden, ffn, device=device) / ffn**0.5
+    return fc1.to(dtype), fc2.to(dtype)
+
+
+def plain_expert_mlp(x, routing, fc1, fc2, first):
+    """Written out: every pair by itself."""
+    out = torch.zeros(x.shape)
+    for token, (experts, weights) in enumerate(zip(routing.experts, routing.weights)):
+        for expert, weight in zip((experts - first).tolist(), weights):
+            if 0 <= expert < len(fc1):
+                gate, up = (fc1[expert].float() @ x[token].float()).chunk(2)
+                out[token] += weight * (fc2[expert].float() @ (F.silu(gate) * up))
+    return out
+
+
+def check_route(tokens, hidden, experts, topk, pre_softmax, dtype, device, places=False):
+    x = torch.randn(tokens, hidden + 16, device=device).to(dtype)[:, :hidden]
+    weight = torch.randn(experts, hidden, device=device).to(dtype) / hidden**0.5
+    where, limit = None, 0
+    if places:
+        where, limit = torch.randint(0, 100, (max(tokens - 1, 0),), device=device), 70
+    found = route(x, weight, topk, pre_softmax, where, limit)
+    expected = route_reference(x, weight, topk, pre_softmax, where, limit)
+    # Sums in another order may swap two experts that are nearly equal.
+    same = found.experts == expected.experts
+    assert same.float().mean() > 0.995 or same.numel() - same.sum() <= 2
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-4, atol=1e-5)
+    assert found.experts.dtype == torch.int32
+    assert found.weights.dtype == torch.float32
+
+
+def check_mlp(tokens, hidden, ffn, experts, topk, dtype, device, first=0, total=None):
+    x = torch.randn(tokens, hidden + 16, device=device).to(dtype)[:, :hidden]
+    fc1, fc2 = make_weights(experts, hidden, ffn, dtype, device)
+    total = total or experts
+    routing = random_routing(tokens, topk, total, device)
+    found = expert_mlp(x, routing, fc1, fc2, first, total)
+    expected = expert_mlp_reference(x, routing, fc1, fc2, first, total)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(found, expert_mlp(x, routing, fc1, fc2, first, total))
+    return found, expected
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_reference_is_the_sum_of_pairs(first):
+    x = torch.randn(7, 12)
+    fc1, fc2 = make_weights(3, 12, 5, torch.float32, "cpu")
+    routing = random_routing(7, 2, 6, "cpu")
+    found = expert_mlp_reference(x, routing, fc1, fc2, first, 6)
+    torch.testing.assert_close(found, plain_expert_mlp(x, routing, fc1, fc2, first))
+
+
+def test_reference_routing():
+    x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    weight = torch.tensor([[0.0, 3.0], [2.0, 3.0], [1.0, 0.0]])
+    routing = route_reference(x, weight, 2, False)
+    # Among equals the lower number.
+    assert routing.experts.tolist() == [[1, 2], [0, 1], [0, 1]]
+    torch.testing.assert_close(routing.weights[0], torch.tensor([2.0, 1.0]).softmax(0))
+    pre = route_reference(x, weight, 2, True)
+    torch.testing.assert_close(pre.weights[0], torch.tensor([2.0, 1.0, 0.0]).softmax(0)[:2])
+    places = torch.tensor([5, 9])
+    routing = route_reference(x, weight, 2, False, places, 9)
+    assert routing.experts[1:].unique().tolist() == [NO_EXPERT]
+    assert routing.weights[1:].abs().sum() == 0
+    assert routing.experts[0].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("places", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "experts", "topk", "pre"),
+    [(1, 64, 8, 2, False), (19, 136, 12, 3, True), (3, 32, 4, 4, False), (0, 32, 4, 1, False)],
+)
+def test_routing_equals_torch(tokens, hidden, experts, topk, pre, places, device):
+    check_route(tokens, hidden, experts, topk, pre, torch.float32, device, places)
+
+
+def test_equal_logits_choose_the_lowest(device):
+    x = torch.zeros(2, 32, device=device)
+    weight = torch.ones(6, 32, device=device)
+    assert route(x, weight, 3, False).experts.tolist() == [[0, 1, 2]] * 2
+
+
+def test_no_numbers_choose_experts_that_exist(device):
+    x = torch.full((1, 32), torch.nan, device=device)
+    experts = route(x, torch.ones(5, 32, device=device), 2, False).experts
+    assert 0 <= experts.min() <= experts.max() < 5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "ffn", "experts", "topk", "first", "total"),
+    [
+        (1, 64, 32, 4, 2, 0, 4),
+        (37, 48, 40, 3, 2, 2, 6),  # experts elsewhere, and sizes that fill no tile
+        (20, 32, 16, 1, 1, 0, 1),
+        (5, 32, 16, 2, 1, 4, 6),
+        (0, 32, 16, 2, 1, 0, 2),
+    ],
+)
+def test_experts_equal_torch(tokens, hidden, ffn, experts, topk, first, total, device):
+    check_mlp(tokens, hidden, ffn, experts, topk, torch.float32, device, first, total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_any_height_of_tiles(dtype, device):
+    x = torch.randn(40, 48, device=device).to(dtype)
+    fc1, fc2 = make_weights(3, 48, 24, dtype, device)
+    routing = random_routing(40, 2, 3, device)
+    expected = expert_mlp_reference(x, routing, fc1, fc2, 0, 3)
+    for height in (16, 32):
+        plan = ExpertPlan(ProductPlan(height, 32, 32, 4, 2), ProductPlan(height, 16, 16, 4, 2))
+        found = expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan)
+        torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
+
+
+def test_tokens_that_go_nowhere_get_zeros(device):
+    x = torch.full((3, 32), torch.nan, device=device)
+    fc1, fc2 = make_weights(2, 32, 16, torch.float32, device)
+    routing = random_routing(3, 2, 2, device, dummies=2.0)
+    assert torch.equal(expert_mlp(x, routing, fc1, fc2, 0, 2), torch.zeros_like(x))
+
+
+def test_bad_input():
+    fc1, fc2 = make_weights(2, 32, 16, torch.float32, "cpu")
+    x, routing = torch.randn(3, 32), random_routing(3, 2, 2, "cpu")
+    with pytest.raises(ValueError, match="must have one dtype"):
+        expert_mlp(x.half(), routing, fc1, fc2, 0, 2)
+    with pytest.raises(ValueError, match=r"fc1 \[experts, 2 \* ffn, hidden\]"):
+        expert_mlp(x, routing, fc2, fc2, 0, 2)
+    with pytest.raises(ValueError, match="2 tokens, but experts"):
+        expert_mlp(x[:2], routing, fc1, fc2, 0, 2)
+    plan = ExpertPlan(ProductPlan(16, 32, 32, 4, 2), ProductPlan(32, 16, 16, 4, 2))
+    with pytest.raises(ValueError, match="walk over the same tiles"):
+        expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan)
+    with pytest.raises(ValueError, match="topk=3 must be between 1 and 2"):
+        route(x, torch.randn(2, 32), 3, False)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_random_shapes(dtype):
+    generator = torch.Generator().manual_seed(11)
+
+    def draw(low, high):
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    for _ in range(25):
+        experts, ranks = draw(1, 16), draw(1, 3)
+        total = experts * ranks
+        topk = draw(1, min(total, 8))
+        tokens, hidden, ffn = draw(1, 400), 16 * draw(1, 24), 8 * draw(1, 40)
+        first = experts * (draw(1, ranks) - 1)
+        check_mlp(tokens, hidden, ffn, experts, topk, dtype, "cuda", first, total)
+        check_route(tokens, hidden, total, topk, draw(0, 1) == 1, dtype, "cuda", True)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("tokens", [1, 16, 200, 600, 1500, 4096])
+def test_real_sizes(tokens):
+    check_mlp(tokens, 2048, 768, 128, 8, torch.bfloat16, "cuda")
+    check_mlp(tokens, 2048, 768, 32, 8, torch.bfloat16, "cuda", first=64, total=128)
+    check_route(tokens, 2048, 128, 8, False, torch.bfloat16, "cuda", True)
+    pairs = {plan_experts(tokens * 8, 128, 2).up.block_m for tokens in (1, 500, 1000, 4096)}
+    assert pairs == set(BY_HEIGHT)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_replays_in_a_graph_without_reading_back():
+    fc1, fc2 = make_weights(16, 256, 128, torch.bfloat16, "cuda")
+    router = torch.randn(16, 256, device="cuda").to(torch.bfloat16) / 16
+    x = torch.randn(24, 256, device="cuda").to(torch.bfloat16)
+
+    def layer():
+        return expert_mlp(x, route(x, router, 4, False), fc1, fc2, 0, 16)
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        routing = route_reference(x, router, 4, False)
+        expected = expert_mlp_reference(x, routing, fc1, fc2, 0, 16)
+        torch.testing.assert_close(out, expected, rtol=0.03, atol=0.03)

@@ -1,0 +1,99 @@
+"""Fused residual add and RMSNorm against torch and against Megatron's order of roundings."""
+
+import pytest
+import torch
+from triton_interpreter import EXACT_16_BIT
+
+from megatron_async.ops.linear.rms_norm import MAX_HIDDEN, add_rms_norm, add_rms_norm_reference
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def check(tokens, hidden, dtype, device, with_residual=True, stride=0):
+    x = torch.randn(tokens, hidden + stride, device=device).to(dtype)[:, :hidden]
+    residual = (3 * torch.randn(tokens, hidden + 2 * stride, device=device)).to(dtype)
+    residual = residual[:, :hidden] if with_residual else None
+    weight = torch.randn(hidden, device=device).to(dtype)
+    before = x.clone(), None if residual is None else residual.clone()
+    normed, total = add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_total = add_rms_norm_reference(x, residual, weight, 1e-5)
+    assert normed.dtype == total.dtype == dtype
+    torch.testing.assert_close(total, expected_total)
+    torch.testing.assert_close(normed, expected)
+    if dtype in EXACT_16_BIT:
+        assert torch.equal(total, expected_total)
+        # One rounding of the same float32 number: only a sum in another order can change it.
+        assert (normed != expected).sum() <= 0.01 * normed.numel()
+    assert torch.equal(x, before[0])
+    assert residual is None or torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (5, 576), (3, 1), (2, 1000)])
+def test_equals_torch(tokens, hidden, dtype, device):
+    check(tokens, hidden, dtype, device)
+    check(tokens, hidden, dtype, device, with_residual=False)
+    check(tokens, hidden, dtype, device, stride=7)
+
+
+def test_equals_megatrons_modules(device):
+    """bias_dropout_add, then the norm module, in 16 bits."""
+    dtype = EXACT_16_BIT[-1]
+    fused_bias_dropout = pytest.importorskip("megatron.core.fusions.fused_bias_dropout")
+    x, residual = torch.randn(2, 4, 576, device=device).to(dtype)
+    norm = torch.nn.RMSNorm(576, eps=1e-5, device=device, dtype=dtype)
+    bias_dropout_add = fused_bias_dropout.get_bias_dropout_add(training=False, fused=False)
+    normed, total = add_rms_norm(x, residual, norm.weight.detach(), 1e-5)
+    with torch.inference_mode():
+        expected_total = bias_dropout_add((x.clone(), None), residual, 0.0)
+        expected = norm(expected_total)
+    assert torch.equal(total, expected_total)
+    assert (normed != expected).sum() <= 0.01 * normed.numel()
+    torch.testing.assert_close(normed, expected)
+
+
+def test_without_residual_x_is_the_stream():
+    x = torch.empty(0, 8)
+    assert add_rms_norm(x, None, torch.ones(8), 1e-5)[1] is x
+
+
+@pytest.mark.parametrize(
+    ("x", "residual", "weight", "message"),
+    [
+        (torch.ones(2, 8), None, torch.ones(4), r"weight must be \(8,\)"),
+        (torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), r"residual like x.*\(1, 8\)"),
+        (torch.ones(8, 2).t(), None, torch.ones(8), "contiguous"),
+        (torch.ones(1, 2 * MAX_HIDDEN), None, torch.ones(2 * MAX_HIDDEN), "32768 is over 16384"),
+    ],
+)
+def test_bad_input(x, residual, weight, message):
+    with pytest.raises(ValueError, match=message):
+        add_rms_norm(x, residual, weight, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hidden", [576, 4096, 5120, MAX_HIDDEN])
+@pytest.mark.parametrize("tokens", [1, 67, 2048])
+def test_real_sizes(tokens, hidden, dtype):
+    check(tokens, hidden, dtype, "cuda")
+    check(tokens, hidden, dtype, "cuda", with_residual=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_replays_in_a_graph():
+    x, residual = torch.randn(2, 16, 4096, device="cuda").to(torch.bfloat16)
+    weight = torch.randn(4096, device="cuda").to(torch.bfloat16)
+    add_rms_norm(x, residual, weight, 1e-5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        normed, total = add_rms_norm(x, residual, weight, 1e-5)
+    for _ in range(3):
+        x.normal_()
+        normed.fill_(torch.nan)
+        total.fill_(torch.nan)
+        graph.replay()
+        expected = add_rms_norm_reference(x, residual, weight, 1e-5)
+        torch.testing.assert_close((normed, total), expected)

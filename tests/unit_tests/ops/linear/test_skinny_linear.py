@@ -1,0 +1,294 @@
+"""Products of few rows against torch: kernels by given plans, and the rule that chooses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_async.ops.linear import skinny_linear as ops
+from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_reference
+from megatron_async.ops.linear.skinny_linear import Unnormed, one_row_product, tile_product
+from megatron_async.ops.linear.skinny_plan import MAX_ROWS, OneRowPlan, TilePlan, choose_plan
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+SHAPES = {
+    "smollm2-135m": (576, 1536, 49152),
+    "qwen3-0.6b": (1024, 3072, 151936),
+    "llama-3.1-8b": (4096, 14336, 128256),
+}
+"""Hidden size, MLP width, vocabulary."""
+
+
+@pytest.fixture(autouse=True)
+def same_numbers(poisoned_memory):
+    torch.manual_seed(0)
+
+
+def random(*shape, dtype=torch.float32, device="cpu", scale=1.0):
+    return (scale * torch.randn(*shape, device=device)).to(dtype)
+
+
+def weight_of(n, k, dtype, device):
+    """The middle of a larger tensor of NaN: what is read outside the weight spoils the result."""
+    memory = torch.full((n + 8, k), torch.nan, dtype=dtype, device=device)
+    memory[4:-4] = random(n, k, dtype=dtype, device=device, scale=k**-0.5)
+    return memory[4:-4]
+
+
+def expected_product(x, weight, bias=None, gated=False):
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    if gated:
+        gate, up = exact.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return exact
+
+
+def assert_close(found, expected, dtype):
+    assert not found.isnan().any()
+    # Row by row: one wrong row of many must show.
+    error = (found.double() - expected).norm(dim=-1)
+    assert (error <= TOLERANCE[dtype] * expected.norm(dim=-1)).all(), error / expected.norm(dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("n", "k", "plan"),
+    [
+        (64, 64, OneRowPlan(4, 64, 2, 0)),
+        (37, 200, OneRowPlan(4, 256, 2, 0)),
+        (50, 576, OneRowPlan(2, 1024, 2, 0)),
+        (41, 576, OneRowPlan(8, 256, 4, 512)),  # several steps, the last one ragged
+        (6, 512, OneRowPlan(8, 128, 4, 0)),  # fewer outputs than a program takes
+    ],
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_one_row(n, k, plan, gated, dtype, device):
+    weight = weight_of(2 * n if gated else n, k, dtype, device)
+    x = random(1, k, dtype=dtype, device=device)
+    found = one_row_product(x, weight, None, gated, plan)
+    assert found.dtype == dtype
+    assert_close(found, expected_product(x, weight, gated=gated), dtype)
+    if not gated:
+        bias = random(n, dtype=dtype, device=device)
+        found = one_row_product(x, weight, bias, False, plan)
+        assert_close(found, expected_product(x, weight, bias), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("k", [256, 200])
+@pytest.mark.parametrize("block_k", [64, 256])
+@pytest.mark.parametrize("with_residual", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_one_row_with_norm(k, block_k, with_residual, gated, dtype, device):
+    plan = OneRowPlan(4, block_k, 2, 0)
+    weight = weight_of(60, k, dtype, device)
+    x, residual = random(2, 1, k, dtype=dtype, device=device)
+    norm = random(k, dtype=dtype, device=device)
+    unnormed = Unnormed(x, residual if with_residual else None, norm, 1e-5)
+    found = one_row_product(unnormed, weight, None, gated, plan)
+    total = residual + x if with_residual else x
+    normed = F.rms_norm(total.double(), (k,), norm.double(), 1e-5)
+    assert torch.equal(unnormed.total, total)
+    assert with_residual or unnormed.total is x
+    assert_close(found, expected_product(normed, weight, gated=gated), dtype)
+    one_program = Unnormed(x, residual, norm, 1e-5)
+    one_row_product(one_program, weight[:3], None, False, plan)
+    assert torch.equal(one_program.total, residual + x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "plan"),
+    [
+        (1, 16, 64, TilePlan(16, 16, 64, 1, 1, 2, False, 0)),
+        (16, 50, 192, TilePlan(16, 32, 64, 1, 2, 4, False, 384)),
+        (5, 70, 200, TilePlan(16, 64, 64, 1, 4, 4, True, 0)),
+        (17, 40, 130, TilePlan(32, 16, 64, 1, 4, 3, False, 0)),
+        (64, 33, 64, TilePlan(64, 32, 32, 1, 4, 3, False, 0)),
+    ],
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_tiles(rows, n, k, plan, gated, dtype, device):
+    weight = weight_of(2 * n if gated else n, k, dtype, device)
+    wide = random(rows, k + 24, dtype=dtype, device=device)
+    x = wide[:, 8 : k + 8]  # rows that are not adjacent
+    found = tile_product(x, weight, None, gated, plan)
+    assert found.dtype == dtype
+    assert_close(found, expected_product(x, weight, gated=gated), dtype)
+    if not gated:
+        bias = random(n, dtype=dtype, device=device)
+        found = tile_product(x, weight, bias, False, plan)
+        assert_close(found, expected_product(x, weight, bias), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("k", "splits"), [(256, 2), (192, 3), (200, 2), (320, 3)])
+def test_partial_sums(k, splits, dtype, device):
+    """Shares may be uneven; the norm that follows adds them up."""
+    plan = TilePlan(16, 32, 64, splits, 2, 3, False, 128)
+    rows, n = 5, 72
+    weight = weight_of(n, k, dtype, device)
+    x = random(rows, k, dtype=dtype, device=device)
+    parts = tile_product(x, weight, None, False, plan)
+    assert parts.shape == (splits, rows, n)
+    assert parts.dtype == torch.float32
+    assert_close(parts.sum(0), expected_product(x, weight), dtype)
+    residual, norm = random(rows, n, dtype=dtype, device=device), random(n, device=device)
+    norm = norm.to(dtype)
+    found = add_rms_norm(parts, residual, norm, 1e-5)
+    expected = add_rms_norm_reference(parts, residual, norm, 1e-5)
+    unsplit = add_rms_norm_reference(parts.sum(0).to(dtype), residual, norm, 1e-5)
+    for part, (result, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert result.dtype == dtype
+        torch.testing.assert_close(result, wanted)
+        torch.testing.assert_close(wanted, unsplit[part])
+
+
+def test_a_row_does_not_depend_on_the_others(device):
+    plan = TilePlan(16, 32, 64, 1, 2, 3, False, 0)
+    weight = weight_of(50, 192, torch.float32, device)
+    x = random(16, 192, device=device)
+    together = tile_product(x, weight, None, False, plan)
+    for rows in (1, 7):
+        assert torch.equal(tile_product(x[:rows], weight, None, False, plan), together[:rows])
+
+
+ROW = torch.ones(1, 8)
+TILE = TilePlan(16, 16, 64, 1, 1, 2, False, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: one_row_product(ROW, torch.ones(4, 7), None, False, None), r"\(1, 8\) and \(4, 7"),
+        (lambda: one_row_product(ROW.half(), torch.ones(4, 8), None, False, None), "one dtype"),
+        (lambda: one_row_product(ROW, torch.ones(8, 4).t(), None, False, None), "contiguous"),
+        (lambda: one_row_product(torch.ones(2, 8), torch.ones(4, 8), None, False, None), "2 rows"),
+        (lambda: one_row_product(ROW, torch.ones(5, 8), None, True, None), "5 weight rows"),
+        (lambda: one_row_product(ROW, torch.ones(4, 8), torch.ones(3), False, None), r"be \(4,\)"),
+        (
+            lambda: one_row_product(
+                Unnormed(ROW, torch.ones(2, 8), torch.ones(8), 0.0), torch.ones(4, 8), None, False,
+                None,
+            ),
+            "residual is",
+        ),
+        (
+            lambda: one_row_product(
+                Unnormed(ROW, None, torch.ones(7), 0.0), torch.ones(4, 8), None, False, None
+            ),
+            "norm's weight",
+        ),
+        (lambda: tile_product(torch.ones(17, 8), torch.ones(4, 8), None, False, TILE), "17 rows"),
+        (
+            lambda: tile_product(
+                ROW, torch.ones(4, 8), torch.ones(4), False,
+                TilePlan(16, 16, 64, 2, 1, 2, False, 0),
+            ),
+            "neither bias nor SwiGLU",
+        ),
+        (
+            lambda: add_rms_norm(torch.ones(2, 1, 8), None, torch.ones(8), 0.0),
+            "must be float32, contiguous and have a residual",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 33, 64])
+@pytest.mark.parametrize("outputs", [1, 100, 576, 960, 4096, 6144, 14336, 128256])
+@pytest.mark.parametrize("k", [64, 576, 1536, 2560, 4096, 14336])
+def test_plans_are_possible(rows, outputs, k, itemsize):
+    for gated, may_split in ((False, False), (True, False), (False, True)):
+        plan = choose_plan(rows, outputs, k, itemsize, gated, may_split)
+        if isinstance(plan, TilePlan):
+            stage = (plan.block_m + plan.block_n * (1 + gated)) * plan.block_k * itemsize
+            assert stage * (plan.stages - 1) <= 227 * 1024
+            assert plan.block_m >= rows
+            assert plan.splits == 1 or may_split
+            share = -(-k // (plan.splits * plan.block_k)) * plan.block_k
+            assert (plan.splits - 1) * share < k <= plan.splits * share
+            assert plan.ahead % 16 == 0
+            assert plan.ahead <= min(share, k) * itemsize
+            assert plan.block_n <= 32 * plan.warps or not plan.ahead
+        elif plan is not None:
+            assert rows == 1
+            assert plan.ahead % 16 == 0
+            assert plan.ahead <= k * itemsize
+            assert plan.ahead == 0 or plan.block_n <= 32 * plan.warps
+            normed = choose_plan(1, outputs, k, itemsize, gated, may_split, normed=True)
+            assert (normed.block_n, normed.block_k) == (plan.block_n, plan.block_k)
+            # Sums that a thread holds; 256 registers are all there are.
+            assert normed.block_n * normed.block_k * (1 + gated) <= 128 * 32 * normed.warps
+
+
+def test_what_is_cublass():
+    assert choose_plan(MAX_ROWS + 1, 576, 576, 2, False, False) is None
+    assert choose_plan(0, 576, 576, 2, False, False) is None
+    assert choose_plan(1, 576, 33, 2, False, False) is None
+    assert choose_plan(16, 49152, 576, 2, False, False) is None
+    assert choose_plan(1, 49152, 576, 2, False, False) is not None
+    assert choose_plan(17, 576, 576, 4, False, False) is None
+    assert choose_plan(16, 576, 576, 4, False, False) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnGpu:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("rows", [1, 2, 16, 33, 64, 65])
+    def test_real_shapes(self, shape, rows, dtype):
+        hidden, ffn, vocabulary = SHAPES[shape]
+        for n, k in ((hidden, hidden), (hidden, ffn), (vocabulary, hidden)):
+            weight = weight_of(n, k, dtype, "cuda")
+            x = random(rows, k, dtype=dtype, device="cuda")
+            expected = expected_product(x, weight)
+            assert_close(ops.linear(x, weight), expected, dtype)
+            parts = ops.linear(x, weight, may_split=True)
+            assert_close(parts if parts.dim() == 2 else parts.sum(0), expected, dtype)
+        weight = weight_of(2 * ffn, hidden, dtype, "cuda")
+        x = random(rows, hidden, dtype=dtype, device="cuda")
+        found = ops.linear_swiglu(x, weight)
+        assert_close(found, expected_product(x, weight, gated=True), dtype)
+
+    def test_a_chain_in_a_graph(self):
+        """Products that prefetch and start early, each reading what the one before wrote."""
+        hidden, ffn, layers, dtype = 576, 1536, 8, torch.bfloat16
+        up = [weight_of(2 * ffn, hidden, dtype, "cuda") for _ in range(layers)]
+        down = [weight_of(hidden, ffn, dtype, "cuda") for _ in range(layers)]
+        norm = torch.ones(hidden, dtype=dtype, device="cuda")
+        for rows in (1, 16, 64):
+            start = random(rows, hidden, dtype=dtype, device="cuda")
+
+            def chain(start=start):
+                x, residual = start, torch.zeros_like(start)
+                for fc1, fc2 in zip(up, down, strict=True):
+                    if ops.takes_unnormed(x):
+                        unnormed = Unnormed(x, residual, norm, 1e-5)
+                        wide, residual = ops.linear_swiglu(unnormed, fc1), unnormed.total
+                    else:
+                        x, residual = add_rms_norm(x, residual, norm, 1e-5)
+                        wide = ops.linear_swiglu(x, fc1)
+                    x = ops.linear(wide, fc2, may_split=True)
+                return add_rms_norm(x, residual, norm, 1e-5)[0]
+
+            chain()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = chain()
+            first = None
+            for _ in range(20):
+                out.fill_(torch.nan)
+                graph.replay()
+                first = out.clone() if first is None else first
+                assert torch.equal(out, first)
+            x, residual = start.double(), torch.zeros_like(start).double()
+            for fc1, fc2 in zip(up, down, strict=True):
+                normed, residual = add_rms_norm_reference(x, residual, norm.double(), 1e-5)
+                x = expected_product(expected_product(normed, fc1, gated=True), fc2)
+            expected = add_rms_norm_reference(x, residual, norm.double(), 1e-5)[0]
+            assert (out - expected).norm() < 0.03 * expected.norm()

@@ -1,0 +1,220 @@
+"""The kernels of processed logits and of log probs against their plain-torch references."""
+
+import random
+
+import pytest
+import torch
+from triton_interpreter import INTERPRETED
+
+from megatron_async.device_state.sampling_state import SamplingState
+from megatron_async.ops.sampling import log_probs as plain_log_probs
+from megatron_async.ops.sampling import logits_processing as plain
+from megatron_async.ops.sampling import token_mask, triton_log_probs, triton_logits, triton_sampling
+from megatron_async.ops.sampling.logits_processing import ChunkTensors, ProcessingRows
+from megatron_async.ops.sampling.sampling import SamplingMode
+from megatron_async.ops.sampling.slot_records import (
+    FOREVER,
+    MAX_TOP_N,
+    OUT_WORDS,
+    PROMPT_TOKEN,
+    RECORD_WORDS,
+    WINDOW,
+    Header,
+    RowFeature,
+    pack_record,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+CASES = 4 if INTERPRETED else 20
+
+
+@pytest.fixture(params=range(CASES))
+def rng(request):
+    torch.manual_seed(request.param)
+    return random.Random(request.param)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Small vocabularies and chunks go through every loop."""
+    for module in (triton_logits, triton_log_probs, token_mask):
+        monkeypatch.setattr(module, "TILE", 256)
+    monkeypatch.setattr(triton_sampling, "TILE", 512)
+    monkeypatch.setattr(triton_logits, "CHUNK_TILE", 64)
+    monkeypatch.setattr(triton_sampling, "SEARCH_TILE", 512)
+
+
+def random_record(rng, vocab, top_n):
+    tokens = rng.sample(range(vocab), min(vocab, rng.choice([0, 1, 40, 500])))
+    edits = [(token, rng.uniform(-9, 9), rng.choice([FOREVER, 3, 30])) for token in tokens]
+    edits += [(token, -torch.inf, rng.choice([3, 30])) for token in tokens[:5]]
+    words = [
+        [rng.randrange(min(vocab, 3)) for _ in range(rng.choice([1, 2, 3, WINDOW]))]
+        for _ in range(rng.choice([0, 1, 64]))
+    ]
+    numbers = {
+        Header.TEMPERATURE: rng.choice([0.0, 0.5, 1.0, 2.0]),
+        Header.TOP_K: rng.choice([0, 0, 1, 3, 40]),
+        Header.TOP_P: rng.choice([0.0, 0.0, 0.61]),
+        Header.MIN_P: rng.choice([0.0, 0.0, 0.053]),
+        Header.SEED_LOW: rng.randrange(-(2**31), 2**31),
+        Header.SEED_HIGH: rng.randrange(2**31),
+        Header.FREQUENCY: rng.choice([0.0, 0.7]),
+        Header.PRESENCE: rng.choice([0.0, -0.4]),
+        Header.REPETITION: rng.choice([1.0, 1.3]),
+        Header.TOP_N: top_n,
+        Header.PROMPT_LENGTH: rng.choice([1, 5, 25]),
+    }
+    return torch.from_numpy(pack_record(numbers, edits, words))
+
+
+def random_rows(rng, vocab, count, device):
+    """Every kind of row; the last one a dummy row."""
+    slots = count + 3
+    state = SamplingState(slots, vocab, device)
+    state.counts.copy_(torch.randint(3, (slots + 1, vocab)))
+    state.counts.bitwise_or_(PROMPT_TOKEN * torch.randint(2, (slots + 1, vocab), device=device))
+    state.recent.copy_(torch.randint(min(vocab, 3), (slots + 1, WINDOW)))
+    features = torch.tensor([rng.randrange(64) | RowFeature.PRODUCES for _ in range(count)])
+    order = torch.randperm(slots)[:count]
+    records = torch.full((slots + 1, RECORD_WORDS), -7, dtype=torch.int32)
+    for slot in range(slots):
+        record = random_record(rng, vocab, min(vocab, rng.choice([0, 1, 5, MAX_TOP_N])))
+        records[slot, : len(record)] = record
+    features[-1], order[-1] = RowFeature.PRODUCES, slots
+    records[-1] = 0
+    return ProcessingRows(
+        slots=order.to(device),
+        positions=torch.randint(1, 40, (count,), dtype=torch.int32).to(device),
+        records=records.to(device),
+        features=features.to(torch.int32).to(device),
+        state=state,
+    )
+
+
+def copy_of(rows):
+    counts = rows.state.counts
+    state = SamplingState(len(counts) - 1, counts.size(1), rows.slots.device)
+    state.counts.copy_(rows.state.counts)
+    state.recent.copy_(rows.state.recent)
+    return ProcessingRows(rows.slots, rows.positions, rows.records.clone(), rows.features, state)
+
+
+def same_state(rows, other):
+    for name in ("counts", "recent"):
+        assert torch.equal(getattr(rows.state, name), getattr(other.state, name)), name
+
+
+def on_cpu(rows):
+    """The references read numbers back, so they get their own copies."""
+    moved = copy_of(rows)
+    state = SamplingState(len(moved.records) - 1, moved.state.counts.size(1), "cpu")
+    state.counts.copy_(moved.state.counts)
+    state.recent.copy_(moved.state.recent)
+    fields = (moved.slots, moved.positions, moved.records, moved.features)
+    return ProcessingRows(*(field.cpu() for field in fields), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_logits_are_processed(rng, device, dtype):
+    vocab, count = rng.choice([7, 130, 1003]), rng.randint(1, 9)
+    rows = random_rows(rng, vocab, count, device)
+    logits = (5 * torch.randn(count, vocab + 2, device=device)).to(dtype)[:, :vocab]
+    out = torch.full((count + 2, vocab), 7.0, device=device)
+    kept = torch.full((count + 2, vocab), 7.0, dtype=dtype, device=device)
+    their_out, their_kept = out.cpu(), kept.cpu()
+    found = triton_logits.process_logits(logits, rows, out, kept)
+    plain.process_logits_reference(logits.cpu(), on_cpu(rows), their_out, their_kept)
+    assert torch.equal(found, out[:count])
+    torch.testing.assert_close(out.cpu(), their_out, rtol=1e-5, atol=1e-5)
+    assert torch.equal(kept.cpu(), their_kept)
+
+
+def test_tokens_are_masked(rng, device):
+    vocab, count = rng.choice([7, 32, 130, 1003]), rng.randint(1, 5)
+    logits = torch.randn(count, vocab, device=device)
+    logits[0, vocab // 2] = torch.nan  # allowed or not, it stays
+    shape = (count, token_mask.mask_words(vocab) + 3)  # the rows of a wider array
+    words = torch.randint(-(2**31), 2**31, shape).to(device, torch.int32)[:, 3:]
+    expected = logits.cpu()
+    token_mask.apply_token_mask(logits, words)
+    token_mask.apply_token_mask_reference(expected, words.cpu())
+    torch.testing.assert_close(logits.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    assert logits[0, vocab // 2].isnan()
+
+
+def test_samples_are_counted(rng, device):
+    vocab, count = rng.choice([7, 130]), rng.randint(1, 300)
+    rows = random_rows(rng, vocab, count, device)
+    drop = torch.rand(count, device=device) < 0.3  # chunks that leave part of a prompt
+    rows.features[drop] &= ~int(RowFeature.PRODUCES)
+    expected = on_cpu(rows)
+    tokens = torch.randint(vocab, (count,), device=device)
+    tokens[torch.rand(count, device=device) < 0.1] = -1  # no token could be chosen
+    triton_logits.count_tokens(tokens, rows)
+    plain.count_tokens_reference(tokens.cpu(), expected)
+    same_state(on_cpu(rows), expected)
+
+
+def test_chunks_are_counted(rng, device):
+    vocab, decode = rng.choice([7, 130, 1003]), rng.randint(0, 3)
+    lengths = [rng.choice([1, 3, 17, 200]) for _ in range(rng.randint(1, 4))]
+    dummies = rng.choice([0, 2])
+    rows = random_rows(rng, vocab, decode + len(lengths) + dummies + 1, device)
+    chunks = len(lengths) + dummies + 1  # the last row is a dummy anyway
+    rows.features[decode + len(lengths) :] = 0
+    rows.slots[decode + len(lengths) :] = len(rows.records) - 1
+    for chunk, length in enumerate(lengths):
+        row = decode + chunk
+        rows.positions[row] = length + rng.choice([0, 4])
+        if rng.random() < 0.6:
+            rows.features[row] |= int(RowFeature.STARTS)
+    starts = [0]
+    for length in lengths + [0] * (chunks - len(lengths)):
+        starts.append(starts[-1] + length)
+    given = {
+        "first_row": decode,
+        "starts": torch.tensor(starts, dtype=torch.int32),
+        "token_ids": torch.randint(vocab, (starts[-1] + 5,)),
+    }
+    longest = max(lengths)
+    expected = on_cpu(rows)
+    plain.begin_chunks_reference(expected, ChunkTensors(**given, max_query_length=longest))
+    moved = {
+        name: value if isinstance(value, int) else value.to(device)
+        for name, value in given.items()
+    }
+    triton_logits.begin_chunks(rows, ChunkTensors(**moved, max_query_length=longest))
+    found = on_cpu(rows)
+    # The dummy slot's state is nobody's.
+    for state in (found.state, expected.state):
+        state.counts[-1], state.recent[-1] = 0, 0
+    same_state(found, expected)
+
+
+def test_log_probs(rng, device):
+    vocab, count = rng.choice([7, 130, 1003]), rng.randint(1, 9)
+    rows = random_rows(rng, vocab, count, device)
+    logits = 3 * torch.randn(count, vocab, device=device)
+    processed = triton_logits.process_logits(
+        logits, rows, torch.empty_like(logits), torch.empty_like(logits)
+    )
+    mode = SamplingMode.FILTERED
+    tokens, cuts = triton_sampling.sample_with_cuts(processed, rows, mode)
+    ring = torch.full((2, count + 1, OUT_WORDS), -3, dtype=torch.int32, device=device)
+    expected = ring.cpu()
+    entry = torch.tensor([1], dtype=torch.int32, device=device)
+    triton_log_probs.log_probs(logits, processed, tokens, cuts, rows, ring, entry)
+    plain_log_probs.log_probs_reference(
+        logits.cpu(), processed.cpu(), tokens.cpu(), None, on_cpu(rows), expected, entry.cpu(),
+    )  # fmt: skip
+    found = ring.cpu()
+    floats = slice(1 + MAX_TOP_N, None)
+    for ours, theirs in ((found[:, :, :1], expected[:, :, :1]),
+                         (found[:, :, floats], expected[:, :, floats])):  # fmt: skip
+        ours, theirs = (part.contiguous().view(torch.float32) for part in (ours, theirs))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
+    # Alternatives that a filter left out are none, whatever their ids.
+    ids, their_ids = found[:, :, 1 : 1 + MAX_TOP_N], expected[:, :, 1 : 1 + MAX_TOP_N]
+    possible = expected[:, :, floats].contiguous().view(torch.float32) > -torch.inf
+    assert torch.equal(ids[possible], their_ids[possible])
