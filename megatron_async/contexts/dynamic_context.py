@@ -30,7 +30,6 @@ from megatron_async.devices import Device, make_device, makes_ordinary_tensors
 from megatron_async.observe.timeline import Timeline
 from megatron_async.observe.tracer import Tracer
 from megatron_async.requests.inference_request import DynamicInferenceRequest
-from megatron_async.rollback.plan_rollback import take_back
 
 Agree = Callable[[int, StepShape, bool], StepShape]
 """From a step's number, the shape that this rank wants for it, and whether it has unfinished
@@ -185,6 +184,8 @@ class DynamicInferenceContext:
 
     def take_back(self, plans: list[StepPlan]) -> None:
         """Undo `plans`, the last ones built, whose steps are over and will not be resolved."""
+        from megatron_async.rollback.plan_rollback import take_back
+
         for plan in reversed(plans):
             take_back(
                 plan, self.slots, self.blocks, self.scheduler.prefilling, self.scheduler.requeue

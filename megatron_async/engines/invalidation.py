@@ -4,8 +4,11 @@ default one, `Reconcile`."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 
@@ -46,3 +49,15 @@ class Reconcile(Invalidation):
 
     def discards(self, step: LaunchedStep) -> bool:
         return False
+
+
+def make_invalidation(
+    context: DynamicInferenceContext, in_flight: deque[LaunchedStep], statistics: EngineStatistics
+) -> Invalidation:
+    """The policy that `InferenceConfig.invalidation` names; the arguments are those of
+    `Rollback`."""
+    if context.config.invalidation == "rollback":
+        from megatron_async.rollback.policy import Rollback
+
+        return Rollback(context, in_flight, statistics)
+    return Reconcile()

@@ -11,12 +11,12 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.devices import Event
 from megatron_async.observe.timeline import NO_OVERLAP, Span
 
 if TYPE_CHECKING:
     from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+    from megatron_async.contexts.step_plan import StepPlan
     from megatron_async.engines.statistics import EngineStatistics
 
 logger = logging.getLogger("megatron_async")

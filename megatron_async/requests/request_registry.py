@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_async.contexts.request_slots import RequestSlots
-from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.errors import RequestAborted, RequestError
 from megatron_async.requests.inference_request import (
     DynamicInferenceEventType,
@@ -23,6 +21,10 @@ from megatron_async.requests.stream_wakeups import StreamWakeups
 from megatron_async.requests.streaming import RequestStream
 from megatron_async.text.stop_words import StopWords
 from megatron_async.text.structured_output import TokenGrammar
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.request_slots import RequestSlots
+    from megatron_async.engines.statistics import EngineStatistics
 
 
 @dataclass

@@ -11,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async.contexts.step_output import StepOutput
+if TYPE_CHECKING:
+    from megatron_async.contexts.step_output import StepOutput
+
 
 WAKE_EVERY_S = 0.005
 """Readers that wait for more tokens rest so long between two wake-ups, seconds."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.stream_wakeups import StreamWakeups
 from megatron_async.text.detokenize import REPLACEMENT, ByteDetokenizer, IncrementalDetokenizer
 from megatron_async.text.stop_words import held_back
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.request_slots import RequestSlots
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.engines.invalidation import Invalidation, Reconcile
+from megatron_async.engines.invalidation import Invalidation
 from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.rollback.known_tokens import known_tokens
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
@@ -98,13 +98,3 @@ class Rollback(Invalidation):
             context.evict_all()
         self._first, self._discarded = None, []
         self._statistics.note_no_overlap(NoOverlapReason.ROLLED_BACK)
-
-
-def make_invalidation(
-    context: DynamicInferenceContext, in_flight: deque[LaunchedStep], statistics: EngineStatistics
-) -> Invalidation:
-    """The policy that `InferenceConfig.invalidation` names; the arguments are those of
-    `Rollback`."""
-    if context.config.invalidation == "rollback":
-        return Rollback(context, in_flight, statistics)
-    return Reconcile()

@@ -1,4 +1,4 @@
-"""Named ranges, the timeline file and the gap report."""
+"""Named ranges and the timeline file."""
 
 import json
 
@@ -8,7 +8,6 @@ import torch
 from megatron_async.devices import CpuDevice
 from megatron_async.observe.timeline import Span, Timeline
 from megatron_async.observe.tracer import Tracer
-from megatron_async.profiling.gap_report import DeviceActivity, gap_report
 
 
 @pytest.fixture
@@ -77,23 +76,3 @@ def test_a_full_timeline_counts_what_it_drops(monkeypatch):
     for i in range(5):
         timeline.add(Span("cpu", "step", i, i, i + 1))
     assert (len(timeline.spans), timeline.dropped) == (2, 3)
-
-
-def test_gap_report():
-    activities = []
-    for step in range(5):
-        begin = 100.0 * step
-        activities += [
-            DeviceActivity("Memcpy HtoD", begin - 3, begin - 1),
-            DeviceActivity("first_kernel", begin, begin + 10),
-            DeviceActivity("gemm", begin + 12, begin + 95 - (step == 2) * 20),
-        ]
-    report = gap_report(reversed(activities), "first")
-    assert report.steps == 4
-    assert report.step_us == 100
-    assert report.gap_us == 5
-    assert report.gap_p99_us == 25
-    assert report.kernels == 2
-    assert report.busy_share == pytest.approx((4 * 93 - 20) / 400)
-    with pytest.raises(ValueError, match="'absent'"):
-        gap_report(activities, "absent")
