@@ -1,6 +1,7 @@
 """The benchmark scripts run on a CPU, measure what they say, and write what others read."""
 
 import json
+import math
 import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
