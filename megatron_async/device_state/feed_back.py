@@ -116,9 +116,11 @@ def feed_back_reference(
 ) -> None:
     """`feed_back_tokens` in plain torch."""
     rows, decode, width = dims.rows, dims.decode_rows, dims.width
-    table = torch.zeros(rows, width, dtype=torch.int64, device=sampled.device)
-    table[:decode] = sampled[: dims.decode_tokens].view(decode, width)
-    table[decode:, 0] = sampled[dims.decode_tokens :]
+    table = sampled[:, None]
+    if width > 1:
+        table = torch.zeros(rows, width, dtype=torch.int64, device=sampled.device)
+        table[:decode] = sampled[: dims.decode_tokens].view(decode, width)
+        table[decode:, 0] = sampled[dims.decode_tokens :]
     count = torch.ones(rows, dtype=torch.int64, device=sampled.device)
     length = step.lengths + 1
     if decode:
@@ -131,13 +133,16 @@ def feed_back_reference(
             allowed = words[:, field].index_select(0, step.entry.long()).expand(decode)
             is_constrained = (features & int(RowFeature.CONSTRAINED)) != 0
             most = torch.minimum(most, torch.where(is_constrained, 1, allowed))
-        drafts = step.token_ids[: dims.decode_tokens].view(decode, width)[:, 1:]
-        agreed = (drafts == table[:decode, :-1]).int().cumprod(dim=1).sum(dim=1)
-        count[:decode] = torch.minimum(1 + agreed, most).clamp(min=0)
+            drafts = step.token_ids[: dims.decode_tokens].view(decode, width)[:, 1:]
+            agreed = (drafts == table[:decode, :-1]).int().cumprod(dim=1).sum(dim=1)
+            most = torch.minimum(1 + agreed, most)
+        count[:decode] = most.clamp(0, width)
         length[:decode] = step.lengths[:decode] + count[:decode]
     is_real = step.row_slots < len(slots.last_token) - 1
     length = torch.where(is_real, length, 1).to(torch.int32)
-    last = table.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0)
+    last = sampled.clamp(min=0)
+    if width > 1:
+        last = table.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0)
     kept = slots.last_token.index_select(0, step.row_slots)
     slots.last_token.index_copy_(0, step.row_slots, torch.where(is_real & (count > 0), last, kept))
     slots.length.index_copy_(0, step.row_slots, length)
