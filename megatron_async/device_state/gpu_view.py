@@ -168,6 +168,11 @@ class ContextGPUView:
             self._next_entry,
         )
 
+    def row_lengths(self, rows: int) -> Tensor:
+        """Lengths of the sequences of the first `rows` rows of the step that ran last, int32; also
+        where the step was a graph, behind which `step` is that of another shape."""
+        return self._tensors.lengths[:rows]
+
     def move_on(self) -> None:
         """End a step whose samples are made elsewhere: on the last pipeline stage."""
         self._next_entry.copy_((self.step.entry + 1) % len(self.sample_ring))

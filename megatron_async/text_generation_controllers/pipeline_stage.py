@@ -195,7 +195,7 @@ class LinkedStage(PipelineStage):
             header[0] = self._number
         else:
             header[0] = self._header(self._input)[0]
-            header[1 : 1 + rows] = self._view.step.lengths[:rows]
+            header[1 : 1 + rows] = self._view.row_lengths(rows)
             first = self._header_rows(rows)
             message[first:] = self._output[: end - first]
         self._links.send(message, place)
