@@ -38,7 +38,7 @@ class PlanFeatures:
 
 
 NO_FEATURES = PlanFeatures()
-"""Of all steps below the mode PROCESSED."""
+"""What every plan below the mode PROCESSED shares."""
 
 
 def plan_features(

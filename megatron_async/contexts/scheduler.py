@@ -130,7 +130,7 @@ class Scheduler:
         return rows, width
 
     def _in_need(self, rows: IntArray, width: int) -> tuple[IntArray, IntArray, int]:
-        """Those of `rows` that want blocks for a step of this width, how many, and the sum."""
+        """Rows that want blocks for a step of this width, how many each, and the sum."""
         slots, size = self._slots, self._config.block_size_tokens
         missing = slots.places(rows, width) - slots.num_blocks[rows] * size
         is_needy = missing > 0
