@@ -29,7 +29,7 @@ def read_text(option: str, file: str) -> str:
 
 
 def check_writable(option: str, file: str) -> None:
-    """See, before anything long is begun, that a file could be written.
+    """Check that a file can be written, before anything long is begun.
 
     Raises:
         ValueError: it could not; nothing is made or changed.

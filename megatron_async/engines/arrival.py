@@ -53,7 +53,7 @@ async def arrival(event: Event, wait: Callable[[Event], None]) -> None:
 
 
 def _is_reached(event: Event) -> bool:
-    """Whether it is, and in order: what has failed counts as not reached, `wait` deals with it."""
+    """Whether the event is reached, without a failure: a failed one is left to `wait`."""
     try:
         if not event.query():
             return False

@@ -34,9 +34,10 @@ ATTENTION = {
 }
 """Fields of `TransformerConfig` and the one value of each that `PagedSelfAttention` serves."""
 STACK = {"fp32_residual_connection": False, "apply_residual_connection_post_layernorm": False}
-"""The same of `PagedHybridStack`."""
+"""Fields of `TransformerConfig` and the one value of each that `PagedHybridStack` serves."""
 NORMS = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False}
-"""The same of `make_norm`, whose norms `PagedHybridStack` has and its subclasses have not."""
+"""Fields and the one value of each that `make_norm` serves: the norms of `PagedHybridStack` itself,
+not of its subclasses."""
 MLP = {
     "gated_linear_unit": True,
     "activation_func": F.silu,
@@ -44,7 +45,7 @@ MLP = {
     "glu_linear_offset": 0.0,
     "add_bias_linear": False,
 }
-"""The same of `GatedMLP` and of the experts of `MoELayer`."""
+"""Fields and the one value of each that `GatedMLP` and the experts of `MoELayer` serve."""
 EXPERTS = MLP | {
     "moe_router_score_function": "softmax",
     "moe_router_enable_expert_bias": False,
@@ -54,7 +55,7 @@ EXPERTS = MLP | {
     "moe_latent_size": None,
     "moe_apply_probs_on_input": False,
 }
-"""The same of `MoELayer`."""
+"""Fields and the one value of each that `MoELayer` serves."""
 
 
 def check_model(model: nn.Module, config: Any, settings: InferenceConfig) -> None:

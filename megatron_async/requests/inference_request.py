@@ -35,7 +35,7 @@ class DynamicInferenceEventType(Enum):
 
     ADD_ENGINE = auto()
     ADD_CONTEXT = auto()
-    """It got a slot; again after each eviction."""
+    """The request got a slot; happens again after each eviction."""
     PAUSE = auto()
     EVICT = auto()
     FINISH = auto()

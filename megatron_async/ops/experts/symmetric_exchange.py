@@ -79,13 +79,13 @@ class SymmetricExchange:
         torch.cuda.synchronize(device)  # sync-ok: at the start
 
     def gather(self, x: Tensor, routing: Routing, tokens: int) -> Tensor:
-        """See `ops.experts.expert_gather.gather_tokens`."""
+        """Gather the tokens of all expert ranks: `ops.experts.expert_gather.gather_tokens`."""
         return gather_tokens(
             x, routing, tokens, self._gathers, self._gather_turns, self._rank, self._first_word
         )
 
     def combine(self, sums: Tensor, own_tokens: int) -> Tensor:
-        """See `ops.experts.expert_combine.combine_sums`."""
+        """Add the partial sums of all expert ranks: `ops.experts.expert_combine.combine_sums`."""
         return combine_sums(
             sums, own_tokens, self._combines, self._combine_turns, self._rank, self._first_sum
         )

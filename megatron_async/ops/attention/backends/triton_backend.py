@@ -10,7 +10,7 @@ from megatron_async.ops.attention.prefill_attention import paged_prefill_attenti
 
 
 class TritonPrefill(PrefillBackend):
-    """See `ops/attention/prefill_attention.py`.
+    """Prefill attention by the Triton kernel of `ops/attention/prefill_attention.py`.
 
     Args:
         shape: of the engine's attention.
