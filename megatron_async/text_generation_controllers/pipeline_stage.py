@@ -141,7 +141,8 @@ class LinkedStage(PipelineStage):
         self._failed: IntArray = self._host.numpy()  # sync-ok: host memory
         self._returned: dict[int, tuple[int, Event]] = {}
         """Micro-batch -> the last step whose samples are on their way, and when they are here."""
-        self._last_computed = self._last_returned = -1
+        # Of the last step that did so; the first two are counted by launched work.
+        self._last_received = self._last_sent = self._last_returned = -1
         self._links = PipelineLinks(pipeline, target)
         self._device.fence()
 
@@ -149,7 +150,6 @@ class LinkedStage(PipelineStage):
 
     def await_samples(self, plan: StepPlan) -> None:
         """See `PipelineStage.await_samples`."""
-        self._last_computed = plan.step
         if not self.is_first or plan.num_decode == 0:
             return
         step, event = self._returned.get(self._micro_batch(plan), (-1, None))
@@ -161,6 +161,7 @@ class LinkedStage(PipelineStage):
         """See `PipelineStage.receive`."""
         if not self.is_first:
             self._links.receive(self._input[: self._message_rows(plan.dims)])
+        self._last_received = plan.step
 
     def hidden_states(self, dims: BatchDimensions) -> Tensor | None:
         """Of the message received last."""
@@ -178,6 +179,10 @@ class LinkedStage(PipelineStage):
 
     def send(self, plan: StepPlan, failed: bool) -> None:
         """See `PipelineStage.send`."""
+        self._write(plan, failed)
+        self._last_sent = plan.step
+
+    def _write(self, plan: StepPlan, failed: bool) -> None:
         if self.is_last:
             word = self._words[plan.step % len(self._words), 0]
             if failed:
@@ -276,15 +281,17 @@ class LinkedStage(PipelineStage):
 
     def finish(self, plan: StepPlan, prompt: PromptEntry) -> None:
         """See `PipelineStage.finish`."""
-        if self._last_computed < plan.step:
-            self.await_samples(plan)
-            self._device.compute.launch(partial(self._pass_on, plan))
+        self.await_samples(plan)
+        self._device.compute.launch(partial(self._pass_on, plan))
         if self._last_returned < plan.step:
             self.return_samples(plan, prompt, failed_here=True)
 
     def _pass_on(self, plan: StepPlan) -> None:
-        self.receive(plan)
-        self.send(plan, failed=True)
+        """What the step did not come to, so that no other stage waits for it."""
+        if self._last_received < plan.step:
+            self.receive(plan)
+        if self._last_sent < plan.step:
+            self.send(plan, failed=True)
 
     def transfer_failure(self, plan: StepPlan) -> None:
         """See `PipelineStage.transfer_failure`."""

@@ -261,11 +261,12 @@ class TextGenerationController:
             self._run_step(plan)
             if len(plan.features.constrained_rows) and stage.is_last:
                 launched.logits = self.constrained.keep(plan.dims.sample_rows)
+            stage.send(plan, failed=False)
         except Exception as error:
             launched.raised = error
             # It may not have come as far as to count itself.
             self.context.gpu_view.expect_step(plan.step + 1)
-        stage.send(plan, failed=launched.raised is not None)
+            stage.send(plan, failed=True)
 
     def _sample_guarded(self, launched: LaunchedStep, part: slice) -> None:
         if launched.raised is not None:

@@ -72,7 +72,8 @@ BAD_PARAMS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "stop id out of range": ({"stop_token_ids": [1, 999]}, ("stop_token_ids=999", "0 to 511")),
     "termination id": ({"termination_id": 512}, ("termination_id=512", "0 to 511")),
     "alternatives without log probs": (
-        {"top_n_logprobs": 2}, ("top_n_logprobs=2", "return_log_probs=True"),
+        {"top_n_logprobs": 2},
+        ("top_n_logprobs=2", "return_log_probs=True"),
     ),
 }
 
@@ -172,10 +173,14 @@ def test_abort(make_tiny_engine: EngineFactory) -> None:
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "typo": ({"lookahed": 1}, ConfigurationError, "'lookahed' .* Did you mean 'lookahead'"),
     "another engine's name": (
-        {"max_model_len": 128}, ConfigurationError, "Did you mean 'max_sequence_length'",
+        {"max_model_len": 128},
+        ConfigurationError,
+        "Did you mean 'max_sequence_length'",
     ),
     "another engine's name of LLM's own": (
-        {"tensor_parallel_size": 2}, ConfigurationError, "mean 'tensor_model_parallel_size'",
+        {"tensor_parallel_size": 2},
+        ConfigurationError,
+        "mean 'tensor_model_parallel_size'",
     ),
     "unknown mode": (
         {"async_sched_mode": "fast"},

@@ -25,7 +25,7 @@ def test_many_requests_over_blocks_for_two(
     """Eight slots compete for the blocks of two requests.
 
     Break `_make_room`: `if False:` instead of `if self.blocks.allocatable == 0:`, and it stands
-    still. """
+    still."""
     settings = {"lookahead": lookahead, "block_size_tokens": BLOCK, "max_tokens": 40}
     counts = {}
     tokens = {}

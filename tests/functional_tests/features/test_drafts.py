@@ -71,10 +71,7 @@ def schedule_of(seed: int, width: int) -> Schedule:
     """A random schedule whose steps have room for drafts, and whose pool is as small as ever."""
     schedule = random_schedule(seed)
     schedule.jobs = with_seeds(
-        [
-            replace(job, prompt=[token % VOCABULARY for token in job.prompt])
-            for job in schedule.jobs
-        ]
+        [replace(job, prompt=[token % VOCABULARY for token in job.prompt]) for job in schedule.jobs]
     )
     for job in schedule.jobs:
         job.params.termination_id = min(job.params.termination_id, VOCABULARY - 1)
@@ -200,9 +197,7 @@ def test_what_requests_ask_of_sampling(
     engine.close()
 
 
-def test_record_and_replay(
-    tiny_model: torch.nn.Module, tmp_path: Path
-) -> None:
+def test_record_and_replay(tiny_model: torch.nn.Module, tmp_path: Path) -> None:
     """A recorded run with drafts plans the same steps again, without model or drafter."""
     schedule = schedule_of(5, 4)
     serial = make_engine(tiny_model, lookahead=0)

@@ -238,9 +238,7 @@ def test_grammars_beside_drafts(lookahead: int) -> None:
 @pytest.mark.parametrize("drafter", ["oracle", "fickle"])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
-def test_captured_steps(
-    model: torch.nn.Module, lookahead: int, count: int, drafter: str
-) -> None:
+def test_captured_steps(model: torch.nn.Module, lookahead: int, count: int, drafter: str) -> None:
     """Padded rows of several tokens, replayed."""
     asked = [{"seed": 0}, {"seed": 1, "temperature": 1.2}, {"seed": 2, "frequency_penalty": 1.0}]
     answers = [endless(model, **each) for each in asked]

@@ -76,9 +76,7 @@ def at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_chunks_add_up(make_tiny_engine: EngineFactory, lookahead: int, pressed: bool) -> None:
     memory = {"num_kv_blocks": 9, "block_size_tokens": 8, "paused_buffer_size_gb": 1e-9}
-    engine = make_tiny_engine(
-        lookahead=lookahead, tokenizer=Bytes(), **(memory if pressed else {})
-    )
+    engine = make_tiny_engine(lookahead=lookahead, tokenizer=Bytes(), **(memory if pressed else {}))
     chunks = asyncio.run(serve(engine, [greedy(TOKENS)] * len(PROMPTS)))
     assert (engine.stats()["evictions"] > 0) == pressed
     assert max(map(len, chunks)) > TOKENS // 2, "chunks come while tokens are made"

@@ -170,9 +170,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.usefixtures("megatron_on_a_cpu")
 @pytest.mark.parametrize(("message", "changes", "options"), REFUSED)
-def test_what_is_not_served(
-    message: str, changes: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_what_is_not_served(message: str, changes: dict[str, Any], options: dict[str, Any]) -> None:
     config = gpt_config()
     known = {name: value for name, value in changes.items() if hasattr(config, name)}
     config = gpt_config(**known)

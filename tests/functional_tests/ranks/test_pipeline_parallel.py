@@ -93,7 +93,9 @@ def test_captured_steps(alone: Found) -> None:
         assert_same({("arrivals", 2): found}, alone)
 
 
-@pytest.mark.parametrize(("stage", "where"), [(0, "forward"), (1, "forward"), (1, "launch")])
+@pytest.mark.parametrize(
+    ("stage", "where"), [(0, "forward"), (1, "forward"), (1, "launch"), (0, "send")]
+)
 def test_a_failed_step_fails_on_every_stage(stage: int, where: str) -> None:
     ranks = run_ranks(2, fail_once, stage, where)
     engine = make_engine(stage_model(1), max_requests=6)

@@ -12,8 +12,9 @@ from megatron_async.devices import CpuDevice
 
 
 class CpuGraph:
-    """Replays a step on the KV cache that it was captured on, and on no other: a GPU's graph would
-    use the old addresses without a word."""
+    """Replays a step as a GPU's graph would: on the KV cache that it was captured on, and on no
+    other, though a GPU would use the old addresses without a word; and without a trace in Python's
+    objects, where a GPU's replay runs no Python."""
 
     def __init__(self, work: partial[None]) -> None:
         # The CPU's attention wants a bound of the lengths, which captured shapes leave open.
@@ -28,7 +29,13 @@ class CpuGraph:
     def replay(self) -> None:
         """Run the step again."""
         assert self._cache() is self._captured_on, "the graph's addresses are gone"
+        view, controller = self._controller.context.gpu_view, self._controller
+        objects = view, view._attention, controller.sampler, controller.inference_wrapped_model
+        before = [dict(vars(object)) for object in objects]
         self._work()
+        for object, attributes in zip(objects, before, strict=True):
+            vars(object).clear()
+            vars(object).update(attributes)
 
 
 class CapturingCpu(CpuDevice):

@@ -92,9 +92,7 @@ class FollowingEngine:
         self.error: BaseException | None = None
         self.ended: dict[int, Any] = {}
         leader.group = Leader(self.channel, self.channel.check, True, consensus)
-        follower.group = Follower(
-            self.channel, self.channel.check, check_agreement=True
-        )
+        follower.group = Follower(self.channel, self.channel.check, check_agreement=True)
         self._end, follower.requests.end = follower.requests.end, self._note_end
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

@@ -227,7 +227,8 @@ def run_captured() -> tuple[list[Result], dict[str, float | int]]:
 
 
 def fail_once(stage: int, where: str) -> tuple[list[Result], list[str], list[Result]]:
-    """A step fails on one of two stages, in its forward or already when it is launched.
+    """A step fails on one of two stages: in its forward, already when it is launched, or only when
+    it hands its results on.
 
     Returns:
         what becomes of the requests, the causes of those that failed, and how later ones fare.
@@ -238,6 +239,7 @@ def fail_once(stage: int, where: str) -> tuple[list[Result], list[str], list[Res
     owner, name = {
         "forward": (engine.controller.inference_wrapped_model, "forward"),
         "launch": (engine.context, "transfer_bookkeeping_to_gpu"),
+        "send": (engine.controller.stage, "_write"),
     }[where]
     works, calls = getattr(owner, name), 0
 

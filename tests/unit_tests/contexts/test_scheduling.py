@@ -114,9 +114,7 @@ def test_blocks_are_given_at_boundaries_and_only_changes_are_sent(make_context):
         plan = context.prepare_step()
         changes = plan.block_updates
         updates.append(len(changes.slots))
-        for slot, index, block in zip(
-            changes.slots, changes.indices, changes.blocks, strict=True
-        ):
+        for slot, index, block in zip(changes.slots, changes.indices, changes.blocks, strict=True):
             table[int(slot), int(index)] = int(block)
         slot = int(plan.slots[0])
         held = context.slots.block_table[slot, : context.slots.num_blocks[slot]]

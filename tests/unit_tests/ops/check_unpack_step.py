@@ -1,6 +1,6 @@
 """Run by test_unpack_step.py and test_random_batches.py: kernels against their references.
 
-    python check_unpack_step.py cpu|cuda [number of random batches besides the chosen ones]
+python check_unpack_step.py cpu|cuda [number of random batches besides the chosen ones]
 """
 
 import sys
@@ -57,9 +57,7 @@ def random_slots(count, blocks, block_size, drafts):
 
 
 def copy_of(slots, count, blocks):
-    copy = DeviceSlots(
-        count, blocks, DUMMY_BLOCK, torch.device(where), slots.drafts.size(1)
-    )
+    copy = DeviceSlots(count, blocks, DUMMY_BLOCK, torch.device(where), slots.drafts.size(1))
     for name, tensor in vars(slots).items():
         getattr(copy, name).copy_(tensor)
     return copy

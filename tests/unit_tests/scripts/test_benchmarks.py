@@ -102,7 +102,6 @@ def test_streams(tmp_path):
     assert figures[2]["tokens_per_chunk"] >= 1
 
 
-
 def test_prefill(tmp_path):
     record = run_script(
         "benchmark_prefill",

@@ -54,9 +54,7 @@ class Batch:
         self.positions = torch.empty(rows * width, dtype=torch.int64, device=device)
         self.out = torch.full_like(self.query, float("nan"))
         with processors(count):
-            self.workspace = DecodeWorkspace(
-                rows, kv_heads * group, kv_heads, dim, device, width
-            )
+            self.workspace = DecodeWorkspace(rows, kv_heads * group, kv_heads, dim, device, width)
         for tensor in (self.workspace.output, self.workspace.maximum, self.workspace.total):
             tensor.fill_(float("nan"))
         for tensor in (self.workspace.schedule.items, self.workspace.schedule.joins):

@@ -29,9 +29,7 @@ def naive(query, keys, values, group, scale):
     return out
 
 
-def check(
-    backend, device, block_size, decode, prefill, kv_heads, group, dim, tolerance, width=1
-):
+def check(backend, device, block_size, decode, prefill, kv_heads, group, dim, tolerance, width=1):
     generator = torch.Generator().manual_seed(block_size * 100 + dim)
     lengths = [*decode, *(kv for _, kv in prefill)]
     max_blocks = -(-max(lengths) // block_size) + 1

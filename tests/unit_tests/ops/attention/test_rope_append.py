@@ -82,9 +82,7 @@ def test_equals_torch(tokens, kv_heads, group, dim, dtype, norm, device):
     ("kv_heads", "group", "dim", "rotated"),
     [(2, 3, 64, 32), (1, 2, 80, 20), (2, 1, 8, 6), (2, 2, 16, 2), (3, 2, 64, 0)],
 )
-def test_only_the_first_elements_are_rotated(
-    kv_heads, group, dim, rotated, dtype, norm, device
-):
+def test_only_the_first_elements_are_rotated(kv_heads, group, dim, rotated, dtype, norm, device):
     arguments = inputs(5, kv_heads, group, dim, dtype, device, norm, rotated=rotated)
     query = check(arguments)
     if not norm:

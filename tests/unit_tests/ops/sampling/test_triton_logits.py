@@ -181,8 +181,7 @@ def test_chunks_are_counted(rng, device):
     expected = on_cpu(rows)
     plain.begin_chunks_reference(expected, ChunkTensors(**given, max_query_length=longest))
     moved = {
-        name: value if isinstance(value, int) else value.to(device)
-        for name, value in given.items()
+        name: value if isinstance(value, int) else value.to(device) for name, value in given.items()
     }
     triton_logits.begin_chunks(rows, ChunkTensors(**moved, max_query_length=longest))
     found = on_cpu(rows)
