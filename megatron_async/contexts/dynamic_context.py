@@ -18,8 +18,8 @@ from megatron_async.contexts.integrity import check_integrity
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.micro_batches import MicroBatches
 from megatron_async.contexts.plan_builder import PlanBuilder, dummy_plan
-from megatron_async.contexts.request_slots import RequestSlots
-from megatron_async.contexts.scheduler import NO_SLOTS, Scheduler
+from megatron_async.contexts.request_slots import NO_DECODE, RequestSlots
+from megatron_async.contexts.scheduler import Scheduler
 from megatron_async.contexts.step_output import StepOutput, book_samples
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.contexts.step_shape import StepShape
@@ -162,12 +162,12 @@ class DynamicInferenceContext:
             flight is resolved (or there is no work). A plan without rows is a dummy step.
         """
         builder = self._plan_builder
-        decode, width, prefill = self.scheduler.schedule()
-        wanted = builder.shape_of(decode, prefill, width)
+        decode, prefill = self.scheduler.schedule()
+        wanted = builder.shape_of(decode, prefill)
         shape = agree(builder.next_step, wanted, self.has_unfinished_requests())
         if shape.is_empty:
             return None
-        plan = builder.build(decode, prefill, shape, width)
+        plan = builder.build(decode, prefill, shape)
         if prefill:
             self.scheduler.forget_prefilled()
         return plan
@@ -176,7 +176,7 @@ class DynamicInferenceContext:
         """A step in which no request of this rank runs, if other ranks need one; else None."""
         builder = self._plan_builder
         shape = agree(builder.next_step, StepShape(), False)
-        return None if shape.is_empty else builder.build(NO_SLOTS, [], shape)
+        return None if shape.is_empty else builder.build(NO_DECODE, [], shape)
 
     def evict_all(self) -> None:
         """Evict every request that holds a slot."""

@@ -8,9 +8,7 @@ from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
 
 
-def check_integrity(
-    slots: RequestSlots, blocks: KVBlockAllocator, prefilling: list[int]
-) -> None:
+def check_integrity(slots: RequestSlots, blocks: KVBlockAllocator, prefilling: list[int]) -> None:
     """Compare the owners' books with the allocator's.
 
     Raises:

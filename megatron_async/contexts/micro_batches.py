@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_async.contexts.request_slots import RequestSlots
-from megatron_async.contexts.step_plan import IntArray
 
 
 class MicroBatches:
@@ -35,6 +37,7 @@ class MicroBatches:
         self.steps = 0
         self.bubble = 0
         count = slots.num_micro_batches
+        self._is_member = np.arange(slots.capacity) % count == np.arange(count)[:, None]
         # A clock that ticks in stage times; before the first step there is nothing to wait for.
         self._now = 0
         self._last_start = [-count] * count
@@ -45,10 +48,11 @@ class MicroBatches:
         count = self._slots.num_micro_batches
         return [(self._next + offset) % count for offset in range(count)]
 
-    def members(self, slots: IntArray, micro_batch: int) -> IntArray:
-        """Those of `slots` that are in a micro-batch."""
-        count = self._slots.num_micro_batches
-        return slots if count == 1 else slots[slots % count == micro_batch]
+    def members(self, slots: NDArray[np.bool_], micro_batch: int) -> NDArray[np.bool_]:
+        """Those of some slots, bool `[slots]`, that are in a micro-batch."""
+        if len(self._is_member) == 1:
+            return slots
+        return slots & self._is_member[micro_batch]
 
     def may_admit(self, micro_batch: int, waiting: int) -> bool:
         """Whether one of `waiting` requests may join a micro-batch: all are to be equally large

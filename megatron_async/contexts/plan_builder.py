@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_async.contexts.graph_shapes import GraphShapes
 from megatron_async.contexts.plan_features import NO_FEATURES, plan_features
-from megatron_async.contexts.request_slots import RequestSlots, SlotState
+from megatron_async.contexts.request_slots import NO_SLOTS, DecodeRows, RequestSlots, SlotState
 from megatron_async.contexts.step_plan import BlockUpdates, IntArray, StepPlan
 from megatron_async.contexts.step_shape import StepShape
 from megatron_async.device_state.batch_dimensions import BatchDimensions
@@ -16,6 +16,7 @@ from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.ops.sampling.slot_records import NO_TOKEN, RowFeature
 
 _NONE = np.empty(0, dtype=np.int32)
+_NO_UPDATES = BlockUpdates(NO_SLOTS, _NONE, _NONE)
 _NO_STARTS = np.zeros(1, dtype=np.int32)
 
 
@@ -62,57 +63,50 @@ class PlanBuilder:
         """Block-table updates of the step that is being scheduled."""
         return sum(len(slots) for slots, _, _ in self._updates)
 
-    def shape_of(self, decode: IntArray, chunks: list[PrefillChunk], width: int = 1) -> StepShape:
-        """How large a step with these prefill chunks and decode slots of this width is."""
-        width = width if len(decode) else 1
-        decode_tokens = len(decode) * width
+    def shape_of(self, decode: DecodeRows, chunks: list[PrefillChunk]) -> StepShape:
+        """How large a step with these decode rows and prefill chunks is."""
+        count, width = len(decode.slots), decode.width
         if not chunks:
-            return StepShape(len(decode), tokens=decode_tokens, width=width)
+            return StepShape(count, tokens=count * width, width=width)
         prefill_tokens = sum(end - start for _, start, end in chunks)
         wanted = self._slots.prompt_log_probs
         return StepShape(
-            decode_rows=len(decode),
+            decode_rows=count,
             prefill_rows=len(chunks),
             prefill_tokens=prefill_tokens,
-            tokens=decode_tokens + prefill_tokens,
+            tokens=count * width + prefill_tokens,
             is_eager=int(any(start < wanted[slot] for slot, start, _ in chunks)),
             width=width,
         )
 
     def build(
-        self,
-        decode: IntArray,
-        chunks: list[PrefillChunk],
-        shape: StepShape | None = None,
-        width: int = 1,
+        self, decode: DecodeRows, chunks: list[PrefillChunk], shape: StepShape | None = None
     ) -> StepPlan:
-        """The plan of a step with these decode slots and prefill chunks.
+        """The plan of a step with these decode rows and prefill chunks.
 
         Args:
-            decode: slots.
+            decode: the rows, as their slots are now.
             chunks: of further slots.
             shape: one that holds them; None: theirs.
-            width: most tokens that a decode row yields.
         """
-        width = width if len(decode) else 1
-        shape = shape or self.shape_of(decode, chunks, width)
-        slots = self._slots
-        rows, kv_at_most = decode, slots.places(decode, width)
-        produces = self._all[: len(decode) + len(chunks)]
-        widths = self._ones[: len(decode) + len(chunks)]
+        shape = shape or self.shape_of(decode, chunks)
+        slots, (rows, width, kv_at_most) = self._slots, decode
+        num_decode = len(rows)
+        produces = self._all[: num_decode + len(chunks)]
+        widths = self._ones[: num_decode + len(chunks)]
         if width > 1:
             widths = widths.copy()
-            widths[: len(decode)] = slots.widths_of(decode, width)
+            widths[:num_decode] = slots.widths_of(rows, width)
         # Decode rows: their last token goes in, and drafts; one to `widths` tokens come out.
-        slots.count_launched(decode, widths[: len(decode)])
+        slots.count_launched(rows, widths[:num_decode])
         starts, token_ids = _NO_STARTS, _NONE
         step_features = following = _NONE
         if chunks:
             ends = np.array([chunk.end for chunk in chunks], dtype=np.int32)
-            prefill_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
+            prefill_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int64)
             complete = ends == slots.num_known[prefill_slots]
             produces = produces.copy()
-            produces[len(decode) :] = complete
+            produces[num_decode:] = complete
             step_features = complete * np.int32(RowFeature.PRODUCES)
             is_first = slots.num_prefilled[prefill_slots] == slots.num_cached[prefill_slots]
             step_features[is_first] |= RowFeature.STARTS
@@ -133,10 +127,10 @@ class PlanBuilder:
             dims=shape.captured(self._graph_shapes)
             or shape.eager(
                 width,
-                kv_at_most[: len(decode)],
+                decode.kv_at_most,
                 tuple((end - start, end) for _, start, end in chunks),
             ),
-            num_decode=len(decode),
+            num_decode=num_decode,
             width=width,
             slots=rows,
             generations=slots.generation[rows],
@@ -156,7 +150,7 @@ class PlanBuilder:
 
     def _take_updates(self) -> BlockUpdates:
         if not self._updates:
-            return BlockUpdates(_NONE, _NONE, _NONE)
+            return _NO_UPDATES
         columns = zip(*self._updates, strict=True)
         self._updates = []
         return BlockUpdates(*(np.concatenate(column) for column in columns))
@@ -169,13 +163,13 @@ def dummy_plan(dims: BatchDimensions) -> StepPlan:
         dims=dims,
         num_decode=0,
         width=dims.width,
-        slots=_NONE,
+        slots=NO_SLOTS,
         generations=_NONE,
         kv_at_most=_NONE,
         widths=_NONE,
         produces=np.empty(0, dtype=np.bool_),
         sampling_mode=SamplingMode.GREEDY,
-        block_updates=BlockUpdates(_NONE, _NONE, _NONE),
+        block_updates=_NO_UPDATES,
         prefill_starts=_NO_STARTS,
         prefill_token_ids=_NONE,
         prefill_features=_NONE,

@@ -7,7 +7,7 @@ work on whole arrays; Python touches single requests only at events of their lif
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from megatron_async.ops.sampling.slot_records import RowFeature
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
 
+ALL = slice(None)
+"""Index of all slots."""
 MANY = 2**30
 NO_TOKEN = -1
 """Fills unused entries of `stop_ids`: no token has this id."""
@@ -29,6 +31,21 @@ class SlotState(IntEnum):
     DECODING = 2
     PAUSED = 3
     """Wants a block and there is none; decides itself anew every step."""
+
+
+class DecodeRows(NamedTuple):
+    """The rows of a step that decode."""
+
+    slots: IntArray
+    """int64 `[rows]`: NumPy indexes several times faster by int64 than by int32."""
+    width: int
+    """Most tokens that one of them yields."""
+    kv_at_most: IntArray
+    """int32 `[rows]`: `RequestSlots.places` of them."""
+
+
+NO_SLOTS: IntArray = np.empty(0, dtype=np.int64)
+NO_DECODE = DecodeRows(NO_SLOTS, 1, NO_SLOTS)
 
 
 class RequestSlots:
@@ -206,21 +223,25 @@ class RequestSlots:
         # The sample of the step launched last has not been fed back.
         return int(min(self.at_least(slot) - 1, self.num_known[slot]))
 
-    def at_least(self, slots: IntArray | int) -> IntArray:
+    def at_least(self, slots: IntArray | slice | int) -> IntArray:
         """Bound of the sequences' lengths behind the steps in flight, int32 `[slots]`."""
         return self.num_known[slots] + self.in_flight_steps[slots]
 
-    def at_most(self, slots: IntArray | int) -> IntArray:
+    def at_most(self, slots: IntArray | slice | int) -> IntArray:
         """The other bound; limits of length are not taken into account."""
         return self.num_known[slots] + self.in_flight_tokens[slots]
 
-    def widths_of(self, slots: IntArray, width: int) -> IntArray:
+    def widths_of(self, slots: IntArray | slice, width: int) -> IntArray:
         """Most tokens that rows of these slots yield in a step of this width, int32 `[slots]`: one
         under a grammar, because the mask of a token needs the token before it."""
         constrained = (self.features[slots] & RowFeature.CONSTRAINED) != 0
         return np.where(constrained, 1, width).astype(np.int32)
 
-    def places(self, slots: IntArray, width: int) -> IntArray:
+    def decode_rows(self, slots: IntArray, width: int = 1) -> DecodeRows:
+        """Decode rows of these slots, int64 `[rows]`."""
+        return DecodeRows(slots, width, self.places(slots, width))
+
+    def places(self, slots: IntArray | slice, width: int) -> IntArray:
         """Places in the cache that the sequences may take once rows of this width have run, int32
         `[slots]`: the last token stands at length - 1, drafts behind it, and the last token of all
         is never fed."""

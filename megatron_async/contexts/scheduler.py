@@ -4,13 +4,21 @@ none."""
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.micro_batches import MicroBatches
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
-from megatron_async.contexts.request_slots import RequestSlots, SlotState
+from megatron_async.contexts.request_slots import (
+    ALL,
+    NO_DECODE,
+    NO_SLOTS,
+    DecodeRows,
+    RequestSlots,
+    SlotState,
+)
 from megatron_async.contexts.step_plan import IntArray
 from megatron_async.observe.tracer import Tracer
 from megatron_async.requests.inference_request import DynamicInferenceEventType, Status
@@ -18,7 +26,6 @@ from megatron_async.requests.inference_request import DynamicInferenceEventType,
 ADMISSION_HORIZON = 32
 """Admission leaves the blocks that running requests will want within this many steps, so that a
 newcomer does not pause the requests it joins right away."""
-NO_SLOTS: IntArray = np.empty(0, dtype=np.int32)
 
 
 class Scheduler:
@@ -71,20 +78,19 @@ class Scheduler:
         self._builder.drop_block_updates(slot)
         self._blocks.release(slots.release(slot))
 
-    def schedule(self) -> tuple[IntArray, int, list[PrefillChunk]]:
-        """Decode slots, their width and prefill chunks of the next step; no slots and no chunks if
-        nothing can run."""
+    def schedule(self) -> tuple[DecodeRows, list[PrefillChunk]]:
+        """Decode rows and prefill chunks of the next step; none of both if nothing can run."""
         while True:
             for micro_batch in self.micro_batches.in_turn():
                 with self._tracer.range("schedule", self._builder.next_step):
-                    decode, width = self._schedule_decode(micro_batch)
-                    budget = self._config.max_tokens - len(decode) * width
+                    decode = self._schedule_decode(micro_batch)
+                    budget = self._config.max_tokens - len(decode.slots) * decode.width
                     prefill = self._schedule_prefill(micro_batch, budget)
-                if len(decode) or prefill:
-                    self.micro_batches.took(micro_batch, feeds_back=len(decode) > 0)
-                    return decode, width, prefill
+                if len(decode.slots) or prefill:
+                    self.micro_batches.took(micro_batch, feeds_back=len(decode.slots) > 0)
+                    return decode, prefill
             if not self._make_room():
-                return NO_SLOTS, 1, []
+                return NO_DECODE, []
 
     def forget_prefilled(self) -> None:
         """A plan was built: take the slots out whose prompts it completes."""
@@ -93,51 +99,57 @@ class Scheduler:
 
     # ---- Decode ------------------------------------------------------------------------------
 
-    def _schedule_decode(self, micro_batch: int) -> tuple[IntArray, int]:
-        """Slots of a micro-batch that decode this step, each with blocks for its query tokens, and
-        the step's width.
+    def _schedule_decode(self, micro_batch: int) -> DecodeRows:
+        """The rows of a micro-batch that decode this step, each with blocks for its query tokens.
 
         When blocks run out, rows do without drafts. When they run out all the same, they go to the
         requests first in rank. The others sit out: until the steps in flight have told how long
         their sequences are, and where that is known, paused.
         """
         slots, blocks = self._slots, self._blocks
-        at_least = slots.num_known + slots.in_flight_steps
-        wants = (slots.state >= SlotState.DECODING) & (at_least < slots.max_length)
+        # All slots at once: cheaper than to pick some out of each array.
+        wants = slots.state >= SlotState.DECODING
+        wants &= slots.at_least(ALL) < slots.max_length
         # Under a grammar the mask of a token needs the token before it: one may be in flight.
         wants &= slots.in_flight_steps < slots.most_in_flight
-        rows = self.micro_batches.members(np.flatnonzero(wants).astype(np.int32), micro_batch)
+        wants = self.micro_batches.members(wants, micro_batch)
         width = slots.max_width
-        needy, wanted, count = self._in_need(rows, width)
+        places = slots.places(ALL, width)
+        needy, wanted, count = self._in_need(wants, places)
         if width > 1 and count > blocks.allocatable:
             width = 1
-            needy, wanted, count = self._in_need(rows, width)
-        if count == 0:
-            return rows, width
-        starved = NO_SLOTS
-        if count > blocks.allocatable:
-            by_rank = np.argsort(slots.rank[needy])
-            needy, wanted = needy[by_rank], wanted[by_rank]
-            fed = int(np.searchsorted(wanted.cumsum(), blocks.allocatable, side="right"))
-            starved, needy, wanted = needy[fed:], needy[:fed], wanted[:fed]
-            count = int(wanted.sum())
-            rows = np.setdiff1d(rows, starved, assume_unique=True)
-        self._resume(needy)
-        if len(starved):
-            is_exact = slots.in_flight_tokens[starved] == slots.in_flight_steps[starved]
-            self._pause(starved[is_exact])
-        self._give_blocks(needy, wanted, count)
-        return rows, width
+            places = slots.places(ALL, width)
+            needy, wanted, count = self._in_need(wants, places)
+        if count > 0:
+            starved = NO_SLOTS
+            if count > blocks.allocatable:
+                by_rank = np.argsort(slots.rank[needy])
+                needy, wanted = needy[by_rank], wanted[by_rank]
+                fed = int(np.searchsorted(wanted.cumsum(), blocks.allocatable, side="right"))
+                starved, needy, wanted = needy[fed:], needy[:fed], wanted[:fed]
+                count = int(wanted.sum())
+                wants[starved] = False
+            self._resume(needy)
+            if len(starved):
+                is_exact = slots.in_flight_tokens[starved] == slots.in_flight_steps[starved]
+                self._pause(starved[is_exact])
+            self._give_blocks(needy, wanted, count)
+        rows = np.flatnonzero(wants)
+        return DecodeRows(rows, width, places[rows]) if len(rows) else NO_DECODE
 
-    def _in_need(self, rows: IntArray, width: int) -> tuple[IntArray, IntArray, int]:
-        """Rows that want blocks for a step of this width, how many each, and the sum."""
-        slots, size = self._slots, self._config.block_size_tokens
-        missing = slots.places(rows, width) - slots.num_blocks[rows] * size
+    def _in_need(
+        self, wants: NDArray[np.bool_], places: IntArray
+    ) -> tuple[IntArray, IntArray, int]:
+        """Slots of those that want to run, bool `[slots]`, that lack blocks for their places, how
+        many each lacks, and the sum."""
+        size = self._config.block_size_tokens
+        missing = places - self._slots.num_blocks * size
         is_needy = missing > 0
-        needy = rows[is_needy]
-        if len(needy) == 0:
-            return needy, needy, 0
-        wanted = -(-missing[is_needy] // size)
+        is_needy &= wants
+        if not np.count_nonzero(is_needy):
+            return NO_SLOTS, NO_SLOTS, 0
+        needy = np.flatnonzero(is_needy)
+        wanted = -(-missing[needy] // size)
         return needy, wanted, int(wanted.sum())
 
     def _give_blocks(self, rows: IntArray, counts: IntArray, count: int) -> None:
@@ -194,8 +206,8 @@ class Scheduler:
         return wanted + reserve <= self._blocks.allocatable
 
     def cached_blocks(self, waiting: WaitingRequest) -> IntArray:
-        """Blocks, int32, that hold the keys and values of a request's first tokens, but not of all
-        of them. None: nothing looks for them yet."""
+        """Blocks, integers, that hold the keys and values of a request's first tokens, but not of
+        all of them. None: nothing looks for them yet."""
         return NO_SLOTS
 
     def _admit(self, micro_batch: int) -> int:
@@ -220,7 +232,7 @@ class Scheduler:
             slots.block_table[slot, len(cached) : count] = fresh
             slots.num_blocks[slot] = count
             indices, blocks = np.arange(count, dtype=np.int32), slots.blocks_of(slot).copy()
-            self._builder.add_block_updates(np.full(count, slot, np.int32), indices, blocks)
+            self._builder.add_block_updates(np.full(count, slot, np.int64), indices, blocks)
             request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
         except BaseException:
             self.release(slot)

@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async.contexts.request_slots import RequestSlots
+from megatron_async.contexts.request_slots import NO_SLOTS, RequestSlots
 from megatron_async.contexts.step_plan import IntArray, StepPlan
-
-_NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class StepOutput:
 
     step: int
     slots: IntArray
-    """int32 `[live]`."""
+    """int64 `[live]`."""
     request_ids: NDArray[np.int64]
     """int64 `[live]`."""
     tokens: IntArray
@@ -36,7 +34,7 @@ class StepOutput:
     ended: NDArray[np.bool_]
     """bool `[live]`: stopped, or at its length limit."""
     failed_slots: IntArray
-    """int32 `[failed]`: of requests whose logits left no token to choose."""
+    """int64 `[failed]`: of requests whose logits left no token to choose."""
     zombie_rows: int
     """Rows whose request was gone when the step was resolved."""
     log_probs: IntArray | None = None
@@ -75,42 +73,53 @@ def book_samples(
         sampled, counts, log_probs: of `DynamicInferenceContext.update_requests`.
     """
     held = slots.generation[plan.slots] == plan.generations
-    live = held & plan.produces
-    owners = plan.slots[live]
+    zombies = len(held) - int(np.count_nonzero(held))
+    owners, widths = plan.slots, plan.widths
+    if zombies or plan.num_decode < plan.num_rows:
+        live = held & plan.produces
+        owners, widths = owners[live], widths[live]
+        sampled, counts = sampled[live], counts[live]
+        log_probs = None if log_probs is None else log_probs[live]
     length = slots.num_known[owners]
-    slots.count_back(owners, plan.widths[live] if slots.max_width > 1 else 1)
-    tokens: IntArray = sampled[live, 0]
-    failed: IntArray = _NO_ROWS
-    rows: IntArray = np.arange(len(owners))
-    has_token: NDArray[np.bool_] | bool = True
-    if slots.max_width == 1 and tokens.min(initial=0) >= 0:
-        stopped = (slots.stop_ids[owners] == tokens[:, None]).any(axis=1)
+    slots.count_back(owners, widths)
+    tokens, rows = sampled[:, 0].copy(), np.arange(len(owners))
+    stop_ids, failed = slots.stop_ids[owners], NO_SLOTS
+    if slots.max_width == 1 and not np.count_nonzero(tokens < 0):
+        stopped = _is_any(stop_ids, tokens)
         slots.tokens[owners, length] = tokens
         end = length + 1
+        is_first = length == slots.prompt_length[owners]
     else:
-        counts, stopped, failed = _cut(sampled[live], counts[live], slots.stop_ids[owners])
-        place = np.arange(sampled.shape[1])
-        is_token = place < counts[:, None]
-        tokens, rows = sampled[live][is_token], np.repeat(rows, counts)
+        counts, stopped, without = _cut(sampled, counts, stop_ids)
+        failed = owners[without]
+        is_token = np.arange(sampled.shape[1]) < counts[:, None]
+        tokens, rows = sampled[is_token], np.repeat(rows, counts)
         slots.tokens[owners[rows], length[rows] + np.nonzero(is_token)[1]] = tokens
-        has_token, end = counts > 0, length + counts
+        end = length + counts
+        is_first = (length == slots.prompt_length[owners]) & (counts > 0)
     slots.num_known[owners] = end
     if log_probs is not None:
-        each = np.arange(log_probs.shape[1]) < (end - length)[:, None]
-        log_probs = log_probs[live][each]
+        log_probs = log_probs[np.arange(log_probs.shape[1]) < (end - length)[:, None]]
     return StepOutput(
         step=plan.step,
         slots=owners,
         request_ids=slots.request_id[owners],
         tokens=tokens,
         rows=rows,
-        is_first=(length == slots.prompt_length[owners]) & has_token,
+        is_first=is_first,
         stopped=stopped,
         ended=stopped | (end >= slots.max_length[owners]),
-        failed_slots=owners[failed],
-        zombie_rows=len(held) - int(np.count_nonzero(held)),
+        failed_slots=failed,
+        zombie_rows=zombies,
         log_probs=log_probs,
     )
+
+
+def _is_any(ids: IntArray, tokens: IntArray) -> NDArray[np.bool_]:
+    """Whether tokens, int32 `[rows]`, are among their rows' ids, int32 `[rows, ids]`."""
+    if ids.shape[1] == 1:
+        return ids[:, 0] == tokens
+    return (ids == tokens[:, None]).any(axis=1)
 
 
 def _cut(

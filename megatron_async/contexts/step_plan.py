@@ -17,8 +17,8 @@ IntArray = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class BlockUpdates:
-    """Entries that this step adds to block tables: table[slot, index] = block. int32, one
-    length."""
+    """Entries that this step adds to block tables: table[slot, index] = block. Slots are int64,
+    indices and blocks int32; one length."""
 
     slots: IntArray
     indices: IntArray
@@ -41,7 +41,7 @@ class StepPlan:
     width: int
     """Most tokens that a decode row yields. `dims.width` may be more, in a captured shape."""
     slots: IntArray
-    """int32 `[rows]`, decode rows first; dummy rows of a padded step are not in the plan."""
+    """int64 `[rows]`, decode rows first; dummy rows of a padded step are not in the plan."""
     generations: IntArray
     """int64 `[rows]`."""
     kv_at_most: IntArray

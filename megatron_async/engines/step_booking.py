@@ -97,9 +97,7 @@ class StepBooking:
         with tracer.range("update_requests", step.plan.step):
             if step.plan.features.num_prompt_log_probs:
                 book_prompt_log_probs(step, context.slots)
-            output = context.update_requests(
-                step.plan, step.samples, step.counts, step.log_probs
-            )
+            output = context.update_requests(step.plan, step.samples, step.counts, step.log_probs)
         with tracer.range("emit", step.plan.step):
             output = self._emit(output)
         if context.config.check_integrity:
@@ -118,9 +116,10 @@ class StepBooking:
             the output, without tokens behind a request's end.
         """
         slots, statistics = self._context.slots, self._statistics
-        for slot in output.slots[output.is_first].tolist():  # sync-ok: NumPy
-            request = slots.request_at(slot)
-            request.ttft = time.perf_counter() - request.arrival_time
+        if np.count_nonzero(output.is_first):
+            for slot in output.slots[output.is_first].tolist():  # sync-ok: NumPy
+                request = slots.request_at(slot)
+                request.ttft = time.perf_counter() - request.arrival_time
         output, ends = self._find_ends(output)
         statistics.resolved_steps += 1
         statistics.generated_tokens += len(output.tokens)
@@ -143,16 +142,17 @@ class StepBooking:
     def _find_ends(self, output: StepOutput) -> tuple[StepOutput, list[End]]:
         """Which requests end with this output, and the output up to their ends."""
         slots = self._context.slots
-        owners = output.slots[output.rows]
-        watched = self._watch.is_watched(slots.watch_row[owners], output.tokens)
         ends: list[End] = []
-        due = np.flatnonzero(output.ended)
-        if watched.any():
-            due = np.union1d(due, output.rows[watched])
-        if len(due) == 0:
+        is_due, watch = output.ended, slots.watch_row[output.slots]
+        if np.count_nonzero(watch):  # where all are `NOTHING`, the tokens need no look
+            watched = self._watch.is_watched(watch[output.rows], output.tokens)
+            if np.count_nonzero(watched):
+                is_due = is_due.copy()
+                is_due[output.rows[watched]] = True
+        if not np.count_nonzero(is_due):
             return output, ends
         dropped = np.zeros(len(output.tokens), dtype=np.bool_)
-        for row in due.tolist():  # sync-ok: NumPy
+        for row in np.flatnonzero(is_due).tolist():  # sync-ok: NumPy
             slot = int(output.slots[row])
             tokens = np.flatnonzero(output.rows == row)
             request, kept = slots.request_at(slot), len(tokens)

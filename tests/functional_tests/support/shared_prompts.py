@@ -7,8 +7,7 @@ import numpy as np
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.contexts.admission import WaitingRequest
-from megatron_async.contexts.request_slots import SlotState
-from megatron_async.contexts.scheduler import NO_SLOTS
+from megatron_async.contexts.request_slots import NO_SLOTS, SlotState
 from megatron_async.contexts.step_plan import IntArray
 from megatron_async.ops.sampling.slot_records import Header, RowFeature
 

@@ -9,7 +9,7 @@ from ready_requests import made_ready
 
 from megatron_async.contexts.graph_shapes import GraphShapes, graph_sizes, mixed_graph_sizes
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
-from megatron_async.contexts.request_slots import RequestSlots
+from megatron_async.contexts.request_slots import NO_DECODE, RequestSlots
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_buffer import HostStaging
 from megatron_async.device_state.bookkeeping_layout import FIELDS, BookkeepingLayout
@@ -93,10 +93,10 @@ def test_no_step_exceeds_the_capacity(seed):
 
 def test_device_reads_what_the_host_wrote(slots, staging):
     builder = PlanBuilder(slots)
-    builder.build(np.empty(0, np.int32), [PrefillChunk(0, 0, 6), PrefillChunk(2, 0, 2)])
+    builder.build(NO_DECODE, [PrefillChunk(0, 0, 6), PrefillChunk(2, 0, 2)])
     builder.add_block_updates(*(np.array([v], np.int32) for v in (0, 1, 5)))
     chunks = [PrefillChunk(1, 0, 6), PrefillChunk(2, 2, 5)]
-    plan = builder.build(np.array([0], np.int32), chunks)
+    plan = builder.build(slots.decode_rows(np.array([0])), chunks)
     words = staging.pack(plan, slots)
     fields = BookkeepingLayout.for_batch(plan.dims, 1).device_views(words)
     assert fields["row_slots"].tolist() == [0, 1, 2]
@@ -119,9 +119,9 @@ def test_device_reads_what_the_host_wrote(slots, staging):
 
 def test_padded_rows_point_at_the_dummy_slot(slots, staging):
     builder = PlanBuilder(slots, GraphShapes((1, 2, 4)))
-    builder.build(np.empty(0, np.int32), [PrefillChunk(i, 0, 6) for i in range(3)])
+    builder.build(NO_DECODE, [PrefillChunk(i, 0, 6) for i in range(3)])
     builder.add_block_updates(*(np.array([v], np.int32) for v in (2, 1, 7)))
-    plan = builder.build(np.arange(3, dtype=np.int32), [])
+    plan = builder.build(slots.decode_rows(np.arange(3)), [])
     assert plan.dims.is_captured
     assert plan.dims.decode_rows == 4
     assert plan.num_rows == 3
@@ -138,9 +138,9 @@ def test_padded_rows_point_at_the_dummy_slot(slots, staging):
 
 def test_a_mixed_step_is_padded_twice(slots, staging):
     builder = PlanBuilder(slots, GraphShapes((4,), {8: (0, 2), 16: (0, 2, 4)}, prefill_rows=3))
-    builder.build(np.empty(0, np.int32), [PrefillChunk(0, 0, 6), PrefillChunk(2, 0, 2)])
+    builder.build(NO_DECODE, [PrefillChunk(0, 0, 6), PrefillChunk(2, 0, 2)])
     chunks = [PrefillChunk(1, 0, 6), PrefillChunk(2, 2, 5)]
-    plan = builder.build(np.array([0], np.int32), chunks)
+    plan = builder.build(slots.decode_rows(np.array([0])), chunks)
     assert (plan.dims.decode_rows, plan.dims.prefill_rows, plan.dims.prefill_tokens) == (2, 3, 16)
     layout = BookkeepingLayout.for_batch(plan.dims, 0)
     fields = layout.device_views(staging.pack(plan, slots))
@@ -156,8 +156,8 @@ def test_a_mixed_step_is_padded_twice(slots, staging):
 
 def test_a_mixed_step_that_fits_no_shape_runs_eagerly(slots):
     builder = PlanBuilder(slots, GraphShapes((4,), {8: (0,)}, prefill_rows=1))
-    first = builder.build(np.empty(0, np.int32), [PrefillChunk(0, 0, 6)])
-    second = builder.build(np.array([0], np.int32), [PrefillChunk(1, 0, 6)])
+    first = builder.build(NO_DECODE, [PrefillChunk(0, 0, 6)])
+    second = builder.build(slots.decode_rows(np.array([0])), [PrefillChunk(1, 0, 6)])
     assert first.dims.is_captured
     assert not second.dims.is_captured
     assert second.dims.prefill_lengths == ((6, 6),)
