@@ -1,6 +1,6 @@
 """Stream answers while they are made: several requests, one engine task, text as it settles.
 
-    python examples/stream.py --model smollm2 --prompt "Once upon a time" --prompt "The sea"
+python examples/stream.py --model smollm2 --prompt "Once upon a time" --prompt "The sea"
 """
 
 from __future__ import annotations

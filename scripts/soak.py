@@ -46,9 +46,7 @@ class HashTokens:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def sample(
-        self, plan: StepPlan, context: DynamicInferenceContext
-    ) -> tuple[IntArray, IntArray]:
+    def sample(self, plan: StepPlan, context: DynamicInferenceContext) -> tuple[IntArray, IntArray]:
         """Tokens of a step: each follows from its row's request and KV length."""
         tokens = self.tokens(context.slots.request_id[plan.slots], plan.kv_at_most)
         return tokens, np.ones(len(tokens), dtype=np.int32)

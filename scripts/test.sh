@@ -53,6 +53,7 @@ run() {
     "$@" || { status=1; printf '== FAILED: %s\n' "$*"; }
 }
 run ruff check .
+run ruff format --check megatron_async scripts tests examples
 run mypy
 run python scripts/lint_no_sync.py
 

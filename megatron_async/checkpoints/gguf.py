@@ -149,9 +149,7 @@ class GGUFSource(NamedTensorSource):
         for start in range(0, len(target), step):
             stop = min(start + step, len(target))
             rows = slice(first + start, first + stop)
-            target[start:stop].copy_(
-                self.read_tensor(name, (rows, *region[1:]), place.device)
-            )
+            target[start:stop].copy_(self.read_tensor(name, (rows, *region[1:]), place.device))
 
     def _values(self, stored: Any, rows: slice, device: torch.device) -> Tensor:
         try:

@@ -112,9 +112,7 @@ def _size(args: Mapping[str, Any], name: str, where: str) -> int:
     return value
 
 
-def _experts(
-    args: Mapping[str, Any], dense_layers: tuple[int, ...], where: str
-) -> dict[str, Any]:
+def _experts(args: Mapping[str, Any], dense_layers: tuple[int, ...], where: str) -> dict[str, Any]:
     ffn = args.get("moe_ffn_hidden_size") or args.get("ffn_hidden_size")
     return {
         "num_moe_experts": _size(args, "num_experts", where),

@@ -184,6 +184,4 @@ def byte_bar(total: int, show: bool, label: str = "loading weights") -> Any:
 
     It is a context manager; call `update` on it with the bytes that are done.
     """
-    return tqdm(
-        total=total, desc=label, unit="B", unit_scale=True, disable=not show, leave=False
-    )
+    return tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=not show, leave=False)

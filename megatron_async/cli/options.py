@@ -31,7 +31,9 @@ ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
     ("max_tokens", int, "N", "token budget of one STEP, not of an answer (default: 2048)"),
     ("max_sequence_length", int, "N", "longest prompt and answer together (default: 2560)"),
     (
-        "attention_backend", str, "NAME",
+        "attention_backend",
+        str,
+        "NAME",
         "prefill on a GPU: triton, flash_attn_4, flash_attn_3 or torch (default: the fastest)",
     ),
     ("logging_step_interval", int, "N", "log a line every N steps (default: 0, none)"),

@@ -73,9 +73,7 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
         ),
         slots,
         kv_cache,
-        RotaryTable(
-            described_frequencies(model), config.max_sequence_length, device.torch_device
-        ),
+        RotaryTable(described_frequencies(model), config.max_sequence_length, device.torch_device),
         model.layernorm_epsilon,
         _make_attention(model, config, device, max_blocks),
         states,

@@ -3,7 +3,7 @@
 A decode row yields its samples up to the first that is not the draft fed behind it: each of them
 was drawn from the logits, and with the noise, that plain decoding would have had at its place, so
 the tokens are those of plain decoding whatever was drafted. (No rejection sampling: the sampler is
-Gumbel-max with noise by seed and position, `ops/sampling/sampling.py`.) """
+Gumbel-max with noise by seed and position, `ops/sampling/sampling.py`.)"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ One kernel, and another for prefill tokens, where plain torch needs thirty. The 
 its block-table updates, then what follows from its slot; how long a decode row's sequence is, the
 steps before have left there. The second takes tokens of the prefill chunks: what follows from a
 token's row. They find the step's bookkeeping in a ring by a number on the device, because a
-captured step's addresses are fixed. """
+captured step's addresses are fixed."""
 
 from __future__ import annotations
 

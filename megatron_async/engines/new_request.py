@@ -77,9 +77,7 @@ def prepare_request(
             raise what is no `Exception`); other exceptions come from a user's own tokenizer.
     """
     try:
-        return _prepare(
-            entry, prompt, given_params, priority, controller, context, grammars, watch
-        )
+        return _prepare(entry, prompt, given_params, priority, controller, context, grammars, watch)
     except (Exception, *INTERRUPTS):
         raise
     except BaseException as panic:

@@ -66,9 +66,7 @@ def split_pattern(pattern: str, stages: int, output_cost: float = 0.0) -> str:
     least, more = divmod(len(units) - last, others)
     sizes = [*(least + (stage < more) for stage in range(others)), last]
     ends = list(accumulate(sizes))
-    return "|".join(
-        "".join(units[end - size : end]) for size, end in zip(sizes, ends, strict=True)
-    )
+    return "|".join("".join(units[end - size : end]) for size, end in zip(sizes, ends, strict=True))
 
 
 def output_cost(architecture: ModelArchitecture, dtype: torch.dtype, sizes: ParallelSizes) -> float:

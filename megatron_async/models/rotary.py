@@ -16,9 +16,7 @@ from torch import Tensor
 from megatron_async.models.architecture import RopeScaling
 
 
-def inverse_frequencies(
-    dim: int, base: float, scaling: RopeScaling | None = None
-) -> Tensor:
+def inverse_frequencies(dim: int, base: float, scaling: RopeScaling | None = None) -> Tensor:
     """Inverse frequencies of the `dim / 2` rotated pairs: float32, on the CPU."""
     # Same operations in the same order as the models' training code, so that the table is
     # bit-identical to theirs: token-exact comparisons depend on it.
@@ -29,9 +27,9 @@ def inverse_frequencies(
     wavelength = 2 * math.pi / inv_freq
     low = scaling.original_max_position_embeddings / scaling.low_freq_factor
     high = scaling.original_max_position_embeddings / scaling.high_freq_factor
-    smooth = (
-        scaling.original_max_position_embeddings / wavelength - scaling.low_freq_factor
-    ) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = (scaling.original_max_position_embeddings / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     blended = (1 - smooth) * inv_freq / scaling.factor + smooth * inv_freq
     stretched = torch.where(wavelength > low, inv_freq / scaling.factor, inv_freq)
     return torch.where((wavelength <= low) & (wavelength >= high), blended, stretched)

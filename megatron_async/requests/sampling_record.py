@@ -157,9 +157,7 @@ def _bad_words(params: SamplingParams, vocab_size: int, tokenizer: Any) -> list[
     if not isinstance(given, list):
         raise RequestError(f"bad_words={given!r} is not allowed: it must be a list of words.")
     if len(given) > MAX_BAD_WORDS:  # before each is tokenized
-        raise RequestError(
-            f"bad_words has {len(given)} words: at most {MAX_BAD_WORDS} are served."
-        )
+        raise RequestError(f"bad_words has {len(given)} words: at most {MAX_BAD_WORDS} are served.")
     words: list[list[int]] = []
     for word in given:
         for tokens in _spellings(word, vocab_size, tokenizer):

@@ -25,9 +25,7 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 class TokenSource(Protocol):
     """Says what a step samples."""
 
-    def sample(
-        self, plan: StepPlan, context: DynamicInferenceContext
-    ) -> tuple[IntArray, IntArray]:
+    def sample(self, plan: StepPlan, context: DynamicInferenceContext) -> tuple[IntArray, IntArray]:
         """Tokens that the plan's rows yield, int32 `[tokens]`, row by row, and how many each row
         does, int32 `[rows]`.
 

@@ -137,9 +137,7 @@ class _RecordedTokens:
         events = recording.events
         self._resolved = {event.step: event for event in events if isinstance(event, Resolved)}
 
-    def sample(
-        self, plan: StepPlan, context: DynamicInferenceContext
-    ) -> tuple[IntArray, IntArray]:
+    def sample(self, plan: StepPlan, context: DynamicInferenceContext) -> tuple[IntArray, IntArray]:
         """The recorded tokens; one zero a row for a step that was never resolved, and for a plan of
         another size, which the comparison is about to find."""
         resolved = self._resolved.get(plan.step)

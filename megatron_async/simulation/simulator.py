@@ -29,9 +29,7 @@ class _AnyToken:
         self.first_launched: dict[int, float] = {}
         """Request id -> time at which the step with its first chunk was launched, microseconds."""
 
-    def sample(
-        self, plan: StepPlan, context: DynamicInferenceContext
-    ) -> tuple[IntArray, IntArray]:
+    def sample(self, plan: StepPlan, context: DynamicInferenceContext) -> tuple[IntArray, IntArray]:
         """Zeros; and note who is prefilled for the first time."""
         now = context.device.clock.now_us  # type: ignore[attr-defined]  # a VirtualDevice
         for request_id in context.slots.request_id[plan.slots[plan.num_decode :]]:

@@ -92,9 +92,7 @@ def measure_steady(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
     return asdict(time_steps(llm.engine, WINDOWS, args.steps))
 
 
-def profile_gaps(
-    model: str, lookahead: int, args: argparse.Namespace
-) -> dict[str, dict[str, Any]]:
+def profile_gaps(model: str, lookahead: int, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Gap reports of both loads, on an engine of their own.
 
     A process that has profiled once launches more slowly from then on, so this comes last.
@@ -178,13 +176,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for model, lookahead in itertools.product(args.models, args.lookahead):
         found = measure(model, lookahead, args)
         ratio = found["churn"]["step_ms"] / found["steady"]["step_ms"]
-        figures.append({
-            "model": model,
-            "batch": args.batch_size,
-            "lookahead": lookahead,
-            "churn_over_steady": ratio,
-            **found,
-        })
+        figures.append(
+            {
+                "model": model,
+                "batch": args.batch_size,
+                "lookahead": lookahead,
+                "churn_over_steady": ratio,
+                **found,
+            }
+        )
         print_figures(figures[-1:], COLUMNS)
     for row in figures if args.profile else ():
         for load, gaps in profile_gaps(row["model"], row["lookahead"], args).items():

@@ -90,9 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sampling = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     print(f"{'model':<22}{'batch':>6}{'lookahead':>10}" + "".join(f"{c:>19}" for c in COLUMNS))
     figures = []
-    for model, batch, lookahead in itertools.product(
-        args.models, args.batch_sizes, args.lookahead
-    ):
+    for model, batch, lookahead in itertools.product(args.models, args.batch_sizes, args.lookahead):
         result = measure(model, batch, lookahead, sampling, args)
         figures.append({"model": model, "batch": batch, "lookahead": lookahead, **result})
         cells = "".join(f"{result.get(c, float('nan')):>19.3f}" for c in COLUMNS)

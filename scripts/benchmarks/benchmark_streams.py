@@ -198,9 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     heads = "".join(f"{column:>18}" for column in COLUMNS)
     print(f"{'model':<22}{'batch':>6}{'lookahead':>10}  {'mode':<12}{heads}")
     figures = []
-    for model, batch, lookahead in itertools.product(
-        args.models, args.batch_sizes, args.lookahead
-    ):
+    for model, batch, lookahead in itertools.product(args.models, args.batch_sizes, args.lookahead):
         with open_engine(model, batch, lookahead, args) as llm:
             engine, alone = llm.engine, 0.0
             if engine.controller.tokenizer is None:

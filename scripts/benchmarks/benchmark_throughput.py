@@ -165,14 +165,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures = []
     for rate, lookahead in itertools.product(args.rate, args.lookahead):
         result = served[rate, lookahead]
-        figures.append({
-            "model": args.model,
-            "rate": rate,
-            "lookahead": lookahead,
-            "requests": len(result.requests),
-            "same_tokens": same_tokens(result, served[rate, args.lookahead[0]]),
-            **summarize(result),
-        })
+        figures.append(
+            {
+                "model": args.model,
+                "rate": rate,
+                "lookahead": lookahead,
+                "requests": len(result.requests),
+                "same_tokens": same_tokens(result, served[rate, args.lookahead[0]]),
+                **summarize(result),
+            }
+        )
     print_table(figures)
     if args.json:
         write_record(args.json, "throughput", vars(args), figures)

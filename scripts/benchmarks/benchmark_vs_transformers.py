@@ -63,9 +63,7 @@ def main() -> None:
         convert(args.model, folder, to="huggingface", progress=False)
         reference = load_transformers(folder, args.device, dtype)
     vocabulary = llm.engine.controller.vocab_size
-    params = SamplingParams(
-        temperature=0.0, num_tokens_to_generate=args.tokens, termination_id=-1
-    )
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=args.tokens, termination_id=-1)
     figures = []
     print(f"{args.model}, {dtype} on {args.device}: {args.prompt_tokens} + {args.tokens} tokens")
     print(f"{'batch':>6}{'engine tok/s':>14}{'transformers':>14}{'ratio':>8}{'same tokens':>13}")

@@ -27,7 +27,14 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs/performance"
 
 # The palette of Okabe and Ito, "Color universal design" (2008): told apart by colour-blind readers.
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE, GREY = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C",
+    "#000000",
+    "#E69F00",
+    "#56B4E9",
+    "#009E73",
+    "#0072B2",
+    "#D55E00",
+    "#CC79A7",
+    "#8C8C8C",
 )
 LOOKAHEAD_STYLES = ((ORANGE, "s"), (BLUE, "o"), (GREEN, "^"), (PURPLE, "v"))
 
@@ -242,9 +249,7 @@ def plot_churn(figures: Figures) -> Figure:
     cases = sorted({(row["model"], row["batch"]) for row in figures.rows})
     figure, axes = panels(len(cases))
     for axis, (model, batch) in zip(axes[0], cases, strict=True):
-        rows = sorted(
-            figures.select(model=model, batch=batch), key=lambda row: row["lookahead"]
-        )
+        rows = sorted(figures.select(model=model, batch=batch), key=lambda row: row["lookahead"])
         for place, (load, colour) in enumerate((("steady", SKY), ("churn", BLUE))):
             at = [i + 0.38 * (place - 0.5) for i in range(len(rows))]
             finishes = rows[0]["churn"]["finishes_per_step"]
@@ -314,9 +319,7 @@ def plot_decode_attention(figures: Figures) -> Figure:
         lengths = sorted({row["length"] for row in figures.select(shape=shape)})
         colours = (BLUE, GREEN, ORANGE, PURPLE, SKY)
         for length, colour in zip(lengths, colours * len(lengths), strict=False):
-            rows = sorted(
-                figures.select(shape=shape, length=length), key=lambda row: row["rows"]
-            )
+            rows = sorted(figures.select(shape=shape, length=length), key=lambda row: row["rows"])
             sizes = [row["rows"] for row in rows]
             axis.plot(
                 sizes, [row["us"] for row in rows], color=colour, marker="o",

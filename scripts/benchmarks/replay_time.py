@@ -55,9 +55,7 @@ def replay_ms(
     return statistics.median(times)
 
 
-def call_us(
-    device: Device, call: Callable[[], object], calls: int = 64, repeats: int = 7
-) -> float:
+def call_us(device: Device, call: Callable[[], object], calls: int = 64, repeats: int = 7) -> float:
     """Median microseconds of a call that a graph makes many times in a row; with several ranks,
     which all measure the same, those of the slowest.
 

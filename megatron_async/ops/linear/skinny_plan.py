@@ -139,9 +139,7 @@ def _one_row(outputs: int, k: int, itemsize: int, gated: bool, normed: bool) -> 
     return OneRowPlan(2 if gated else 4, block_k, warps, 0)
 
 
-def _tile(
-    rows: int, outputs: int, k: int, itemsize: int, gated: bool, may_split: bool
-) -> TilePlan:
+def _tile(rows: int, outputs: int, k: int, itemsize: int, gated: bool, may_split: bool) -> TilePlan:
     block_m = max(16, triton.next_power_of_2(rows))
     few = block_m == 16
     # Partial sums of many rows are many bytes: fewer parts, and longer ones where there is room.

@@ -59,9 +59,7 @@ def begin_chunks(rows: ProcessingRows, chunks: ChunkTensors) -> None:
     )  # fmt: skip
 
 
-def process_logits(
-    logits: Tensor, rows: ProcessingRows, out: Tensor, kept: Tensor
-) -> Tensor:
+def process_logits(logits: Tensor, rows: ProcessingRows, out: Tensor, kept: Tensor) -> Tensor:
     """As `process_logits_reference`; elements of a row of `logits` must be adjacent, `out`,
     `kept` and `rows.records` contiguous."""
     count, vocab = logits.shape
