@@ -20,6 +20,7 @@ from megatron_async.engines.listener import EngineListener
 from megatron_async.profiling.benchmark_record import commit
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.simulation.cached_tokens import cached_tokens
 from megatron_async.simulation.model_shape import ModelShape
 from megatron_async.simulation.recording import (
     COUNTERS,
@@ -96,7 +97,8 @@ class Recorder(EngineListener):
     def launched(self, plan: StepPlan | None) -> None:
         times = self._statistics
         now = time.perf_counter_ns()
-        self._events.append(("launch", plan, times.prepare_ns, times.launch_ns, now))
+        kept = self._engine.context.blocks.cached
+        self._events.append(("launch", plan, times.prepare_ns, times.launch_ns, now, kept))
 
     def resolved(self, step: LaunchedStep) -> None:
         now, spent = time.perf_counter_ns(), self._statistics.resolve_ns
@@ -182,7 +184,7 @@ class Recorder(EngineListener):
         return list(event)
 
     def _launched(
-        self, plan: StepPlan | None, prepare_ns: int, launch_ns: int, now_ns: int
+        self, plan: StepPlan | None, prepare_ns: int, launch_ns: int, now_ns: int, kept: int
     ) -> list[Any]:
         before_prepare, before_launch, resolve = self._before_ns
         self._before_ns = (prepare_ns, launch_ns, resolve)
@@ -191,7 +193,9 @@ class Recorder(EngineListener):
         if plan is None:
             return ["launch", None, [], [0, 0, 0], times]
         work = [plan.dims.prefill_tokens, plan.dims.decode_rows, int(plan.kv_at_most.sum())]
-        return ["launch", plan.step, plan_checksums(plan), work, times]
+        record = ["launch", plan.step, plan_checksums(plan), work, times]
+        cached = [int(cached_tokens(plan).sum()), kept]
+        return [*record, cached] if any(cached) else record
 
 
 def _plain(value: Any) -> Any:

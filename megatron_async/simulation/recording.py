@@ -11,7 +11,8 @@ line is an array, in the order in which things happened; times are microseconds:
     ["abort", request id]
     ["evict_all"]                             the engine was suspended and gave its KV cache back
     ["launch", step, [checksum of each of PLAN_FIELDS], [prefill tokens, decode rows, KV tokens],
-        [prepare, launch, when]]              step null: nothing could be planned before a resolve
+        [prepare, launch, when],              step null: nothing could be planned before a resolve
+        [tokens found in the cache, blocks kept]]              last entry only if not [0, 0]
     ["resolve", step, [tokens that its rows yield], [how many each; null: one], error or null,
         [resolve, when]]
     ["text_end", request id, reason, generated tokens]     an end that token ids alone do not tell
@@ -100,6 +101,10 @@ class Launched:
     """Prefill tokens, decode rows (padding included) and KV tokens."""
     times_us: tuple[float, float, float]
     """CPU time of preparing and of launching, and when it was launched."""
+    cached: tuple[int, int] = (0, 0)
+    """Tokens that the requests which begin with this step found in the cache, and blocks that were
+    kept for what they hold, without an owner, once it was planned: what a replay depends on besides
+    the samples where blocks are shared."""
 
 
 @dataclass(frozen=True)
@@ -256,8 +261,9 @@ def _parse(recording: Recording, record: list[Any]) -> None:
     elif kind == "evict_all":
         recording.events.append(EvictedAll(*values))
     elif kind == "launch":
-        step, checksums, work, times = values
-        recording.events.append(Launched(step, checksums, tuple(work), tuple(times)))
+        step, checksums, work, times, *cached = values
+        launched = Launched(step, checksums, tuple(work), tuple(times), *map(tuple, cached))
+        recording.events.append(launched)
     elif kind == "resolve":
         step, tokens, counts, error, times = values
         recording.events.append(Resolved(step, tokens, counts, error, tuple(times)))

@@ -9,8 +9,10 @@ import numpy as np
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.engines.listener import EngineListener
+from megatron_async.simulation.cached_tokens import cached_tokens
 from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.recorded_text import text_ends, watch_as_recorded, without_text
 from megatron_async.simulation.recording import (
@@ -44,7 +46,8 @@ class Replay:
         config: settings to replay it with, which must plan as the recorded ones do; None: those.
 
     Attributes:
-        engine: as it stands.
+        engine: as it stands. Where the recorded engine shared blocks, who looks for cached ones
+            is to be put into this one before `run`.
 
     Raises:
         RecordingError: `config` differs from the recorded one; the message names the setting.
@@ -59,8 +62,8 @@ class Replay:
             num_kv_blocks=recording.config.num_kv_blocks,
             logging_step_interval=0,
         )
-        self._comparer = _PlanComparer()
         self.engine = ModelLessEngine(recording.shape, config, _RecordedTokens(recording))
+        self._comparer = _PlanComparer(self.engine.context.blocks)
         self.engine.listeners.append(self._comparer)
         self._text_ends = text_ends(recording.events)
 
@@ -153,9 +156,14 @@ class _RecordedTokens:
 
 
 class _PlanComparer(EngineListener):
-    """Compares each plan with the recorded one."""
+    """Compares each plan with the recorded one.
 
-    def __init__(self) -> None:
+    Args:
+        blocks: of the replaying engine.
+    """
+
+    def __init__(self, blocks: KVBlockAllocator) -> None:
+        self._blocks = blocks
         self.expected: Launched | None = None
 
     def launched(self, plan: StepPlan | None) -> None:
@@ -167,6 +175,14 @@ class _PlanComparer(EngineListener):
             if expected.step is not None:
                 raise RecordingError(f"step {expected.step} was recorded, but none is planned.")
             return
+        cached = int(cached_tokens(plan).sum()), self._blocks.cached
+        if cached != expected.cached:
+            raise RecordingError(
+                f"step {plan.step} differs from the recording: requests found {cached[0]} tokens "
+                f"in the cache and it keeps {cached[1]} blocks, instead of {expected.cached[0]} "
+                f"and {expected.cached[1]}. A recording does not say what is cached: the engine of "
+                "the replay needs the `Scheduler.cached_blocks` that the recorded engine had."
+            )
         pairs = zip(PLAN_FIELDS, plan_checksums(plan), expected.checksums, strict=True)
         for name, found, recorded in pairs:
             if found != recorded:

@@ -16,6 +16,7 @@ from megatron_async.profiling.arrival_trace import TraceRequest
 from megatron_async.profiling.trace_server import ServedRequest, ServedTrace
 from megatron_async.profiling.trace_summary import summarize
 from megatron_async.profiling.workloads import greedy
+from megatron_async.simulation.cached_tokens import cached_tokens
 from megatron_async.simulation.device_times import Machine
 from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.model_shape import ModelShape
@@ -28,12 +29,18 @@ class _AnyToken:
     def __init__(self) -> None:
         self.first_launched: dict[int, float] = {}
         """Request id -> time at which the step with its first chunk was launched, microseconds."""
+        self.cached_tokens = 0
+        """Prompt tokens that requests found in the cache when they were prefilled for the first
+        time."""
 
     def sample(self, plan: StepPlan, context: DynamicInferenceContext) -> tuple[IntArray, IntArray]:
         """Zeros; and note who is prefilled for the first time."""
         now = context.device.clock.now_us  # type: ignore[attr-defined]  # a VirtualDevice
-        for request_id in context.slots.request_id[plan.slots[plan.num_decode :]]:
-            self.first_launched.setdefault(int(request_id), now)
+        begun = context.slots.request_id[plan.slots[plan.num_decode :]]
+        for request_id, cached in zip(begun, cached_tokens(plan), strict=True):
+            if int(request_id) not in self.first_launched:
+                self.first_launched[int(request_id)] = now
+                self.cached_tokens += int(cached)
         ones = np.ones(plan.num_rows, dtype=np.int32)
         return np.zeros(plan.num_rows, dtype=np.int32), ones
 
@@ -175,7 +182,7 @@ class _Simulation:
             evictions=engine.context.scheduler.evictions,
             pauses=engine.context.scheduler.pauses,
         )
-        prompts = sum(len(request.prompt) for request in self._trace)
+        prompts = sum(len(request.prompt) for request in self._trace) - self._tokens.cached_tokens
         return Simulated(
             served=served,
             idle_share=idle / max(idle + compute.busy_us, 1e-9),

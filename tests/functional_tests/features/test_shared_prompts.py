@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +13,8 @@ from fuzz.attention_model import VOCABULARY, AttentionModel
 from harness import Job, assert_all_is_back, greedy, make_engine, run_alone
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks
-from schedules import MAX_STEPS, Schedule, random_schedule, run_schedule
-from shared_prompts import SharedPrompts
+from schedules import MAX_STEPS, Schedule, run_schedule
+from shared_prompts import SharedPrompts, sharing_schedule
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import Chaos, CpuDevice
@@ -125,26 +123,6 @@ def test_the_donor_goes(
     assert_all_is_back(engine)
     blocks.check_free_blocks()
     engine.close()
-
-
-def sharing_schedule(seed: int, width: int) -> Schedule:
-    """A random schedule of prompts that begin alike, in a pool as small as ever."""
-    schedule, chooser = random_schedule(seed), random.Random(seed)
-    texts = [[chooser.randrange(VOCABULARY) for _ in range(30)] for _ in range(2)]
-    jobs = []
-    for number, job in enumerate(schedule.jobs):
-        length = len(job.prompt)
-        same = min(length, chooser.choice([length, length - 1, length // 2]))
-        prompt = chooser.choice(texts)[:same] + [token % VOCABULARY for token in job.prompt[same:]]
-        jobs.append(Job(prompt, replace(job.params, seed=number)))
-        params = jobs[-1].params
-        params.termination_id = min(params.termination_id, VOCABULARY - 1)
-        params.stop_token_ids = [token % VOCABULARY for token in params.stop_token_ids]
-        if chooser.random() < 0.5:
-            params.frequency_penalty = 0.9
-    schedule.jobs = jobs
-    schedule.config["max_tokens"] += schedule.config["max_requests"] * (width - 1)
-    return schedule
 
 
 @pytest.mark.parametrize("remembers", [False, True])
