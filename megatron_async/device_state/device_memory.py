@@ -8,7 +8,13 @@ from megatron_async.config import InferenceConfig
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.device_state.device_slots import DeviceSlots
 from megatron_async.device_state.gpu_view import ContextGPUView
-from megatron_async.device_state.kv_cache import GIB, PagedKVCache, blocks_that_fit, bytes_per_block
+from megatron_async.device_state.kv_cache import (
+    GIB,
+    MIB,
+    PagedKVCache,
+    blocks_that_fit,
+    bytes_per_block,
+)
 from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.device_state.slot_states import FeedbackState, SlotStates
 from megatron_async.device_state.step_tensors import StepTensors
@@ -33,16 +39,17 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
         device: where it all goes.
 
     Raises:
-        OutOfMemoryError: the KV pool does not fit.
+        OutOfMemoryError: the states of the slots do not fit, or the KV pool beside them.
         ConfigurationError: a shape that the device's kernels do not serve.
     """
     max_blocks = -(-config.max_sequence_length // config.block_size_tokens)
     states = SlotStates()
-    # What each slot takes comes first; blocks share what is left.
     vocab_size = getattr(model, "vocab_size", None)
     if vocab_size is not None and stage_of(model).is_last:
         states.add(SamplingState(config.max_requests, vocab_size, device.torch_device))
-    num_blocks = _num_blocks(model, config, device)
+    # What each slot takes comes first; blocks share what is left.
+    num_blocks = _num_blocks(model, config, device, states)
+    states.allocate()
     kv_cache = PagedKVCache(
         attention_layers(model),
         num_blocks,
@@ -82,13 +89,14 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
     return view
 
 
-def _num_blocks(model: Any, config: InferenceConfig, device: Device) -> int:
-    """Usable KV blocks: as many as fit on each of the ranks that hold the model between them."""
+def _num_blocks(model: Any, config: InferenceConfig, device: Device, states: SlotStates) -> int:
+    """Usable KV blocks: as many as fit, beside the states of all slots, on each of the ranks that
+    hold the model between them."""
     failure, num_blocks = None, 0
     try:
         num_blocks = blocks_that_fit(
             block_bytes(model, config),
-            device.free_memory(),
+            _free_beside(states, config.max_requests, device),
             device.torch_device,
             config.num_kv_blocks,
             config.buffer_size_gb,
@@ -104,6 +112,24 @@ def _num_blocks(model: Any, config: InferenceConfig, device: Device) -> int:
             "would: give all ranks less (num_kv_blocks or buffer_size_gb)."
         )
     return num_blocks
+
+
+def _free_beside(states: SlotStates, max_requests: int, device: Device) -> int:
+    """Free bytes of a device, less what the states will take.
+
+    Raises:
+        OutOfMemoryError: they do not fit.
+    """
+    free, needed, each = device.free_memory(), states.num_bytes(max_requests), states.bytes_per_slot
+    if needed <= free:
+        return free - needed
+    fit = free // each - 1
+    remedy = f"At most max_requests={fit} fits." if fit > 0 else "Not even one request's fits."
+    raise OutOfMemoryError(
+        f"what max_requests={max_requests} requests need beside the KV cache takes "
+        f"{needed / GIB:.3g} GiB on {device.torch_device}, {each / MIB:.3g} MiB each and one more "
+        f"for padding, but {free / GIB:.3g} GiB is free. {remedy}"
+    )
 
 
 def max_paused_blocks(model: Any, config: InferenceConfig, num_blocks: int, device: Device) -> int:

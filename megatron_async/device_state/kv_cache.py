@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import OutOfMemoryError
 
+MIB = 1024**2
 GIB = 1024**3
 DEFAULT_CPU_POOL_GB = 1.0
 DEFAULT_GPU_SHARE = 0.8

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.device_state.slot_states import PerSlotState
+from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.sampling.logits_processing import ChunkTensors, DraftTensors, ProcessingRows
 from megatron_async.ops.sampling.sampling import SamplingMode
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 class SamplingState(PerSlotState):
     """Per-slot arrays of the steps with processed logits; one row more than there are slots, as in
     `DeviceSlots`. Kept up by the steps themselves, on the compute stream: they never see a token
-    that is not sampled yet.
+    that is not sampled yet. Without memory until `allocate`.
 
     Args:
         capacity: slots.
@@ -35,14 +36,23 @@ class SamplingState(PerSlotState):
     """
 
     def __init__(self, capacity: int, vocab_size: int, device: torch.device) -> None:
-        self.counts: Tensor = torch.zeros(
-            capacity + 1, vocab_size, dtype=torch.int32, device=device
-        )
-        self.recent: Tensor = torch.zeros(capacity + 1, WINDOW, dtype=torch.int32, device=device)
+        self._shape = capacity + 1, vocab_size
+        self._device = device
+        self.release()
 
     @property
     def bytes_per_slot(self) -> int:
-        return self.counts[0].nbytes + self.recent[0].nbytes
+        return (self._shape[1] + WINDOW) * torch.int32.itemsize
+
+    @makes_ordinary_tensors
+    def allocate(self) -> None:
+        rows, vocab_size = self._shape
+        self.counts: Tensor = torch.zeros(rows, vocab_size, dtype=torch.int32, device=self._device)
+        self.recent: Tensor = torch.zeros(rows, WINDOW, dtype=torch.int32, device=self._device)
+
+    def release(self) -> None:
+        self.counts = torch.empty(0, self._shape[1], dtype=torch.int32, device=self._device)
+        self.recent = torch.empty(0, WINDOW, dtype=torch.int32, device=self._device)
 
     def rows(self, view: ContextGPUView) -> ProcessingRows:
         """The rows of logits of a step."""

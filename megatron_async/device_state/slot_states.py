@@ -32,11 +32,12 @@ class PerSlotState:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Device memory of one slot."""
+        """Device memory of one slot that `allocate` takes."""
         return 0
 
     def allocate(self) -> None:
-        """Take the memory again after a `release`."""
+        """Take the memory: at first once the sum of all states is known to fit, and again after a
+        `release`."""
 
     def release(self) -> None:
         """Give the memory back, contents and all: the engine is suspended, and holds no request."""
@@ -82,11 +83,15 @@ class SlotStates:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Device memory of one slot, over all states."""
+        """Device memory of one slot that `allocate` takes, over all states."""
         return sum(state.bytes_per_slot for state in self._states)
 
+    def num_bytes(self, slots: int) -> int:
+        """Device memory that `allocate` takes: of these slots, and of the dummy slot."""
+        return (slots + 1) * self.bytes_per_slot
+
     def allocate(self) -> None:
-        """Take the memory again after a `release`."""
+        """Take the memory."""
         for state in self._states:
             state.allocate()
 
@@ -128,10 +133,6 @@ class FeedbackState(PerSlotState):
     def __init__(self, slots: DeviceSlots, entries: int) -> None:
         self._tensors = [slots.last_token, slots.length, slots.drafts]
         self._shadows = ShadowRing(self._tensors[:2], entries) if entries else None
-
-    @property
-    def bytes_per_slot(self) -> int:
-        return sum(tensor[0].nbytes for tensor in self._tensors)
 
     def save(self, entry: int) -> None:
         if self._shadows is not None:

@@ -25,6 +25,7 @@ from megatron_async.engines.pausing import EngineState, Pausing
 from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.step_launching import StepLaunching
+from megatron_async.engines.step_log import StepLog
 from megatron_async.engines.step_report import step_report
 from megatron_async.ranks.follower import follow
 from megatron_async.ranks.rank_group import RankGroup
@@ -76,11 +77,10 @@ class DynamicInferenceEngine:
         self.group = RankGroup()
         self.thread = EngineThread()
         self.job = JobLoss(context.slots, self.requests)
-        self.pausing = Pausing()
-        self.listeners: list[EngineListener] = []
-        self.tracer = controller.tracer
-        self.grammars = GrammarCompiler(controller.tokenizer, controller.vocab_size)
-        watch = TokenWatch(controller.tokenizer, controller.vocab_size)
+        self.pausing, self.tracer = Pausing(), controller.tracer
+        self.listeners: list[EngineListener] = [StepLog(context, self.statistics)]
+        vocabulary = controller.tokenizer, controller.vocab_size
+        self.grammars, watch = GrammarCompiler(*vocabulary), TokenWatch(*vocabulary)
         self.launching = StepLaunching(
             controller, self.in_flight, self.requests, self.statistics, self.invalidation,
             self.listeners,

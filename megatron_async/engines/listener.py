@@ -23,6 +23,9 @@ class EngineListener:
     def evicted_all(self) -> None:
         """Every running request was evicted: the engine gives its KV cache back."""
 
+    def launching(self, plan: StepPlan) -> None:
+        """A step is about to be launched: what is enqueued now stands before its device work."""
+
     def launched(self, plan: StepPlan | None) -> None:
         """A step was launched; None: nothing could be before a resolve."""
 

@@ -82,30 +82,37 @@ class Pausing:
         engine.context.evict_all()
         for listener in engine.listeners:
             listener.evicted_all()
-        device, cache = engine.context.device, engine.context.gpu_view.kv_cache
-        before = device.memory_in_use()
-        cache.release()
-        engine.context.gpu_view.states.release()
+        context, view = engine.context, engine.context.gpu_view
+        before = context.device.memory_in_use()
+        view.kv_cache.release()
+        view.states.release()
         engine.controller.graphs.clear()
-        device.trim()
-        return before - device.memory_in_use() if before else cache.num_bytes
+        context.device.trim()
+        if before:
+            return before - context.device.memory_in_use()
+        return view.kv_cache.num_bytes + view.states.num_bytes(context.max_requests)
 
     def resume(self, engine: DynamicInferenceEngine) -> None:
         """What `DynamicInferenceEngine.resume` does."""
         self.check_is_open()
         engine.group.controlled("resume")
         if self._cache_is_released:
-            device, cache = engine.context.device, engine.context.gpu_view.kv_cache
+            context, device = engine.context, engine.context.device
+            cache, states = context.gpu_view.kv_cache, context.gpu_view.states
             cache.release()  # of an attempt that failed behind this point
-            free = device.free_memory()
-            if cache.num_bytes > free:
+            states.release()
+            needed, free = (
+                cache.num_bytes + states.num_bytes(context.max_requests),
+                device.free_memory(),
+            )
+            if needed > free:
                 raise OutOfMemoryError(
-                    f"resuming needs {cache.num_bytes / GIB:.3g} GiB for the KV cache on "
-                    f"{device.torch_device}, but {free / GIB:.3g} GiB is free: free memory there "
-                    "and call resume() again."
+                    f"resuming needs {needed / GIB:.3g} GiB for the KV cache and what else the "
+                    f"engine gave back on {device.torch_device}, but {free / GIB:.3g} GiB is free: "
+                    "free memory there and call resume() again."
                 )
             cache.allocate()
-            engine.context.gpu_view.states.allocate()
+            states.allocate()
             device.fence()
             engine.controller.recapture_cuda_graphs()
             self._cache_is_released = False

@@ -13,7 +13,6 @@ from megatron_async.engines.grammar_masks import send_masks
 from megatron_async.engines.invalidation import Invalidation
 from megatron_async.engines.listener import EngineListener
 from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
-from megatron_async.observe.step_log import StepLog
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.text_generation_controllers.text_generation_controller import (
@@ -49,7 +48,6 @@ class StepLaunching:
         self._requests = requests
         self._statistics = statistics
         self._invalidation = invalidation
-        self._log = StepLog(controller.context, statistics)
         self._listeners = listeners
 
     def launch_next(
@@ -96,7 +94,9 @@ class StepLaunching:
         """
         statistics, tracer, start = self._statistics, self._context.tracer, time.thread_time_ns()
         group.planned(plan)
-        logged, interrupt = self._log.begin(plan.step), None
+        for listener in self._listeners:
+            listener.launching(plan)
+        interrupt = None
         try:
             with tracer.range("transfer_bookkeeping_to_gpu", plan.step):
                 self._context.transfer_bookkeeping_to_gpu(plan)
@@ -108,7 +108,6 @@ class StepLaunching:
             launched = self._controller.launch_failed_step(plan, error)
             interrupt = None if isinstance(error, Exception) else error
         statistics.count_launch(plan, bool(self._in_flight), lookahead)
-        self._log.end(plan, logged)
         self._in_flight.append(launched)
         if launched.awaits_masks:
             self.send_masks()

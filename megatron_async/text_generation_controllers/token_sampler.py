@@ -92,6 +92,7 @@ def _state_of(view: ContextGPUView, vocab_size: int) -> SamplingState:
     if state is None:
         capacity = len(view.slots.records) - 1
         state = SamplingState(capacity, vocab_size, view.sample_ring.device)
+        state.allocate()
         if vocab_size:
             view.states.add(state)
     return state

@@ -141,6 +141,7 @@ def test_the_longest_bad_word(make_tiny_engine: EngineFactory) -> None:
 
 def test_state_is_built_anew() -> None:
     state = SamplingState(3, 10, torch.device("cpu"))
+    state.allocate()
     state.counts[1] = torch.tensor([PROMPT_TOKEN, 0, 3, PROMPT_TOKEN + 2, *[0] * 6])
     state.counts[2, 5] = 7
     state.recent[1:] = 9

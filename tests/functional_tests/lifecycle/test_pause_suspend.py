@@ -52,8 +52,9 @@ def suspend(engine: DynamicInferenceEngine) -> None:
 
 
 def suspend_and_free(engine: DynamicInferenceEngine) -> None:
-    cache = engine.context.gpu_view.kv_cache
-    assert engine.suspend(free_kv_cache=True) == cache.num_bytes
+    view = engine.context.gpu_view
+    states = view.states.num_bytes(engine.context.max_requests)
+    assert engine.suspend(free_kv_cache=True) == view.kv_cache.num_bytes + states
     assert engine.context.slots.num_free == engine.context.max_requests
 
 
@@ -326,7 +327,7 @@ def _release_a_cache() -> float:
     resident = psutil.Process().memory_info().rss
     freed = engine.suspend(free_kv_cache=True)
     assert alive() is None
-    assert freed == cache.num_bytes > 90 << 20
+    assert freed >= cache.num_bytes > 90 << 20
     given_back = resident - psutil.Process().memory_info().rss
     engine.resume()
     engine.generate([PROMPTS[0]], greedy(3))

@@ -22,6 +22,9 @@ class Notes(EngineListener):
     def evicted_all(self):
         self.told.append((self.name, "evicted_all", None))
 
+    def launching(self, plan):
+        self.told.append((self.name, "launching", plan.step))
+
     def launched(self, plan):
         self.told.append((self.name, "launched", None if plan is None else plan.step))
 
@@ -57,6 +60,7 @@ def test_all_are_told_in_order(make_engine, lookahead):
     assert of(told, "first", "evicted_all") == [None]
     steps = list(range(engine.statistics.steps))
     assert [step for step in of(told, "first", "launched") if step is not None] == steps
+    assert of(told, "first", "launching") == steps
     assert of(told, "first", "resolved") == steps
     assert sorted(of(told, "first", "ended")) == others
     engine.listeners.pop()

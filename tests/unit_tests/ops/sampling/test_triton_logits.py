@@ -72,6 +72,7 @@ def random_rows(rng, vocab, count, device):
     """Every kind of row; the last one a dummy row."""
     slots = count + 3
     state = SamplingState(slots, vocab, device)
+    state.allocate()
     state.counts.copy_(torch.randint(3, (slots + 1, vocab)))
     state.counts.bitwise_or_(PROMPT_TOKEN * torch.randint(2, (slots + 1, vocab), device=device))
     state.recent.copy_(torch.randint(min(vocab, 3), (slots + 1, WINDOW)))
@@ -95,6 +96,7 @@ def random_rows(rng, vocab, count, device):
 def copy_of(rows):
     counts = rows.state.counts
     state = SamplingState(len(counts) - 1, counts.size(1), rows.slots.device)
+    state.allocate()
     state.counts.copy_(rows.state.counts)
     state.recent.copy_(rows.state.recent)
     return ProcessingRows(rows.slots, rows.positions, rows.records.clone(), rows.features, state)
@@ -109,6 +111,7 @@ def on_cpu(rows):
     """The references read numbers back, so they get their own copies."""
     moved = copy_of(rows)
     state = SamplingState(len(moved.records) - 1, moved.state.counts.size(1), "cpu")
+    state.allocate()
     state.counts.copy_(moved.state.counts)
     state.recent.copy_(moved.state.recent)
     fields = (moved.slots, moved.positions, moved.records, moved.features)

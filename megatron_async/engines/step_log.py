@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_async.devices import Event
+from megatron_async.engines.listener import EngineListener
 from megatron_async.observe.timeline import NO_OVERLAP, Span
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class _Counts(NamedTuple):
     busy_s: float
 
 
-class StepLog:
+class StepLog(EngineListener):
     """Writes the lines of `InferenceConfig.logging_step_interval`, and notes in the timeline.
 
     Args:
@@ -45,21 +46,24 @@ class StepLog:
         self._context = context
         self._statistics = statistics
         self._last = self._counts()
+        self._start: Event | None = None
         if self._interval:
             # A GPU's first timed event sets its clock, which waits for it: better now.
             context.device.event(timing=True)
 
-    def begin(self, step: int) -> Event | None:
+    def launching(self, plan: StepPlan) -> None:
         """Mark where a step's device work begins, if the step is due for a line."""
-        if not self._interval or (step + 1) % self._interval:
-            return None
-        return self._context.tracer.timed_event(self._context.device.compute)
+        if self._interval and (plan.step + 1) % self._interval == 0:
+            self._start = self._context.tracer.timed_event(self._context.device.compute)
 
-    def end(self, plan: StepPlan, start: Event | None) -> None:
+    def launched(self, plan: StepPlan | None) -> None:
         """Mark where it ends: the step is launched and counted. The line follows later."""
+        if plan is None:
+            return
         reason = self._statistics.last_reason
         if reason is not None:
             self._context.tracer.note(f"{NO_OVERLAP}{reason}", plan.step)
+        start, self._start = self._start, None
         if start is None:
             return
         context, before, now = self._context, self._last, self._counts()
