@@ -1,1 +1,1 @@
-"""What runs tell who looks on: ranges, timeline, step log, metrics."""
+"""What runs tell who looks on: ranges, timeline, metrics."""
