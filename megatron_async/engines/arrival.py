@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import partial
 
 from megatron_async.devices import Event
@@ -34,33 +35,45 @@ async def arrival(event: Event, wait: Callable[[Event], None]) -> None:
     Raises:
         Exception: what `wait` raises.
     """
-    if _is_reached(event):
+    if (answer := _ask(event)) is Answer.REACHED:
         return
     loop = asyncio.get_running_loop()
     told = loop.create_future()
-    if event.tell(partial(_pass_on, loop, told)):
+    if answer is Answer.FAILED:
+        pass  # asking again would keep a core busy for the same answer
+    elif event.tell(partial(_pass_on, loop, told)):
         patience = loop.call_later(TOLD_WITHIN_S, _set, told)
         try:
             await told
         finally:
             patience.cancel()
+        answer = _ask(event)
     else:
         deadline = time.perf_counter() + ASK_FOR_S
-        while not _is_reached(event) and time.perf_counter() < deadline:
+        while answer is Answer.NOT_YET and time.perf_counter() < deadline:
             await asyncio.sleep(0)
-    if not _is_reached(event):
+            answer = _ask(event)
+    if answer is not Answer.REACHED:
         await asyncio.to_thread(wait, event)
 
 
-def _is_reached(event: Event) -> bool:
-    """Whether the event is reached, without a failure: a failed one is left to `wait`."""
+class Answer(Enum):
+    """Of an event that is asked."""
+
+    NOT_YET = auto()
+    REACHED = auto()
+    FAILED = auto()
+    """`wait` says why, because it knows what to do about it: other ranks may have died."""
+
+
+def _ask(event: Event) -> Answer:
     try:
         if not event.query():
-            return False
+            return Answer.NOT_YET
         event.wait()
     except Exception:
-        return False
-    return True
+        return Answer.FAILED
+    return Answer.REACHED
 
 
 def _pass_on(loop: asyncio.AbstractEventLoop, told: asyncio.Future[None]) -> None:
