@@ -49,7 +49,7 @@ class HostStaging:
         decode, row_slots = plan.dims.decode_rows, fields["row_slots"]
         _fill(row_slots[:decode], plan.slots[: plan.num_decode], self._dummy_slot)
         fields["num_block_updates"][0] = len(updates.slots)
-        fields["decode_width"][0] = plan.dims.width
+        fields["decode_width"][0] = plan.width
         fields["block_update_slots"][:] = updates.slots
         fields["block_update_indices"][:] = updates.indices
         fields["block_update_blocks"][:] = updates.blocks
