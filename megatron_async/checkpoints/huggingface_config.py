@@ -62,6 +62,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 """Settings that change the computation, and the values that are supported (None always is)."""
 
+LAYER_KINDS = ("*-", "*E")
+"""Layers of all families, in Megatron's pattern: attention, then an MLP or experts."""
+
+NAMES_OF_KINDS = {"M": "Mamba", "G": "Gated DeltaNet"}
+"""Of layers that no family has."""
+
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -137,9 +143,10 @@ def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
     """The `config.json` of an architecture; `dtype` is the weights', for example "bfloat16".
 
     Raises:
-        CheckpointError: no Hugging Face family has this combination of features.
+        CheckpointError: no Hugging Face family has this combination of features, or such layers.
     """
     a = architecture
+    _check_layers(a.hybrid_layer_pattern)
     family = family_of(a.model_type)
     features = (a.add_qkv_bias, a.qk_layernorm, a.num_moe_experts > 0)
     if features != (family.add_qkv_bias, family.qk_layernorm, family.has_experts):
@@ -181,6 +188,21 @@ def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
         config["use_sliding_window"] = a.sliding_window is not None
         config["max_window_layers"] = 0 if a.sliding_window is not None else a.num_layers
     return config | write_experts(a)
+
+
+def _check_layers(pattern: str) -> None:
+    """Raise where a layer pattern is not that of transformer layers: a family's configuration would
+    say nothing of the other layers, and the folder would not load."""
+    pairs = [pattern[place : place + 2] for place in range(0, len(pattern), 2)]
+    if all(pair in LAYER_KINDS for pair in pairs):
+        return
+    unknown = sorted(set(pattern) - set("".join(LAYER_KINDS)))
+    kinds = [f"{kind!r} ({NAMES_OF_KINDS.get(kind, 'unknown')})" for kind in unknown]
+    what = f"of kind {', '.join(kinds)}" if kinds else "in another order than '*-' and '*E'"
+    raise CheckpointError(
+        f"a model with layers {what} has no Hugging Face form (its layer pattern is {pattern!r}); "
+        "convert to torch_dist instead"
+    )
 
 
 def token_id_field(ids: tuple[int, ...]) -> int | list[int] | None:

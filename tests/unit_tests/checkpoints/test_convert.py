@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,23 @@ from safetensors.torch import load_file
 from megatron_async.checkpoints import CheckpointError, LoadedModel, load_model, open_model
 from megatron_async.checkpoints import convert as convert_module
 from megatron_async.checkpoints.convert import convert
+from megatron_async.checkpoints.huggingface_config import write_config
+from megatron_async.cli.main import main
+from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
 
 CPU = torch.device("cpu")
+
+
+class OtherLayers(ModelArchitecture):
+    """A model with a layer kind that no Hugging Face family has, as a new kind begins here (see
+    docs/extending.md)."""
+
+    pattern = ""
+
+    @property
+    def hybrid_layer_pattern(self) -> str:
+        """See `ModelArchitecture`."""
+        return self.pattern
 
 
 def test_demo_model_becomes_a_folder_that_transformers_runs(
@@ -119,3 +135,38 @@ def test_bad_options(options: dict[str, str], message: str, tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=message):
         convert("dummy:tiny", tmp_path / "t", **options)
     assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("M-*-", r"layers of kind 'M' \(Mamba\) has no Hugging Face form"),
+        ("*-GEX-", r"layers of kind 'G' \(Gated DeltaNet\), 'X' \(unknown\) has no Hugging Face"),
+        ("*--*", r"layers in another order than '\*-' and '\*E' has no Hugging Face form"),
+        ("*-*", r"layers in another order"),
+    ],
+)
+def test_layers_that_hugging_face_does_not_know(
+    pattern: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Refused by kind and remedy, before a weight is read or a file written."""
+    architecture = OtherLayers(**vars(DUMMY_SHAPES["tiny"]))
+    monkeypatch.setattr(OtherLayers, "pattern", pattern)
+    monkeypatch.setitem(DUMMY_SHAPES, "other", architecture)
+    source = open_model("dummy:other")
+    monkeypatch.setattr(type(source), "load_weights", None)
+    with pytest.raises(CheckpointError, match=message + ".*convert to torch_dist instead"):
+        convert(source, tmp_path / "t", to="huggingface")
+    arguments = ["convert", "dummy:other", str(tmp_path / "t"), "--to", "huggingface"]
+    assert main(arguments) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not any(tmp_path.iterdir())
+
+
+def test_every_shape_that_is_served_has_its_form() -> None:
+    for architecture in DUMMY_SHAPES.values():
+        write_config(architecture, "bfloat16")
