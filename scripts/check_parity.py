@@ -193,7 +193,8 @@ def judge(runs: list[Run], prompts: list[list[int]], args: argparse.Namespace) -
     """Compare, print a table, write --json; returns the number of failures."""
     reference = make_reference(prompts, args)
     expected = reference.greedy(prompts, args.tokens)
-    dtype, num_layers = parse_dtype(args.dtype), open_model(args.model).architecture.num_layers
+    dtype = parse_dtype(args.dtype)
+    num_blocks = len(open_model(args.model).architecture.pattern)
     print(
         f"{args.model}, {args.dtype} on {args.device}; reference: {args.reference}, float32 on "
         f"{args.reference_device}; {args.tokens} tokens"
@@ -203,7 +204,7 @@ def judge(runs: list[Run], prompts: list[list[int]], args: argparse.Namespace) -
     for run in runs:
         size = run.batch_size
         differing = find_divergences(
-            prompts[:size], expected[:size], run.tokens, reference, dtype, num_layers
+            prompts[:size], expected[:size], run.tokens, reference, dtype, num_blocks
         )
         outcome = Outcome(run, differing)
         outcomes.append(outcome)

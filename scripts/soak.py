@@ -26,7 +26,7 @@ from tqdm import tqdm
 from megatron_async import LLM, DynamicInferenceEngine, InferenceConfig, SamplingParams
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_plan import IntArray, StepPlan
-from megatron_async.models.architecture import DUMMY_SHAPES
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.simulation.model_less import ModelLessEngine

@@ -12,7 +12,8 @@ from megatron_async.checkpoints.source import (
     clear_padding,
     model_parameters,
 )
-from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 
 PREFIX = "dummy:"
 
@@ -63,6 +64,6 @@ class DummySource(ModelSource):
             whole = parameter.new_empty(weight.whole_shape)
             fill_dummy_weight(weight.stored, whole)
             clear_padding(weight, parameter)
-            for start, place in weight.stored_regions(parameter):
+            for start, place in weight.whole_pieces(parameter):
                 region = (slice(s, s + n) for s, n in zip(start, place.shape, strict=True))
                 place.copy_(whole[tuple(region)])

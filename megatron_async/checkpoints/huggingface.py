@@ -69,7 +69,15 @@ class HuggingFaceSource(NamedTensorSource):
     def dtype(self) -> torch.dtype:
         """See `ModelSource.dtype`."""
         found = []
+        float32 = {
+            part
+            for weight in weights(self.architecture, stacked_experts=self.has_stacked_experts)
+            if weight.is_float32
+            for part in weight.parts
+        }
         for name, path in self._tensor_files.items():
+            if name in float32:
+                continue
             stored = self._file(path).get_slice(name).get_dtype()
             if stored not in DTYPES:
                 raise CheckpointError(
@@ -170,14 +178,14 @@ def save_huggingface(
     """
     wanted = list(weights(architecture))
     parameters = model_parameters(model, wanted)
-    dtype = next(iter(parameters.values())).dtype
+    dtype = parameters[wanted[0].name].dtype
     config = write_config(architecture, str(dtype).removeprefix("torch."))
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CONFIG, config)
     shards: list[list[Any]] = [[]]
     size = 0
     for weight in wanted:
-        weight_bytes = weight.num_elements() * dtype.itemsize
+        weight_bytes = parameters[weight.name].nbytes
         if shards[-1] and size + weight_bytes > shard_bytes:
             shards.append([])
             size = 0

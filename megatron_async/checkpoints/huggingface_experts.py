@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.json_files import read_size
-from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.architecture import MLP, ModelArchitecture, moe_pattern
 
 
 def read_experts(
@@ -38,7 +38,7 @@ def read_experts(
         "moe_router_topk": chosen,
         "moe_ffn_hidden_size": read_size(config, size, where),
         "moe_router_pre_softmax": qwen and not config.get("norm_topk_prob", False),
-        "dense_layers": _dense_layers(config, layers, where) if qwen else (),
+        "pattern": moe_pattern(layers, _dense_layers(config, layers, where) if qwen else ()),
     }
 
 
@@ -56,11 +56,10 @@ def write_experts(architecture: ModelArchitecture) -> dict[str, Any]:
         "output_router_logits": False,
     }
     if a.model_type == "mixtral":
-        if a.moe_router_pre_softmax or a.dense_layers:
+        if a.moe_router_pre_softmax or MLP in a.pattern:
             raise CheckpointError(
                 f"a mixtral model with moe_router_pre_softmax = {a.moe_router_pre_softmax} and "
-                f"dense_layers = {a.dense_layers} has no Hugging Face form; convert to torch_dist "
-                "instead"
+                f"pattern = {a.pattern!r} has no Hugging Face form; convert to torch_dist instead"
             )
         return config | {
             "num_local_experts": a.num_moe_experts,
@@ -71,7 +70,7 @@ def write_experts(architecture: ModelArchitecture) -> dict[str, Any]:
         "moe_intermediate_size": a.moe_ffn_hidden_size,
         "norm_topk_prob": not a.moe_router_pre_softmax,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": list(a.dense_layers),
+        "mlp_only_layers": [n for n, kind in enumerate(a.pattern[1::2]) if kind == MLP],
     }
 
 

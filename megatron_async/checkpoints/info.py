@@ -12,7 +12,7 @@ from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.registry import open_model
 from megatron_async.checkpoints.source import ModelSource
 from megatron_async.devices import make_device, resolve_device_name
-from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.architecture import ATTENTION, MAMBA, MLP, ModelArchitecture
 
 GIB = 1024**3
 
@@ -31,16 +31,22 @@ class ModelInfo:
     parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
+    """0 for a model without attention."""
+    state_bytes_per_request: int
+    """Of recurrent layers, however long the request is."""
     block_size_tokens: int
     kv_bytes_per_block: int
     free_bytes: int
     """Memory before the weights are loaded: what is free on the device, or what was asked about."""
     kv_blocks: int
-    """Usable blocks of the largest KV pool that fits beside the weights; 0 if none does."""
+    """Usable blocks of the largest KV pool that fits beside the weights and the recurrent state of
+    one request; 0 if none does, and without attention."""
 
     @property
     def fits(self) -> bool:
-        """Whether weights and a pool of at least one block fit."""
+        """Whether weights, the state of one request and a pool of at least one block fit."""
+        if not self.kv_bytes_per_token:
+            return self.weight_bytes + self.state_bytes_per_request <= self.free_bytes
         return self.kv_blocks > 0
 
     @property
@@ -83,8 +89,9 @@ def model_info(
     weight_bytes = architecture.num_parameters * resolved.itemsize
     per_token = architecture.kv_bytes_per_token(resolved.itemsize)
     per_block = per_token * block_size_tokens
+    state = architecture.state_bytes_per_request(resolved.itemsize)
     # One block more is allocated: rows without a request write to it.
-    blocks = max((free - weight_bytes) // per_block - 1, 0)
+    blocks = max((free - weight_bytes - state) // per_block - 1, 0) if per_block else 0
     return ModelInfo(
         name=source.name,
         format=source.format,
@@ -95,6 +102,7 @@ def model_info(
         parameters=architecture.num_parameters,
         weight_bytes=weight_bytes,
         kv_bytes_per_token=per_token,
+        state_bytes_per_request=state,
         block_size_tokens=block_size_tokens,
         kv_bytes_per_block=per_block,
         free_bytes=free,
@@ -116,17 +124,17 @@ def format_info(info: ModelInfo) -> str:
         )
         if present
     ]
-    pool = (
-        f"{info.kv_blocks:,} blocks = {info.kv_tokens:,} tokens"
-        if info.fits
-        else "does not fit: use a smaller dtype, a smaller model or more memory"
-    )
+    pool = "does not fit: use a smaller dtype, a smaller model or more memory"
+    if info.fits and info.kv_bytes_per_token:
+        pool = f"{info.kv_blocks:,} blocks = {info.kv_tokens:,} tokens"
+    elif info.fits:
+        pool = "none: no layer has attention"
     rows = {
         "model": f"{info.name} ({info.format}, stored as {info.stored_dtype})",
-        "architecture": f"{a.model_type}, {a.num_layers} layers, hidden {a.hidden_size}, "
-        f"ffn {a.ffn_hidden_size}",
-        "attention": f"{a.num_attention_heads} heads, {a.num_query_groups} KV heads, "
-        f"head size {a.kv_channels}, rope base {a.rotary_base:g}",
+        "architecture": f"{a.model_type}, {a.num_layers} layers, hidden {a.hidden_size}"
+        + (f", ffn {a.ffn_hidden_size}" if a.ffn_hidden_size else ""),
+        **_attention_rows(a),
+        **_recurrent_rows(a, info),
         **_expert_rows(a),
         "features": ", ".join(features) or "none beyond the family's",
         "vocabulary": f"{a.vocab_size:,}",
@@ -143,12 +151,38 @@ def format_info(info: ModelInfo) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
+def _attention_rows(a: ModelArchitecture) -> dict[str, str]:
+    if not a.count(ATTENTION):
+        return {}
+    positions = "no positions"
+    if a.position_embedding_type == "rope":
+        positions = f"rope base {a.rotary_base:g}"
+        if a.rotary_percent != 1:
+            positions += f" on {a.rotary_percent:g} of a head"
+    layers = f"in {a.count(ATTENTION)} layers, " if a.count(MAMBA) else ""
+    heads = f"{a.num_attention_heads} heads, {a.num_query_groups} KV heads"
+    return {"attention": f"{layers}{heads}, head size {a.kv_channels}, {positions}"}
+
+
+def _recurrent_rows(a: ModelArchitecture, info: ModelInfo) -> dict[str, str]:
+    if not a.count(MAMBA):
+        return {}
+    heads = f"{a.mamba_num_heads} heads of {a.mamba_head_dim}, state {a.mamba_state_dim}"
+    return {
+        "pattern": a.pattern,
+        "Mamba-2": f"in {a.count(MAMBA)} layers, {heads}, {a.mamba_num_groups} groups",
+        "recurrent state": f"{_size(info.state_bytes_per_request)} a request",
+    }
+
+
 def _expert_rows(a: ModelArchitecture) -> dict[str, str]:
     if not a.num_moe_experts:
         return {}
-    dense = f", layers {', '.join(map(str, a.dense_layers))} dense" if a.dense_layers else ""
     experts = f"{a.num_moe_experts}, {a.moe_router_topk} a token, ffn {a.moe_ffn_hidden_size}"
-    return {"experts": experts + dense}
+    if a.moe_shared_expert_intermediate_size:
+        experts += f", one for all of {a.moe_shared_expert_intermediate_size}"
+    dense = [str(n // a.layers_per_block) for n, kind in enumerate(a.pattern) if kind == MLP]
+    return {"experts": experts + (f", layers {', '.join(dense)} dense" if dense else "")}
 
 
 def _free_memory(device: str) -> int:

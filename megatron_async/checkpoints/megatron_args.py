@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_config import FAMILIES
-from megatron_async.models.architecture import ModelArchitecture, RopeScaling
+from megatron_async.models.architecture import (
+    ATTENTION,
+    EXPERTS,
+    KINDS,
+    MLP,
+    ModelArchitecture,
+    RopeScaling,
+    moe_pattern,
+)
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
@@ -79,7 +88,7 @@ def architecture_from_args(
         raise CheckpointError(
             f"{where}: add_qkv_bias together with qk_layernorm or experts is not supported"
         )
-    layers, dense = _layers(args, where)
+    layers, pattern = _layers(args, where)
     scaling = None
     if args.get("use_rope_scaling"):
         factor = float(args.get("rope_scaling_factor", 8.0))
@@ -101,7 +110,8 @@ def architecture_from_args(
         tie_word_embeddings=not args.get("untie_embeddings_and_output_weights", False),
         max_position_embeddings=_size(args, "max_position_embeddings", where),
         eos_token_ids=eos_token_ids,
-        **(_experts(args, dense, where) if experts else {}),
+        pattern=pattern,
+        **(_experts(args, where) if experts else {}),
     )
 
 
@@ -112,34 +122,36 @@ def _size(args: Mapping[str, Any], name: str, where: str) -> int:
     return value
 
 
-def _experts(args: Mapping[str, Any], dense_layers: tuple[int, ...], where: str) -> dict[str, Any]:
+def _experts(args: Mapping[str, Any], where: str) -> dict[str, Any]:
     ffn = args.get("moe_ffn_hidden_size") or args.get("ffn_hidden_size")
     return {
         "num_moe_experts": _size(args, "num_experts", where),
         "moe_router_topk": _size({"moe_router_topk": 2, **args}, "moe_router_topk", where),
         "moe_ffn_hidden_size": _size({"moe_ffn_hidden_size": ffn}, "moe_ffn_hidden_size", where),
         "moe_router_pre_softmax": bool(args.get("moe_router_pre_softmax")),
-        "dense_layers": dense_layers,
     }
 
 
-def _layers(args: Mapping[str, Any], where: str) -> tuple[int, tuple[int, ...]]:
-    """Number of transformer layers, and which of them have a dense MLP beside others' experts. A
-    `HybridModel` counts attention and MLP apart."""
+def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str]:
+    """Number of layers as families count them, and the pattern. A `HybridModel` counts attention
+    and MLP apart."""
     pattern = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
     has_experts = bool(args.get("num_experts"))
     if not pattern:
         layers = _size(args, "num_layers", where)
+        if not has_experts:
+            return layers, (ATTENTION + MLP) * layers
         frequency = args.get("moe_layer_freq", 1)
         if isinstance(frequency, int):
             frequency = [int(layer % frequency == 0) for layer in range(layers)]
         dense = tuple(layer for layer in range(layers) if not frequency[layer])
-        return layers, dense if has_experts else ()
-    kinds = pattern[1::2]
-    if pattern[::2] != "*" * len(kinds) or set(kinds) - {"-", "E"}:
+        return layers, moe_pattern(layers, dense)
+    pattern = pattern.replace("|", "")  # between pipeline stages
+    if not set(pattern) <= KINDS.keys() or (EXPERTS in pattern and not has_experts):
         raise CheckpointError(
-            f"{where}: hybrid layer pattern {pattern!r} is not supported (only '*-' and '*E' "
-            "repeated: transformer layers, dense or with experts)"
+            f"{where}: hybrid layer pattern {pattern!r} is not supported (only layers "
+            f"{', '.join(map(repr, KINDS))}, and 'E' where num_experts says how many)"
         )
-    dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "-")
-    return len(kinds), dense if has_experts else ()
+    if re.fullmatch(r"(\*[-E])+", pattern):
+        return len(pattern) // 2, pattern
+    return len(pattern), pattern

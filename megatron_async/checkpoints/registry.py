@@ -16,7 +16,8 @@ from megatron_async.checkpoints.gguf import GGUFSource
 from megatron_async.checkpoints.huggingface import CONFIG, HuggingFaceSource
 from megatron_async.checkpoints.source import ModelSource
 from megatron_async.checkpoints.torch_dist import TorchDistSource, is_torch_dist
-from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

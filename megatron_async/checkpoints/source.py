@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+MODULE_NAMES = (".experts.gate_up_proj", ".experts.up_proj", "model.norm_f.weight")
+"""Ends of names that only transformers' modules have."""
+
+
 class ModelSource(ABC):
     """A model that can be loaded.
 
@@ -52,7 +56,8 @@ class ModelSource(ABC):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """The dtype that keeps every stored weight exactly."""
+        """The dtype that keeps every stored weight exactly, but for those that a model has in
+        float32 whatever its dtype is."""
 
     @abstractmethod
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
@@ -87,8 +92,9 @@ class NamedTensorSource(ModelSource):
 
     @property
     def has_stacked_experts(self) -> bool:
-        """Whether a tensor holds all experts of a layer (see `weights`)."""
-        return any(name.endswith(".experts.gate_up_proj") for name in self.tensor_shapes)
+        """Whether names are those of transformers' modules, where a tensor holds all experts of a
+        layer (see `weights`)."""
+        return any(name.endswith(MODULE_NAMES) for name in self.tensor_shapes)
 
     @cached_property
     def checked_weights(self) -> list[Weight]:
@@ -109,16 +115,8 @@ class NamedTensorSource(ModelSource):
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
-        shard = Shard.of(model)
-        if self.has_stacked_experts and shard.tensor_size > 1:
-            raise CheckpointError(
-                f"{self.name}: gates and ups of all experts are in one tensor, which is not split "
-                f"over {shard.tensor_size} tensor-parallel ranks. Write the model anew with "
-                "`megatron-async convert` (a tensor for each expert, or torch_dist), or use "
-                "tensor_model_parallel_size=1."
-            )
         _ = self.checked_weights
-        wanted = list(weights(self.architecture, shard, self.has_stacked_experts))
+        wanted = list(weights(self.architecture, Shard.of(model), self.has_stacked_experts))
         parameters = model_parameters(model, wanted)
         with byte_bar(total_bytes(parameters), progress) as bar:
             for weight in wanted:
@@ -126,15 +124,19 @@ class NamedTensorSource(ModelSource):
                 clear_padding(weight, parameter)
                 # Each part goes to the device as it is stored; there it is converted and put in
                 # its place. On the host nothing is joined, converted or copied.
-                for name, place in weight.places(parameter).items():
-                    if place.numel():
-                        self.fill(place, name, weight.held(name))
+                for name, region, place in weight.pieces(parameter):
+                    if place.numel() and weight.scale == 1:
+                        self.fill(place, name, region)
+                    elif place.numel():
+                        values = self.read_tensor(name, region, place.device).float()
+                        place.copy_((values * weight.scale).view(place.shape))
                     bar.update(place.nbytes)
 
 
 def clear_padding(weight: Weight, parameter: Tensor) -> None:
     """Zero a parameter that has rows of padding, before the rest is read."""
-    if sum(place.numel() for place in weight.places(parameter).values()) < parameter.numel():
+    filled = sum(place.numel() for _name, _region, place in weight.pieces(parameter))
+    if filled < parameter.numel():
         parameter.zero_()
 
 

@@ -87,7 +87,7 @@ class TorchDistSource(ModelSource):
         if file.is_file():
             try:
                 return ModelArchitecture.from_dict(read_json(file))
-            except TypeError as error:
+            except (TypeError, ValueError) as error:
                 raise CheckpointError(f"{file}: not a ModelArchitecture ({error})") from error
         args = self._common_state.get("args")
         if args is None:
@@ -111,8 +111,15 @@ class TorchDistSource(ModelSource):
     @cached_property
     def dtype(self) -> torch.dtype:
         """See `ModelSource.dtype`."""
-        dtypes = [self._stored[key].properties.dtype for key, _ in self._places.values()]
-        return reduce(torch.promote_types, dtypes)
+        keys = {
+            self._places[weight.stored + suffix][0]
+            for weight in weights(self.architecture)
+            if not weight.is_float32
+            for suffix in weight.stored_suffixes
+        }
+        return reduce(
+            torch.promote_types, (self._stored[key].properties.dtype for key in sorted(keys))
+        )
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
@@ -120,10 +127,10 @@ class TorchDistSource(ModelSource):
         parameters = model_parameters(model, wanted)
         planner = _DirectPlanner()
         for weight in wanted:
-            key, stacked = self._places[weight.stored]
             parameter = parameters[weight.name]
             clear_padding(weight, parameter)
-            for offset, target in weight.stored_regions(parameter):
+            for suffix, offset, target in weight.stored_pieces(parameter):
+                key, stacked = self._places[weight.stored + suffix]
                 if stacked:
                     target, offset = target.unsqueeze(0), [weight.layer or 0, *offset]
                 planner.add(key, offset, target, self._stored[key], str(self.folder))
@@ -133,7 +140,8 @@ class TorchDistSource(ModelSource):
 
     @cached_property
     def _places(self) -> dict[str, tuple[str, bool]]:
-        """`Weight.stored` -> its key here, and whether all layers are stacked under that key."""
+        """`Weight.stored` with one of its suffixes -> its key here, and whether all layers are
+        stacked under that key."""
         found = {key: tuple(item.size) for key, item in self._stored.items()}
         wanted = list(weights(self.architecture))
         layers = self.architecture.num_layers
@@ -144,12 +152,14 @@ class TorchDistSource(ModelSource):
         expected = {}
         for weight in wanted:
             inside = stacked and weight.layer is not None
-            key = weight.stored_stacked if inside else weight.stored_gpt if gpt else weight.stored
-            other_name = key.replace(*NORM_OF_EXPERTS)
-            if key not in found and other_name in found:
-                key = other_name
-            places[weight.stored] = (key, inside)
-            expected[key] = (layers, *weight.shape) if inside else weight.shape
+            name = weight.stored_stacked if inside else weight.stored_gpt if gpt else weight.stored
+            for suffix, shape in weight.stored_suffixes.items():
+                key = name + suffix
+                other_name = key.replace(*NORM_OF_EXPERTS)
+                if key not in found and other_name in found:
+                    key = other_name
+                places[weight.stored + suffix] = (key, inside)
+                expected[key] = (layers, *shape) if inside else shape
         check_shapes(str(self.folder), expected, found)
         # Optimizer states are other tensors; a decoder weight that nobody wants is a missing part
         # of the model.

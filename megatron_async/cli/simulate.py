@@ -172,7 +172,7 @@ def load_machine(name: str) -> tuple[ModelShape, Machine]:
     Raises:
         ValueError: neither built in nor a recording.
     """
-    from megatron_async.models.architecture import DUMMY_SHAPES
+    from megatron_async.models.dummy_shapes import DUMMY_SHAPES
     from megatron_async.simulation.device_times import MACHINES
     from megatron_async.simulation.model_shape import ModelShape
 

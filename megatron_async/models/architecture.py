@@ -9,6 +9,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron_async.models.layer_sizes import MambaSizes, kind_parameters
+
+KINDS = {
+    "*": "attention",
+    "-": "MLP",
+    "E": "experts",
+    "M": "Mamba-2",
+}
+"""Characters of a layer pattern that are served, as Megatron-Core's `HybridModel` has them. Its "G"
+(Gated DeltaNet) is reserved."""
+ATTENTION, MLP, EXPERTS, MAMBA = KINDS
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -22,15 +34,21 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelArchitecture:
-    """Shape and conventions of a decoder-only transformer, dense or a mixture of experts.
+    """Shape and conventions of a decoder-only language model: a transformer, dense or a mixture of
+    experts, or a hybrid with Mamba-2 layers.
 
-    All sizes are counts of elements; `kv_channels` is the size of one attention head.
+    All sizes are counts of elements; `kv_channels` is the size of one attention head. Where the
+    pattern has no layers of a kind, the sizes of that kind mean nothing.
+
+    Raises:
+        ValueError: the pattern has unknown characters, or does not fit the number of layers.
     """
 
     model_type: str
-    """Hugging Face family name: "llama", "mistral", "qwen2", "qwen3", "mixtral" or "qwen3_moe"."""
+    """Hugging Face family name, such as "llama", "qwen3_moe" or "nemotron_h"."""
     num_layers: int
-    """Transformer layers (each one attention and one MLP or mixture of experts)."""
+    """Layers as the family counts them. Each is one character of the pattern (Nemotron-H, Mamba2),
+    or two: a layer of attention or Mamba-2 and an MLP or experts."""
     hidden_size: int
     num_attention_heads: int
     num_query_groups: int
@@ -67,17 +85,75 @@ class ModelArchitecture:
     moe_router_pre_softmax: bool = False
     """The chosen experts' weights are their softmax among all experts; else among the chosen (which
     Hugging Face calls `norm_topk_prob`)."""
-    dense_layers: tuple[int, ...] = ()
-    """Layers of a mixture-of-experts model that have a dense MLP."""
+    pattern: str = ""
+    """Megatron's layer pattern, one character a layer (see `KINDS`). Given empty: for each of
+    `num_layers` attention, and then experts if there are any, else an MLP."""
+    activation: str = "silu"
+    """Of MLPs and experts: "silu" (SwiGLU: gate and up) or "squared_relu" (no gate)."""
+    position_embedding_type: str = "rope"
+    """"rope" or "none", Megatron's names."""
+    rotary_percent: float = 1.0
+    """Share of each head that rope turns."""
+    moe_router_score_function: str = "softmax"
+    """"softmax" of the router's logits, or "sigmoid" of each; the latter are divided by their sum
+    over the chosen experts."""
+    moe_router_enable_expert_bias: bool = False
+    """Experts are chosen by their score plus a bias of each; the bias is in no weight."""
+    moe_router_topk_scaling_factor: float | None = None
+    """What the chosen experts' weights are multiplied by at last; None: 1."""
+    moe_shared_expert_intermediate_size: int = 0
+    """Of the expert that every token meets beside those it goes to; 0: there is none."""
+    mamba_num_heads: int = 0
+    """Heads of a Mamba-2 layer."""
+    mamba_head_dim: int = 0
+    mamba_state_dim: int = 0
+    """Size of the state for each element of a head."""
+    mamba_num_groups: int = 0
+    """Groups of heads that share B and C; the gated norm is over the elements of a group."""
+    mamba_norm_epsilon: float = 1e-5
+    """Of the gated norm; Megatron-Core's is fixed."""
+    embedding_multiplier: float = 1.0
+    """Embeddings are multiplied by it (Granite, as all four)."""
+    logits_scaling: float = 1.0
+    """Logits are divided by it."""
+    residual_multiplier: float = 1.0
+    """What every layer adds to the residual stream is multiplied by it. It is part of the weights
+    of a loaded model: those of each layer's last product."""
+    attention_multiplier: float | None = None
+    """Scale of attention scores before the softmax; None: one by the root of the head size."""
+
+    def __post_init__(self) -> None:
+        if not self.pattern:
+            dense = ATTENTION + (EXPERTS if self.num_moe_experts else MLP)
+            object.__setattr__(self, "pattern", dense * self.num_layers)
+        unknown = sorted(set(self.pattern) - KINDS.keys())
+        if unknown:
+            known = ", ".join(f"{kind!r} ({name})" for kind, name in KINDS.items())
+            raise ValueError(f"layer pattern {self.pattern!r} has {unknown}: it may have {known}.")
+        if len(self.pattern) not in (self.num_layers, 2 * self.num_layers):
+            raise ValueError(
+                f"layer pattern {self.pattern!r} has {len(self.pattern)} characters, but "
+                f"num_layers = {self.num_layers}: one or two for each are right."
+            )
 
     @property
-    def hybrid_layer_pattern(self) -> str:
-        """Megatron's layer pattern: attention (`*`), then MLP (`-`) or experts (`E`)."""
-        return "".join("*E" if self.is_moe(layer) else "*-" for layer in range(self.num_layers))
+    def layers_per_block(self) -> int:
+        """Characters of the pattern for each of `num_layers`: 1 or 2."""
+        return len(self.pattern) // self.num_layers
 
-    def is_moe(self, layer: int) -> bool:
-        """Whether a layer has experts instead of a dense MLP."""
-        return self.num_moe_experts > 0 and layer not in self.dense_layers
+    def count(self, kinds: str) -> int:
+        """Number of layers of these kinds, such as "*" or "-E"."""
+        return sum(self.pattern.count(kind) for kind in kinds)
+
+    @property
+    def mamba(self) -> MambaSizes:
+        """Sizes of its Mamba-2 layers, on all ranks together."""
+        return MambaSizes(
+            self.mamba_num_heads,
+            self.mamba_head_dim,
+            self.mamba_state_dim,
+            self.mamba_num_groups,
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -91,27 +167,26 @@ class ModelArchitecture:
 
     def _parameters(self, experts: int) -> int:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.layer_parameters(experts) + embeddings + self.hidden_size
+        layers = sum(
+            self.pattern.count(kind) * self.layer_parameters(kind, experts)
+            for kind in set(self.pattern)
+        )
+        return layers + embeddings + self.hidden_size
 
-    def layer_parameters(self, experts: int) -> int:
-        """Number of weights of all layers, if each mixture had so many experts."""
-        q = self.num_attention_heads * self.kv_channels
-        kv = self.num_query_groups * self.kv_channels
-        attention = self.hidden_size * (q + 2 * kv) + q * self.hidden_size
-        if self.add_qkv_bias:
-            attention += q + 2 * kv
-        if self.qk_layernorm:
-            attention += 2 * self.kv_channels
-        dense = 3 * self.hidden_size * self.ffn_hidden_size
-        expert = 3 * self.hidden_size * self.moe_ffn_hidden_size
-        moe = self.num_moe_experts * self.hidden_size + experts * expert
-        moe_layers = sum(map(self.is_moe, range(self.num_layers)))
-        layers = self.num_layers * (attention + 2 * self.hidden_size)
-        return layers + moe_layers * moe + (self.num_layers - moe_layers) * dense
+    def layer_parameters(self, kind: str, experts: int) -> int:
+        """Number of weights of a layer of a kind, if its mixture had so many experts."""
+        return kind_parameters(self, kind, experts)
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
-        """Bytes of KV cache that one token takes over all layers."""
-        return 2 * self.num_layers * self.num_query_groups * self.kv_channels * bytes_per_element
+        """Bytes of KV cache that one token takes over all layers, of which attention alone has
+        one."""
+        values = self.count(ATTENTION) * self.num_query_groups * self.kv_channels
+        return 2 * values * bytes_per_element
+
+    def state_bytes_per_request(self, bytes_per_element: int) -> int:
+        """Bytes of recurrent state that one request takes over all layers: Mamba-2's in float32,
+        and the last inputs of its convolution, in elements of so many bytes."""
+        return self.count(MAMBA) * self.mamba.state_bytes(bytes_per_element)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping; `from_dict` is its inverse."""
@@ -119,152 +194,24 @@ class ModelArchitecture:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelArchitecture:
-        """Inverse of `to_dict`."""
+        """Inverse of `to_dict`; it also reads what was written before the pattern was stored.
+
+        Raises:
+            TypeError: an unknown or missing field.
+            ValueError: fields that do not fit.
+        """
         values = dict(values)
         if values.get("rope_scaling") is not None:
             values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
-        for name in ("eos_token_ids", "dense_layers"):
-            values[name] = tuple(values.get(name) or ())
+        values["eos_token_ids"] = tuple(values.get("eos_token_ids") or ())
+        dense_layers = values.pop("dense_layers", ())
+        if dense_layers:
+            values["pattern"] = moe_pattern(values["num_layers"], dense_layers)
         return cls(**values)
 
 
-DUMMY_SHAPES: dict[str, ModelArchitecture] = {
-    "tiny": ModelArchitecture(
-        "llama", 2, 64, 4, 2, 16, 128, 512, tie_word_embeddings=True, max_position_embeddings=4096
-    ),
-    "smollm2-135m": ModelArchitecture(
-        "llama",
-        30,
-        576,
-        9,
-        3,
-        64,
-        1536,
-        49152,
-        rotary_base=100000.0,
-        tie_word_embeddings=True,
-        max_position_embeddings=8192,
-    ),
-    "qwen3-0.6b": ModelArchitecture(
-        "qwen3",
-        28,
-        1024,
-        16,
-        8,
-        128,
-        3072,
-        151936,
-        1e-6,
-        1000000.0,
-        qk_layernorm=True,
-        tie_word_embeddings=True,
-        max_position_embeddings=40960,
-    ),
-    "qwen2-0.5b": ModelArchitecture(
-        "qwen2",
-        24,
-        896,
-        14,
-        2,
-        64,
-        4864,
-        151936,
-        1e-6,
-        1000000.0,
-        add_qkv_bias=True,
-        tie_word_embeddings=True,
-        max_position_embeddings=32768,
-    ),
-    "llama-3.2-1b": ModelArchitecture(
-        "llama",
-        16,
-        2048,
-        32,
-        8,
-        64,
-        8192,
-        128256,
-        1e-5,
-        500000.0,
-        RopeScaling(32.0, 1.0, 4.0, 8192),
-        tie_word_embeddings=True,
-        max_position_embeddings=131072,
-    ),
-    "llama-3.1-8b": ModelArchitecture(
-        "llama",
-        32,
-        4096,
-        32,
-        8,
-        128,
-        14336,
-        128256,
-        1e-5,
-        500000.0,
-        RopeScaling(8.0, 1.0, 4.0, 8192),
-        max_position_embeddings=131072,
-    ),
-    "qwen3-8b": ModelArchitecture(
-        "qwen3",
-        36,
-        4096,
-        32,
-        8,
-        128,
-        12288,
-        151936,
-        1e-6,
-        1000000.0,
-        qk_layernorm=True,
-        max_position_embeddings=40960,
-    ),
-    "tiny-moe": ModelArchitecture(
-        "mixtral",
-        2,
-        64,
-        4,
-        2,
-        16,
-        128,
-        512,
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-        num_moe_experts=8,
-        moe_router_topk=2,
-        moe_ffn_hidden_size=64,
-    ),
-    "mixtral-8x7b": ModelArchitecture(
-        "mixtral",
-        32,
-        4096,
-        32,
-        8,
-        128,
-        14336,
-        32000,
-        1e-5,
-        1000000.0,
-        max_position_embeddings=32768,
-        num_moe_experts=8,
-        moe_router_topk=2,
-        moe_ffn_hidden_size=14336,
-    ),
-    "qwen3-30b-a3b": ModelArchitecture(
-        "qwen3_moe",
-        48,
-        2048,
-        32,
-        4,
-        128,
-        6144,
-        151936,
-        1e-6,
-        1000000.0,
-        qk_layernorm=True,
-        max_position_embeddings=40960,
-        num_moe_experts=128,
-        moe_router_topk=8,
-        moe_ffn_hidden_size=768,
-    ),
-}
-"""Shapes for `dummy:SHAPE` models (random weights), from the models' public `config.json` files."""
+def moe_pattern(num_layers: int, dense_layers: tuple[int, ...] = ()) -> str:
+    """Pattern of a transformer whose layers have experts, but for some that have an MLP."""
+    return "".join(
+        ATTENTION + (MLP if layer in dense_layers else EXPERTS) for layer in range(num_layers)
+    )

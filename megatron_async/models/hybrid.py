@@ -40,7 +40,14 @@ from megatron_async.models.mlp import GatedMLP
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition, padded_vocab_size
-from megatron_async.models.pipeline import EMBEDDING, OUTPUT, output_cost, split_pattern, stage_of
+from megatron_async.models.pipeline import (
+    EMBEDDING,
+    OUTPUT,
+    layer_costs,
+    output_cost,
+    split_pattern,
+    stage_of,
+)
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.skinny_linear import Unnormed
 from megatron_async.ops.ranks.tensor_collectives import Unreduced, collectives_of
@@ -84,7 +91,7 @@ def transformer_config(
         pipeline_model_parallel_size=sizes.pipeline_model_parallel,
         expert_model_parallel_size=sizes.expert_model_parallel,
         sequence_parallel=sizes.sequence_parallel and sizes.tensor_model_parallel > 1,
-        num_layers=len(architecture.hybrid_layer_pattern),
+        num_layers=len(architecture.pattern),
         hidden_size=architecture.hidden_size,
         num_attention_heads=architecture.num_attention_heads,
         num_query_groups=architecture.num_query_groups,
@@ -113,7 +120,10 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         hybrid_layer_pattern=split_pattern(
-            architecture.hybrid_layer_pattern, stages, output_cost(architecture, dtype, sizes)
+            architecture.pattern,
+            stages,
+            output_cost(architecture, dtype, sizes),
+            layer_costs(architecture, dtype, sizes),
         ),
         # Or a tied embedding's copy would be filled by a collective on GPUs, before it has memory.
         init_model_with_meta_device=stages > 1,

@@ -8,7 +8,7 @@ stage Megatron counts layers from 0; "global" names below are those of the whole
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -23,25 +23,33 @@ if TYPE_CHECKING:
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
-LAYER_LAUNCH_BYTES = 128 << 20
-"""What memory could deliver while a layer's kernels start and end: some 30 microseconds of a H200.
-With it 8B layers take 0.13 of a millisecond (0.15 measured), SmolLM2's 0.03 (0.027)."""
+LAYER_LAUNCH_BYTES = 64 << 20
+"""What memory could deliver while the kernels of a layer of the pattern start and end: some 15
+microseconds of a H200. With it attention and MLP of an 8B model take 0.13 of a millisecond (0.15
+measured), SmolLM2's 0.03 (0.027)."""
 OUTPUT_LAUNCH_BYTES = 64 << 20
 """The same of the output layer and sampling."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
-def split_pattern(pattern: str, stages: int, output_cost: float = 0.0) -> str:
+def split_pattern(
+    pattern: str,
+    stages: int,
+    output_cost: float = 0.0,
+    layer_costs: Mapping[str, float] | None = None,
+) -> str:
     """Put stage boundaries into a layer pattern, so that the slowest stage is as fast as can be.
 
-    Units are split, a unit being a layer with the MLP or MoE layers behind it. The last stage has
-    fewer, because it has the output layer besides; the first of the others have one more where they
-    do not divide. (Megatron-Core asks that they divide, or that the user says how many.)
+    Units are split, a unit being a layer with the MLP or MoE layers behind it, or those that the
+    pattern begins with. Among cuts whose slowest stage is equally fast, those with the most even
+    stages are taken, and among these the first stages have more. (Megatron-Core asks that layers
+    divide, or that the user says how many.)
 
     Args:
-        pattern: of the whole model, such as "*-*-*-".
+        pattern: of the whole model, such as "*-*-*-" or "MEM*-".
         stages: number of stages.
-        output_cost: what the output layer takes, in units.
+        output_cost: what the output layer takes, which is part of the last stage.
+        layer_costs: what a layer takes, by its kind; None: every unit takes 1.
 
     Returns:
         the pattern with "|" between stages, such as "*-*-|*-".
@@ -49,7 +57,7 @@ def split_pattern(pattern: str, stages: int, output_cost: float = 0.0) -> str:
     Raises:
         ConfigurationError: there are more stages than units.
     """
-    units = re.findall(r"[^E-][E-]*", pattern)
+    units = re.findall(r"^[E-]+|[^E-][E-]*", pattern)
     if stages > len(units):
         raise ConfigurationError(
             f"pipeline_model_parallel_size={stages}, but this model has {len(units)} layers, and "
@@ -57,26 +65,70 @@ def split_pattern(pattern: str, stages: int, output_cost: float = 0.0) -> str:
         )
     if stages == 1:
         return pattern
-    others = stages - 1
+    costs = [
+        1.0 if layer_costs is None else sum(layer_costs[kind] for kind in unit) for unit in units
+    ]
+    ends = _even_ends(costs, stages, output_cost)
+    starts = [0, *ends[:-1]]
+    return "|".join("".join(units[a:b]) for a, b in zip(starts, ends, strict=True))
 
-    def slowest(last: int) -> float:
-        return max(-(-(len(units) - last) // others), last + output_cost)
 
-    last = min(range(len(units) // stages, 0, -1), key=slowest)
-    least, more = divmod(len(units) - last, others)
-    sizes = [*(least + (stage < more) for stage in range(others)), last]
-    ends = list(accumulate(sizes))
-    return "|".join("".join(units[end - size : end]) for size, end in zip(sizes, ends, strict=True))
+def _even_ends(costs: Sequence[float], stages: int, last_cost: float) -> tuple[int, ...]:
+    """Where stages end: of all ways to cut, that with the smallest largest stage, then the smallest
+    sum of squares, then the latest ends.
+
+    Args:
+        costs: of units, more than `stages`, in order.
+        stages: to cut them into.
+        last_cost: of the last stage besides.
+    """
+    sums = [0.0, *accumulate(costs)]
+    total = len(costs)
+    # Best way to cut all from a unit on into so many stages: (largest, squares, minus the ends).
+    best: list[tuple[float, float, tuple[int, ...]] | None]
+    best = [(c := sums[-1] - before + last_cost, c * c, (-total,)) for before in sums[:-1]]
+    for left in range(2, stages + 1):
+        cuts = list(best)
+        for first in range(total):
+            ways = []
+            for end in range(first + 1, total - left + 2):
+                behind, cost = cuts[end], sums[end] - sums[first]
+                if behind is not None:
+                    # Rounded, because sums of equal costs differ with their order.
+                    largest = round(max(cost, behind[0]), 6)
+                    ways.append((largest, round(cost * cost + behind[1], 6), (-end, *behind[2])))
+            best[first] = min(ways) if ways else None
+    found = best[0]
+    assert found is not None, "there are as many units as stages"
+    return tuple(-end for end in found[2])
+
+
+def layer_costs(
+    architecture: ModelArchitecture, dtype: torch.dtype, sizes: ParallelSizes
+) -> dict[str, float]:
+    """What a layer takes in a decode step on a GPU, by its kind: bytes, and launches as bytes; in
+    units of what the pattern's average layer takes."""
+    model = architecture
+    costs = {kind: _layer_bytes(model, kind, dtype, sizes) for kind in sorted(set(model.pattern))}
+    average = sum(costs[kind] for kind in model.pattern) / len(model.pattern)
+    return {kind: cost / average for kind, cost in costs.items()}
 
 
 def output_cost(architecture: ModelArchitecture, dtype: torch.dtype, sizes: ParallelSizes) -> float:
-    """What the output layer takes in a decode step on a GPU, in layers: bytes, and launches."""
+    """What the output layer takes in a decode step on a GPU, in the unit of `layer_costs`."""
     model = architecture
-    held = model.num_moe_experts // sizes.expert_model_parallel
-    layer = model.layer_parameters(held) / model.num_layers
-    output = model.vocab_size * model.hidden_size
+    layers = sum(_layer_bytes(model, kind, dtype, sizes) for kind in model.pattern)
     share = dtype.itemsize / sizes.tensor_model_parallel
-    return (output * share + OUTPUT_LAUNCH_BYTES) / (layer * share + LAYER_LAUNCH_BYTES)
+    output = model.vocab_size * model.hidden_size * share + OUTPUT_LAUNCH_BYTES
+    return output / layers * len(model.pattern)
+
+
+def _layer_bytes(
+    model: ModelArchitecture, kind: str, dtype: torch.dtype, sizes: ParallelSizes
+) -> float:
+    held = model.num_moe_experts // sizes.expert_model_parallel
+    share = dtype.itemsize / sizes.tensor_model_parallel
+    return model.layer_parameters(kind, held) * share + LAYER_LAUNCH_BYTES
 
 
 @dataclass(frozen=True)

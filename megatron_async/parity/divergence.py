@@ -52,16 +52,16 @@ class Divergence:
         )
 
 
-def tolerance(logits: Tensor, dtype: torch.dtype, num_layers: int) -> float:
+def tolerance(logits: Tensor, dtype: torch.dtype, num_blocks: int) -> float:
     """Largest gap between two logits that rounding in `dtype` may turn around.
 
     Args:
         logits: `[vocabulary]`.
         dtype: of the engine's weights and activations.
-        num_layers: of the model.
+        num_blocks: of the model, each of which adds to the residual stream: layers of its pattern.
     """
     roundoff = torch.finfo(dtype).eps / 2
-    return roundoff * math.sqrt(2 * num_layers) * float(logits.abs().max())
+    return roundoff * math.sqrt(num_blocks) * float(logits.abs().max())
 
 
 def find_divergences(
@@ -70,7 +70,7 @@ def find_divergences(
     found: Sequence[list[int]],
     reference: Reference,
     dtype: torch.dtype,
-    num_layers: int,
+    num_blocks: int,
 ) -> list[Divergence]:
     """The first difference of every request that has one, judged by the reference's logits.
 
@@ -80,7 +80,7 @@ def find_divergences(
         found: the engine's, as many.
         reference: is asked again for its logits where they part.
         dtype: of the engine.
-        num_layers: of the model.
+        num_blocks: of the model, each of which adds to the residual stream: layers of its pattern.
     """
     divergences = []
     for request, (prompt, want, have) in enumerate(zip(prompts, expected, found, strict=True)):
@@ -97,7 +97,7 @@ def find_divergences(
                 have[position],
                 (float(first), float(second)),
                 float(logits[want[position]] - logits[have[position]]),
-                tolerance(logits, dtype, num_layers),
+                tolerance(logits, dtype, num_blocks),
             )
         )
     return divergences

@@ -9,7 +9,7 @@ import torch
 
 from megatron_async.checkpoints.dtypes import parse_dtype
 from megatron_async.device_state.device_memory import attention_layers
-from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.architecture import ATTENTION, ModelArchitecture
 
 if TYPE_CHECKING:
     from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -41,7 +41,7 @@ class ModelShape:
     def of_architecture(cls, architecture: ModelArchitecture, dtype: str) -> ModelShape:
         """The shape of a model that a loader has described."""
         return cls(
-            num_layers=architecture.num_layers,
+            num_layers=architecture.count(ATTENTION),
             num_attention_heads=architecture.num_attention_heads,
             num_query_groups=architecture.num_query_groups,
             kv_channels=architecture.kv_channels,

@@ -18,7 +18,7 @@ from eventful_churn import LetterTokenizer
 
 from megatron_async import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig
 from megatron_async.checkpoints.registry import open_model
-from megatron_async.models.architecture import DUMMY_SHAPES
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import transformer_config
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.requests.sampling_params import SamplingParams

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async.devices import make_device
-from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.linear.skinny_linear import Unnormed, linear, linear_swiglu, takes_unnormed
 from megatron_async.ops.linear.swiglu import swiglu

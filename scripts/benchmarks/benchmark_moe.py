@@ -19,7 +19,8 @@ import torch
 from benchmark_linear import BANDWIDTH, CACHE_BYTES, microseconds, random
 from torch import Tensor
 
-from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops.experts.expert_mlp import expert_mlp_by_plan
 from megatron_async.ops.experts.expert_plan import BY_HEIGHT, ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.experts.expert_routing import Routing, route

@@ -26,7 +26,7 @@ TINY = ModelArchitecture(
 )  # fmt: skip
 SMALL = ModelArchitecture(
     "qwen3_moe", 4, 256, 8, 4, 32, 512, 1024, max_position_embeddings=1024, qk_layernorm=True,
-    num_moe_experts=16, moe_router_topk=4, moe_ffn_hidden_size=128, dense_layers=(1,),
+    num_moe_experts=16, moe_router_topk=4, moe_ffn_hidden_size=128, pattern="*E*-*E*E",
 )  # fmt: skip
 PRESSURE = {"block_size_tokens": 16, "num_kv_blocks": 18, "max_tokens": 29, "max_requests": 16}
 

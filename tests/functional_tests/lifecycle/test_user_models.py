@@ -19,7 +19,7 @@ from user_models import VOCABULARY, gpt_config, logits_of, make_gpt
 
 from megatron_async import DynamicInferenceContext, GPTInferenceWrapper, InferenceConfig
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.architecture import DUMMY_SHAPES
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import hybrid_stack_spec, transformer_config
 from megatron_async.models.parallel_state import ensure_process_groups
 

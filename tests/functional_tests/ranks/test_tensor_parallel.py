@@ -30,7 +30,8 @@ from megatron_async import LLM, SamplingParams, StructuredOutput
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
 

@@ -54,7 +54,7 @@ def plain_logits(model: nn.Module, a: ModelArchitecture, ids: Tensor) -> Tensor:
         x = x + F.linear(out.transpose(0, 1).flatten(1), p[attention + "linear_proj.weight"])
         name = f"decoder.layers.{2 * layer + 1}."
         hidden = norm(x, name + "pre_mlp_layernorm.weight")
-        if a.is_moe(layer):
+        if a.pattern[2 * layer + 1] == "E":
             x = x + plain_experts(hidden, {n: p[name + "mlp." + n] for n in EXPERT_WEIGHTS}, a)
             continue
         gate, up = F.linear(hidden, p[name + "mlp.linear_fc1.weight"]).chunk(2, -1)

@@ -21,7 +21,7 @@ from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.huggingface import HuggingFaceSource
 from megatron_async.checkpoints.info import format_info, model_info
 from megatron_async.checkpoints.mapping import Shard, weights
-from megatron_async.models.architecture import DUMMY_SHAPES
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
 

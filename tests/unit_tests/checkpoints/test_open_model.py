@@ -13,7 +13,7 @@ import torch
 from megatron_async.checkpoints import CheckpointError, load_model, open_model, registry
 from megatron_async.checkpoints.info import format_info, model_info
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.architecture import DUMMY_SHAPES
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,8 @@ from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.checkpoints.mapping import Shard, weights
-from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model, init_dummy_weights
 from megatron_async.models.parallel_state import ParallelSizes
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.torch_dist_strategy import SynchronousSaveStrategy
-from megatron_async.models.architecture import DUMMY_SHAPES, ModelArchitecture, RopeScaling
+from megatron_async.models.architecture import ModelArchitecture, RopeScaling
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model, init_dummy_weights, transformer_config
 from megatron_async.models.parallel_state import ensure_process_groups
 
@@ -26,6 +27,7 @@ TRAINED = dataclasses.replace(
     DUMMY_SHAPES["tiny"],
     model_type="qwen2",
     num_layers=3,
+    pattern="",
     add_qkv_bias=True,
     tie_word_embeddings=False,
     rope_scaling=RopeScaling(16.0, 1.0, 4.0, 8192),
@@ -215,7 +217,7 @@ def test_hybrid_model_checkpoints_of_training_load(
         (ARGS | {"normalization": "LayerNorm"}, "normalization = 'LayerNorm' .*'RMSNorm'"),
         (ARGS | {"rotary_percent": 0.5}, "rotary_percent = 0.5"),
         (ARGS | {"qk_layernorm": True}, "add_qkv_bias together with qk_layernorm"),
-        (ARGS | {"hybrid_layer_pattern": "M-M-*-"}, "pattern 'M-M-\\*-' is not supported"),
+        (ARGS | {"hybrid_layer_pattern": "G-G-*-"}, "pattern 'G-G-\\*-' is not supported"),
         (ARGS | {"hidden_size": None}, "hidden_size = None"),
         ({k: v for k, v in ARGS.items() if k != "swiglu"}, "swiglu = False"),
         (ARGS | {"ffn_hidden_size": 64}, r"linear_fc1.weight' .*expected \[128, 64\], found \[256"),

@@ -9,7 +9,7 @@ from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.request_slots import SlotState
 from megatron_async.devices import CpuDevice
-from megatron_async.models.architecture import DUMMY_SHAPES
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import transformer_config
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 from megatron_async.requests.sampling_params import SamplingParams

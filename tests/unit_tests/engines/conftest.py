@@ -6,7 +6,7 @@ import pytest
 import torch
 from engines_under_test import GREEDY, PROMPTS, engine_around
 
-from megatron_async.models.architecture import DUMMY_SHAPES
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model, init_dummy_weights
 
 

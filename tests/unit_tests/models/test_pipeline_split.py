@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.architecture import DUMMY_SHAPES
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import transformer_config
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.models.pipeline import split_pattern, stage_of
@@ -22,6 +25,8 @@ from megatron_async.models.pipeline import split_pattern, stage_of
         ("*-" * 30, 4, "|".join(["*-" * 8, "*-" * 8, "*-" * 7, "*-" * 7])),
         ("*E*E*-", 3, "*E|*E|*-"),
         ("MM-*-M", 2, "MM-|*-M"),
+        ("MEM*-", 3, "ME|M|*-"),
+        ("EMEM*E", 2, "EME|M*E"),
     ],
 )
 def test_split(pattern, stages, expected):
@@ -41,6 +46,34 @@ def test_split(pattern, stages, expected):
 def test_the_last_stage_has_the_output_layer_besides(layers, stages, output_cost, expected):
     parts = split_pattern("*-" * layers, stages, output_cost).split("|")
     assert [len(part) // 2 for part in parts] == expected
+
+
+def test_layers_weigh_what_their_kinds_take():
+    costs = {"M": 1.0, "E": 5.0, "*": 2.0, "-": 4.0}
+    assert split_pattern("MMMMMM*E", 2, 0.0, costs) == "MMMMMM|*E"
+    assert split_pattern("MEMMMM*-", 2, 0.0, costs) == "MEMM|MM*-"
+    assert split_pattern("MEMMMM*-", 2, 3.0, costs) == "MEMMMM|*-"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_cut_has_a_faster_slowest_stage(seed):
+    draw = random.Random(seed)
+    pattern = "".join(draw.choice("M*-E") for _ in range(12))
+    costs = {kind: draw.random() + 0.1 for kind in "M*-E"}
+    output = draw.random()
+
+    def slowest(parts):
+        return max(sum(costs[k] for k in p) + output * (p is parts[-1]) for p in parts)
+
+    units = re.findall(r"^[E-]+|[^E-][E-]*", pattern)
+    stages = min(3, len(units))
+    ways = []
+    for cut in itertools.combinations(range(1, len(units)), stages - 1):
+        ends = [0, *cut, len(units)]
+        ways.append(slowest(["".join(units[a:b]) for a, b in itertools.pairwise(ends)]))
+    found = split_pattern(pattern, stages, output, costs)
+    assert found.replace("|", "") == pattern
+    assert slowest(found.split("|")) == pytest.approx(min(ways))
 
 
 @pytest.mark.parametrize(

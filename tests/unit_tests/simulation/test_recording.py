@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_async.config import InferenceConfig
-from megatron_async.models.architecture import DUMMY_SHAPES
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.simulation.fit import fit_machine
 from megatron_async.simulation.model_less import ModelLessEngine

@@ -1,0 +1,135 @@
+"""What Hugging Face's families call their tensors.
+
+`weights` in `checkpoints/mapping.py` asks here for each layer of a model. The names are those of
+published files, which transformers writes too; where its modules hold other tensors (all experts
+in one, another prefix), a file of these is read as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class FamilyNames:
+    """Tensor names of one family; those of a layer without the layer's prefix.
+
+    `{e}` in a name is the number of an expert; without it one tensor holds all experts.
+    """
+
+    layer: str = "model.layers.{}."
+    """Prefix of a layer, as the family counts them."""
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    output: str = "lm_head.weight"
+    mixer_norm: str = "input_layernorm.weight"
+    """Before attention or Mamba-2."""
+    ffn_norm: str = "post_attention_layernorm.weight"
+    """Before an MLP or experts."""
+    attention: str = "self_attn."
+    """Prefix of its projections."""
+    mamba: str = "mamba."
+    """Prefix of a Mamba-2 mixer."""
+    gate_up: tuple[str, ...] = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+    """Of an MLP: gate and up, both in one tensor, or up alone where the family has no gate."""
+    down: str = "mlp.down_proj.weight"
+    router: str = "mlp.gate.weight"
+    expert_bias: str = ""
+    expert_gate_up: tuple[str, ...] = (
+        "mlp.experts.{e}.gate_proj.weight",
+        "mlp.experts.{e}.up_proj.weight",
+    )
+    expert_down: str = "mlp.experts.{e}.down_proj.weight"
+    shared_gate_up: tuple[str, ...] = ()
+    """Of the shared expert, as `gate_up`."""
+    shared_down: str = ""
+
+
+STACKED = FamilyNames(
+    expert_gate_up=("mlp.experts.gate_up_proj",), expert_down="mlp.experts.down_proj"
+)
+"""Experts of the other families in transformers' modules."""
+MIXTRAL = FamilyNames(
+    router="block_sparse_moe.gate.weight",
+    expert_gate_up=(
+        "block_sparse_moe.experts.{e}.w1.weight",
+        "block_sparse_moe.experts.{e}.w3.weight",
+    ),
+    expert_down="block_sparse_moe.experts.{e}.w2.weight",
+)
+NEMOTRON_H = FamilyNames(
+    layer="backbone.layers.{}.",
+    embedding="backbone.embeddings.weight",
+    final_norm="backbone.norm_f.weight",
+    mixer_norm="norm.weight",
+    ffn_norm="norm.weight",
+    attention="mixer.",
+    mamba="mixer.",
+    gate_up=("mixer.up_proj.weight",),
+    down="mixer.down_proj.weight",
+    router="mixer.gate.weight",
+    expert_bias="mixer.gate.e_score_correction_bias",
+    expert_gate_up=("mixer.experts.{e}.up_proj.weight",),
+    expert_down="mixer.experts.{e}.down_proj.weight",
+    shared_gate_up=("mixer.shared_experts.up_proj.weight",),
+    shared_down="mixer.shared_experts.down_proj.weight",
+)
+NEMOTRON_H_MODULES = replace(
+    NEMOTRON_H,
+    layer="model.layers.{}.",
+    embedding="model.embeddings.weight",
+    final_norm="model.norm_f.weight",
+    expert_gate_up=("mixer.experts.up_proj",),
+    expert_down="mixer.experts.down_proj",
+)
+GRANITE = FamilyNames(
+    gate_up=("shared_mlp.input_linear.weight",),
+    down="shared_mlp.output_linear.weight",
+    router="block_sparse_moe.router.layer.weight",
+    expert_gate_up=("block_sparse_moe.input_linear.weight",),
+    expert_down="block_sparse_moe.output_linear.weight",
+    shared_gate_up=("shared_mlp.input_linear.weight",),
+    shared_down="shared_mlp.output_linear.weight",
+)
+GRANITE_MODULES = replace(
+    GRANITE,
+    router="block_sparse_moe.router.weight",
+    expert_gate_up=("block_sparse_moe.experts.gate_up_proj",),
+    expert_down="block_sparse_moe.experts.down_proj",
+)
+BAMBA = FamilyNames(
+    final_norm="model.final_layernorm.weight",
+    ffn_norm="pre_ff_layernorm.weight",
+    gate_up=("feed_forward.gate_proj.weight", "feed_forward.up_proj.weight"),
+    down="feed_forward.down_proj.weight",
+)
+MAMBA2 = FamilyNames(
+    layer="backbone.layers.{}.",
+    embedding="backbone.embeddings.weight",
+    final_norm="backbone.norm_f.weight",
+    mixer_norm="norm.weight",
+    mamba="mixer.",
+)
+
+PUBLISHED = {
+    "mixtral": MIXTRAL,
+    "nemotron_h": NEMOTRON_H,
+    "granitemoehybrid": GRANITE,
+    "bamba": BAMBA,
+    "mamba2": MAMBA2,
+}
+"""Names in published files, by `ModelArchitecture.model_type`; all others have the default."""
+MODULES = {
+    "nemotron_h": NEMOTRON_H_MODULES,
+    "granitemoehybrid": GRANITE_MODULES,
+    "bamba": BAMBA,
+    "mamba2": MAMBA2,
+}
+"""Names in transformers' modules, where all others have `STACKED`."""
+
+
+def names_of(model_type: str, modules: bool) -> FamilyNames:
+    """The names of a family: of published files, or of transformers' modules."""
+    if modules:
+        return MODULES.get(model_type, STACKED)
+    return PUBLISHED.get(model_type, FamilyNames())

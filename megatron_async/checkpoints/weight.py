@@ -1,0 +1,300 @@
+"""One parameter of a model: what it is called elsewhere, of what it is made, what a rank holds.
+
+A rank of many holds a `Shard` of the model. What it holds of a weight follows from what is declared
+of it: the axis along which ranks share it, and, where one stored tensor is made of several that are
+split each by itself, its strips. Loaders ask `Weight.pieces` and `Weight.stored_pieces`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from megatron_async.models.pipeline import Stage, stage_of
+
+Shape = tuple[int, ...]
+Region = tuple[slice, ...]
+"""A slice of each axis of a stored tensor, with start and stop."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of a model a rank holds; by default, all of it."""
+
+    tensor_rank: int = 0
+    """Of the rank in its tensor-parallel group."""
+    tensor_size: int = 1
+    """Ranks of that group."""
+    expert_rank: int = 0
+    """Of the rank in its expert-parallel group."""
+    expert_size: int = 1
+    """Ranks of that group."""
+    stage: Stage | None = None
+    """Its pipeline stage; None: the only one."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Shard:
+        """The part that a Megatron model was built for."""
+        groups = getattr(model, "pg_collection", None)
+        stage = stage_of(getattr(model, "config", None))
+        stage_or_none = stage if stage.count > 1 else None
+        if groups is None:
+            return cls(stage=stage_or_none)
+        tensor, expert = groups.tp, groups.ep
+        return cls(tensor.rank(), tensor.size(), expert.rank(), expert.size(), stage_or_none)
+
+    def local_name(self, name: str) -> str | None:
+        """A parameter's name in this rank's model, from that in the whole one; None: not held."""
+        return name if self.stage is None else self.stage.local_name(name)
+
+    def experts_of(self, count: int) -> range:
+        """This rank's of so many experts; they divide."""
+        share = count // self.expert_size
+        return range(self.expert_rank * share, (self.expert_rank + 1) * share)
+
+    def range_of(self, size: int) -> range:
+        """This rank's indices of an axis of that size: an equal share, the last ones less where it
+        does not divide."""
+        share = -(-size // self.tensor_size)
+        first = min(self.tensor_rank * share, size)
+        return range(first, min(first + share, size))
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Rows of a stored tensor that ranks split by themselves: of `in_proj` x, z, B, C and dt."""
+
+    name: str
+    """Megatron's."""
+    rows: int
+    """On all ranks together."""
+    is_shared: bool = True
+    """Each rank has a share of it; else all of it."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of the model and its names elsewhere.
+
+    The parameter consists of `groups` equal groups of rows; each group holds that group's share of
+    every part, in order. So `linear_qkv` is, per KV group, [its q heads, k, v], and `linear_fc1`,
+    with one group, is [gate; up]. The parameter of several experts is theirs one after the other. A
+    parameter with strips has one part, which holds the strips one after the other.
+    """
+
+    name: str
+    """Parameter of this rank's `HybridModel`."""
+    parts: dict[str, Shape]
+    """Hugging Face tensors that it is made of, with their shapes."""
+    groups: int
+    stored: str
+    """Key in a Megatron checkpoint of the `HybridModel`, which is that of the whole model."""
+    layer: int | None
+    """Layer as the family counts them, None outside the layers."""
+    partition_dim: int | None = None
+    """Axis along which tensor-parallel ranks share the weight, by Megatron's name: 0, rows (of each
+    part, or whole groups), 1, columns, or None: every rank holds all of it. Where an axis does not
+    divide (the vocabulary), the parameter has rows of padding at its end."""
+    shard: Shard = Shard()
+    """What this rank holds."""
+
+    experts: int = 0
+    """Experts of a weight `[experts, rows, columns]`, spread over expert-parallel ranks; its
+    `partition_dim` counts the axes of one expert. 0: there is no such axis."""
+    strips: tuple[Strip, ...] = ()
+    """Of the rows of its one part; empty: it is split as a whole."""
+    is_stored_in_strips: bool = False
+    """A Megatron checkpoint holds each strip under a key of its own."""
+    is_float32: bool = False
+    """The parameter is float32 whatever the model's dtype is."""
+    scale: float = 1.0
+    """The parameter is what Hugging Face stores times this (a multiplier of Granite's); Megatron's
+    checkpoints hold the product."""
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether one Hugging Face tensor holds all experts."""
+        return self.experts > 0 and len(next(iter(self.parts.values()))) == 3
+
+    @property
+    def held_parts(self) -> list[str]:
+        """Parts of which this rank holds something: those of its own experts."""
+        parts = list(self.parts)
+        if not self.experts or self.is_stacked:
+            return parts
+        each = len(parts) // self.experts
+        held = self.shard.experts_of(self.experts)
+        return parts[held.start * each : held.stop * each]
+
+    @property
+    def fused_name(self) -> str | None:
+        """The parameter of a model of TransformerEngine layers, which hold a norm's weight in the
+        linear layer behind it, as Megatron's checkpoints do."""
+        return self.shard.local_name(self.stored)
+
+    @property
+    def whole_shape(self) -> Shape:
+        """Shape of the whole weight, on all ranks together, without padding."""
+        shapes = list(self.parts.values())
+        if self.is_stacked:
+            return shapes[0]
+        rows = sum(shape[0] for shape in shapes)
+        lead = (self.experts, rows // self.experts) if self.experts else (rows,)
+        return (*lead, *shapes[0][1:])
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the parameter on this rank."""
+        shape = list(self.whole_shape)
+        if self.experts:
+            shape[0] = len(self.shard.experts_of(self.experts))
+        if self.strips:
+            shape[self._row_axis] = sum(len(self._strip_range(strip)) for strip in self.strips)
+        elif self.partition_dim is not None:
+            dim = self.partition_dim + (self.experts > 0)
+            shape[dim] = -(-shape[dim] // self.shard.tensor_size)
+        return tuple(shape)
+
+    @property
+    def _row_axis(self) -> int:
+        return 1 if self.experts else 0
+
+    def _strip_range(self, strip: Strip) -> range:
+        return self.shard.range_of(strip.rows) if strip.is_shared else range(strip.rows)
+
+    def held(self, part: str) -> Region:
+        """Which region of a part, as it is stored, this rank holds: a slice of each axis. Not for
+        strips, of which a rank holds several regions."""
+        ranges = [range(size) for size in self.parts[part]]
+        if self.is_stacked:
+            ranges[0] = self.shard.experts_of(self.experts)
+        if self.partition_dim is not None:
+            dim = self.partition_dim + self.is_stacked
+            ranges[dim] = self.shard.range_of(len(ranges[dim]))
+        return tuple(slice(held.start, held.stop) for held in ranges)
+
+    @property
+    def stored_gpt(self) -> str:
+        """Key in a Megatron checkpoint of the deprecated `GPTModel`."""
+        if self.layer is None:
+            return self.stored.replace("final_norm", "final_layernorm")
+        return re.sub(r"layers\.\d+\.", f"layers.{self.layer}.", self.stored)
+
+    @property
+    def stored_stacked(self) -> str:
+        """Key in a `GPTModel` checkpoint whose layers are stacked: `[layers, *shape]` there."""
+        return re.sub(r"layers\.\d+\.", "layers.", self.stored_gpt)
+
+    @property
+    def stored_suffixes(self) -> dict[str, Shape]:
+        """What is added to the weight's key in a Megatron checkpoint -> whole shape under it."""
+        if not self.is_stored_in_strips:
+            return {"": self.whole_shape}
+        rest = self.whole_shape[1:]
+        return {f".{strip.name}": (strip.rows, *rest) for strip in self.strips}
+
+    def places(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Where what is held of the parts lies in the parameter: Hugging Face name -> view
+        `[groups, rows of the part / groups, ...]`. Rows of padding are in no place. Not for strips
+        of which ranks have shares."""
+        groups = self.groups
+        if self.partition_dim == 0 and groups > 1:
+            groups //= self.shard.tensor_size
+        has_experts = self.experts > 0 and not self.is_stacked
+        grouped = parameter.view(groups, -1, *parameter.shape[2 if has_experts else 1 :])
+        held = {part: self.held(part)[0] for part in self.held_parts}
+        rows = [(part.stop - part.start) // groups for part in held.values()]
+        padding = grouped.size(1) - sum(rows)
+        return dict(zip(held, grouped.split([*rows, padding], dim=1), strict=False))
+
+    def pieces(self, parameter: Tensor) -> Iterator[tuple[str, Region, Tensor]]:
+        """What this rank reads of Hugging Face's tensors: name, region, and the view of the
+        parameter that it fills, of as many elements. Some may be empty."""
+        if self.strips:
+            (name,) = self.parts
+            for _strip, region, place in self._strip_pieces(parameter):
+                yield name, region, place
+            return
+        for name, place in self.places(parameter).items():
+            yield name, self.held(name), place
+
+    def _strip_pieces(self, parameter: Tensor) -> Iterator[tuple[Strip, Region, Tensor]]:
+        """For each strip what this rank holds: a region of the whole weight, and the view of the
+        parameter."""
+        axis = self._row_axis
+        ranges = [range(size) for size in self.whole_shape]
+        if self.experts:
+            ranges[0] = self.shard.experts_of(self.experts)
+        start = first = 0
+        for strip in self.strips:
+            held = self._strip_range(strip)
+            ranges[axis] = range(start + held.start, start + held.stop)
+            region = tuple(slice(part.start, part.stop) for part in ranges)
+            yield strip, region, parameter.narrow(axis, first, len(held))
+            start += strip.rows
+            first += len(held)
+
+    def whole_pieces(self, parameter: Tensor) -> Iterator[tuple[list[int], Tensor]]:
+        """The same of the whole weight: where a region of it begins, and the view of the parameter
+        that it fills."""
+        if self.strips:
+            for _strip, region, place in self._strip_pieces(parameter):
+                yield [part.start for part in region], place
+            return
+        if self.experts:
+            yield from self._expert_pieces(parameter)
+            return
+        origin = [0] * parameter.dim()
+        if self.partition_dim != 0:
+            if self.partition_dim is not None:
+                dim = self.partition_dim
+                origin[dim] = self.shard.range_of(self.whole_shape[dim]).start
+            yield origin, parameter
+        elif self.groups > 1:
+            origin[0] = self.shard.tensor_rank * len(parameter)
+            yield origin, parameter
+        else:
+            first = 0
+            for part, place in self.places(parameter).items():
+                origin[0] = first + self.held(part)[0].start
+                first += self.parts[part][0]
+                yield list(origin), place[0]
+
+    def stored_pieces(self, parameter: Tensor) -> Iterator[tuple[str, list[int], Tensor]]:
+        """The same of a Megatron checkpoint: one of `stored_suffixes`, where a region of what is
+        stored under it begins, and the view of the parameter that it fills."""
+        if not self.is_stored_in_strips:
+            for origin, place in self.whole_pieces(parameter):
+                yield "", origin, place
+            return
+        for strip, _region, place in self._strip_pieces(parameter):
+            origin = [0] * parameter.dim()
+            origin[0] = self._strip_range(strip).start
+            yield f".{strip.name}", origin, place
+
+    def _expert_pieces(self, parameter: Tensor) -> Iterator[tuple[list[int], Tensor]]:
+        """`[experts, rows, columns]`, where each expert's rows are those of its parts in turn."""
+        first = self.shard.experts_of(self.experts).start
+        _experts, rows, columns = self.whole_shape
+        if self.partition_dim != 0:
+            yield [first, 0, self.shard.range_of(columns).start], parameter
+            return
+        parts = len(self.parts) // self.experts
+        for part, place in enumerate(parameter.chunk(parts, dim=1)):
+            start = part * rows // parts + self.shard.range_of(rows // parts).start
+            yield [first, start, 0], place
+
+    def split(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The parts of a whole weight, as Hugging Face stores them: name -> contiguous tensor."""
+        if self.scale != 1:
+            parameter = (parameter.float() / self.scale).to(parameter.dtype)
+        places = self.places(parameter)
+        return {name: place.flatten(0, 1).contiguous() for name, place in places.items()}
+
+    def num_elements(self) -> int:
+        """Number of elements of the parameter on this rank."""
+        return math.prod(self.shape)

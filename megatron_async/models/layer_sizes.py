@@ -1,0 +1,122 @@
+"""Sizes that follow from an architecture: weights of a layer by its kind, and of Mamba-2 its parts.
+
+No torch here, as in `models/architecture.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_async.models.architecture import ModelArchitecture
+
+CONV_KERNEL = 4
+"""Inputs that one output of a Mamba-2 layer's convolution sees: everybody's."""
+
+
+@dataclass(frozen=True)
+class MambaSizes:
+    """Sizes of a Mamba-2 layer (Dao and Gu 2024), whole or on one tensor-parallel rank."""
+
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int
+    """Of heads, with a B and a C each."""
+
+    @property
+    def inner(self) -> int:
+        """Elements of x, of z and of the output: all heads'."""
+        return self.heads * self.head_dim
+
+    @property
+    def strips(self) -> dict[str, int]:
+        """Rows of `in_proj`, in order: z (the gate), x, B, C and dt, Megatron-Core's names."""
+        shared = self.groups * self.state_dim
+        return {"z": self.inner, "x": self.inner, "B": shared, "C": shared, "dt": self.heads}
+
+    @property
+    def conv_strips(self) -> dict[str, int]:
+        """Channels of the convolution, in order."""
+        return {name: self.strips[name] for name in ("x", "B", "C")}
+
+    @property
+    def in_proj(self) -> int:
+        """Rows of `in_proj`."""
+        return sum(self.strips.values())
+
+    @property
+    def conv(self) -> int:
+        """Channels of the convolution."""
+        return sum(self.conv_strips.values())
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Of one request's state: `(heads, head_dim, state_dim)`, float32."""
+        return self.heads, self.head_dim, self.state_dim
+
+    @property
+    def conv_state_shape(self) -> tuple[int, int]:
+        """Of one request's last inputs of the convolution: `(channels, kernel - 1)`."""
+        return self.conv, CONV_KERNEL - 1
+
+    def state_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of one request's state in one layer: float32, and the convolution's inputs in
+        elements of so many bytes."""
+        inputs, before = self.conv_state_shape
+        return 4 * self.inner * self.state_dim + inputs * before * bytes_per_element
+
+    def of_rank(self, ranks: int) -> MambaSizes:
+        """What one of so many tensor-parallel ranks holds: a share of the heads with their groups,
+        or of a single group's heads, whose B and C every rank has."""
+        groups = self.groups if self.groups == 1 else self.groups // ranks
+        return MambaSizes(self.heads // ranks, self.head_dim, self.state_dim, groups)
+
+
+def kind_parameters(a: ModelArchitecture, kind: str, experts: int) -> int:
+    """Number of weights of a layer, its norm included.
+
+    Args:
+        a: of the model.
+        kind: character of the layer pattern.
+        experts: that are counted of a mixture.
+    """
+    return a.hidden_size + _PARAMETERS[kind](a, experts)
+
+
+def _attention(a: ModelArchitecture, _experts: int) -> int:
+    q, kv = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
+    biases = (q + 2 * kv) * a.add_qkv_bias
+    return a.hidden_size * (2 * q + 2 * kv) + biases + 2 * a.kv_channels * a.qk_layernorm
+
+
+def _mlp(a: ModelArchitecture, _experts: int) -> int:
+    return _matrices(a) * a.hidden_size * a.ffn_hidden_size
+
+
+def _experts(a: ModelArchitecture, experts: int) -> int:
+    router = a.num_moe_experts * (a.hidden_size + a.moe_router_enable_expert_bias)
+    units = experts * a.moe_ffn_hidden_size + a.moe_shared_expert_intermediate_size
+    return router + _matrices(a) * a.hidden_size * units
+
+
+def _mamba(a: ModelArchitecture, _experts: int) -> int:
+    sizes = a.mamba
+    conv = sizes.conv * (CONV_KERNEL + 1)
+    of_heads = 3 * sizes.heads  # A_log, D, dt_bias
+    return a.hidden_size * (sizes.in_proj + sizes.inner) + conv + of_heads + sizes.inner
+
+
+def _matrices(a: ModelArchitecture) -> int:
+    """Of an MLP: gate, up and down, or up and down."""
+    return 3 if a.activation == "silu" else 2
+
+
+_PARAMETERS: dict[str, Callable[[ModelArchitecture, int], int]] = {
+    "*": _attention,
+    "-": _mlp,
+    "E": _experts,
+    "M": _mamba,
+}

@@ -1,0 +1,73 @@
+"""What follows from a stored layer pattern: counts, bytes, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+
+HYBRID = ModelArchitecture(
+    "nemotron_h",
+    5,
+    64,
+    4,
+    2,
+    16,
+    96,
+    128,
+    pattern="MEM*-",
+    activation="squared_relu",
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=40,
+    mamba_num_heads=8,
+    mamba_head_dim=16,
+    mamba_state_dim=32,
+    mamba_num_groups=2,
+)
+
+
+def test_a_transformer_s_pattern_follows():
+    assert DUMMY_SHAPES["tiny"].pattern == "*-*-"
+    assert DUMMY_SHAPES["tiny-moe"].pattern == "*E*E"
+    assert DUMMY_SHAPES["tiny"].layers_per_block == 2
+    assert HYBRID.layers_per_block == 1
+
+
+def test_only_attention_has_keys_and_only_recurrent_layers_have_state():
+    assert HYBRID.kv_bytes_per_token(2) == 2 * 1 * 2 * 16 * 2
+    # Two layers: 8 heads of 16 x 32 numbers in float32, 3 inputs of 8 * 16 + 2 * 2 * 32 channels.
+    assert HYBRID.state_bytes_per_request(2) == 2 * (8 * 16 * 32 * 4 + 3 * 256 * 2)
+    assert DUMMY_SHAPES["tiny"].state_bytes_per_request(2) == 0
+
+
+def test_a_rank_of_several_holds_a_share_of_heads_and_groups_or_all_of_one_group():
+    assert HYBRID.mamba.of_rank(2).strips == {"z": 64, "x": 64, "B": 32, "C": 32, "dt": 4}
+    single = dataclasses.replace(HYBRID, mamba_num_groups=1).mamba.of_rank(2)
+    assert single.strips == {"z": 64, "x": 64, "B": 32, "C": 32, "dt": 4}
+    assert single.groups == 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("MG*-E", r"'MG\*-E' has \['G'\]: it may have .*'M' \(Mamba-2\)"),
+        ("M*", "has 2 characters, but num_layers = 5"),
+        ("M*-|*-", r"has \['\|'\]"),
+    ],
+)
+def test_patterns_that_are_refused(pattern, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(HYBRID, pattern=pattern)
+
+
+def test_dictionaries_of_before_the_pattern_was_stored():
+    values = DUMMY_SHAPES["tiny-moe"].to_dict()
+    assert ModelArchitecture.from_dict(values) == DUMMY_SHAPES["tiny-moe"]
+    for name in ("pattern", "activation", "mamba_num_heads"):
+        del values[name]
+    assert ModelArchitecture.from_dict(values) == DUMMY_SHAPES["tiny-moe"]
+    assert ModelArchitecture.from_dict(values | {"dense_layers": [0]}).pattern == "*-*E"
