@@ -20,6 +20,7 @@ LOOKAHEAD_OF_MODE = {"legacy": 0, "async": 1}
 DEFAULT_MAX_REQUESTS = 256
 
 INVALIDATION_POLICIES = ("reconcile", "rollback")
+STATE_DTYPES = ("float32", "bfloat16")
 ATTENTION_BACKENDS = ("triton", "flash_attn_4", "flash_attn_3", "torch")
 
 
@@ -48,6 +49,11 @@ class InferenceConfig:
     request of lowest priority, the youngest of these, is evicted: it gives its blocks back, keeps
     its tokens and is prefilled again later. (Never the request first in rank, which runs on to its
     end.) None: no such limit; requests are evicted only when nothing else could run."""
+
+    # ---- Recurrent layers -------------------------------------------------------------------
+    mamba_ssm_states_dtype: str = "float32"
+    """Of the states of Mamba-2 layers: "float32", or "bfloat16" for half the memory and traffic and
+    other roundings."""
 
     # ---- Limits of a step --------------------------------------------------------------------
     max_requests: int = None  # type: ignore[assignment]  # an integer after __post_init__
@@ -152,6 +158,13 @@ class InferenceConfig:
             value = getattr(self, name)
             if value is not None and not _is_positive(value):
                 raise ConfigurationError(f"{name}={value!r} must be a number of GiB above 0.")
+        # Megatron's own dtype is accepted too.
+        self.mamba_ssm_states_dtype = str(self.mamba_ssm_states_dtype).removeprefix("torch.")
+        if self.mamba_ssm_states_dtype not in STATE_DTYPES:
+            raise ConfigurationError(
+                f"mamba_ssm_states_dtype={self.mamba_ssm_states_dtype!r} is not served: use one of "
+                f"{', '.join(STATE_DTYPES)}."
+            )
         self._require_int("num_speculative_tokens", 0)
         self._require_int("inference_sampling_seed", 0)
         self._require_int("logging_step_interval", 0)

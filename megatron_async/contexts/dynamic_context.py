@@ -25,10 +25,15 @@ from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.contexts.step_shape import StepShape
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_buffer import HostStaging
-from megatron_async.device_state.device_memory import make_gpu_view, max_paused_blocks
+from megatron_async.device_state.device_memory import (
+    make_gpu_view,
+    max_paused_blocks,
+    recurrent_layers,
+)
 from megatron_async.devices import Device, make_device, makes_ordinary_tensors
 from megatron_async.observe.timeline import Timeline
 from megatron_async.observe.tracer import Tracer
+from megatron_async.ops.recurrent.mamba_pools import GRID
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 
 Agree = Callable[[int, StepShape, bool], StepShape]
@@ -101,6 +106,7 @@ class DynamicInferenceContext:
             self.device.captures_graphs,
             self.gpu_view.captures_prefill,
         )
+        self._is_recurrent = recurrent_layers(model_config) > 0
         self._plan_builder = PlanBuilder(self.slots, self.graph_shapes)
         self.scheduler = Scheduler(
             inference_config,
@@ -109,6 +115,7 @@ class DynamicInferenceContext:
             self._plan_builder,
             self.tracer,
             max_paused_blocks(model_config, inference_config, self.blocks.total, self.device),
+            GRID if self._is_recurrent else 1,
         )
         self._arrivals = 0
 
@@ -188,7 +195,12 @@ class DynamicInferenceContext:
 
         for plan in reversed(plans):
             take_back(
-                plan, self.slots, self.blocks, self.scheduler.prefilling, self.scheduler.requeue
+                plan,
+                self.slots,
+                self.blocks,
+                self.scheduler.prefilling,
+                self.scheduler.requeue,
+                repeats_chunks=not self._is_recurrent,
             )
         self._plan_builder.next_step = plans[0].step
         self.expect_step()

@@ -38,6 +38,8 @@ class Scheduler:
         builder: takes the block-table updates of the step that is scheduled.
         tracer: names the range.
         max_paused_blocks: blocks that paused requests may hold.
+        chunk_border: prefill chunks that leave some of a prompt end at multiples of this position,
+            where the step's budget reaches one: there a scan's result depends on no schedule.
 
     Attributes:
         waiting: requests without a slot.
@@ -55,6 +57,7 @@ class Scheduler:
         builder: PlanBuilder,
         tracer: Tracer,
         max_paused_blocks: int,
+        chunk_border: int = 1,
     ) -> None:
         self._config = config
         self._slots = slots
@@ -62,6 +65,7 @@ class Scheduler:
         self._builder = builder
         self._tracer = tracer
         self._max_paused_blocks = max_paused_blocks
+        self._chunk_border = chunk_border
         self.waiting = AdmissionQueue()
         self.prefilling: list[int] = []
         self.micro_batches = MicroBatches(slots, config.steps_in_flight - 1)
@@ -180,10 +184,14 @@ class Scheduler:
 
     def _add_chunk(self, chunks: list[PrefillChunk], slot: int, budget: int) -> int:
         start = int(self._slots.num_prefilled[slot])
-        length = min(int(self._slots.num_known[slot]) - start, budget)
-        if length > 0:
-            chunks.append(PrefillChunk(slot, start, start + length))
-        return max(length, 0)
+        known = int(self._slots.num_known[slot])
+        end = min(known, start + budget)
+        border = end // self._chunk_border * self._chunk_border
+        if end < known and border > start:
+            end = border
+        if end > start:
+            chunks.append(PrefillChunk(slot, start, end))
+        return max(end - start, 0)
 
     def _may_admit(self, micro_batch: int, budget: int) -> bool:
         slots, config, queue = self._slots, self._config, len(self.waiting)

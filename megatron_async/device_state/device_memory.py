@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from megatron_async.config import InferenceConfig
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.device_state.device_slots import DeviceSlots
@@ -15,11 +17,13 @@ from megatron_async.device_state.kv_cache import (
     blocks_that_fit,
     bytes_per_block,
 )
+from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.device_state.slot_states import FeedbackState, SlotStates
 from megatron_async.device_state.step_tensors import StepTensors
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
+from megatron_async.models.architecture import MAMBA
 from megatron_async.models.partition import local_heads
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable, described_frequencies
@@ -28,6 +32,7 @@ from megatron_async.ops.attention.backends.selection import choose_prefill
 from megatron_async.ops.attention.decode_attention import HEAD_TILE, MAX_DIM
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
+from megatron_async.ops.recurrent.mamba_pools import MambaShape
 
 
 def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> ContextGPUView:
@@ -47,6 +52,20 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
     vocab_size = getattr(model, "vocab_size", None)
     if vocab_size is not None and stage_of(model).is_last:
         states.add(SamplingState(config.max_requests, vocab_size, device.torch_device))
+    takes_back = config.invalidation == "rollback"
+    if layers := recurrent_layers(model):
+        states.add(
+            RecurrentState(
+                layers,
+                recurrent_shape(model),
+                config.max_requests,
+                model.params_dtype,
+                getattr(torch, config.mamba_ssm_states_dtype),
+                config.decode_width,
+                config.steps_in_flight if takes_back else 0,
+                device.torch_device,
+            )
+        )
     # What each slot takes comes first; blocks share what is left.
     num_blocks = _num_blocks(model, config, device, states)
     states.allocate()
@@ -66,7 +85,6 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
         device.torch_device,
         config.num_speculative_tokens,
     )
-    takes_back = config.invalidation == "rollback"
     states.add(FeedbackState(slots, config.steps_in_flight if takes_back else 0))
     view = ContextGPUView(
         config,
@@ -92,14 +110,15 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
 def _num_blocks(model: Any, config: InferenceConfig, device: Device, states: SlotStates) -> int:
     """Usable KV blocks: as many as fit, beside the states of all slots, on each of the ranks that
     hold the model between them."""
-    failure, num_blocks = None, 0
+    failure, num_blocks, size = None, 0, block_bytes(model, config)
     try:
-        num_blocks = blocks_that_fit(
-            block_bytes(model, config),
-            _free_beside(states, config.max_requests, device),
-            device.torch_device,
-            config.num_kv_blocks,
-            config.buffer_size_gb,
+        free = _free_beside(states, config.max_requests, device)
+        num_blocks = (
+            blocks_that_fit(
+                size, free, device.torch_device, config.num_kv_blocks, config.buffer_size_gb
+            )
+            if size
+            else config.num_kv_blocks or blocks_for_all(config)  # of no memory: none is short
         )
     except OutOfMemoryError as error:
         failure = error
@@ -165,6 +184,30 @@ def attention_layers(model: Any) -> int:
     if getattr(model, "hybrid_layer_pattern", None) is None:
         return int(model.num_layers)
     return stage_of(model).pattern.count("*")
+
+
+def blocks_for_all(config: InferenceConfig) -> int:
+    """KV blocks of `max_requests` sequences that are as long as can be."""
+    return config.max_requests * -(-config.max_sequence_length // config.block_size_tokens)
+
+
+def recurrent_layers(model: Any) -> int:
+    """Layers with a recurrent state on this pipeline stage: those marked `M`."""
+    if getattr(model, "hybrid_layer_pattern", None) is None:
+        return 0
+    return stage_of(model).pattern.count(MAMBA)
+
+
+def recurrent_shape(model: Any) -> MambaShape:
+    """Sizes of a Mamba-2 layer on one rank; where there are fewer groups than ranks, each has
+    one."""
+    ranks = model.tensor_model_parallel_size
+    return MambaShape(
+        heads=model.mamba_num_heads // ranks,
+        head_dim=model.mamba_head_dim,
+        groups=max(model.mamba_num_groups // ranks, 1),
+        d_state=model.mamba_state_dim,
+    )
 
 
 def _make_attention(

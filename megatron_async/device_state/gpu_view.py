@@ -15,12 +15,14 @@ from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.device_state.device_slots import DeviceSlots
 from megatron_async.device_state.feed_back import feed_back_tokens, ring_words
 from megatron_async.device_state.kv_cache import PagedKVCache
+from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.slot_states import SlotStates
 from megatron_async.device_state.step_tensors import StepTensors
 from megatron_async.device_state.unpack_step import unpack_step
 from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.recurrent.mamba_pools import MambaParams
 from megatron_async.ops.sampling.sampling import SamplingMode
 
 
@@ -83,6 +85,7 @@ class ContextGPUView:
         # Counted on the device, because a graph's arguments are fixed: each step moves it on.
         self._next_entry = torch.zeros(1, dtype=torch.int32, device=device)
         self.states = states
+        self._recurrent = states.find(RecurrentState)
         self._tensors = tensors
         self.rotary = rotary
         self._norm_eps = norm_eps
@@ -142,6 +145,7 @@ class ContextGPUView:
         unpack_step(self.bookkeeping, self._next_entry, dims, self.slots, block_size, step, lengths)
         starts = step.prefill_starts if dims.prefill_rows else None
         self._attention.begin_step(dims, step.block_tables, step.kv_lengths, starts, step.positions)
+        self.states.begin_step(self)
         if dims.prefill_rows:
             self.states.begin_chunks(self, mode)
 
@@ -210,6 +214,20 @@ class ContextGPUView:
         )
         scale = query.size(-1) ** -0.5 if scale is None else scale
         return self._attention.attend(query, key_cache, value_cache, scale)
+
+    def recurrent(self, layer: int, zxbcdt: Tensor, params: MambaParams) -> Tensor:
+        """Convolution and recurrence of one Mamba-2 layer.
+
+        Args:
+            layer: index among the recurrent layers.
+            zxbcdt: `[tokens, ...]`, the output of the layer's first product.
+            params: of the layer.
+
+        Returns:
+            `[tokens, heads * head_dim]`, before the gated norm.
+        """
+        assert self._recurrent is not None, "the context was made for a model without such layers"
+        return self._recurrent.run(self, layer, zxbcdt, params)
 
     def last_token_logits(self, hidden_states: Tensor) -> Tensor:
         """Hidden states that logits are made of: `[1, tokens, hidden]` -> `[sample rows,

@@ -42,6 +42,9 @@ class PerSlotState:
     def release(self) -> None:
         """Give the memory back, contents and all: the engine is suspended, and holds no request."""
 
+    def begin_step(self, view: ContextGPUView) -> None:
+        """Behind the unpacking of every step, as a part of captured work."""
+
     def begin_chunks(self, view: ContextGPUView, mode: SamplingMode) -> None:
         """Behind the unpacking of a step with prefill chunks, as a part of captured work. A row
         with the feature STARTS has a request's first chunk since it got its slot, wherever in its
@@ -99,6 +102,11 @@ class SlotStates:
         """Give the memory back."""
         for state in self._states:
             state.release()
+
+    def begin_step(self, view: ContextGPUView) -> None:
+        """Let the step begin."""
+        for state in self._states:
+            state.begin_step(view)
 
     def begin_chunks(self, view: ContextGPUView, mode: SamplingMode) -> None:
         """Let the rows of a step with prefill chunks begin."""

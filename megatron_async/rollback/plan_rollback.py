@@ -19,6 +19,7 @@ def take_back(
     blocks: KVBlockAllocator,
     prefilling: list[int],
     requeue: Callable[[int], None],
+    repeats_chunks: bool = True,
 ) -> None:
     """Undo what building `plan` did to the requests that still hold their slots.
 
@@ -31,6 +32,8 @@ def take_back(
         plan: of a step whose device work is over.
         slots, blocks, prefilling: the context's, changed in place.
         requeue: takes everything from the request in a slot and queues it again.
+        repeats_chunks: whether a prefill chunk may run again. Not so with recurrent layers, whose
+            state is behind the chunk then: its request is prefilled from the start.
     """
     live = slots.generation[plan.slots] == plan.generations
     rows = plan.slots[live]
@@ -55,5 +58,6 @@ def take_back(
             slots.state[slot] = SlotState.PREFILLING
             prefilling.insert(0, slot)  # it was ahead of those that have tokens left
         slots.num_prefilled[slot] = plan.kv_at_most[row] - lengths[row - plan.num_decode]
-        if plan.prefill_features[row - plan.num_decode] & RowFeature.STARTS:
+        starts = plan.prefill_features[row - plan.num_decode] & RowFeature.STARTS
+        if starts or not repeats_chunks:
             requeue(slot)
