@@ -1,0 +1,1 @@
+"""Layers whose memory of the past has a fixed size: Mamba-2 (Dao and Gu 2024)."""

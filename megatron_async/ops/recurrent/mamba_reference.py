@@ -1,0 +1,228 @@
+"""`mamba_decode` and `mamba_prefill` in plain torch: what runs on a CPU, and what kernels are
+tested against.
+
+Arguments are those of the ops; the arithmetic is float32, in the same order of thought: a decode
+step brings states to its base and adds what the rings hold, a scan is cut at multiples of 128.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_async.ops.recurrent.mamba_pools import (
+    CONV_WIDTH,
+    GRID,
+    FlushRule,
+    MambaParams,
+    MambaPools,
+    MambaShape,
+    PrefillRows,
+    shape_of,
+)
+
+
+def mamba_decode_reference(
+    zxbcdt: Tensor,
+    params: MambaParams,
+    pools: MambaPools,
+    row_index: Tensor,
+    positions: Tensor,
+    base_before: Tensor,
+    base_after: Tensor,
+    width: int,
+    rule: FlushRule,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`mamba_decode` in plain torch."""
+    shape = shape_of("mamba_decode", zxbcdt, params, pools, rule, width)
+    rows = row_index.numel()
+    row = row_index.to(torch.int64)[:, None]
+    before, after = base_before[:rows, None], base_after[:rows, None]
+    given = positions[: rows * width].view(rows, width)
+    first = given[:, :1]
+    at = first + torch.arange(width, device=given.device)
+    brought = (given == at) & (first > 0)
+    x_bc_dt = zxbcdt[: rows * width, shape.d_inner :].unflatten(0, (rows, width))
+    raw, dt = x_bc_dt.split([shape.conv_dim, shape.heads], dim=2)
+    earlier = first + torch.arange(1 - CONV_WIDTH, 0, device=given.device)
+    history = pools.conv[row, earlier % pools.conv.size(1)]
+    history = torch.where((earlier >= 0)[..., None], history, 0)
+    xbc = _convolve(torch.cat((history, raw), 1), params)
+    dt = _dt(dt, params)
+    xb, c = xbc.split([shape.d_inner + shape.bc_dim, shape.bc_dim], dim=2)
+    for pool, values in ((pools.conv, raw), (pools.ring_xb, xb), (pools.ring_dt, dt)):
+        place = row, at % pool.size(1)
+        pool[place] = torch.where(brought[..., None], values, pool[place])
+
+    rate = -torch.exp(params.a_log)
+    is_fed = (first > 0)[..., None, None]
+    state = torch.where(is_fed, pools.state[row[:, 0]], 0).to(torch.float32)
+    moves = (first > 0) & (after > before)
+    if moves.any():
+        x, b, dt = _ring(pools, shape, row, before, torch.where(moves, after, before))
+        state = _advance(state, x, b, dt, rate)
+        kept = pools.state[row[:, 0]]
+        moved = torch.where(moves[..., None, None], state.to(kept.dtype), kept)
+        pools.state[row[:, 0]] = moved
+        state = torch.where(is_fed, moved, 0).to(torch.float32)
+
+    end = first + brought.sum(1, keepdim=True)
+    x, b, dt = _ring(pools, shape, row, after, end)
+    decay = (dt * rate).cumsum(1)
+    position = after + torch.arange(x.size(1), device=x.device)
+    seen = position[:, None] <= at[..., None]  # [rows, query, entry]
+    last = (seen.sum(2) - 1).clamp(min=0)
+    here = decay.gather(1, last[..., None].expand(-1, -1, shape.heads))  # [rows, query, heads]
+    share = (here[:, :, None] - decay[:, None]).masked_fill(~seen[..., None], -torch.inf).exp()
+    c = _by_head(c, shape)
+    weight = torch.einsum("rjhn,rihn->rjih", c, b) * share * dt[:, None]
+    y = torch.einsum("rjih,rihp->rjhp", weight, x)
+    y += torch.einsum("rhpn,rjhn->rjhp", state, c) * here.exp()[..., None]
+    own = xb[..., : shape.d_inner].unflatten(2, (shape.heads, -1)).to(torch.float32)
+    y = (y + own * params.d[:, None]).flatten(2)
+    y = torch.where(brought[..., None], y, 0).flatten(0, 1).to(zxbcdt.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def mamba_prefill_reference(
+    zxbcdt: Tensor,
+    params: MambaParams,
+    pools: MambaPools,
+    rows: PrefillRows,
+    base_after: Tensor,
+    rule: FlushRule,
+    out: Tensor | None = None,
+    chunk_dest: Tensor | None = None,
+) -> Tensor:
+    """`mamba_prefill` in plain torch."""
+    shape = shape_of("mamba_prefill", zxbcdt, params, pools, rule, 1)
+    y = torch.zeros((zxbcdt.size(0), shape.d_inner), dtype=zxbcdt.dtype, device=zxbcdt.device)
+    y = y if out is None else out.zero_()
+    numbers = torch.stack(
+        (rows.starts[:-1], rows.starts[1:], rows.first_positions, rows.read_rows, rows.write_rows)
+    )
+    bases = base_after.tolist()  # sync-ok: CPU
+    dests = [] if chunk_dest is None else chunk_dest.tolist()  # sync-ok: CPU
+    for chunk, (start, end, first, read, write) in enumerate(
+        numbers.t().tolist()  # sync-ok: CPU
+    ):
+        if start == end:
+            continue
+        count = -(-(first + end - start) // GRID) - first // GRID
+        own_dests, dests = dests[:count], dests[count:]
+        y[start:end] = _prefill_chunk(
+            zxbcdt[start:end], params, pools, shape, (first, read, write, bases[chunk]), own_dests
+        )
+    return y
+
+
+def _prefill_chunk(
+    zxbcdt: Tensor,
+    params: MambaParams,
+    pools: MambaPools,
+    shape: MambaShape,
+    numbers: tuple[int, int, int, int],
+    dests: list[int],
+) -> Tensor:
+    """One chunk: its first position, read row, write row and base."""
+    first, read, write, base = numbers
+    end = first + len(zxbcdt)
+    raw, dt = zxbcdt[:, shape.d_inner :].split([shape.conv_dim, shape.heads], dim=1)
+    earlier = torch.arange(first + 1 - CONV_WIDTH, first, device=raw.device)
+    history = pools.conv[read, earlier % pools.conv.size(1)]
+    raw = torch.cat((torch.where(earlier[:, None] >= 0, history, 0), raw))
+    xbc, dt = _convolve(raw[None], params)[0], _dt(dt, params)
+    xb, c = xbc.split([shape.d_inner + shape.bc_dim, shape.bc_dim], dim=1)
+    x, b = xb.split([shape.d_inner, shape.bc_dim], dim=1)
+    x, b = x.unflatten(1, (shape.heads, -1)).to(torch.float32), _by_head(b, shape)
+    c = _by_head(c, shape)
+    rate = -torch.exp(params.a_log)
+    state = pools.state[read].to(torch.float32) if first else torch.zeros_like(pools.state[read])
+    state = state.to(torch.float32)
+
+    def keep_inputs(behind: int, row: int) -> None:
+        for position in range(max(behind + 1 - CONV_WIDTH, 0), behind):
+            place = row, position % pools.conv.size(1)
+            pools.conv[place] = raw[position - first + CONV_WIDTH - 1]
+
+    outputs, at_base = [], state
+    for begin in range(first // GRID * GRID, end, GRID):
+        cut = slice(max(begin - first, 0), min(begin + GRID, end) - first)
+        outputs.append(_scan(state, x[cut], b[cut], dt[cut], c[cut], rate))
+        if begin <= base < begin + GRID:
+            due = slice(cut.start, base - first)
+            at_base = _advance(state[None], x[None, due], b[None, due], dt[None, due], rate)[0]
+        state = _advance(state[None], x[None, cut], b[None, cut], dt[None, cut], rate)[0]
+        dest = dests[begin // GRID - first // GRID] if dests else -1
+        if dest >= 0 and begin + GRID <= end:
+            pools.state[dest] = state
+            keep_inputs(begin + GRID, dest)
+    pools.state[write] = state if base == end else at_base
+    for position in range(base, end):
+        place = write, position % pools.ring_xb.size(1)
+        pools.ring_xb[place] = xb[position - first]
+        pools.ring_dt[place] = dt[position - first]
+    keep_inputs(end, write)
+    y = torch.cat(outputs) + x * params.d[:, None]
+    return y.flatten(1).to(zxbcdt.dtype)
+
+
+def _scan(state: Tensor, x: Tensor, b: Tensor, dt: Tensor, c: Tensor, rate: Tensor) -> Tensor:
+    """Outputs `[tokens, heads, head_dim]` of up to 128 tokens behind a state."""
+    decay = (dt * rate).cumsum(0)
+    order = torch.arange(len(dt), device=dt.device)
+    seen = (order <= order[:, None])[..., None]
+    share = (decay[:, None] - decay).masked_fill(~seen, -torch.inf).exp()
+    weight = torch.einsum("jhn,ihn->jih", c, b) * share * dt
+    y = torch.einsum("jih,ihp->jhp", weight, x)
+    return y + torch.einsum("hpn,jhn->jhp", state, c) * decay.exp()[..., None]
+
+
+def _advance(state: Tensor, x: Tensor, b: Tensor, dt: Tensor, rate: Tensor) -> Tensor:
+    """States `[rows, heads, head_dim, d_state]` behind inputs `[rows, entries, ...]`; an entry
+    whose dt is 0 changes nothing."""
+    decay = (dt * rate).cumsum(1)
+    total = decay[:, -1:] if dt.size(1) else dt.new_zeros(dt.size(0), 1, dt.size(2))
+    weight = (total - decay).exp() * dt
+    added = torch.einsum("rihp,rihn->rhpn", x * weight[..., None], b)
+    return state * total[:, 0].exp()[..., None, None] + added
+
+
+def _ring(
+    pools: MambaPools, shape: MambaShape, row: Tensor, begin: Tensor, end: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs of the tokens `begin` to `end` - 1, one entry for each of the ring; 0 behind them."""
+    ring = pools.ring_xb.size(1)
+    position = begin + torch.arange(ring, device=begin.device)
+    exists = (position < end)[..., None]
+    entry = position % ring
+    xb = torch.where(exists, pools.ring_xb[row, entry], 0)
+    dt = torch.where(exists, pools.ring_dt[row, entry], 0)
+    x, b = xb.split([shape.d_inner, shape.bc_dim], dim=2)
+    return x.unflatten(2, (shape.heads, -1)).to(torch.float32), _by_head(b, shape), dt
+
+
+def _convolve(inputs: Tensor, params: MambaParams) -> Tensor:
+    """`[rows, 3 + tokens, channels]` to `[rows, tokens, channels]`, behind SiLU, in its dtype.
+
+    In float64: torch computes the last few elements of a tensor by other code than the rest, and a
+    token's numbers must not depend on how many others there are.
+    """
+    windows = inputs.to(torch.float64).unfold(1, CONV_WIDTH, 1)
+    weight = params.conv_weight.view(-1, CONV_WIDTH).to(torch.float64)
+    value = (windows * weight).sum(3) + params.conv_bias.to(torch.float64)
+    return F.silu(value).to(inputs.dtype)
+
+
+def _dt(dt: Tensor, params: MambaParams) -> Tensor:
+    """The step dt behind bias and softplus, float32; see `_convolve`."""
+    value = dt.to(torch.float64) + params.dt_bias.to(torch.float64)
+    return F.softplus(value).to(torch.float32)
+
+
+def _by_head(strip: Tensor, shape: MambaShape) -> Tensor:
+    """B or C `[..., groups d_state]` as float32 `[..., heads, d_state]`."""
+    by_group = strip.unflatten(-1, (shape.groups, shape.d_state)).to(torch.float32)
+    return by_group.repeat_interleave(shape.heads // shape.groups, dim=-2)

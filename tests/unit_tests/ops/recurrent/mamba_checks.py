@@ -1,0 +1,191 @@
+"""What is asked of the Mamba-2 ops, references or kernels."""
+
+import torch
+from mamba_cases import Chunk, Decode, Runner, Sequence
+
+from megatron_async.ops.recurrent.mamba_pools import FlushRule
+
+SPLITS = [
+    (1,),
+    (2,),
+    (3, 2, 1),
+    (1, 1, 1, 1, 5),
+    (127, 2, 1, 129),
+    (128, 1, 2, 3),
+    (129, 128, 127),
+    (5, 2, 6),
+    (16, 15),
+    (250,),
+]
+"""Prompts, and how they are cut into chunks."""
+
+
+def check_split(layer, ops, splits, steps=45, **options):
+    """A prompt in chunks, and decoding over several flushes behind it."""
+    runner = Runner(layer, ops, **options)
+    sequence = Sequence(layer, sum(splits) + steps, row=1)
+    runner.prefill(sequence, *splits)
+    runner.decode(sequence, steps)
+
+
+def check_packed(layer, ops, steps=20):
+    """Three prompts of uneven length in one step, another two behind them with decode rows, dummy
+    rows, empty chunks and padding."""
+    runner = Runner(layer, ops, rows=6)
+    lengths = (3, 141, 40, 1, 2)
+    first = [Sequence(layer, length + steps + 2, row) for row, length in enumerate(lengths)]
+    late = first[3:]
+    first = first[:3]
+    runner.step(
+        chunks=[Chunk(first[0], 3, True), Chunk(first[1], 130), Chunk(first[2], 40, True)],
+        empty=2,
+        padding=9,
+    )
+    runner.step(
+        decodes=[Decode(first[0]), Decode(first[2])],
+        dummies=3,
+        chunks=[Chunk(late[1], 2, True), Chunk(first[1], 11, True), Chunk(late[0], 1, True)],
+        empty=1,
+        padding=2,
+    )
+    for _ in range(steps):
+        runner.step([Decode(sequence) for sequence in (*late, *first)], dummies=2)
+
+
+def check_widths(layer, ops, widths=(1, 2, 3, 4), steps=14):
+    """Rows with drafts, some of which are rejected or not brought: the next step starts at any
+    token of the one before."""
+    random = torch.Generator().manual_seed(1)
+
+    def draw(most):
+        return int(torch.randint(1, most + 1, (), generator=random))
+
+    runner = Runner(layer, ops, rows=3, width=max(widths))
+    sequences = [Sequence(layer, 20 + steps * max(widths), row) for row in range(3)]
+    lengths = (13, 1, 20)
+    runner.step(chunks=[Chunk(s, length, True) for s, length in zip(sequences, lengths)])
+    for step in range(steps):
+        width = widths[step % len(widths)]
+        brought = [draw(width) for _ in sequences]
+        rows = [Decode(s, draw(most), most) for s, most in zip(sequences, brought)]
+        runner.step(rows, dummies=1, width=width)
+
+
+def check_wide_row_is_causal(layer, ops, width=4):
+    """A query token's output does not depend on drafts behind it."""
+    outputs = []
+    for _ in range(2):
+        layer.random.manual_seed(3)
+        runner = Runner(layer, ops, width=width)
+        sequence = Sequence(layer, 40, row=0)
+        runner.prefill(sequence, 17)
+        layer.random.manual_seed(len(outputs))
+        outputs += runner.step([Decode(sequence, right=2)])
+    assert torch.equal(*outputs)
+
+
+def check_taken_back(layer, ops, lag=3, steps=40):
+    """Steps are run, taken back, and run again, over flushes: the same bits each time."""
+    runner = Runner(layer, ops, rule=FlushRule(lag=lag))
+    sequence = Sequence(layer, 21 + steps + lag, row=2)
+    runner.prefill(sequence, 21)
+    for step in range(steps):
+        back = step % (lag + 1)
+        first = [runner.step([Decode(sequence)])[0] for _ in range(back + 1)]
+        sequence.length -= back + 1
+        again = [runner.step([Decode(sequence)])[0] for _ in range(back + 1)]
+        # A base that moved on in between is another order of the same sums.
+        runner.compare(torch.stack(first), torch.stack(again))
+        sequence.length -= back
+
+
+def check_same_step_again(layer, ops, width, **options):
+    """Running a step again gives the same bits, whether it wrote the state or not."""
+    runner = Runner(layer, ops, width=width, **options)
+    sequence = Sequence(layer, 70, row=0)
+    runner.prefill(sequence, 11)
+    while sequence.length + width <= 70:
+        layer.random.manual_seed(5)
+        first = runner.step([Decode(sequence, right=width)], book=False)
+        kept = runner.pools.state[0].clone()
+        second = runner.step([Decode(sequence, right=width)])
+        assert torch.equal(*first, *second)
+        assert torch.equal(kept, runner.pools.state[0])
+
+
+def check_slot_reuse(layer, ops):
+    """A row is taken over from another request, whose numbers, or NaN, still lie there."""
+    runner = Runner(layer, ops)
+    for length in (37, 2, 1, 150):
+        sequence = Sequence(layer, length + 20, row=1)
+        runner.prefill(sequence, length)
+        runner.decode(sequence, 20)
+        for pool in runner.pools:
+            pool[1] = torch.nan
+        runner.base[1] = 10**6
+
+
+def check_row_at_its_limit(layer, ops):
+    """A row that was launched for nothing (position 0) changes nothing of its own."""
+    runner = Runner(layer, ops)
+    sequence = Sequence(layer, 40, row=1)
+    runner.prefill(sequence, 20)
+    runner.decode(sequence, 3)
+    kept = [pool.clone() for pool in (*runner.pools, runner.base)]
+    length, sequence.length = sequence.length, 0
+    runner.step([Decode(sequence, right=0, brought=0)])
+    for pool, before in zip((*runner.pools, runner.base), kept):
+        assert torch.equal(pool.nan_to_num(-7), before.nan_to_num(-7))
+    sequence.length = length
+    runner.decode(sequence, 15)
+
+
+def check_resumed_scan(layer, ops, splits=((257,), (128, 129), (256, 1), (128, 128, 1))):
+    """Cuts at multiples of 128 do not change a bit, of outputs or of what is left behind."""
+    results = []
+    for cuts in splits:
+        layer.random.manual_seed(9)
+        runner = Runner(layer, ops)
+        sequence = Sequence(layer, sum(cuts), row=1)
+        y = runner.prefill(sequence, *cuts)
+        results.append((y, *(pool[1].nan_to_num(-7) for pool in runner.pools[:3])))
+    for result in results[1:]:
+        for tensor, expected in zip(result, results[0]):
+            assert torch.equal(tensor, expected)
+
+
+def check_snapshots(layer, ops):
+    """The rows that scan chunks name get the state and the inputs at their ends: a request that
+    resumes there gets the same bits. The snapshots' own rows stay."""
+    runner = Runner(layer, ops, rows=9)
+    other = Sequence(layer, 20, row=3)
+    sequence = Sequence(layer, 300, row=0)
+    runner.step(chunks=[Chunk(other, 7), Chunk(sequence, 127)])
+    cold = runner.step(
+        chunks=[
+            Chunk(other, 13, True, dests=(-1,)),
+            Chunk(sequence, 173, True, dests=(5, 6, -1)),
+        ]
+    )[1]
+    kept = [pool[5:7].clone() for pool in runner.pools]
+    for border, row in ((128, 5), (256, 6)):
+        runner.compare(runner.pools.state[row], sequence.states[border - 1])
+        places = [p % runner.pools.conv.size(1) for p in range(border - 3, border)]
+        raw = sequence.inputs[border - 3 : border, layer.d_inner : -layer.heads]
+        assert torch.equal(runner.pools.conv[row][places], raw)
+        warm = Sequence(layer, 1, row=1)
+        warm.inputs, warm.expected, warm.states = (
+            sequence.inputs,
+            sequence.expected,
+            sequence.states,
+        )
+        warm.length = border
+        chunk = Chunk(warm, 300 - border, True, read_row=row)
+        assert torch.equal(runner.step(chunks=[chunk])[0], cold[border - 127 :])
+        # Short chunks carry the snapshot's inputs into their own row.
+        warm.length = border
+        runner.step(chunks=[Chunk(warm, 1, False, read_row=row)])
+        runner.prefill(warm, 1, 5)
+        runner.decode(warm, 30)
+    for pool, before in zip(runner.pools, kept):
+        assert torch.equal(pool[5:7].nan_to_num(-7), before.nan_to_num(-7))

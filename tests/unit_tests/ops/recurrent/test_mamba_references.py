@@ -1,0 +1,81 @@
+"""The Mamba-2 references against a plain recurrence in float64."""
+
+import mamba_checks as checks
+import pytest
+import torch
+from mamba_cases import REFERENCES, Layer
+
+from megatron_async.ops.recurrent.mamba_pools import FlushRule
+
+LAYERS = {
+    "float32": Layer(),
+    "one group": Layer(heads=3, groups=1, head_dim=20),
+    "bfloat16": Layer(dtype=torch.bfloat16),
+    "float16": Layer(heads=2, d_state=32, dtype=torch.float16),
+}
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request):
+    return LAYERS[request.param]
+
+
+@pytest.mark.parametrize("splits", checks.SPLITS)
+def test_chunks_of_any_length_then_decode(layer, splits):
+    checks.check_split(layer, REFERENCES, splits)
+
+
+@pytest.mark.parametrize("lag", [0, 2, 20])
+def test_lag_and_period(lag):
+    for period in (1, 8, 128):
+        for splits in ((130, 3), (1,), (100, 29)):
+            rule = FlushRule(period, lag)
+            checks.check_split(LAYERS["float32"], REFERENCES, splits, rule=rule)
+
+
+def test_longer_rings_do_as_well():
+    checks.check_split(LAYERS["float32"], REFERENCES, (5, 2, 6), spare=15)
+
+
+def test_state_in_bfloat16():
+    layer = LAYERS["bfloat16"]
+    checks.check_split(layer, REFERENCES, (100, 29), state_dtype=torch.bfloat16)
+    checks.check_same_step_again(layer, REFERENCES, 2, state_dtype=torch.bfloat16)
+
+
+def test_packed_batch(layer):
+    checks.check_packed(layer, REFERENCES)
+
+
+def test_widths_with_rejected_drafts(layer):
+    checks.check_widths(layer, REFERENCES)
+    checks.check_widths(layer, REFERENCES, widths=(8,))
+
+
+def test_wide_rows_are_causal(layer):
+    checks.check_wide_row_is_causal(layer, REFERENCES)
+
+
+def test_steps_taken_back(layer):
+    checks.check_taken_back(layer, REFERENCES)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_same_step_again(layer, width):
+    checks.check_same_step_again(layer, REFERENCES, width)
+
+
+def test_slot_reuse(layer):
+    checks.check_slot_reuse(layer, REFERENCES)
+
+
+def test_row_at_its_limit(layer):
+    checks.check_row_at_its_limit(layer, REFERENCES)
+
+
+def test_resumed_scan_is_bit_identical(layer):
+    checks.check_resumed_scan(layer, REFERENCES)
+
+
+def test_snapshots(layer):
+    checks.check_snapshots(layer, REFERENCES)
