@@ -18,7 +18,7 @@ from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.hybrid import PagedHybridStack
-from megatron_async.models.mlp import GatedMLP
+from megatron_async.models.mlp import UNGATED, InferenceMLP
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.partition import local_heads
 from megatron_async.models.positions import LEARNED, rotary_of
@@ -38,20 +38,17 @@ STACK = {"fp32_residual_connection": False, "apply_residual_connection_post_laye
 NORMS = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False}
 """Fields and the one value of each that `make_norm` serves: the norms of `PagedHybridStack` itself,
 not of its subclasses."""
+GATED = {True: F.silu, False: UNGATED}
+"""`gated_linear_unit` and the `activation_func` that is served with it."""
 MLP = {
-    "gated_linear_unit": True,
-    "activation_func": F.silu,
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
     "add_bias_linear": False,
 }
-"""Fields and the one value of each that `GatedMLP` and the experts of `MoELayer` serve."""
+"""Fields and the one value of each that `InferenceMLP` and the experts of `MoELayer` serve."""
 EXPERTS = MLP | {
-    "moe_router_score_function": "softmax",
-    "moe_router_enable_expert_bias": False,
     "moe_router_num_groups": None,
-    "moe_router_topk_scaling_factor": None,
-    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
     "moe_latent_size": None,
     "moe_apply_probs_on_input": False,
 }
@@ -112,10 +109,13 @@ def _modules(model: nn.Module, config: Any, settings: InferenceConfig) -> Iterat
             yield from _unserved(mine, STACK)
             if type(module) is PagedHybridStack:
                 yield from _unserved(mine, NORMS)
-        elif isinstance(module, GatedMLP):
+        elif isinstance(module, InferenceMLP):
             yield from _unserved(mine, MLP)
+            yield from _activation(mine)
         elif isinstance(module, MoELayer):
             yield from _unserved(mine, EXPERTS)
+            yield from _activation(mine)
+            yield from _router(module)
     decoder = getattr(model, "decoder", None)
     foreign = decoder is not None and not isinstance(decoder, PagedHybridStack)
     if config.sequence_parallel and foreign:
@@ -127,6 +127,25 @@ def _unserved(config: Any, served: dict[str, Any]) -> Iterator[str]:
         mine = getattr(config, name)
         if mine != value and not (value is None and not mine):
             yield f"{name}={getattr(mine, '__name__', repr(mine))}"
+
+
+def _activation(config: Any) -> Iterator[str]:
+    served, mine = GATED[config.gated_linear_unit], config.activation_func
+    if mine is not served:
+        name = getattr(mine, "__name__", repr(mine))
+        yield f"activation_func={name} with gated_linear_unit={config.gated_linear_unit}"
+
+
+def _router(module: MoELayer) -> Iterator[str]:
+    config: Any = module.config
+    function, has_bias = config.moe_router_score_function, config.moe_router_enable_expert_bias
+    if function not in ("softmax", "sigmoid"):
+        yield f"moe_router_score_function={function!r}"
+    if has_bias and function != "sigmoid":
+        yield f"moe_router_enable_expert_bias=True with moe_router_score_function={function!r}"
+    built = module.router.expert_bias is not None, module.shared_experts is not None
+    if built != (bool(has_bias), bool(config.moe_shared_expert_intermediate_size)):
+        yield "an expert bias or a shared expert that its configuration tells otherwise"
 
 
 def _window(config: Any, settings: InferenceConfig) -> Iterator[str]:

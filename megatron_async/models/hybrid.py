@@ -36,7 +36,7 @@ from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
 )
-from megatron_async.models.mlp import GatedMLP
+from megatron_async.models.mlp import UNGATED, InferenceMLP
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition, padded_vocab_size
@@ -86,6 +86,7 @@ def transformer_config(
     """
     sizes = sizes or ParallelSizes()
     stages = sizes.pipeline_model_parallel
+    gated = architecture.activation == "silu"
     return ModelConfig(
         tensor_model_parallel_size=sizes.tensor_model_parallel,
         pipeline_model_parallel_size=sizes.pipeline_model_parallel,
@@ -99,8 +100,8 @@ def transformer_config(
         ffn_hidden_size=architecture.ffn_hidden_size,
         layernorm_epsilon=architecture.layernorm_epsilon,
         normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
+        gated_linear_unit=gated,
+        activation_func=F.silu if gated else UNGATED,
         add_bias_linear=False,
         add_qkv_bias=architecture.add_qkv_bias,
         qk_layernorm=architecture.qk_layernorm,
@@ -136,11 +137,16 @@ def transformer_config(
 def _moe_options(architecture: ModelArchitecture) -> dict[str, Any]:
     if not architecture.num_moe_experts:
         return {}
+    shared = architecture.moe_shared_expert_intermediate_size or None
     return {
         "num_moe_experts": architecture.num_moe_experts,
         "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
         "moe_router_topk": architecture.moe_router_topk,
         "moe_router_pre_softmax": architecture.moe_router_pre_softmax,
+        "moe_router_score_function": architecture.moe_router_score_function,
+        "moe_router_enable_expert_bias": architecture.moe_router_enable_expert_bias,
+        "moe_router_topk_scaling_factor": architecture.moe_router_topk_scaling_factor,
+        "moe_shared_expert_intermediate_size": shared,
         "moe_router_load_balancing_type": "none",
     }
 
@@ -269,7 +275,7 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=make_norm,
             mlp=partial(
-                GatedMLP.as_mlp_submodule,
+                InferenceMLP.as_mlp_submodule,
                 submodules=MLPSubmodules(
                     linear_fc1=InferenceColumnParallelLinear,
                     linear_fc2=InferenceRowParallelLinear,

@@ -1,19 +1,30 @@
-"""The gated MLP of inference: Megatron's parameters, SwiGLU in or behind its first product."""
+"""The MLP of inference: Megatron's parameters, the activation in or behind its first product."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-from megatron.core.transformer.mlp import MLP
+from megatron.core.activations import squared_relu
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megatron_async.models.linear import InferenceColumnParallelLinear
+from megatron_async.models.linear import (
+    InferenceColumnParallelLinear,
+    InferenceRowParallelLinear,
+)
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.skinny_linear import Unnormed
 
+UNGATED = squared_relu
+"""The activation that is served without a gate, as `TransformerConfig.activation_func`."""
 
-class GatedMLP(MLP):
-    """Megatron's `MLP` with SwiGLU (Shazeer 2020) as one op; other activations are not served."""
+
+class InferenceMLP(MLP):
+    """Megatron's `MLP` with SwiGLU (Shazeer 2020) or, without a gate, squared ReLU (So et al. 2021)
+    as one op; other activations are not served."""
 
     def forward(
         self,
@@ -23,10 +34,42 @@ class GatedMLP(MLP):
     ) -> tuple[Tensor, Tensor | None]:
         """As Megatron's: `[tokens, 1, hidden]` -> the same, and a bias or None."""
         activated = None
-        if isinstance(self.linear_fc1, InferenceColumnParallelLinear):
+        gated = self.config.gated_linear_unit
+        if gated and isinstance(self.linear_fc1, InferenceColumnParallelLinear):
             activated = self.linear_fc1.forward_swiglu(hidden_states)
         if activated is None:
-            gate_up, _unused = self.linear_fc1(hidden_states)
-            tokens, _one, width = gate_up.shape
-            activated = kernels_for(gate_up).swiglu(gate_up.view(tokens, width))[:, None]
+            product, _unused = self.linear_fc1(hidden_states)
+            tokens, _one, width = product.shape
+            kernels = kernels_for(product)
+            activation = kernels.swiglu if gated else kernels.squared_relu
+            activated = activation(product.view(tokens, width))[:, None]
         return self.linear_fc2(activated)
+
+
+class SharedExpertMLP(InferenceMLP):
+    """The expert that every token meets, beside those it goes to (DeepSeekMoE, arXiv 2401.06066);
+    Megatron's `SharedExpertMLP` without a gate for its output.
+
+    It takes whole rows and gives this rank's part of the sum over the tensor-parallel ranks, which
+    `MoELayer` adds to the other experts' before the ranks add up both.
+
+    Args:
+        config: of the model; the inner dimension is `moe_shared_expert_intermediate_size`.
+        tp_group: ranks that share it.
+    """
+
+    def __init__(self, config: TransformerConfig, tp_group: ProcessGroup) -> None:
+        config = copy.copy(config)
+        config.ffn_hidden_size = config.moe_shared_expert_intermediate_size
+        submodules = MLPSubmodules(
+            linear_fc1=InferenceColumnParallelLinear, linear_fc2=InferenceRowParallelLinear
+        )
+        super().__init__(config, submodules, tp_group=tp_group)
+        self.linear_fc1.sequence_parallel = False
+        self.linear_fc2.explicit_expert_comm = True
+
+    def forward(
+        self, hidden_states: Tensor | Unnormed, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """`[tokens, 1, hidden]` -> this rank's summand of the same, and None."""
+        return super().forward(hidden_states)

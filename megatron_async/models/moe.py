@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_async.errors import ConfigurationError
+from megatron_async.models.mlp import SharedExpertMLP
 from megatron_async.models.moe_dispatch import TokenDispatcher
 from megatron_async.models.moe_experts import Experts
 from megatron_async.ops.experts.expert_routing import Routing
@@ -27,11 +28,15 @@ if TYPE_CHECKING:
 
 
 class TopKRouter(MegatronModule):
-    """Chooses each token's experts by the largest softmax of a linear layer, in float32.
+    """Chooses each token's experts by the scores of a linear layer, in float32: their softmax, or
+    the sigmoid of each.
 
     Attributes:
         weight: `[experts, hidden]`; every rank has all of it.
+        expert_bias: float32 `[experts]`, added to the scores for the choice alone; or None.
     """
+
+    float32_parameters = ("expert_bias",)
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -40,6 +45,12 @@ class TopKRouter(MegatronModule):
         self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
         self.topk: int = config.moe_router_topk
         self.pre_softmax: bool = config.moe_router_pre_softmax
+        self.sigmoid = config.moe_router_score_function == "sigmoid"
+        self.scale: float = config.moe_router_topk_scaling_factor or 1.0
+        bias = None
+        if config.moe_router_enable_expert_bias:
+            bias = torch.nn.Parameter(torch.empty(experts, dtype=torch.float32))
+        self.register_parameter("expert_bias", bias)
         if not 0 < self.topk <= experts:
             raise ConfigurationError(
                 f"moe_router_topk={self.topk} must be between 1 and num_moe_experts={experts}."
@@ -50,12 +61,20 @@ class TopKRouter(MegatronModule):
         places = None if view is None else view.step.write_index
         limit = 0 if view is None else view.first_dummy_place
         return kernels_for(hidden_states).route(
-            hidden_states, self.weight, self.topk, self.pre_softmax, places, limit
+            hidden_states,
+            self.weight,
+            self.topk,
+            self.pre_softmax,
+            places,
+            limit,
+            self.sigmoid,
+            self.expert_bias,
+            self.scale,
         )
 
 
 class MoELayer(MegatronModule):
-    """Router, experts, and the ways between them.
+    """Router, experts, and the ways between them; where a model has one, a shared expert besides.
 
     Each rank of the expert-parallel group has its own tokens and its share of the experts: rank r
     of n the r-th n-th. Inside a tensor-parallel group all have the same tokens and experts, and a
@@ -77,6 +96,9 @@ class MoELayer(MegatronModule):
         super().__init__(config)
         self.router = TopKRouter(config)
         self.experts = Experts(config, pg_collection)
+        self.shared_experts = None
+        if config.moe_shared_expert_intermediate_size:
+            self.shared_experts = SharedExpertMLP(config, pg_collection.tp)
         self.dispatcher = TokenDispatcher(pg_collection.ep, config.moe_router_topk)
         self.tp_group = pg_collection.tp
 
@@ -97,9 +119,12 @@ class MoELayer(MegatronModule):
         routing = self.router(x, inference_context)
         gathered, routing = self.dispatcher.dispatch(x, routing, dispatched)
         sums = self.experts(gathered, routing)
-        if self.may_split and collectives.size == 1 and self.dispatcher.combines_with_norm(sums):
+        alone = collectives.size == 1 and self.shared_experts is None
+        if self.may_split and alone and self.dispatcher.combines_with_norm(sums):
             return Unreduced(sums, self.dispatcher.combine_add_rms_norm), None
         output = self.dispatcher.combine(sums, x.size(0))[:, None]
+        if self.shared_experts is not None:
+            output = output + self.shared_experts(x[:, None])[0]
         if scatter:
             return collectives.reduce_scatter(output), None
         if self.may_split and collectives.size > 1 and collectives.adds_with_norm(output):

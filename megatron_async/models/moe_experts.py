@@ -30,7 +30,8 @@ class StackedLinear(nn.Module):
 
 
 class Experts(MegatronModule):
-    """Gated MLPs (SwiGLU, Shazeer 2020), computed as grouped matrix products.
+    """MLPs with SwiGLU (Shazeer 2020) or, without a gate, squared ReLU, computed as grouped matrix
+    products.
 
     Args:
         config: of the model.
@@ -39,7 +40,7 @@ class Experts(MegatronModule):
 
     Attributes:
         first_expert: number of the first expert of this rank.
-        linear_fc1: `[local experts, 2 * ffn, hidden]`, [gate; up].
+        linear_fc1: `[local experts, 2 * ffn, hidden]`, [gate; up]; without a gate `ffn` rows.
         linear_fc2: `[local experts, hidden, ffn]`.
     """
 
@@ -51,7 +52,8 @@ class Experts(MegatronModule):
         ffn = config.moe_ffn_hidden_size // self.tp_group.size()
         self.first_expert = dist.get_rank(self.ep_group) * experts
         hidden, dtype = config.hidden_size, config.params_dtype
-        self.linear_fc1 = StackedLinear(experts, 2 * ffn, hidden, dtype)
+        self.halves = 2 if config.gated_linear_unit else 1
+        self.linear_fc1 = StackedLinear(experts, self.halves * ffn, hidden, dtype)
         self.linear_fc2 = StackedLinear(experts, hidden, ffn, dtype)
 
     def forward(self, hidden_states: Tensor, routing: Routing) -> Tensor:
@@ -81,10 +83,11 @@ class Experts(MegatronModule):
             )
 
         def gate_and_up(key: str, data: Tensor, *_: Any) -> list[ShardedTensor]:
-            # Each rank holds its share of the gates and, under it, of the ups.
+            # Each rank holds its share of the gates, if there are any, and under it of the ups.
             index, size = tp
-            places = ((index, 2 * size), (index + size, 2 * size))
-            return [part(key, half, 1, place) for half, place in zip(data.chunk(2, 1), places)]
+            halves = data.chunk(self.halves, 1)
+            places = [(index + half * size, self.halves * size) for half in range(self.halves)]
+            return [part(key, half, 1, place) for half, place in zip(halves, places, strict=True)]
 
         fc1, fc2 = "linear_fc1.weight", "linear_fc2.weight"
         return {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.architecture import MLP, ModelArchitecture
 
 if TYPE_CHECKING:
     from megatron_async.models.parallel_state import ParallelSizes
@@ -49,10 +49,15 @@ def check_partition(
     counts = {
         "key/value heads (num_query_groups)": a.num_query_groups,
         "attention heads": a.num_attention_heads,
-        "MLP units (ffn_hidden_size)": a.ffn_hidden_size,
     }
+    if MLP in a.pattern:
+        counts["MLP units (ffn_hidden_size)"] = a.ffn_hidden_size
     if a.num_moe_experts:
         counts["units of an expert (moe_ffn_hidden_size)"] = a.moe_ffn_hidden_size
+    if a.moe_shared_expert_intermediate_size:
+        counts["units of the shared expert (moe_shared_expert_intermediate_size)"] = (
+            a.moe_shared_expert_intermediate_size
+        )
     _check_experts(a, sizes.expert_model_parallel)
     for what, count in counts.items():
         if count % ranks:

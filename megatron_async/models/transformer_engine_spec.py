@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
 from megatron_async.models.hybrid import PagedHybridStack
-from megatron_async.models.mlp import GatedMLP
+from megatron_async.models.mlp import InferenceMLP
 from megatron_async.models.moe import MoELayer
 
 
@@ -129,7 +129,7 @@ def transformer_engine_stack_spec(config: TransformerConfig) -> ModuleSpec:
         module=MLPLayer,
         submodules=TransformerLayerSubmodules(
             mlp=partial(
-                GatedMLP.as_mlp_submodule,
+                InferenceMLP.as_mlp_submodule,
                 submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
             ),
             mlp_bda=get_bias_dropout_add,

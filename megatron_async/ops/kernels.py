@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_async.ops.attention import rope_append
 from megatron_async.ops.experts import expert_mlp, expert_routing
-from megatron_async.ops.linear import rms_norm, skinny_linear, swiglu
+from megatron_async.ops.linear import rms_norm, skinny_linear, squared_relu, swiglu
 from megatron_async.ops.ranks import vocab_embedding
 from megatron_async.ops.sampling import (
     log_probs,
@@ -33,6 +33,7 @@ class Kernels:
     linear: Callable[..., Tensor]
     linear_swiglu: Callable[..., Tensor]
     swiglu: Callable[[Tensor], Tensor]
+    squared_relu: Callable[[Tensor], Tensor]
     sample: Callable[..., Tensor]
     sample_with_cuts: Callable[..., tuple[Tensor, Any]]
     best_tokens: Callable[..., tuple[Tensor, Tensor]]
@@ -52,6 +53,7 @@ TORCH_KERNELS = Kernels(
     skinny_linear.linear_reference,
     skinny_linear.linear_swiglu_reference,
     swiglu.swiglu_reference,
+    squared_relu.squared_relu_reference,
     sampling.sample_reference,
     sampling.sample_with_cuts_reference,
     sampling.best_tokens_reference,
@@ -70,6 +72,7 @@ TRITON_KERNELS = Kernels(
     skinny_linear.linear,
     skinny_linear.linear_swiglu,
     swiglu.swiglu,
+    squared_relu.squared_relu,
     triton_sampling.sample,
     triton_sampling.sample_with_cuts,
     triton_sampling.best_tokens,

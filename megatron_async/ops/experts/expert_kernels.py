@@ -87,11 +87,13 @@ def grouped_product_kernel(
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     gated: tl.constexpr,
+    squared: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     """One tile of pairs times `block_n` rows of its expert's weight.
 
-    Row of pair p is p // pairs_per_row. Programs of one weight tile and all pair tiles are
+    What follows is SwiGLU if `gated`, squared ReLU if `squared`, else the pairs' weights. Row of
+    pair p is p // pairs_per_row. Programs of one weight tile and all pair tiles are
     neighbours, so an expert's weight is read from memory once.
     """
     wait_for_previous(overlap)
@@ -122,6 +124,9 @@ def grouped_product_kernel(
                 up_sums = tl.dot(v, tl.trans(u), up_sums, input_precision="ieee")
         if gated:
             sums = sums * tl.sigmoid(sums) * up_sums
+        elif squared:
+            sums = tl.maximum(sums, 0.0)
+            sums = sums * sums
         else:
             place = (pair // topk) * pair_weights_stride + pair % topk
             share = tl.load(pair_weights + place, mask=real, other=0.0)

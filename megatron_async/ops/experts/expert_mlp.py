@@ -1,4 +1,4 @@
-"""The experts' gated MLPs as grouped matrix products: each token meets the experts it was sent to.
+"""The experts' MLPs as grouped matrix products: each token meets the experts it was sent to.
 
 The (token, expert) pairs are sorted by expert into tiles of equal height on the device
 (`ops/experts/expert_kernels.py`), both products walk over these tiles, and the outputs of a token's
@@ -22,6 +22,7 @@ from megatron_async.ops.experts.expert_kernels import (
 )
 from megatron_async.ops.experts.expert_plan import ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.experts.expert_routing import Routing
+from megatron_async.ops.linear.squared_relu import squared_relu_reference
 from megatron_async.ops.linear.swiglu import swiglu_reference
 
 SORT_CHUNK = 1024
@@ -41,7 +42,8 @@ def expert_mlp(
     Args:
         x: `[tokens, hidden]` on a GPU; rows may be strided, elements not.
         routing: of these tokens; experts elsewhere, and `NO_EXPERT`, add nothing.
-        fc1: `[local experts, 2 * ffn, hidden]`, [gate; up], same dtype, contiguous.
+        fc1: `[local experts, 2 * ffn, hidden]`, [gate; up] of SwiGLU, or `[local experts, ffn,
+            hidden]`, whose products are squared where they are positive; same dtype, contiguous.
         fc2: `[local experts, hidden, ffn]`, the same.
         first_expert: number of the first expert here.
         num_experts: how many there are everywhere.
@@ -69,6 +71,7 @@ def expert_mlp_by_plan(
         raise ValueError(f"expert_mlp: both products walk over the same tiles; found {plan}.")
     tokens, hidden = x.shape
     local, ffn, topk = fc1.size(0), fc2.size(2), routing.experts.size(1)
+    gated = fc1.size(1) != ffn
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     if not tokens:
         return out
@@ -94,9 +97,9 @@ def expert_mlp_by_plan(
         **launch_options(x),
     )
     activated = torch.empty((pairs, ffn), dtype=x.dtype, device=x.device)
-    _product(x, fc1, activated, routing, sort, tiles, topk, plan.up, True)
+    _product(x, fc1, activated, routing, sort, tiles, topk, plan.up, gated, not gated)
     outputs = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-    _product(activated, fc2, outputs, routing, sort, tiles, 1, plan.down, False)
+    _product(activated, fc2, outputs, routing, sort, tiles, 1, plan.down, False, False)
     combine_kernel[(tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
         outputs,
         routing.experts,
@@ -125,6 +128,7 @@ def expert_mlp_reference(
     _check(x, routing, fc1, fc2)
     tokens, topk = routing.experts.shape
     local = fc1.size(0)
+    activation = squared_relu_reference if fc1.size(1) == fc2.size(2) else swiglu_reference
     expert = routing.experts.flatten() - first_expert
     expert = expert.where((expert >= 0) & (expert < local), local)
     order = expert.argsort(stable=True)
@@ -135,7 +139,7 @@ def expert_mlp_reference(
     for number, count in enumerate(counts[:local]):
         if count:
             pairs = order[start : start + count]
-            activated = swiglu_reference(F.linear(x[pairs // topk], fc1[number]))
+            activated = activation(F.linear(x[pairs // topk], fc1[number]))
             outputs[pairs] = F.linear(activated, fc2[number]).float() * weights[pairs]
         start += count
     return outputs.view(tokens, topk, x.size(1)).sum(1).to(x.dtype)
@@ -151,8 +155,10 @@ def _product(
     pairs_per_row: int,
     plan: ProductPlan,
     gated: bool,
+    squared: bool,
 ) -> None:
-    """One grouped product: SwiGLU follows if `gated`, else the pairs' weights."""
+    """One grouped product: SwiGLU follows if `gated`, squared ReLU if `squared`, else the pairs'
+    weights."""
     n = out.size(1)
     grid = (tiles * triton.cdiv(n, plan.block_n),)
     grouped_product_kernel[grid](
@@ -173,6 +179,7 @@ def _product(
         block_n=plan.block_n,
         block_k=plan.block_k,
         gated=gated,
+        squared=squared,
         num_warps=plan.warps,
         num_stages=plan.stages,
         **launch_options(x),
@@ -181,11 +188,12 @@ def _product(
 
 def _check(x: Tensor, routing: Routing, fc1: Tensor, fc2: Tensor) -> None:
     experts, hidden, ffn = fc2.shape
-    if fc1.shape != (experts, 2 * ffn, hidden) or x.dim() != 2 or x.size(1) != hidden:
+    known = (experts, 2 * ffn, hidden), (experts, ffn, hidden)
+    if fc1.shape not in known or x.dim() != 2 or x.size(1) != hidden:
         raise ValueError(
-            "expert_mlp: x must be [tokens, hidden], fc1 [experts, 2 * ffn, hidden] and fc2 "
-            f"[experts, hidden, ffn]; found {tuple(x.shape)}, {tuple(fc1.shape)} and "
-            f"{tuple(fc2.shape)}."
+            "expert_mlp: x must be [tokens, hidden], fc1 [experts, 2 * ffn, hidden] (SwiGLU) or "
+            "[experts, ffn, hidden] (squared ReLU) and fc2 [experts, hidden, ffn]; found "
+            f"{tuple(x.shape)}, {tuple(fc1.shape)} and {tuple(fc2.shape)}."
         )
     if not x.dtype == fc1.dtype == fc2.dtype or x.stride(1) != 1:
         raise ValueError(

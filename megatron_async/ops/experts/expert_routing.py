@@ -3,7 +3,10 @@
 The router's linear layer is computed with float32 sums that are not rounded in between: experts
 whose logits are equal in bfloat16 would otherwise be told apart by chance. Among equals the one
 with the lower number is chosen. On a GPU two kernels: logits, split along their inputs so that a
-few tokens fill the device, then their sum in order, softmax and choice.
+few tokens fill the device, then their sum in order, scores and choice.
+
+Scores are the softmax of the logits, or each one's sigmoid (DeepSeek-V3, arXiv 2412.19437). A bias
+of each expert, which balanced their load in training, is added to the score for the choice alone.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ from megatron_async.ops.dependent_launch import (
 NO_EXPERT = -1
 """Expert of a token that goes nowhere."""
 IN_KERNEL_NO_EXPERT = tl.constexpr(NO_EXPERT)
+LEAST_SUM = 1e-20
+"""Added to the sum of sigmoids before it divides, as Megatron-Core and transformers do."""
+IN_KERNEL_LEAST_SUM = tl.constexpr(LEAST_SUM)
 BLOCK_TOKENS = 16
 BLOCK_K = 64
 PROGRAMS = 128
@@ -52,6 +58,9 @@ def route(
     pre_softmax: bool,
     places: Tensor | None = None,
     limit: int = 0,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
 ) -> Routing:
     """Choose experts.
 
@@ -64,10 +73,17 @@ def route(
             tokens are real.
         limit: tokens with this place or a later one, and those without a place, are dummies: they
             go nowhere.
+        sigmoid: scores are the logits' sigmoids; with more than one expert a token, weights are
+            divided by their sum, and `pre_softmax` is not read.
+        bias: float32 `[experts]`, contiguous, added to the sigmoids for the choice; or None.
+        scale: weights are multiplied by it at last.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit; a bias of softmax scores.
     """
     tokens, hidden = x.shape
     experts = weight.size(0)
-    _check(x, weight, topk)
+    _check(x, weight, topk, sigmoid, bias)
     out = Routing(
         torch.empty((tokens, topk), dtype=torch.int32, device=x.device),
         torch.empty((tokens, topk), dtype=torch.float32, device=x.device),
@@ -99,17 +115,21 @@ def route(
     _choose_kernel[(tokens,)](
         logits,
         out.experts if places is None else places,
+        logits if bias is None else bias,
         out.experts,
         out.weights,
         tokens,
         0 if places is None else len(places),
         limit,
+        scale,
         splits=splits,
         experts=experts,
         topk=topk,
         block=block,
         block_topk=triton.next_power_of_2(topk),
         pre_softmax=pre_softmax,
+        sigmoid=sigmoid,
+        has_bias=bias is not None,
         has_places=places is not None,
         num_warps=1 if block <= 256 else 4,
         **launch_options(x),
@@ -124,13 +144,23 @@ def route_reference(
     pre_softmax: bool,
     places: Tensor | None = None,
     limit: int = 0,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
 ) -> Routing:
     """The same in plain torch."""
-    _check(x, weight, topk)
+    _check(x, weight, topk, sigmoid, bias)
     logits = x.float() @ weight.float().t()
-    chosen, experts = logits.sort(dim=1, descending=True, stable=True)
-    weights = chosen.softmax(1)[:, :topk] if pre_softmax else chosen[:, :topk].softmax(1)
-    experts = experts[:, :topk].to(torch.int32)
+    scores = logits.sigmoid() if sigmoid else logits
+    preferred = scores if bias is None else scores + bias
+    experts = preferred.sort(dim=1, descending=True, stable=True).indices[:, :topk]
+    if not sigmoid:
+        chosen = logits.softmax(1).gather(1, experts) if pre_softmax else logits.gather(1, experts)
+        weights = chosen if pre_softmax else chosen.softmax(1)
+    else:
+        weights = scores.gather(1, experts)
+        weights = weights / (weights.sum(1, keepdim=True) + LEAST_SUM) if topk > 1 else weights
+    weights, experts = weights * scale, experts.to(torch.int32)
     if places is not None:
         real = torch.zeros((x.size(0), 1), dtype=torch.bool, device=x.device)
         real[: len(places), 0] = places < limit
@@ -138,7 +168,7 @@ def route_reference(
     return Routing(experts.contiguous(), weights.contiguous())
 
 
-def _check(x: Tensor, weight: Tensor, topk: int) -> None:
+def _check(x: Tensor, weight: Tensor, topk: int, sigmoid: bool, bias: Tensor | None) -> None:
     if x.dim() != 2 or weight.dim() != 2 or x.size(1) != weight.size(1) or x.dtype != weight.dtype:
         raise ValueError(
             f"route: x must be [tokens, hidden] and weight [experts, hidden] of one dtype; found "
@@ -148,6 +178,15 @@ def _check(x: Tensor, weight: Tensor, topk: int) -> None:
         raise ValueError("route: rows of x and the weight must be contiguous: call .contiguous().")
     if not 0 < topk <= weight.size(0):
         raise ValueError(f"route: topk={topk} must be between 1 and {weight.size(0)} experts.")
+    if bias is None:
+        return
+    if bias.shape != weight.shape[:1] or bias.dtype != torch.float32 or not bias.is_contiguous():
+        raise ValueError(
+            f"route: bias must be float32 ({weight.size(0)},), contiguous; found "
+            f"{tuple(bias.shape)} ({bias.dtype})."
+        )
+    if not sigmoid:
+        raise ValueError("route: a bias is for sigmoid scores alone: pass sigmoid=True.")
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -189,32 +228,46 @@ def _logits_kernel(
 def _choose_kernel(
     logits: tl.tensor,
     places: tl.tensor,
+    bias: tl.tensor,
     out_experts: tl.tensor,
     out_weights: tl.tensor,
     tokens: tl.tensor,
     num_places: tl.tensor,
     limit: tl.tensor,
+    scale: tl.tensor,
     splits: tl.constexpr,
     experts: tl.constexpr,
     topk: tl.constexpr,
     block: tl.constexpr,
     block_topk: tl.constexpr,
     pre_softmax: tl.constexpr,
+    sigmoid: tl.constexpr,
+    has_bias: tl.constexpr,
     has_places: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    """One token: the `topk` largest of its logits, in order."""
-    wait_for_previous(overlap)
+    """One token: the `topk` largest of its scores, in order."""
     token = tl.program_id(0)
     expert = tl.arange(0, block)
     inside = expert < experts
+    if has_bias:
+        favour = tl.load(bias + expert, mask=inside, other=0.0)
+    wait_for_previous(overlap)
     scores = tl.zeros((block,), tl.float32)
     for part in range(splits):
         start = logits + (part * tokens + token).to(tl.int64) * experts
         scores += tl.load(start + expert, mask=inside, other=0.0)
     scores = tl.where(inside, scores, float("-inf"))
-    largest = tl.max(scores, 0)
-    every = tl.sum(tl.exp(scores - largest), 0)
+    if sigmoid:
+        powers_of = tl.sigmoid(scores)
+        # -inf of experts that are not there stays below any score with its bias.
+        scores = tl.where(inside, powers_of, scores)
+        if has_bias:
+            scores += favour
+        every = 1.0
+    else:
+        powers_of = tl.exp(scores - tl.max(scores, 0))
+        every = tl.sum(powers_of, 0)
     rank = tl.arange(0, block_topk)
     chosen = tl.zeros((block_topk,), tl.int32)
     powers = tl.zeros((block_topk,), tl.float32)
@@ -223,13 +276,18 @@ def _choose_kernel(
         # Logits that are no numbers are equal to nothing, and the choice must still exist.
         index = tl.minimum(tl.min(tl.where(scores == best, expert, block), 0), experts - 1)
         chosen = tl.where(rank == nth, index, chosen)
-        powers = tl.where(rank == nth, tl.exp(best - largest), powers)
+        power = tl.sum(tl.where(expert == index, powers_of, 0.0), 0)
+        powers = tl.where(rank == nth, power, powers)
         scores = tl.where(expert == index, float("-inf"), scores)
-    total = every if pre_softmax else tl.sum(powers, 0)
+    total = tl.sum(powers, 0)
+    if sigmoid:
+        total = total + IN_KERNEL_LEAST_SUM if topk > 1 else 1.0
+    elif pre_softmax:
+        total = every
     real = token < tokens
     if has_places:
         real = token < num_places
         real = real & (tl.load(places + token, mask=real, other=0) < limit)
     target = token * topk + rank
     tl.store(out_experts + target, tl.where(real, chosen, IN_KERNEL_NO_EXPERT), mask=rank < topk)
-    tl.store(out_weights + target, tl.where(real, powers / total, 0.0), mask=rank < topk)
+    tl.store(out_weights + target, tl.where(real, powers / total * scale, 0.0), mask=rank < topk)

@@ -229,10 +229,10 @@ EXPERTS = DUMMY_SHAPES["tiny-moe"]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function='sigmoid'"),
-        ({"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias=True"),
-        ({"moe_router_topk_scaling_factor": 2.5}, "moe_router_topk_scaling_factor=2.5"),
-        ({"moe_shared_expert_intermediate_size": 64}, "moe_shared_expert_intermediate_size=64"),
+        ({"moe_router_score_function": "sqrtsoftplus"}, "score_function='sqrtsoftplus'"),
+        ({"moe_router_enable_expert_bias": True}, "expert_bias=True with moe_router_score_funct"),
+        ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate=True"),
+        ({"moe_router_num_groups": 2}, "moe_router_num_groups=2"),
         ({"normalization": "LayerNorm"}, "normalization='LayerNorm'"),
         ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma=True"),
         ({"fp32_residual_connection": True}, "fp32_residual_connection=True"),

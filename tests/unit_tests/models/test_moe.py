@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,9 +42,29 @@ class View:
     first_dummy_place: int = LIMIT
 
 
-def all_weights() -> tuple[Tensor, Tensor, Tensor]:
+NEMOTRON = dataclasses.replace(
+    ARCHITECTURE,
+    activation="squared_relu",
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_topk_scaling_factor=2.5,
+    moe_shared_expert_intermediate_size=48,
+)
+GRANITE = dataclasses.replace(ARCHITECTURE, moe_shared_expert_intermediate_size=48)
+KINDS = {"mixtral": ARCHITECTURE, "nemotron": NEMOTRON, "granite": GRANITE}
+
+
+def shared_weights(halves: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(8)
+    shapes = ((halves * 48, HIDDEN), (HIDDEN, 48))
+    fc1, fc2 = (torch.randn(shape, generator=generator) / 8 for shape in shapes)
+    return fc1, fc2
+
+
+def all_weights(kind: str = "mixtral") -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
-    shapes = ((EXPERTS, HIDDEN), (EXPERTS, 2 * FFN, HIDDEN), (EXPERTS, HIDDEN, FFN))
+    rows = FFN if kind == "nemotron" else 2 * FFN
+    shapes = ((EXPERTS, HIDDEN), (EXPERTS, rows, HIDDEN), (EXPERTS, HIDDEN, FFN))
     router, fc1, fc2 = (torch.randn(shape, generator=generator) / 8 for shape in shapes)
     return router, fc1, fc2
 
@@ -52,49 +73,72 @@ def tokens_of(rank: int, count: int) -> Tensor:
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(rank))
 
 
-def make_layer(sizes: ParallelSizes) -> tuple[MoELayer, nn.Module]:
+def make_layer(sizes: ParallelSizes, kind: str = "mixtral") -> tuple[MoELayer, nn.Module]:
     """This rank's part of a layer with `all_weights`, and its groups."""
     groups = ensure_process_groups(sizes)
-    layer = MoELayer(transformer_config(ARCHITECTURE, torch.float32, sizes), groups)
-    router, fc1, fc2 = all_weights()
+    layer = MoELayer(transformer_config(KINDS[kind], torch.float32, sizes), groups)
+    router, fc1, fc2 = all_weights(kind)
+    halves = fc1.size(1) // FFN
     local, ffn = EXPERTS // groups.ep.size(), FFN // groups.expt_tp.size()
     experts = slice(groups.ep.rank() * local, (groups.ep.rank() + 1) * local)
     share = slice(groups.expt_tp.rank() * ffn, (groups.expt_tp.rank() + 1) * ffn)
-    gate, up = fc1[experts].chunk(2, 1)
+    parts = fc1[experts].chunk(halves, 1)
     with torch.no_grad():
         layer.router.weight.copy_(router)
-        layer.experts.linear_fc1.weight.copy_(torch.cat((gate[:, share], up[:, share]), 1))
+        layer.experts.linear_fc1.weight.copy_(torch.cat([half[:, share] for half in parts], 1))
         layer.experts.linear_fc2.weight.copy_(fc2[experts][:, :, share])
+        if layer.router.expert_bias is not None:
+            layer.router.expert_bias.copy_(BIAS)
+        if layer.shared_experts is not None:
+            rank, size = groups.tp.rank(), groups.tp.size()
+            fc1, fc2 = shared_weights(halves)
+            mine = [half.chunk(size)[rank] for half in fc1.chunk(halves)]
+            layer.shared_experts.linear_fc1.weight.copy_(torch.cat(mine))
+            layer.shared_experts.linear_fc2.weight.copy_(fc2.chunk(size, 1)[rank])
     return layer, groups
 
 
-def expected_output(x: Tensor, write_index: Tensor) -> Tensor:
-    router, fc1, fc2 = all_weights()
-    routing = route_reference(x, router, 2, False, write_index, LIMIT)
-    return expert_mlp_reference(x, routing, fc1, fc2, 0, EXPERTS)
+BIAS = torch.tensor([0.3, -0.2, 0.0, 0.1, -0.4, 0.2, 0.0, -0.1])
 
 
-def _layer_on_ranks(tensor_parallel: int) -> float:
+def expected_output(x: Tensor, write_index: Tensor, kind: str) -> Tensor:
+    router, fc1, fc2 = all_weights(kind)
+    rule = {"sigmoid": True, "bias": BIAS, "scale": 2.5} if kind == "nemotron" else {}
+    routing = route_reference(x, router, 2, False, write_index, LIMIT, **rule)
+    output = expert_mlp_reference(x, routing, fc1, fc2, 0, EXPERTS)
+    if kind != "mixtral":
+        fc1, fc2 = shared_weights(fc1.size(1) // FFN)
+        inner = x @ fc1.t()
+        if kind == "granite":
+            gate, up = inner.chunk(2, 1)
+            inner = torch.nn.functional.silu(gate) * up
+        else:
+            inner = inner.clamp(min=0) ** 2
+        output = output + inner @ fc2.t()
+    return output
+
+
+def _layer_on_ranks(tensor_parallel: int, kind: str) -> float:
     """Largest error of this rank's outputs, over several batches that differ between ranks."""
-    worst = _layer_error(tensor_parallel, False)
-    return max(worst, _layer_error(tensor_parallel, True)) if tensor_parallel > 1 else worst
+    worst = _layer_error(tensor_parallel, False, kind)
+    return max(worst, _layer_error(tensor_parallel, True, kind)) if tensor_parallel > 1 else worst
 
 
 @torch.no_grad()
-def _layer_error(tensor_parallel: int, sequence_parallel: bool) -> float:
+def _layer_error(tensor_parallel: int, sequence_parallel: bool, kind: str) -> float:
     sizes = ParallelSizes(
         tensor_model_parallel=tensor_parallel,
         expert_model_parallel=2,
         sequence_parallel=sequence_parallel,
     )
-    layer, groups = make_layer(sizes)
+    layer, groups = make_layer(sizes, kind)
     worst = 0.0
     for counts, dispatched in (((4, 4), 0), ((2, 6), 6), ((8, 2), 12), ((0, 2), 2)):
         count = counts[groups.ep.rank()]
         x = tokens_of(groups.ep.rank(), count)
         write_index = torch.arange(count) * 20  # of 8 tokens the last 3 are dummies
         view = View(Step(write_index), BatchDimensions(count, dispatch_tokens=dispatched))
-        expected = expected_output(x, write_index)
+        expected = expected_output(x, write_index, kind)
         if sequence_parallel:
             rank, size = groups.tp.rank(), groups.tp.size()
             x, expected = x.chunk(size)[rank], expected.chunk(size)[rank]
@@ -102,7 +146,7 @@ def _layer_error(tensor_parallel: int, sequence_parallel: bool) -> float:
         assert bias is None
         assert output.shape == (len(x), 1, HIDDEN)
         worst = max([worst, *(output[:, 0] - expected).abs().flatten().tolist()])
-        if count == 8 and not sequence_parallel:
+        if count == 8 and not sequence_parallel and kind == "mixtral":
             assert output[5:].abs().max() == 0
     x = tokens_of(0, 2)
     routing = layer.router(x, None)
@@ -131,9 +175,10 @@ def _generate_on_ranks() -> list[list[list[int]]]:
     return _generate({"expert_model_parallel_size": 2}, WORK[int(os.environ["RANK"])])
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_experts_on_other_ranks(tensor_parallel):
-    assert max(run_ranks(2 * tensor_parallel, _layer_on_ranks, tensor_parallel)) < 1e-5
+def test_experts_on_other_ranks(tensor_parallel, kind):
+    assert max(run_ranks(2 * tensor_parallel, _layer_on_ranks, tensor_parallel, kind)) < 2e-5
 
 
 def test_a_model_with_experts_on_two_ranks_says_the_same_tokens():

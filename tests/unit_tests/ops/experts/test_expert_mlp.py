@@ -27,8 +27,8 @@ def random_routing(tokens, topk, experts, device, dummies=0.2):
     return Routing(chosen.masked_fill(nowhere, NO_EXPERT), weights.masked_fill(nowhere, 0))
 
 
-def make_weights(experts, hidden, ffn, dtype, device):
-    fc1 = torch.randn(experts, 2 * ffn, hidden, device=device) / hidden**0.5
+def make_weights(experts, hidden, ffn, dtype, device, gated=True):
+    fc1 = torch.randn(experts, (1 + gated) * ffn, hidden, device=device) / hidden**0.5
     fc2 = torch.randn(experts, hidden, ffn, device=device) / ffn**0.5
     return fc1.to(dtype), fc2.to(dtype)
 
@@ -39,19 +39,24 @@ def plain_expert_mlp(x, routing, fc1, fc2, first):
     for token, (experts, weights) in enumerate(zip(routing.experts, routing.weights)):
         for expert, weight in zip((experts - first).tolist(), weights):
             if 0 <= expert < len(fc1):
-                gate, up = (fc1[expert].float() @ x[token].float()).chunk(2)
-                out[token] += weight * (fc2[expert].float() @ (F.silu(gate) * up))
+                inner = fc1[expert].float() @ x[token].float()
+                if len(inner) > fc2.size(2):
+                    gate, up = inner.chunk(2)
+                    inner = F.silu(gate) * up
+                else:
+                    inner = inner.clamp(min=0) ** 2
+                out[token] += weight * (fc2[expert].float() @ inner)
     return out
 
 
-def check_route(tokens, hidden, experts, topk, pre_softmax, dtype, device, places=False):
+def check_route(tokens, hidden, experts, topk, pre_softmax, dtype, device, places=False, **rule):
     x = torch.randn(tokens, hidden + 16, device=device).to(dtype)[:, :hidden]
     weight = torch.randn(experts, hidden, device=device).to(dtype) / hidden**0.5
     where, limit = None, 0
     if places:
         where, limit = torch.randint(0, 100, (max(tokens - 1, 0),), device=device), 70
-    found = route(x, weight, topk, pre_softmax, where, limit)
-    expected = route_reference(x, weight, topk, pre_softmax, where, limit)
+    found = route(x, weight, topk, pre_softmax, where, limit, **rule)
+    expected = route_reference(x, weight, topk, pre_softmax, where, limit, **rule)
     # Sums in another order may swap two experts that are nearly equal.
     same = found.experts == expected.experts
     assert same.float().mean() > 0.995 or same.numel() - same.sum() <= 2
@@ -60,9 +65,9 @@ def check_route(tokens, hidden, experts, topk, pre_softmax, dtype, device, place
     assert found.weights.dtype == torch.float32
 
 
-def check_mlp(tokens, hidden, ffn, experts, topk, dtype, device, first=0, total=None):
+def check_mlp(tokens, hidden, ffn, experts, topk, dtype, device, first=0, total=None, gated=True):
     x = torch.randn(tokens, hidden + 16, device=device).to(dtype)[:, :hidden]
-    fc1, fc2 = make_weights(experts, hidden, ffn, dtype, device)
+    fc1, fc2 = make_weights(experts, hidden, ffn, dtype, device, gated)
     total = total or experts
     routing = random_routing(tokens, topk, total, device)
     found = expert_mlp(x, routing, fc1, fc2, first, total)
@@ -73,10 +78,11 @@ def check_mlp(tokens, hidden, ffn, experts, topk, dtype, device, first=0, total=
     return found, expected
 
 
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("first", [0, 2])
-def test_reference_is_the_sum_of_pairs(first):
+def test_reference_is_the_sum_of_pairs(first, gated):
     x = torch.randn(7, 12)
-    fc1, fc2 = make_weights(3, 12, 5, torch.float32, "cpu")
+    fc1, fc2 = make_weights(3, 12, 5, torch.float32, "cpu", gated)
     routing = random_routing(7, 2, 6, "cpu")
     found = expert_mlp_reference(x, routing, fc1, fc2, first, 6)
     torch.testing.assert_close(found, plain_expert_mlp(x, routing, fc1, fc2, first))
@@ -96,6 +102,35 @@ def test_reference_routing():
     assert routing.experts[1:].unique().tolist() == [NO_EXPERT]
     assert routing.weights[1:].abs().sum() == 0
     assert routing.experts[0].tolist() == [1, 2]
+
+
+def test_reference_routing_by_sigmoids():
+    x, weight = torch.eye(3), torch.tensor([[1.0, 0.0, 5.0], [2.0, 0.0, 5.0], [-1.0, 0.0, 5.0]])
+    s = torch.sigmoid(torch.tensor([1.0, 2.0, -1.0]))
+    plain = route_reference(x, weight, 2, False, sigmoid=True, scale=2.5)
+    assert plain.experts.tolist() == [[1, 0], [0, 1], [0, 1]]
+    torch.testing.assert_close(plain.weights[0], 2.5 * s[[1, 0]] / (s[0] + s[1]))
+    # The bias changes who is chosen, and no weight.
+    bias = torch.tensor([0.0, -1.0, 0.5])
+    biased = route_reference(x, weight, 2, False, sigmoid=True, bias=bias)
+    assert biased.experts.tolist() == [[2, 0]] * 3
+    torch.testing.assert_close(biased.weights[0], s[[2, 0]] / (s[2] + s[0]))
+    alone = route_reference(x, weight, 1, False, sigmoid=True)
+    torch.testing.assert_close(alone.weights[0], s[[1]])
+    with pytest.raises(ValueError, match="a bias is for sigmoid scores alone"):
+        route_reference(x, weight, 2, False, bias=bias)
+    with pytest.raises(ValueError, match=r"bias must be float32 \(3,\), contiguous; found \(2,\)"):
+        route_reference(x, weight, 2, False, sigmoid=True, bias=bias[:2])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "topk", "places"), [(19, 12, 3, True), (5, 5, 1, False), (3, 32, 6, True)]
+)
+def test_routing_by_sigmoids_equals_torch(tokens, experts, topk, places, has_bias, device):
+    bias = torch.randn(experts, device=device) / 3 if has_bias else None
+    rule = {"sigmoid": True, "bias": bias, "scale": 2.5}
+    check_route(tokens, 64, experts, topk, False, torch.float32, device, places, **rule)
 
 
 @pytest.mark.parametrize("places", [False, True])
@@ -131,6 +166,11 @@ def test_no_numbers_choose_experts_that_exist(device):
 )
 def test_experts_equal_torch(tokens, hidden, ffn, experts, topk, first, total, device):
     check_mlp(tokens, hidden, ffn, experts, topk, torch.float32, device, first, total)
+
+
+def test_experts_without_a_gate_equal_torch(device):
+    check_mlp(37, 48, 40, 3, 2, torch.float32, device, 2, 6, gated=False)
+    check_mlp(3, 32, 16, 4, 2, torch.float16, device, gated=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
