@@ -23,6 +23,7 @@ from megatron_async.ops.recurrent.mamba_pools import (
     MambaPools,
     MambaShape,
     PrefillRows,
+    wide_dtype,
 )
 from megatron_async.ops.sampling.slot_records import RowFeature
 
@@ -42,7 +43,7 @@ class RecurrentState(PerSlotState):
         shape: of one layer, on this rank.
         capacity: slots.
         dtype: of activations.
-        state_dtype: of the states, float32 or bfloat16.
+        state_dtype: of the states, float32 or bfloat16; for float64 activations float64.
         width: most query tokens of a decode row.
         lag: tokens that may be taken back behind a step: the state stays so far behind.
         device: where the pools live.
@@ -65,10 +66,12 @@ class RecurrentState(PerSlotState):
         self.rule = rule = FlushRule(lag=lag)
         self._device, self._rows = device, capacity + 1
         ring, conv = _even(rule.ring_length(width)), _even(rule.conv_length(width))
+        if dtype == torch.float64:
+            state_dtype = dtype
         self._pools = {
             "state": (layers, (shape.heads, shape.head_dim, shape.d_state), state_dtype),
             "ring_xb": (layers, (ring, shape.d_inner + shape.bc_dim), dtype),
-            "ring_dt": (layers, (ring, shape.heads), torch.float32),
+            "ring_dt": (layers, (ring, shape.heads), wide_dtype(dtype)),
             "conv": (layers, (conv, shape.conv_dim), dtype),
         }
         self._layers: list[MambaPools] = []

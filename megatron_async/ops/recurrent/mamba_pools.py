@@ -138,6 +138,11 @@ class MambaShape(NamedTuple):
         return self.d_inner + 2 * self.bc_dim
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the recurrence's arithmetic for activations of `dtype`."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def shape_of(
     op: str, zxbcdt: Tensor, params: MambaParams, pools: MambaPools, rule: FlushRule, width: int
 ) -> MambaShape:
@@ -191,12 +196,12 @@ def _check_pools(
             f"{op}: rings of {ring} and {conv_ring} entries are too short for {rule} and rows of "
             f"{width}: make them {rule.ring_length(width)} and {rule.conv_length(width)} or more."
         )
-    dtypes = {zxbcdt.dtype, pools.ring_xb.dtype, pools.conv.dtype}
-    states = (torch.float32, torch.bfloat16)
-    if len(dtypes) > 1 or pools.ring_dt.dtype != torch.float32 or pools.state.dtype not in states:
+    dtypes, wide = {zxbcdt.dtype, pools.ring_xb.dtype, pools.conv.dtype}, wide_dtype(zxbcdt.dtype)
+    states = (wide, torch.bfloat16)
+    if len(dtypes) > 1 or pools.ring_dt.dtype != wide or pools.state.dtype not in states:
         raise ValueError(
-            f"{op}: ring_xb and conv must have the input's dtype, ring_dt float32, the state "
-            f"float32 or bfloat16; found {sorted(map(str, dtypes))}, {pools.ring_dt.dtype}, "
+            f"{op}: ring_xb and conv must have the input's dtype, ring_dt {wide}, the state "
+            f"{wide} or bfloat16; found {sorted(map(str, dtypes))}, {pools.ring_dt.dtype}, "
             f"{pools.state.dtype}."
         )
     if zxbcdt.stride(1) != 1 or not all(pool[0].is_contiguous() for pool in pools):

@@ -1,8 +1,9 @@
 """`mamba_decode` and `mamba_prefill` in plain torch: what runs on a CPU, and what kernels are
 tested against.
 
-Arguments are those of the ops; the arithmetic is float32, in the same order of thought: a decode
-step brings states to its base and adds what the rings hold, a scan is cut at multiples of 128.
+Arguments are those of the ops; the arithmetic is float32 (float64 for float64 inputs), in the same
+order of thought: a decode step brings states to its base and adds what the rings hold, a scan is
+cut at multiples of 128.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron_async.ops.recurrent.mamba_pools import (
     MambaShape,
     PrefillRows,
     shape_of,
+    wide_dtype,
 )
 
 
@@ -58,7 +60,8 @@ def mamba_decode_reference(
 
     rate = -torch.exp(params.a_log)
     is_fed = (first > 0)[..., None, None]
-    state = torch.where(is_fed, pools.state[row[:, 0]], 0).to(torch.float32)
+    wide = wide_dtype(zxbcdt.dtype)
+    state = torch.where(is_fed, pools.state[row[:, 0]], 0).to(wide)
     moves = (first > 0) & (after > before)
     if moves.any():
         x, b, dt = _ring(pools, shape, row, before, torch.where(moves, after, before))
@@ -66,7 +69,7 @@ def mamba_decode_reference(
         kept = pools.state[row[:, 0]]
         moved = torch.where(moves[..., None, None], state.to(kept.dtype), kept)
         pools.state[row[:, 0]] = moved
-        state = torch.where(is_fed, moved, 0).to(torch.float32)
+        state = torch.where(is_fed, moved, 0).to(wide)
 
     end = first + brought.sum(1, keepdim=True)
     x, b, dt = _ring(pools, shape, row, after, end)
@@ -80,7 +83,7 @@ def mamba_decode_reference(
     weight = torch.einsum("rjhn,rihn->rjih", c, b) * share * dt[:, None]
     y = torch.einsum("rjih,rihp->rjhp", weight, x)
     y += torch.einsum("rhpn,rjhn->rjhp", state, c) * here.exp()[..., None]
-    own = xb[..., : shape.d_inner].unflatten(2, (shape.heads, -1)).to(torch.float32)
+    own = xb[..., : shape.d_inner].unflatten(2, (shape.heads, -1)).to(wide)
     y = (y + own * params.d[:, None]).flatten(2)
     y = torch.where(brought[..., None], y, 0).flatten(0, 1).to(zxbcdt.dtype)
     return y if out is None else out.copy_(y)
@@ -136,11 +139,11 @@ def _prefill_chunk(
     xbc, dt = _convolve(raw[None], params)[0], _dt(dt, params)
     xb, c = xbc.split([shape.d_inner + shape.bc_dim, shape.bc_dim], dim=1)
     x, b = xb.split([shape.d_inner, shape.bc_dim], dim=1)
-    x, b = x.unflatten(1, (shape.heads, -1)).to(torch.float32), _by_head(b, shape)
+    wide = wide_dtype(zxbcdt.dtype)
+    x, b = x.unflatten(1, (shape.heads, -1)).to(wide), _by_head(b, shape)
     c = _by_head(c, shape)
     rate = -torch.exp(params.a_log)
-    state = pools.state[read].to(torch.float32) if first else torch.zeros_like(pools.state[read])
-    state = state.to(torch.float32)
+    state = pools.state[read].to(wide) if first else torch.zeros_like(pools.state[read], dtype=wide)
 
     def keep_inputs(behind: int, row: int) -> None:
         for position in range(max(behind + 1 - CONV_WIDTH, 0), behind):
@@ -201,7 +204,7 @@ def _ring(
     xb = torch.where(exists, pools.ring_xb[row, entry], 0)
     dt = torch.where(exists, pools.ring_dt[row, entry], 0)
     x, b = xb.split([shape.d_inner, shape.bc_dim], dim=2)
-    return x.unflatten(2, (shape.heads, -1)).to(torch.float32), _by_head(b, shape), dt
+    return x.unflatten(2, (shape.heads, -1)).to(wide_dtype(x.dtype)), _by_head(b, shape), dt
 
 
 def _convolve(inputs: Tensor, params: MambaParams) -> Tensor:
@@ -217,12 +220,12 @@ def _convolve(inputs: Tensor, params: MambaParams) -> Tensor:
 
 
 def _dt(dt: Tensor, params: MambaParams) -> Tensor:
-    """The step dt behind bias and softplus, float32; see `_convolve`."""
+    """The step dt behind bias and softplus; see `_convolve`."""
     value = dt.to(torch.float64) + params.dt_bias.to(torch.float64)
-    return F.softplus(value).to(torch.float32)
+    return F.softplus(value).to(wide_dtype(dt.dtype))
 
 
 def _by_head(strip: Tensor, shape: MambaShape) -> Tensor:
-    """B or C `[..., groups d_state]` as float32 `[..., heads, d_state]`."""
-    by_group = strip.unflatten(-1, (shape.groups, shape.d_state)).to(torch.float32)
+    """B or C `[..., groups d_state]` as wide `[..., heads, d_state]`."""
+    by_group = strip.unflatten(-1, (shape.groups, shape.d_state)).to(wide_dtype(strip.dtype))
     return by_group.repeat_interleave(shape.heads // shape.groups, dim=-2)

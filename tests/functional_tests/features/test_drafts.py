@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from drafters import DRAFTERS, Fickle, Oracle
-from fuzz.attention_model import VOCABULARY, AttentionModel
+from attention_model import VOCABULARY, AttentionModel
 from harness import Job, assert_all_is_back, drain, greedy, make_engine, run_at
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks

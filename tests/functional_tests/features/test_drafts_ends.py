@@ -11,7 +11,7 @@ import pytest
 import torch
 from capturing_cpu import CapturingCpu
 from drafters import DRAFTERS
-from fuzz.attention_model import VOCABULARY, AttentionModel
+from attention_model import VOCABULARY, AttentionModel
 from harness import Job, assert_all_is_back, drain, greedy, make_engine
 from late_device import LateDevice
 from pipeline_scenarios import GRAMMARS, JOBS, PROMPTS, letter_tokenizer, stage_model

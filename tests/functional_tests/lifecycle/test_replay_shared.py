@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fuzz.attention_model import VOCABULARY
+from attention_model import VOCABULARY
 from harness import greedy, make_engine
 from schedules import run_schedule
 from shared_prompts import SharedPrompts, sharing_schedule

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import numpy as np
-from fuzz.attention_model import VOCABULARY
+from attention_model import VOCABULARY
 from harness import Job
 from schedules import Schedule, random_schedule
 

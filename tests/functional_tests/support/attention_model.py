@@ -28,8 +28,8 @@ class OnlyAttention(PagedSelfAttention):
     def __init__(self, generator: torch.Generator) -> None:
         nn.Module.__init__(self)
         # Large weights, so that each token depends on the whole sequence before it.
-        self.query_key_value = _weights((HEADS + 2 * GROUPS) * DIM, HIDDEN, 4.0, generator)
-        self.output = _weights(HIDDEN, HEADS * DIM, 4.0, generator)
+        self.query_key_value = weights((HEADS + 2 * GROUPS) * DIM, HIDDEN, 4.0, generator)
+        self.output = weights(HIDDEN, HEADS * DIM, 4.0, generator)
 
     def forward(self, hidden: Tensor, view: ContextGPUView) -> Tensor:
         """`[tokens, hidden]` -> the same."""
@@ -42,7 +42,7 @@ class OutputLayer(nn.Module):
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
-        self.head = _weights(VOCABULARY, HIDDEN, 2.0, generator)
+        self.head = weights(VOCABULARY, HIDDEN, 2.0, generator)
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """`[.., hidden]` -> `[.., vocabulary]`, and no bias."""
@@ -63,7 +63,7 @@ class AttentionModel(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self.config = transformer_config(ARCHITECTURE, torch.float64)
         self.vocab_size = VOCABULARY
-        self.embedding = _weights(VOCABULARY, HIDDEN, 4.0, generator)
+        self.embedding = weights(VOCABULARY, HIDDEN, 4.0, generator)
         self.attention = OnlyAttention(generator)
         self.output_layer = OutputLayer(generator)
 
@@ -76,12 +76,16 @@ class AttentionModel(nn.Module):
         runtime_gather_output: bool,
     ) -> Tensor:
         """Logits `[1, rows, vocabulary]` of a step, from ids and positions `[1, tokens]`."""
-        hidden = self.embedding[token_ids[0]]
-        hidden = hidden + self.attention(hidden, inference_context)
+        hidden = self.layers(self.embedding[token_ids[0]], inference_context)
         rows = inference_context.last_token_logits(hidden[None])
         return self.output_layer(rows[None])[0]
 
+    def layers(self, hidden: Tensor, view: ContextGPUView) -> Tensor:
+        """`[tokens, hidden]` -> the same."""
+        return hidden + self.attention(hidden, view)
 
-def _weights(rows: int, columns: int, scale: float, generator: torch.Generator) -> nn.Parameter:
+
+def weights(rows: int, columns: int, scale: float, generator: torch.Generator) -> nn.Parameter:
+    """Random ones of a product, float64 `[rows, columns]`."""
     values = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
     return nn.Parameter(values * scale / columns**0.5, requires_grad=False)

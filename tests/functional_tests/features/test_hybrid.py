@@ -1,0 +1,193 @@
+"""Mamba-2 layers in the engine: whatever happens to a request, its tokens are those of a serial run.
+
+The model is that of the fuzzer, in float64, with states of nobody full of NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from capturing_cpu import CapturingCpu
+from attention_model import VOCABULARY
+from hybrid_model import HybridAttentionModel
+from harness import (
+    Job,
+    assert_all_is_back,
+    drain,
+    greedy,
+    make_engine,
+    random_prompts,
+    run_at,
+    run_together,
+)
+from poisoned_states import poison_states
+
+from megatron_async import DynamicInferenceEngine, SamplingParams
+from megatron_async.device_state.recurrent_state import RecurrentState
+from megatron_async.devices import Chaos, CpuDevice, Device
+
+LENGTHS = (5, 19, 1, 40, 270, 8, 2, 3, 129, 127)
+PROMPTS = random_prompts(3, LENGTHS, VOCABULARY)
+TOKENS = 40
+SETTINGS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "few slots": {"max_requests": 3},
+    "chunks of one token and more": {"max_tokens": 9, "max_requests": 8},
+    "chunks of two to three": {"max_tokens": 5, "max_requests": 3},
+    "chunks at the borders": {"max_tokens": 150},
+    "pauses": {"num_kv_blocks": 60, "block_size_tokens": 8},
+    "evictions": {
+        "num_kv_blocks": 60, "block_size_tokens": 8, "paused_buffer_size_gb": 1e-9,
+    },
+}  # fmt: skip
+LATER = {0: 4, 3: 1, 4: 3, 30: 2}
+"""Arrivals: how many at which step."""
+
+
+@pytest.fixture(scope="module")
+def model() -> HybridAttentionModel:
+    return HybridAttentionModel()
+
+
+def make(model: HybridAttentionModel, device: Device | None = None, **settings: Any) -> Any:
+    engine = make_engine(
+        model, device=device or CpuDevice(Chaos(5, 0.2, 0.001)), **{"max_requests": 10, **settings}
+    )
+    poison_states(engine)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def serial(model: HybridAttentionModel) -> list[list[int]]:
+    """Each request alone: prefilled in one piece, no step ahead."""
+    engine = make(model, lookahead=0)
+    found = [run_together(engine, [Job(prompt, greedy(TOKENS))])[0] for prompt in PROMPTS]
+    engine.close()
+    assert min(len(set(tokens)) for tokens in found) > 8, "a dull model hides wrong states"
+    return found
+
+
+def arrivals(params: list[SamplingParams]) -> dict[int, list[Job]]:
+    jobs = [Job(prompt, mine) for prompt, mine in zip(PROMPTS, params, strict=True)]
+    return {step: [jobs.pop(0) for _ in range(count)] for step, count in LATER.items()}
+
+
+def test_each_token_is_what_a_prefill_of_all_before_it_says(
+    model: HybridAttentionModel, serial: list[list[int]]
+) -> None:
+    """Decode against prefill: two ways through the layer that share little."""
+    engine = make(model, max_requests=64, max_tokens=1024)
+    for prompt, tokens in zip(PROMPTS, serial, strict=True):
+        known = [prompt + tokens[:count] for count in range(TOKENS)]
+        ends = run_together(engine, [Job(sequence, greedy(1)) for sequence in known])
+        assert [end[0] for end in ends] == tokens
+    engine.close()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+@pytest.mark.parametrize("invalidation", ["reconcile", "rollback"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_tokens_are_the_serial_ones(
+    model: HybridAttentionModel,
+    serial: list[list[int]],
+    name: str,
+    invalidation: str,
+    lookahead: int,
+) -> None:
+    engine = make(model, lookahead=lookahead, invalidation=invalidation, **SETTINGS[name])
+    assert run_at(engine, arrivals([greedy(TOKENS)] * len(PROMPTS))) == serial
+    stats = engine.stats()
+    assert (stats["pauses"] > 0) == (name in ("pauses", "evictions"))
+    assert stats["evictions"] > 0 or name != "evictions"
+    engine.close()
+    assert_all_is_back(engine)
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+@pytest.mark.parametrize("invalidation", ["reconcile", "rollback"])
+@pytest.mark.parametrize("settings", [{}, {"max_tokens": 30, "max_requests": 6}], ids=str)
+def test_requests_beside_one_that_ends_unforeseen(
+    model: HybridAttentionModel,
+    serial: list[list[int]],
+    settings: dict[str, Any],
+    invalidation: str,
+    lookahead: int,
+) -> None:
+    """Under "rollback" steps are taken back: a state that was written would be read again."""
+    params, wanted = [], []
+    for number, tokens in enumerate(serial):
+        at = tokens.index(tokens[3 + 3 * number])
+        params.append(greedy(TOKENS, stop_token_ids=[tokens[at]]))
+        wanted.append(tokens[: at + 1])
+    engine = make(model, lookahead=lookahead, invalidation=invalidation, **settings)
+    assert run_at(engine, arrivals(params)) == wanted
+    assert (engine.stats()["discarded_steps"] > 0) == (invalidation == "rollback")
+    engine.close()
+    assert_all_is_back(engine)
+
+
+def test_captured_steps(model: HybridAttentionModel, serial: list[list[int]]) -> None:
+    """Padded rows read and write nothing of anybody."""
+    engine = make(model, CapturingCpu(), lookahead=2, num_cuda_graphs=3)
+    assert run_at(engine, arrivals([greedy(TOKENS)] * len(PROMPTS))) == serial
+    assert engine.stats()["captured_steps"] > 20
+    engine.close()
+
+
+
+STOPS: dict[str, Callable[[DynamicInferenceEngine], None]] = {
+    "pause": lambda engine: (engine.pause(), engine.unpause())[1],
+    "suspend": lambda engine: (engine.suspend(), engine.resume())[1],
+    "suspend and free": lambda engine: (engine.suspend(free_kv_cache=True), engine.resume())[1],
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_stops(model: HybridAttentionModel, serial: list[list[int]], name: str) -> None:
+    engine = make(model, CpuDevice(), lookahead=2, max_tokens=200)
+    futures = [
+        engine.add_request(number, prompt, greedy(TOKENS)) for number, prompt in enumerate(PROMPTS)
+    ]
+    for _ in range(4):
+        for _ in range(5):
+            engine.step_modern()
+        STOPS[name](engine)
+    drain(engine)
+    assert [future.result().generated_tokens for future in futures] == serial
+    engine.close()
+
+
+def test_the_state_is_written_every_few_tokens_only(model: HybridAttentionModel) -> None:
+    engine = make(model, CpuDevice(), lookahead=0)
+    state = engine.context.gpu_view.states.find(RecurrentState)
+    engine.add_request(0, PROMPTS[0], greedy(60))
+    bases = []
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+        bases.append(int(state.base[0]))
+    assert sorted(set(bases)) == [0, 16, 32, 48]
+    engine.close()
+
+
+def test_memory_is_counted(model: HybridAttentionModel) -> None:
+    engine = make(model, CpuDevice(), max_requests=4)
+    state = engine.context.gpu_view.states.find(RecurrentState)
+    taken = sum(pool.untyped_storage().nbytes() for pool in state._layers[0])
+    assert taken == 5 * state.bytes_per_slot
+    assert engine.context.gpu_view.kv_cache.num_layers == 1
+    engine.close()
+
+
+def test_a_state_of_bfloat16_is_half_as_large() -> None:
+    sizes = {}
+    for dtype in ("float32", "bfloat16"):
+        plain = HybridAttentionModel()
+        plain.config.params_dtype = torch.float32
+        engine = make_engine(plain.float(), mamba_ssm_states_dtype=dtype, max_requests=1)
+        pools = engine.context.gpu_view.states.find(RecurrentState)._layers[0]
+        sizes[dtype] = pools.state.nbytes
+        engine.close()
+    assert sizes["float32"] == 2 * sizes["bfloat16"]

@@ -1,0 +1,84 @@
+"""The smallest hybrid model that an engine serves: `AttentionModel` with a Mamba-2 layer before and
+behind its attention.
+
+Of the layer it has all that keeps state: convolution and recurrence are the engine's own. In
+float64, as its attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from attention_model import ARCHITECTURE, HIDDEN, AttentionModel, weights
+from torch import Tensor, nn
+
+from megatron_async.device_state.gpu_view import ContextGPUView
+from megatron_async.models.hybrid import transformer_config
+from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
+
+SHAPE = MambaShape(heads=2, head_dim=4, groups=2, d_state=16)
+HYBRID = replace(
+    ARCHITECTURE,
+    model_type="nemotron_h",
+    num_layers=3,
+    pattern="M*M",
+    mamba_num_heads=SHAPE.heads,
+    mamba_head_dim=SHAPE.head_dim,
+    mamba_num_groups=SHAPE.groups,
+    mamba_state_dim=SHAPE.d_state,
+)
+
+
+class OnlyMamba(nn.Module):
+    """Projections around the engine's recurrence.
+
+    Args:
+        layer: index among the recurrent layers.
+        generator: of the weights.
+    """
+
+    def __init__(self, layer: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self._layer = layer
+        inputs = 2 * SHAPE.d_inner + 2 * SHAPE.bc_dim + SHAPE.heads
+        self.input = weights(inputs, HIDDEN, 1.0, generator)
+        self.output = weights(HIDDEN, SHAPE.d_inner, 4.0, generator)
+        uniform = torch.rand(4, SHAPE.heads, generator=generator, dtype=torch.float64)
+        # Slow decay and large steps: what is long past still matters.
+        self.params = MambaParams(
+            conv_weight=weights(SHAPE.conv_dim, 4, 2.0, generator),
+            conv_bias=weights(SHAPE.conv_dim, 1, 0.5, generator)[:, 0].contiguous(),
+            dt_bias=uniform[0],
+            a_log=torch.log(0.005 + 0.05 * uniform[1]),
+            d=uniform[2],
+        )
+
+    def forward(self, hidden: Tensor, view: ContextGPUView) -> Tensor:
+        """`[tokens, hidden]` -> the same."""
+        normed = hidden / hidden.square().mean(1, keepdim=True).sqrt()
+        y = view.recurrent(self._layer, normed @ self.input.T, self.params)
+        # Small changes of the state change tokens, but rounding does not.
+        return torch.sin(y) @ self.output.T
+
+
+class HybridAttentionModel(AttentionModel):
+    """What `GPTInferenceWrapper` wants of a model, with recurrent layers."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        generator = torch.Generator().manual_seed(seed + 1)
+        self.config = transformer_config(HYBRID, torch.float64)
+        (
+            self.config.mamba_num_heads,
+            self.config.mamba_head_dim,
+            self.config.mamba_num_groups,
+            self.config.mamba_state_dim,
+        ) = SHAPE
+        self.before, self.behind = (OnlyMamba(layer, generator) for layer in range(2))
+
+    def layers(self, hidden: Tensor, view: ContextGPUView) -> Tensor:
+        """`[tokens, hidden]` -> the same."""
+        hidden = hidden + self.before(hidden, view)
+        hidden = super().layers(hidden, view)
+        return hidden + self.behind(hidden, view)
