@@ -346,6 +346,7 @@ def serve_replica(llm: LLM, address: str, model: str, name: str | None = None) -
     Raises:
         ConfigurationError: the coordinator refuses the replica.
     """
+    llm.engine.grammars.prepare()  # now it holds up nobody
     if not llm.is_primary_rank:
         # Whoever ends a job signals all of its ranks; when to end, the primary rank says.
         for number in LEAVE_SIGNALS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +26,9 @@ STACK_BYTES = 16 << 20
 class GrammarCompiler:
     """Compiles each grammar twice, both times beside the engine's thread: in a process that it may
     crash or never end, and, once that has shown that it does neither, here (the compiled form
-    cannot be sent). The library lets go of Python's lock meanwhile.
+    cannot be sent). The library lets go of Python's lock meanwhile. It does not while it reads the
+    tokenizer, once for an engine, and no other process or thread can do that instead: who serves
+    calls `prepare` before the first request.
 
     Args:
         tokenizer: of the engine, or None.
@@ -46,9 +49,15 @@ class GrammarCompiler:
         self._idle: list[GrammarChecker] = []
         self.limit_s = COMPILE_LIMIT_S
 
+    def prepare(self) -> None:
+        """Read the tokenizer now. Otherwise the first grammar does that, and every thread waits for
+        it (0.25 s with 49,152 tokens). Where it cannot be read, grammars are refused, later."""
+        with contextlib.suppress(Exception):
+            self._read_tokenizer()
+
     def begin(self, wanted: Any) -> Future[Any]:
-        """Compile a grammar, unless that has been done. The first one takes a moment (llguidance
-        builds a trie of the tokenizer's tokens).
+        """Compile a grammar, unless that has been done. The first one takes a moment, unless
+        `prepare` was called.
 
         Returns:
             a future for `start`; its exception says what is wrong with the grammar.
@@ -66,12 +75,10 @@ class GrammarCompiler:
         job = self._jobs.get(source)
         if job is not None and not _is_worth_another_try(job):
             return job
-        if self._described is None:
-            self._described = self._describe_tokenizer()
-            self._converted = make_tokenizer(*self._described)
+        described = self._read_tokenizer()
         while len(self._jobs) >= KEPT_GRAMMARS:
             self._jobs.pop(next(iter(self._jobs)))
-        job = self._jobs[source] = self._submit(source, self._described)
+        job = self._jobs[source] = self._submit(source, described)
         return job
 
     def start(self, compiled: Any) -> TokenGrammar:
@@ -109,6 +116,14 @@ class GrammarCompiler:
         if compiled.is_error():
             raise RequestError(f"structured_output is not valid: {compiled.get_error()}")
         return compiled
+
+    def _read_tokenizer(self) -> tuple[str, int, list[int]]:
+        """Convert the tokenizer, once; returns its description for the processes that try."""
+        if self._described is None:
+            described = self._describe_tokenizer()
+            self._converted = make_tokenizer(*described)
+            self._described = described
+        return self._described
 
     def _describe_tokenizer(self) -> tuple[str, int, list[int]]:
         backend = getattr(self._tokenizer, "backend", None)

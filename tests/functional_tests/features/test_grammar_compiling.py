@@ -12,9 +12,10 @@ from ascii_tokenizer import make_ascii_tokenizer
 from harness import EngineFactory, assert_all_is_back, drain, greedy, make_engine, make_model
 from memory_channel import FollowingEngine
 
-from megatron_async import Status, StructuredOutput
+from megatron_async import LLM, Status, StructuredOutput
 from megatron_async.errors import RequestAborted, RequestError
-from megatron_async.text import grammar_limits, structured_output
+from megatron_async.serving.replica import Replica, serve_replica
+from megatron_async.text import grammar_compiler, grammar_limits, structured_output
 from megatron_async.text.grammar_compiler import GrammarCompiler
 
 LOOKAHEADS = pytest.mark.parametrize("lookahead", [0, 1, 2])
@@ -167,3 +168,57 @@ def test_a_follower_has_the_grammars_of_its_leader() -> None:
         assert theirs == futures[number].result().generated_tokens
     assert following.ended[8].generated_tokens == slow.result().generated_tokens
     assert follower.stats()["steps"] == leader.stats()["steps"]
+
+
+def test_a_tokenizer_is_read_once_and_before_if_asked(
+    make_tiny_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_tiny_engine(lookahead=1, tokenizer=make_ascii_tokenizer())
+    engine.grammars.prepare()
+    monkeypatch.setattr(grammar_compiler, "make_tokenizer", None)
+    engine.grammars.prepare()
+    good = engine.add_request(0, [1, 2], limited(GOOD))
+    drain(engine)
+    assert good.result().generated_length == 12
+
+
+def test_a_tokenizer_that_cannot_be_read_fails_each_grammar_and_nothing_else(
+    make_tiny_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_: Any) -> Any:
+        raise ValueError("no such pre-tokenizer")
+
+    monkeypatch.setattr(grammar_compiler, "make_tokenizer", unreadable)
+    engine = make_tiny_engine(lookahead=1, tokenizer=make_ascii_tokenizer())
+    engine.grammars.prepare()
+    futures = [engine.add_request(number, [1, 2], limited(GOOD)) for number in range(2)]
+    plain = engine.add_request(2, [1, 2], greedy(5))
+    drain(engine)
+    for future in futures:
+        assert "no such pre-tokenizer" in str(future.result().error)
+    assert plain.result().generated_length == 5
+    without = make_tiny_engine(lookahead=1)
+    without.grammars.prepare()
+    refused = without.add_request(0, [1, 2], limited(GOOD))
+    assert "needs a megatron_async Tokenizer" in str(refused.result().error)
+    drain(without)
+
+
+def test_a_replica_reads_its_tokenizer_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+    make_tokenizer = grammar_compiler.make_tokenizer
+
+    def watched(*description: Any) -> Any:
+        read.append(make_tokenizer(*description))
+        return read[-1]
+
+    async def run(replica: Replica) -> None:
+        served.append(len(read))
+
+    served: list[int] = []
+    monkeypatch.setattr(grammar_compiler, "make_tokenizer", watched)
+    monkeypatch.setattr(Replica, "run", run)
+    with LLM("dummy:tiny", device="cpu", num_kv_blocks=8, max_sequence_length=128) as llm:
+        llm.engine.grammars = GrammarCompiler(make_ascii_tokenizer(), 128)
+        serve_replica(llm, "ipc:///tmp/nobody-there", "tiny")
+    assert served == [1]

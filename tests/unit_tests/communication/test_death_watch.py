@@ -80,19 +80,21 @@ def test_a_killed_rank_is_named_in_every_phase(victim):
     assert max(noticed) - min(noticed) < 2
 
 
-def _hang_after_loss():
-    job = join_job(timeout_s=30)
+def _hang_after_loss(noticed_file):
+    job = join_job(timeout_s=120)
+    job.watch.on_loss(lambda loss: noticed_file.write_text(str(loss.noticed)))
     job.exchange("here", "")
     if job.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(600)
 
 
-def test_a_process_that_hangs_after_a_loss_is_ended(capfd):
-    ranks = Ranks(2, _hang_after_loss, environment={"MEGATRON_ASYNC_LOSS_GRACE_S": "0.5"})
-    outcome = ranks.join(30)[0]
+def test_a_process_that_hangs_after_a_loss_is_ended(tmp_path):
+    """Counted from the loss: how long processes take to start is the machine's affair."""
+    environment, noticed = {"MEGATRON_ASYNC_LOSS_GRACE_S": "0.5"}, tmp_path / "noticed"
+    outcome = Ranks(2, _hang_after_loss, noticed, environment=environment).join(180)[0]
     assert outcome.exit_code == EXIT_CODE_RANK_LOST
-    assert outcome.seconds < 15
+    assert 0.5 < time.monotonic() - float(noticed.read_text()) < 15
 
 
 def _stop(victim):
