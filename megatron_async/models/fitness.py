@@ -17,7 +17,7 @@ from torch import nn
 from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import PagedSelfAttention
-from megatron_async.models.hybrid import PagedHybridStack
+from megatron_async.models.hybrid_stack import PagedHybridStack
 from megatron_async.models.mlp import UNGATED, InferenceMLP
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.partition import local_heads
