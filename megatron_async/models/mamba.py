@@ -20,12 +20,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_async.models.layer_sizes import CONV_KERNEL, MambaSizes
+from megatron_async.models.layer_sizes import CONV_KERNEL
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
 )
 from megatron_async.models.mamba_checkpoint import mixer_sharded_state_dict
+from megatron_async.models.partition import mamba_sizes
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.skinny_linear import Unnormed
 
@@ -127,13 +128,7 @@ class Mamba2Mixer(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config)
-        assert config.mamba_num_heads is not None, "transformer_config sets it"
-        self.whole_sizes = whole = MambaSizes(
-            config.mamba_num_heads,
-            config.mamba_head_dim,
-            config.mamba_state_dim,
-            config.mamba_num_groups,
-        )
+        self.whole_sizes = whole = mamba_sizes(config)
         self.tp_group = group = pg_collection.tp
         self.sizes = sizes = whole.of_rank(group.size())
         linear = {"config": config, "bias": False, "is_expert": False, "tp_group": group}

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ATTENTION, MAMBA, MLP, ModelArchitecture
+from megatron_async.models.layer_sizes import MambaSizes
+from megatron_async.models.pipeline import stage_of
 
 if TYPE_CHECKING:
     from megatron_async.models.parallel_state import ParallelSizes
@@ -29,6 +31,26 @@ def local_heads(model: Any) -> tuple[int, int]:
     """
     ranks = model.tensor_model_parallel_size
     return model.num_attention_heads // ranks, model.num_query_groups // ranks
+
+
+def mamba_sizes(model: Any) -> MambaSizes:
+    """Sizes of the Mamba-2 layers of a model, on all ranks together; `.of_rank` has one rank's.
+
+    Args:
+        model: Megatron's `TransformerConfig` of a model with such layers.
+    """
+    return MambaSizes(
+        model.mamba_num_heads,
+        model.mamba_head_dim,
+        model.mamba_state_dim,
+        model.mamba_num_groups,
+    )
+
+
+def recurrent_layers(model: Any) -> int:
+    """Layers with a state for each request on this pipeline stage: those marked `M` in a hybrid
+    pattern."""
+    return stage_of(model).pattern.count(MAMBA)
 
 
 def check_partition(

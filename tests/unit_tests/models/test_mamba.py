@@ -11,17 +11,21 @@ from hybrid_families import save_hybrid
 from megatron.core import dist_checkpointing
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from ranks import run_ranks
+from test_torch_dist import save_training
 from whole_sequence import whole_logits
 
 from megatron_async.checkpoints import load_model, open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.torch_dist import save_torch_dist
+from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.hybrid import build_model, init_dummy_weights
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.models.fitness import check_model
+from megatron_async.models.hybrid import build_model, init_dummy_weights, transformer_config
 from megatron_async.models.mamba import Mamba2Mixer, gated_rms_norm_reference
 from megatron_async.models.parallel_state import ParallelSizes
-from megatron_async.models.partition import check_partition
+from megatron_async.models.partition import check_partition, mamba_sizes, recurrent_layers
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 128, (21,), generator=torch.Generator().manual_seed(4)).tolist()
@@ -161,6 +165,44 @@ def test_megatron_reads_what_we_write(folders: dict[str, str]) -> None:
         assert torch.equal(parameter, model.get_parameter(name)), name
 
 
+@pytest.mark.parametrize("activation", ["squared_relu", "silu"])
+def test_checkpoints_of_training_load(activation: str, tmp_path: Path) -> None:
+    """A hybrid of Megatron-LM's, whose arguments say what it is."""
+    values = DUMMY_SHAPES["tiny-hybrid"].to_dict() | {"activation": activation, "pattern": "MEM*-E"}
+    trained = ModelArchitecture.from_dict(values)
+    args = {
+        "normalization": "RMSNorm",
+        "position_embedding_type": "none",
+        "swiglu": activation == "silu",
+        "squared_relu": activation == "squared_relu",
+        "add_bias_linear": False,
+        "num_layers": 6,
+        "hybrid_layer_pattern": "MEM|*-E",
+        "group_query_attention": True,
+        "untie_embeddings_and_output_weights": True,
+        "num_experts": 8,
+        "norm_epsilon": 1e-5,
+        **{name: values[name] for name in ARGUMENTS},
+    }
+    model = build_model(trained, torch.float32, CPU)
+    init_dummy_weights(model)
+    save_training(model, tmp_path / "m", args)
+    loaded = load_model(tmp_path / "m", torch.float32, CPU)
+    assert loaded.architecture == trained
+    for name, parameter in loaded.model.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+ARGUMENTS = (
+    "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
+    "max_position_embeddings", "mamba_num_heads", "mamba_head_dim", "mamba_state_dim",
+    "mamba_num_groups", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function",
+    "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor",
+    "moe_shared_expert_intermediate_size",
+)  # fmt: skip
+"""Fields of `ModelArchitecture` that are arguments of Megatron-LM under the same name."""
+
+
 def _dummy_part() -> dict[str, list[float]]:
     source = open_model("dummy:tiny-hybrid")
     model = build_model(source.architecture, torch.float32, CPU, sizes=ParallelSizes(2))
@@ -205,6 +247,27 @@ def test_mixers_that_cannot_be_shared_out(
     values = hybrid_architecture().to_dict() | {"num_query_groups": 4} | changes
     with pytest.raises(ConfigurationError, match=message):
         check_partition(ModelArchitecture.from_dict(values), ParallelSizes(ranks), impl)
+
+
+def test_what_a_stage_needs_room_for() -> None:
+    architecture = ModelArchitecture.from_dict(hybrid_architecture().to_dict() | {"num_layers": 4})
+    config = transformer_config(architecture, torch.bfloat16, ParallelSizes(2, 2))
+    assert config.hybrid_layer_pattern == "MM|*-"
+    found = []
+    for config.pipeline_stage in (0, 1):
+        found.append(recurrent_layers(config))
+    assert found == [2, 0]
+    rank = mamba_sizes(config).of_rank(2)
+    assert (rank.state_shape, rank.conv_state_shape) == ((4, 16, 16), (96, 3))
+    assert recurrent_layers(transformer_config(DUMMY_SHAPES["tiny"], torch.bfloat16)) == 0
+
+
+def test_a_context_of_another_model() -> None:
+    model = build_model(hybrid_architecture(), torch.float32, CPU)
+    other = transformer_config(hybrid_architecture(groups=4), torch.float32)
+    with pytest.raises(ConfigurationError, match=r"Mamba-2 sizes MambaSizes.*groups=2.*has room"):
+        check_model(model, other, InferenceConfig())
+    check_model(model, model.config, InferenceConfig())
 
 
 def test_outside_of_the_engine() -> None:
