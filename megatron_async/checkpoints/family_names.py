@@ -74,6 +74,16 @@ NEMOTRON_H = FamilyNames(
     shared_gate_up=("mixer.shared_experts.up_proj.weight",),
     shared_down="mixer.shared_experts.down_proj.weight",
 )
+NEMOTRON_H_GATED = replace(
+    NEMOTRON_H,
+    gate_up=("mixer.gate_proj.weight", "mixer.up_proj.weight"),
+    expert_gate_up=("mixer.experts.{e}.gate_proj.weight", "mixer.experts.{e}.up_proj.weight"),
+    shared_gate_up=(
+        "mixer.shared_experts.gate_proj.weight",
+        "mixer.shared_experts.up_proj.weight",
+    ),
+)
+"""In no published file: hybrids of Megatron-LM with gates have no other names here either."""
 NEMOTRON_H_MODULES = replace(
     NEMOTRON_H,
     layer="model.layers.{}.",
@@ -128,8 +138,16 @@ MODULES = {
 """Names in transformers' modules, where all others have `STACKED`."""
 
 
-def names_of(model_type: str, modules: bool) -> FamilyNames:
-    """The names of a family: of published files, or of transformers' modules."""
+def names_of(model_type: str, modules: bool, gated: bool) -> FamilyNames:
+    """The names of a family: of published files, or of transformers' modules.
+
+    Args:
+        model_type: `ModelArchitecture.model_type`.
+        modules: those of modules.
+        gated: MLPs and experts have a gate.
+    """
+    if gated and model_type == "nemotron_h":
+        return NEMOTRON_H_GATED
     if modules:
         return MODULES.get(model_type, STACKED)
     return PUBLISHED.get(model_type, FamilyNames())

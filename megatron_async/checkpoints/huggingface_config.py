@@ -6,13 +6,17 @@ Both spellings are read: `rope_parameters` (transformers 5) and `rope_theta` wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_experts import read_experts, write_experts
-from megatron_async.checkpoints.json_files import read_size
-from megatron_async.models.architecture import ModelArchitecture, RopeScaling
+from megatron_async.checkpoints.huggingface_hybrid import read_hybrid, refuse_family
+from megatron_async.checkpoints.huggingface_hybrid_write import check_written, write_hybrid
+from megatron_async.checkpoints.huggingface_rope import read_rope, write_rope
+from megatron_async.checkpoints.json_files import read_number, read_size
+from megatron_async.models.architecture import ModelArchitecture
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Family:
     default_max_positions: int = 32768
     default_sliding_window: int | None = None
     has_experts: bool = False
+    is_hybrid: bool = False
+    """Described by `checkpoints/huggingface_hybrid.py`."""
 
 
 FAMILIES = {
@@ -49,6 +55,15 @@ FAMILIES = {
             default_sliding_window=4096,
             has_experts=True,
         ),
+        Family("nemotron_h", "NemotronHForCausalLM", default_max_positions=4096, is_hybrid=True),
+        Family(
+            "granitemoehybrid",
+            "GraniteMoeHybridForCausalLM",
+            default_max_positions=2048,
+            is_hybrid=True,
+        ),
+        Family("bamba", "BambaForCausalLM", default_max_positions=262144, is_hybrid=True),
+        Family("mamba2", "Mamba2ForCausalLM", is_hybrid=True),
     )
 }
 """Supported families by Hugging Face class name."""
@@ -62,13 +77,20 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 """Settings that change the computation, and the values that are supported (None always is)."""
 
-LAYER_KINDS = ("*-", "*E")
-"""Layers of all families, in Megatron's pattern: attention, then an MLP or experts."""
-
-NAMES_OF_KINDS = {"M": "Mamba", "G": "Gated DeltaNet"}
-"""Of layers that no family has."""
-
-LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+BEYOND_TRANSFORMERS = (
+    "activation",
+    "position_embedding_type",
+    "rotary_percent",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_router_topk_scaling_factor",
+    "moe_shared_expert_intermediate_size",
+    "embedding_multiplier",
+    "logits_scaling",
+    "residual_multiplier",
+    "attention_multiplier",
+)
+"""Fields that families other than hybrids have no words for."""
 
 
 def family_of(model_type: str) -> Family:
@@ -98,10 +120,14 @@ def read_architecture(
     """
     family = _family(config, where)
     for key, supported in UNSUPPORTED.items():
+        if key == "partial_rotary_factor" and family.is_hybrid:
+            continue
         value = config.get(key)
         if value is not None and value not in supported:
             allowed = " or ".join(map(repr, supported)) or "none"
             raise CheckpointError(f"{where}: {key} = {value!r} is not supported (only {allowed})")
+    if family.is_hybrid:
+        return _read_hybrid(config, family, where, bos_token_id, eos_token_ids)
     heads = read_size(config, "num_attention_heads", where)
     hidden = read_size(config, "hidden_size", where)
     groups = read_size(config, "num_key_value_heads", where, heads)
@@ -111,7 +137,7 @@ def read_architecture(
             f"{groups}"
         )
     layers = read_size(config, "num_hidden_layers", where)
-    base, scaling = _rope(config, where)
+    base, scaling = read_rope(config, where)
     return ModelArchitecture(
         model_type=family.model_type,
         num_layers=layers,
@@ -123,7 +149,7 @@ def read_architecture(
         ),
         ffn_hidden_size=read_size(config, "intermediate_size", where),
         vocab_size=read_size(config, "vocab_size", where),
-        layernorm_epsilon=_number(config, "rms_norm_eps", where, 1e-6),
+        layernorm_epsilon=read_number(config, "rms_norm_eps", where, 1e-6),
         rotary_base=base,
         rope_scaling=scaling,
         add_qkv_bias=family.add_qkv_bias,
@@ -139,30 +165,49 @@ def read_architecture(
     )
 
 
+def _read_hybrid(
+    config: dict[str, Any],
+    family: Family,
+    where: str,
+    bos_token_id: int | None,
+    eos_token_ids: tuple[int, ...],
+) -> ModelArchitecture:
+    found = read_hybrid(config, family.model_type, where)
+    if found.get("position_embedding_type", "rope") == "rope":
+        percent = found.get("rotary_percent", 1.0)
+        found["rotary_base"], found["rope_scaling"] = read_rope(config, where, percent)
+    if found["num_attention_heads"] % found["num_query_groups"]:
+        raise CheckpointError(
+            f"{where}: num_attention_heads = {found['num_attention_heads']} is not a multiple of "
+            f"num_key_value_heads = {found['num_query_groups']}"
+        )
+    common = {
+        "hidden_size": read_size(config, "hidden_size", where),
+        "vocab_size": read_size(config, "vocab_size", where),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "max_position_embeddings": read_size(
+            config, "max_position_embeddings", where, family.default_max_positions
+        ),
+    }
+    return ModelArchitecture(
+        model_type=family.model_type,
+        eos_token_ids=eos_token_ids,
+        bos_token_id=bos_token_id,
+        **(common | found),
+    )
+
+
 def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
     """The `config.json` of an architecture; `dtype` is the weights', for example "bfloat16".
 
     Raises:
-        CheckpointError: no Hugging Face family has this combination of features, or such layers.
+        CheckpointError: no Hugging Face family has this combination of features.
     """
     a = architecture
-    _check_layers(a.hybrid_layer_pattern)
     family = family_of(a.model_type)
-    features = (a.add_qkv_bias, a.qk_layernorm, a.num_moe_experts > 0)
-    if features != (family.add_qkv_bias, family.qk_layernorm, family.has_experts):
-        raise CheckpointError(
-            f"a {a.model_type} model with add_qkv_bias = {a.add_qkv_bias}, qk_layernorm = "
-            f"{a.qk_layernorm} and {a.num_moe_experts} experts has no Hugging Face form; convert "
-            "to torch_dist instead"
-        )
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": a.rotary_base}
-    if a.rope_scaling is not None:
-        rope["rope_type"] = "llama3"
-        rope |= {key: getattr(a.rope_scaling, key) for key in LLAMA3_KEYS}
-    config: dict[str, Any] = {
+    common: dict[str, Any] = {
         "architectures": [family.class_name],
         "model_type": a.model_type,
-        "hidden_act": "silu",
         "hidden_size": a.hidden_size,
         "intermediate_size": a.ffn_hidden_size,
         "num_hidden_layers": a.num_layers,
@@ -170,39 +215,52 @@ def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
         "num_key_value_heads": a.num_query_groups,
         "head_dim": a.kv_channels,
         "vocab_size": a.vocab_size,
-        "rms_norm_eps": a.layernorm_epsilon,
         "max_position_embeddings": a.max_position_embeddings,
-        "rope_parameters": rope,
-        # Older readers (transformers 4, llama.cpp, Megatron-Bridge) look for these instead.
-        "rope_theta": a.rotary_base,
         "tie_word_embeddings": a.tie_word_embeddings,
-        "sliding_window": a.sliding_window,
         "bos_token_id": a.bos_token_id,
         "eos_token_id": token_id_field(a.eos_token_ids),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    if a.rope_scaling is not None:
-        config["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    if family.is_hybrid:
+        rope = write_rope(a) if a.position_embedding_type == "rope" else {}
+        config = common | {"rms_norm_eps": a.layernorm_epsilon} | rope | write_hybrid(a)
+        where = f"a {a.model_type} model's config.json"
+        check_written(a, _read_hybrid(config, family, where, a.bos_token_id, a.eos_token_ids))
+        return config
+    _check_transformer(a)
+    features = (a.add_qkv_bias, a.qk_layernorm, a.num_moe_experts > 0)
+    if features != (family.add_qkv_bias, family.qk_layernorm, family.has_experts):
+        raise CheckpointError(
+            f"a {a.model_type} model with add_qkv_bias = {a.add_qkv_bias}, qk_layernorm = "
+            f"{a.qk_layernorm} and {a.num_moe_experts} experts has no Hugging Face form; convert "
+            "to torch_dist instead"
+        )
+    config = common | {
+        "hidden_act": "silu",
+        "rms_norm_eps": a.layernorm_epsilon,
+        "sliding_window": a.sliding_window,
+        **write_rope(a),
+    }
     if a.model_type.startswith("qwen"):
         config["use_sliding_window"] = a.sliding_window is not None
         config["max_window_layers"] = 0 if a.sliding_window is not None else a.num_layers
     return config | write_experts(a)
 
 
-def _check_layers(pattern: str) -> None:
-    """Raise where a layer pattern is not that of transformer layers: a family's configuration would
-    say nothing of the other layers, and the folder would not load."""
-    pairs = [pattern[place : place + 2] for place in range(0, len(pattern), 2)]
-    if all(pair in LAYER_KINDS for pair in pairs):
-        return
-    unknown = sorted(set(pattern) - set("".join(LAYER_KINDS)))
-    kinds = [f"{kind!r} ({NAMES_OF_KINDS.get(kind, 'unknown')})" for kind in unknown]
-    what = f"of kind {', '.join(kinds)}" if kinds else "in another order than '*-' and '*E'"
-    raise CheckpointError(
-        f"a model with layers {what} has no Hugging Face form (its layer pattern is {pattern!r}); "
-        "convert to torch_dist instead"
-    )
+def _check_transformer(a: ModelArchitecture) -> None:
+    """Check that a transformer has nothing of hybrid models, which its family cannot say.
+
+    Raises:
+        CheckpointError: it has; names what.
+    """
+    if not re.fullmatch(r"(\*[-E])+", a.pattern):
+        raise CheckpointError(
+            f"a {a.model_type} model with pattern = {a.pattern!r} has no Hugging Face form; "
+            "convert to torch_dist instead"
+        )
+    plain = {f.name: f.default for f in fields(a) if f.name in BEYOND_TRANSFORMERS}
+    check_written(a, ModelArchitecture.from_dict(a.to_dict() | plain))
 
 
 def token_id_field(ids: tuple[int, ...]) -> int | list[int] | None:
@@ -220,43 +278,9 @@ def _family(config: dict[str, Any], where: str) -> Family:
         for family in FAMILIES.values():
             if family.model_type == config.get("model_type"):
                 return family
+    refuse_family(config, where)
     value = f"architectures = {names!r}" if names else f"model_type = {config.get('model_type')!r}"
     raise CheckpointError(f"{where}: {value} is not supported; supported: {', '.join(FAMILIES)}")
-
-
-def _number(config: dict[str, Any], key: str, where: str, default: float | None = None) -> float:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise CheckpointError(f"{where}: {key} = {value!r} must be a positive number")
-    return float(value)
-
-
-def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise CheckpointError(f"{where}: rope_parameters = {rope!r}: one set for all layers only")
-    base = _number({**config, **rope}, "rope_theta", where, 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise CheckpointError(
-            f"{where}: partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported "
-            "(only 1.0)"
-        )
-    if kind == "default":
-        return base, None
-    if kind != "llama3":
-        raise CheckpointError(
-            f"{where}: rope_type = {kind!r} is not supported (only 'default' and 'llama3')"
-        )
-    context = config.get("max_position_embeddings")
-    return base, RopeScaling(
-        _number(rope, "factor", where),
-        _number(rope, "low_freq_factor", where),
-        _number(rope, "high_freq_factor", where),
-        read_size(rope, "original_max_position_embeddings", where, context),
-    )
 
 
 def _sliding_window(config: dict[str, Any], family: Family, layers: int, where: str) -> int | None:

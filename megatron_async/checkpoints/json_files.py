@@ -49,3 +49,19 @@ def read_size(config: dict[str, Any], key: str, where: str, default: int | None 
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise CheckpointError(f"{where}: {key} = {value!r} must be a positive integer")
     return value
+
+
+def read_number(
+    config: dict[str, Any], key: str, where: str, default: float | None = None
+) -> float:
+    """A positive number of a JSON object; the arguments are those of `read_size`.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise CheckpointError(f"{where}: {key} = {value!r} must be a positive number")
+    return float(value)

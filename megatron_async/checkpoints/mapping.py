@@ -48,7 +48,7 @@ def weights(
 
 
 def _whole_weights(a: ModelArchitecture, stacked: bool) -> Iterator[Weight]:
-    names = names_of(a.model_type, stacked)
+    names = names_of(a.model_type, stacked, a.activation == "silu")
 
     def plain(name: str, huggingface: str, shape: Shape, dim: int | None) -> Weight:
         return Weight(name, {huggingface: shape}, 1, name, None, dim)

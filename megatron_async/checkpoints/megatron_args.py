@@ -12,6 +12,7 @@ from megatron_async.models.architecture import (
     ATTENTION,
     EXPERTS,
     KINDS,
+    MAMBA,
     MLP,
     ModelArchitecture,
     RopeScaling,
@@ -20,31 +21,27 @@ from megatron_async.models.architecture import (
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
-    "position_embedding_type": ("rope",),
-    "swiglu": (True,),
+    "position_embedding_type": ("rope", "none"),
     "add_bias_linear": (False,),
-    "rotary_percent": (1.0,),
     "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "apply_layernorm_1p": (False,),
-    "moe_router_score_function": ("softmax",),
-    "moe_router_enable_expert_bias": (False,),
+    "moe_router_score_function": ("softmax", "sigmoid"),
     "moe_router_num_groups": (None,),
-    "moe_router_topk_scaling_factor": (None,),
-    "moe_shared_expert_intermediate_size": (None, 0),
+    "moe_shared_expert_gate": (False,),
     "moe_latent_size": (None,),
     "multi_latent_attention": (False,),
     "qk_l2_norm": (False,),
     "attention_output_gate": (False,),
     "window_size": (None, (-1, -1)),
     "mtp_num_layers": (None, 0),
+    "use_mup": (False,),
 }
 """Arguments that change the computation, and the values that are supported. Absent is not set."""
 
 MEGATRON_DEFAULTS: dict[str, Any] = {
     "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute",
-    "swiglu": False,
     "add_bias_linear": True,
 }
 """What an absent argument means, where that is not supported either."""
@@ -76,6 +73,13 @@ def architecture_from_args(
     heads = _size(args, "num_attention_heads", where)
     hidden = _size(args, "hidden_size", where)
     grouped = args.get("group_query_attention", False)
+    layers, pattern = _layers(args, where)
+    activation = _activation(args, where)
+    position = args.get("position_embedding_type", "rope")
+    # Whatever no family of transformers has is a hybrid, even without Mamba-2.
+    plain = re.fullmatch(r"(\*[-E])+", pattern) and activation == "silu" and position == "rope"
+    shared = args.get("moe_shared_expert_intermediate_size")
+    is_hybrid = not plain or bool(args.get("num_experts") and shared)
     biases, norms = bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm"))
     experts = args.get("num_experts") or 0
     features = (biases, norms, experts > 0)
@@ -84,11 +88,12 @@ def architecture_from_args(
         for family in FAMILIES.values()
         if (family.add_qkv_bias, family.qk_layernorm, family.has_experts) == features
     ]
+    if is_hybrid:
+        families, layers = ["nemotron_h"], len(pattern)
     if not families:
         raise CheckpointError(
             f"{where}: add_qkv_bias together with qk_layernorm or experts is not supported"
         )
-    layers, pattern = _layers(args, where)
     scaling = None
     if args.get("use_rope_scaling"):
         factor = float(args.get("rope_scaling_factor", 8.0))
@@ -111,7 +116,11 @@ def architecture_from_args(
         max_position_embeddings=_size(args, "max_position_embeddings", where),
         eos_token_ids=eos_token_ids,
         pattern=pattern,
+        activation=activation,
+        position_embedding_type=position,
+        rotary_percent=float(args.get("rotary_percent", 1.0)),
         **(_experts(args, where) if experts else {}),
+        **(_mamba(args, hidden, where) if MAMBA in pattern else {}),
     )
 
 
@@ -129,7 +138,30 @@ def _experts(args: Mapping[str, Any], where: str) -> dict[str, Any]:
         "moe_router_topk": _size({"moe_router_topk": 2, **args}, "moe_router_topk", where),
         "moe_ffn_hidden_size": _size({"moe_ffn_hidden_size": ffn}, "moe_ffn_hidden_size", where),
         "moe_router_pre_softmax": bool(args.get("moe_router_pre_softmax")),
+        "moe_router_score_function": args.get("moe_router_score_function", "softmax"),
+        "moe_router_enable_expert_bias": bool(args.get("moe_router_enable_expert_bias")),
+        "moe_router_topk_scaling_factor": args.get("moe_router_topk_scaling_factor"),
+        "moe_shared_expert_intermediate_size": args.get("moe_shared_expert_intermediate_size") or 0,
     }
+
+
+def _activation(args: Mapping[str, Any], where: str) -> str:
+    if args.get("swiglu"):
+        return "silu"
+    if args.get("squared_relu"):
+        return "squared_relu"
+    raise CheckpointError(
+        f"{where}: swiglu = {args.get('swiglu', False)!r} is not supported (only True, or "
+        "squared_relu = True)"
+    )
+
+
+def _mamba(args: Mapping[str, Any], hidden: int, where: str) -> dict[str, Any]:
+    defaults = {"mamba_head_dim": 64, "mamba_state_dim": 128, "mamba_num_groups": 8}
+    given = {name: value for name, value in args.items() if value is not None}
+    sizes = {name: _size(defaults | given, name, where) for name in defaults}
+    heads = given.get("mamba_num_heads", 2 * hidden // sizes["mamba_head_dim"])
+    return {**sizes, "mamba_num_heads": _size({"mamba_num_heads": heads}, "mamba_num_heads", where)}
 
 
 def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str]:

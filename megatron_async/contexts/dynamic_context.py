@@ -25,12 +25,9 @@ from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.contexts.step_shape import StepShape
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_buffer import HostStaging
-from megatron_async.device_state.device_memory import (
-    make_gpu_view,
-    max_paused_blocks,
-    recurrent_layers,
-)
+from megatron_async.device_state.device_memory import make_gpu_view, max_paused_blocks
 from megatron_async.devices import Device, make_device, makes_ordinary_tensors
+from megatron_async.models.partition import recurrent_layers
 from megatron_async.observe.timeline import Timeline
 from megatron_async.observe.tracer import Tracer
 from megatron_async.ops.recurrent.mamba_pools import GRID

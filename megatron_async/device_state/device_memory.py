@@ -23,8 +23,7 @@ from megatron_async.device_state.slot_states import FeedbackState, SlotStates
 from megatron_async.device_state.step_tensors import StepTensors
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
-from megatron_async.models.architecture import MAMBA
-from megatron_async.models.partition import local_heads
+from megatron_async.models.partition import local_heads, mamba_sizes, recurrent_layers
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable, described_frequencies
 from megatron_async.ops.attention.backends.base import AttentionShape
@@ -191,23 +190,10 @@ def blocks_for_all(config: InferenceConfig) -> int:
     return config.max_requests * -(-config.max_sequence_length // config.block_size_tokens)
 
 
-def recurrent_layers(model: Any) -> int:
-    """Layers with a recurrent state on this pipeline stage: those marked `M`."""
-    if getattr(model, "hybrid_layer_pattern", None) is None:
-        return 0
-    return stage_of(model).pattern.count(MAMBA)
-
-
 def recurrent_shape(model: Any) -> MambaShape:
-    """Sizes of a Mamba-2 layer on one rank; where there are fewer groups than ranks, each has
-    one."""
-    ranks = model.tensor_model_parallel_size
-    return MambaShape(
-        heads=model.mamba_num_heads // ranks,
-        head_dim=model.mamba_head_dim,
-        groups=max(model.mamba_num_groups // ranks, 1),
-        d_state=model.mamba_state_dim,
-    )
+    """Sizes of a Mamba-2 layer on one rank."""
+    sizes = mamba_sizes(model).of_rank(model.tensor_model_parallel_size)
+    return MambaShape(sizes.heads, sizes.head_dim, sizes.groups, sizes.state_dim)
 
 
 def _make_attention(

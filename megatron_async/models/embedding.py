@@ -43,6 +43,8 @@ class InferenceEmbedding(LanguageModelEmbedding):
         words, collectives = self.word_embeddings, self.collectives
         lookup = kernels_for(words.weight).vocab_embedding
         rows = lookup(input_ids.flatten(), words.weight, words.vocab_start_index)[:, None]
+        if self.config.use_mup and self.config.mup_embedding_mult != 1:
+            rows = rows * self.config.mup_embedding_mult
         if collectives.size == 1:
             return rows
         if self.config.sequence_parallel:

@@ -17,10 +17,11 @@ from torch import nn
 from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import PagedSelfAttention
-from megatron_async.models.hybrid import PagedHybridStack
+from megatron_async.models.hybrid_stack import PagedHybridStack
+from megatron_async.models.mamba import Mamba2Mixer
 from megatron_async.models.mlp import UNGATED, InferenceMLP
 from megatron_async.models.moe import MoELayer
-from megatron_async.models.partition import local_heads
+from megatron_async.models.partition import local_heads, mamba_sizes
 from megatron_async.models.positions import LEARNED, rotary_of
 
 ATTENTION = {
@@ -109,6 +110,8 @@ def _modules(model: nn.Module, config: Any, settings: InferenceConfig) -> Iterat
             yield from _unserved(mine, STACK)
             if type(module) is PagedHybridStack:
                 yield from _unserved(mine, NORMS)
+        elif isinstance(module, Mamba2Mixer):
+            yield from _mixer(module, config)
         elif isinstance(module, InferenceMLP):
             yield from _unserved(mine, MLP)
             yield from _activation(mine)
@@ -146,6 +149,15 @@ def _router(module: MoELayer) -> Iterator[str]:
     built = module.router.expert_bias is not None, module.shared_experts is not None
     if built != (bool(has_bias), bool(config.moe_shared_expert_intermediate_size)):
         yield "an expert bias or a shared expert that its configuration tells otherwise"
+
+
+def _mixer(module: Mamba2Mixer, config: Any) -> Iterator[str]:
+    ranks = module.tp_group.size()
+    room = mamba_sizes(config).of_rank(ranks)
+    if module.sizes != room:
+        yield f"a layer's Mamba-2 sizes {module.sizes}, where the context has room for {room}"
+    if module.config.context_parallel_size != 1:
+        yield f"context_parallel_size={module.config.context_parallel_size}"
 
 
 def _window(config: Any, settings: InferenceConfig) -> Iterator[str]:

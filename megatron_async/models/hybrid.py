@@ -7,17 +7,15 @@ Megatron's, so a checkpoint of either side loads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from functools import partial
-from typing import Any
 from zlib import crc32
 
 import torch
-import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols as LayerSymbols
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -25,225 +23,36 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.core.utils import WrappedTensor
 from torch import Tensor, nn
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.architecture import ModelArchitecture, RopeScaling
+from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
 from megatron_async.models.embedding import shard_vocabulary
+from megatron_async.models.hybrid_stack import PagedHybridStack, make_norm
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
 )
-from megatron_async.models.mlp import UNGATED, InferenceMLP
+from megatron_async.models.mamba import Mamba2Mixer
+from megatron_async.models.mlp import InferenceMLP
+from megatron_async.models.model_config import transformer_config
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition, padded_vocab_size
 from megatron_async.models.pipeline import (
     EMBEDDING,
     OUTPUT,
-    layer_costs,
-    output_cost,
-    split_pattern,
     stage_of,
 )
-from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.linear.skinny_linear import Unnormed
-from megatron_async.ops.ranks.tensor_collectives import Unreduced, collectives_of
 
-SERVED_LAYERS = {LayerSymbols.ATTENTION, LayerSymbols.MLP, LayerSymbols.MOE}
 TRANSFORMER_IMPLS = ("local", "transformer_engine")
 """Values of Megatron's `transformer_impl` that are served."""
 
 
-@dataclass
-class ModelConfig(TransformerConfig):
-    """Megatron's `TransformerConfig` plus what the engine must know of a model and Megatron keeps
-    in the model's constructor arguments instead."""
-
-    hybrid_layer_pattern: str | None = None
-    """Layer pattern of the `HybridModel`, "|" between pipeline stages; None for a `GPTModel`."""
-    rotary_base: float = 10000.0
-    """Rope base ("theta")."""
-    rope_scaling: RopeScaling | None = None
-    """Llama-3 frequency scaling."""
-    pipeline_stage: int = 0
-    """Which of the stages in `hybrid_layer_pattern` this is."""
-    vocab_size: int | None = None
-    """Tokens of the model's vocabulary; None where nobody has told."""
-
-
-def transformer_config(
-    architecture: ModelArchitecture, dtype: torch.dtype, sizes: ParallelSizes | None = None
-) -> ModelConfig:
-    """Megatron configuration of an architecture, every fusion that needs a GPU package off.
-
-    Args:
-        architecture: of the whole model.
-        dtype: of weights and activations.
-        sizes: over how many ranks it is split; None: one.
-    """
-    sizes = sizes or ParallelSizes()
-    stages = sizes.pipeline_model_parallel
-    gated = architecture.activation == "silu"
-    return ModelConfig(
-        tensor_model_parallel_size=sizes.tensor_model_parallel,
-        pipeline_model_parallel_size=sizes.pipeline_model_parallel,
-        expert_model_parallel_size=sizes.expert_model_parallel,
-        sequence_parallel=sizes.sequence_parallel and sizes.tensor_model_parallel > 1,
-        num_layers=len(architecture.pattern),
-        hidden_size=architecture.hidden_size,
-        num_attention_heads=architecture.num_attention_heads,
-        num_query_groups=architecture.num_query_groups,
-        kv_channels=architecture.kv_channels,
-        ffn_hidden_size=architecture.ffn_hidden_size,
-        layernorm_epsilon=architecture.layernorm_epsilon,
-        normalization="RMSNorm",
-        gated_linear_unit=gated,
-        activation_func=F.silu if gated else UNGATED,
-        add_bias_linear=False,
-        add_qkv_bias=architecture.add_qkv_bias,
-        qk_layernorm=architecture.qk_layernorm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
-        # Weights come from a checkpoint; CPU initialization needs no CUDA generator.
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        # bias_activation_fusion starts inductor (a C++ compiler and 20 s on a CPU).
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        hybrid_layer_pattern=split_pattern(
-            architecture.pattern,
-            stages,
-            output_cost(architecture, dtype, sizes),
-            layer_costs(architecture, dtype, sizes),
-        ),
-        # Or a tied embedding's copy would be filled by a collective on GPUs, before it has memory.
-        init_model_with_meta_device=stages > 1,
-        rotary_base=architecture.rotary_base,
-        rope_scaling=architecture.rope_scaling,
-        **_moe_options(architecture),
-    )
-
-
-def _moe_options(architecture: ModelArchitecture) -> dict[str, Any]:
-    if not architecture.num_moe_experts:
-        return {}
-    shared = architecture.moe_shared_expert_intermediate_size or None
-    return {
-        "num_moe_experts": architecture.num_moe_experts,
-        "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
-        "moe_router_topk": architecture.moe_router_topk,
-        "moe_router_pre_softmax": architecture.moe_router_pre_softmax,
-        "moe_router_score_function": architecture.moe_router_score_function,
-        "moe_router_enable_expert_bias": architecture.moe_router_enable_expert_bias,
-        "moe_router_topk_scaling_factor": architecture.moe_router_topk_scaling_factor,
-        "moe_shared_expert_intermediate_size": shared,
-        "moe_router_load_balancing_type": "none",
-    }
-
-
-class PagedHybridStack(HybridStack):
-    """Megatron's `HybridStack` for one pipeline stage of attention, gated-MLP and expert layers.
-
-    Its final norm is torch's (the stock one is TransformerEngine's).
-    """
-
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, post_layer_norm=False, **kwargs)
-        unknown = set(self.layer_type_list) - SERVED_LAYERS
-        if unknown:
-            raise ConfigurationError(
-                f"layer kinds {sorted(unknown)} are not served yet: build a model of attention (*) "
-                "and MLP (-) or expert (E) layers."
-            )
-        if self.post_process:
-            self.final_norm = make_norm(
-                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
-            )
-        kinds = InferenceRowParallelLinear | MoELayer
-        products = [module for module in self.modules() if isinstance(module, kinds)]
-        for product in products:
-            product.may_split = True  # what follows is a norm, which adds up partial sums
-        for product in products[-1:] if not self.post_process else ():
-            product.may_split = False  # but the next stage's norm is not here
-
-    def forward(
-        self,
-        hidden_states: Tensor | WrappedTensor,
-        attention_mask: Tensor | None,
-        inference_context: Any = None,
-        **_: Any,
-    ) -> Tensor:
-        """As `HybridStack.forward`: hidden states `[tokens, 1, hidden]`, normalised at the end.
-
-        The residual stream is carried beside the blocks' outputs, so that each addition is done
-        together with the norm that follows it, and both, where that pays, by the product behind.
-        A pipeline stage hands on their sum: the next one's first norm would add them up and keep
-        the sum as the residual, so it computes the same, of half the data.
-        """
-        if isinstance(hidden_states, WrappedTensor):
-            hidden_states = hidden_states.unwrap()
-        if not self.pre_process:
-            hidden_states = self.input_tensor
-        output, residual = hidden_states, None
-        for layer, kind in zip(self.layers, self.layer_type_list, strict=True):
-            attends = kind == LayerSymbols.ATTENTION
-            norm = layer.input_layernorm if attends else layer.pre_mlp_layernorm
-            block = layer.self_attention if attends else layer.mlp
-            product = block.linear_qkv if attends else getattr(block, "linear_fc1", None)
-            whole = product is not None and isinstance(output, Tensor)
-            if product is not None and whole and product.takes_unnormed(output):
-                before = None if residual is None else residual.flatten(0, 1)
-                unnormed = Unnormed(output.flatten(0, 1), before, norm.weight, norm.eps)
-                output, bias = block(unnormed, inference_context=inference_context)
-                assert unnormed.total is not None
-                residual = unnormed.total[:, None]
-            else:
-                output, residual = _add_norm(output, residual, norm)
-                output, bias = block(output, inference_context=inference_context)
-            if bias is not None:
-                output = output + bias
-        if not self.post_process:
-            return output if residual is None else output + residual
-        normed, _residual = _add_norm(output, residual, self.final_norm)
-        if self.config.sequence_parallel:
-            rows = collectives_of(self.pg_collection.tp).all_gather(normed)
-            return rows[: inference_context.dims.tokens]
-        return normed
-
-
-def make_norm(config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> nn.RMSNorm:
-    """An RMSNorm of torch, called as Megatron's `WrappedTorchNorm`, which refuses sequence
-    parallelism for the gradients' sake."""
-    return nn.RMSNorm(hidden_size, eps=eps)
-
-
-def _add_norm(
-    x: Tensor | Unreduced, residual: Tensor | None, norm: nn.RMSNorm
-) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` on Megatron's `[tokens, 1, hidden]`, or on parts of a sum over ranks."""
-    flat = None if residual is None else residual.flatten(0, 1)
-    if isinstance(x, Unreduced):
-        assert flat is not None, "the embedding is reduced"
-        assert norm.eps is not None, "make_norm sets it"
-        normed, total = x.add_rms_norm(x.product, flat, norm.weight, norm.eps)
-        return normed[:, None], total[:, None]
-    normed, total = kernels_for(x).add_rms_norm(x.flatten(-3, -2), flat, norm.weight, norm.eps)
-    return normed[:, None], total[:, None]
-
-
 def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
-    """Layer spec of attention (`*`), MLP (`-`) and expert (`E`) layers without any package beyond
-    torch.
+    """Layer spec of attention (`*`), MLP (`-`), expert (`E`) and Mamba-2 (`M`) layers without any
+    package beyond torch.
 
     The key maps give norms the names that Megatron's TransformerEngine spec uses inside a
     checkpoint (there the norm is fused into the linear layer), so checkpoints are interchangeable.
@@ -291,10 +100,22 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
             pre_mlp_layernorm=make_norm, mlp=MoELayer, mlp_bda=get_bias_dropout_add
         ),
     )
+    mamba_layer = ModuleSpec(
+        module=MambaLayer,
+        submodules=MambaLayerSubmodules(
+            norm=make_norm,
+            mixer=Mamba2Mixer,
+            mamba_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+        ),
+    )
     return ModuleSpec(
         module=PagedHybridStack,
         submodules=HybridStackSubmodules(
-            attention_layer=attention_layer, mlp_layer=mlp_layer, moe_layer=moe_layer
+            attention_layer=attention_layer,
+            mlp_layer=mlp_layer,
+            moe_layer=moe_layer,
+            mamba_layer=mamba_layer,
         ),
     )
 
@@ -365,14 +186,21 @@ def build_model(
         )
     shard_vocabulary(model, architecture.vocab_size)
     config.vocab_size = model.vocab_size
-    model = model.to(dtype=dtype).to_empty(device=device)
+    model = model.to(dtype=dtype)
+    for module in model.modules():
+        for name in getattr(module, "float32_parameters", ()):
+            kept = module.get_parameter(name) if getattr(module, name) is not None else None
+            if kept is not None:
+                kept.data = kept.data.to(torch.float32)
+    model = model.to_empty(device=device)
     return model.eval().requires_grad_(False)
 
 
 def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
     """Fill a model with random weights, made on its own device.
 
-    Norms get 1; the rest N(0, 0.02), so that activations stay finite and logits differ. A weight
+    Norms get 1; Mamba-2's own parameters what Megatron-Core begins training with; the rest N(0,
+    0.02), so that activations stay finite and logits differ. A weight
     depends on its name in the whole model, so it is the same whatever the pipeline stages.
     """
     stage = stage_of(model.config)
@@ -384,10 +212,19 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
 
 def fill_dummy_weight(name: str, weight: Tensor, seed: int = 0) -> None:
     """The numbers of `init_dummy_weights` for one whole weight, by its name in the whole model."""
-    if weight.dim() == 1 and "norm" in name:
+    generator = torch.Generator(weight.device).manual_seed(seed + crc32(name.encode()))
+    if weight.dim() == 1 and ("norm" in name or name.endswith(".D")):
         weight.fill_(1.0)
+    elif name.endswith(".A_log"):
+        weight.uniform_(1, 16, generator=generator).log_()
+    elif name.endswith(".dt_bias"):
+        # softplus of it is spread evenly over the magnitudes between these two
+        dt = torch.empty_like(weight, dtype=torch.float32)
+        dt.uniform_(math.log(0.001), math.log(0.1), generator=generator).exp_()
+        weight.copy_(dt + torch.log(-torch.expm1(-dt)))
     elif weight.dim() == 1:
         weight.zero_()
+    elif weight.dim() == 3 and "conv1d" in name:
+        weight.uniform_(-0.5, 0.5, generator=generator)
     else:
-        generator = torch.Generator(weight.device).manual_seed(seed + crc32(name.encode()))
         weight.normal_(0.0, 0.02, generator=generator)

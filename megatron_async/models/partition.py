@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.architecture import MLP, ModelArchitecture
+from megatron_async.models.architecture import ATTENTION, MAMBA, MLP, ModelArchitecture
+from megatron_async.models.layer_sizes import MambaSizes
+from megatron_async.models.pipeline import stage_of
 
 if TYPE_CHECKING:
     from megatron_async.models.parallel_state import ParallelSizes
@@ -31,6 +33,26 @@ def local_heads(model: Any) -> tuple[int, int]:
     return model.num_attention_heads // ranks, model.num_query_groups // ranks
 
 
+def mamba_sizes(model: Any) -> MambaSizes:
+    """Sizes of the Mamba-2 layers of a model, on all ranks together; `.of_rank` has one rank's.
+
+    Args:
+        model: Megatron's `TransformerConfig` of a model with such layers.
+    """
+    return MambaSizes(
+        model.mamba_num_heads,
+        model.mamba_head_dim,
+        model.mamba_state_dim,
+        model.mamba_num_groups,
+    )
+
+
+def recurrent_layers(model: Any) -> int:
+    """Layers with a state for each request on this pipeline stage: those marked `M` in a hybrid
+    pattern."""
+    return stage_of(model).pattern.count(MAMBA)
+
+
 def check_partition(
     architecture: ModelArchitecture, sizes: ParallelSizes, transformer_impl: str
 ) -> None:
@@ -46,10 +68,19 @@ def check_partition(
             "transformer_impl='local', or leave sequence_parallel out."
         )
     a = architecture
-    counts = {
-        "key/value heads (num_query_groups)": a.num_query_groups,
-        "attention heads": a.num_attention_heads,
-    }
+    if transformer_impl != "local" and MAMBA in a.pattern:
+        raise ConfigurationError(
+            f"Mamba-2 layers are not served with transformer_impl={transformer_impl!r}: use "
+            "transformer_impl='local'."
+        )
+    counts: dict[str, int] = {}
+    if ATTENTION in a.pattern:
+        counts["key/value heads (num_query_groups)"] = a.num_query_groups
+        counts["attention heads"] = a.num_attention_heads
+    if MAMBA in a.pattern:
+        counts["Mamba-2 heads (mamba_num_heads)"] = a.mamba_num_heads
+        if a.mamba_num_groups > 1:  # B and C of a single group are on every rank
+            counts["groups of Mamba-2 heads (mamba_num_groups)"] = a.mamba_num_groups
     if MLP in a.pattern:
         counts["MLP units (ffn_hidden_size)"] = a.ffn_hidden_size
     if a.num_moe_experts:

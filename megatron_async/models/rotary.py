@@ -42,10 +42,12 @@ def described_frequencies(config: Any) -> Tensor:
     Args:
         config: `models.hybrid.ModelConfig`, or Megatron's `TransformerConfig`.
     """
-    if not hasattr(config, "rotary_base"):
+    kind = getattr(config, "position_embedding_type", "rope")
+    if kind == "none" or not hasattr(config, "rotary_base"):
         return torch.empty(0, device="cpu")
     scaling = getattr(config, "rope_scaling", None)
-    return inverse_frequencies(config.kv_channels, config.rotary_base, scaling)
+    rotated = int(config.kv_channels * getattr(config, "rotary_percent", 1.0))
+    return inverse_frequencies(rotated, config.rotary_base, scaling)
 
 
 class RotaryTable:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
-from megatron_async.models.hybrid import PagedHybridStack
+from megatron_async.models.hybrid_stack import PagedHybridStack
 from megatron_async.models.mlp import InferenceMLP
 from megatron_async.models.moe import MoELayer
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import DRAFTERS, Fickle, Oracle
 from attention_model import VOCABULARY, AttentionModel
+from drafters import DRAFTERS, Fickle, Oracle
 from harness import Job, assert_all_is_back, drain, greedy, make_engine, run_at
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks

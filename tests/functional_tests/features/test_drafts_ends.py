@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from attention_model import VOCABULARY, AttentionModel
 from capturing_cpu import CapturingCpu
 from drafters import DRAFTERS
-from attention_model import VOCABULARY, AttentionModel
 from harness import Job, assert_all_is_back, drain, greedy, make_engine
 from late_device import LateDevice
 from pipeline_scenarios import GRAMMARS, JOBS, PROMPTS, letter_tokenizer, stage_model

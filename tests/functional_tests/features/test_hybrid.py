@@ -1,4 +1,5 @@
-"""Mamba-2 layers in the engine: whatever happens to a request, its tokens are those of a serial run.
+"""Mamba-2 layers in the engine: whatever happens to a request, its tokens are those of a serial
+run.
 
 The model is that of the fuzzer, in float64, with states of nobody full of NaN.
 """
@@ -10,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from capturing_cpu import CapturingCpu
 from attention_model import VOCABULARY
-from hybrid_model import HybridAttentionModel
+from capturing_cpu import CapturingCpu
 from harness import (
     Job,
     assert_all_is_back,
@@ -23,6 +23,7 @@ from harness import (
     run_at,
     run_together,
 )
+from hybrid_model import HybridAttentionModel
 from poisoned_states import poison_states
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
@@ -135,7 +136,6 @@ def test_captured_steps(model: HybridAttentionModel, serial: list[list[int]]) ->
     assert run_at(engine, arrivals([greedy(TOKENS)] * len(PROMPTS))) == serial
     assert engine.stats()["captured_steps"] > 20
     engine.close()
-
 
 
 STOPS: dict[str, Callable[[DynamicInferenceEngine], None]] = {

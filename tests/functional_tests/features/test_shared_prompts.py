@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import DRAFTERS
 from attention_model import VOCABULARY, AttentionModel
+from drafters import DRAFTERS
 from harness import Job, assert_all_is_back, greedy, make_engine, run_alone
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks

@@ -69,12 +69,6 @@ class HybridAttentionModel(AttentionModel):
         super().__init__(seed)
         generator = torch.Generator().manual_seed(seed + 1)
         self.config = transformer_config(HYBRID, torch.float64)
-        (
-            self.config.mamba_num_heads,
-            self.config.mamba_head_dim,
-            self.config.mamba_num_groups,
-            self.config.mamba_state_dim,
-        ) = SHAPE
         self.before, self.behind = (OnlyMamba(layer, generator) for layer in range(2))
 
     def layers(self, hidden: Tensor, view: ContextGPUView) -> Tensor:

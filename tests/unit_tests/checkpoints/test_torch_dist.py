@@ -213,9 +213,9 @@ def test_hybrid_model_checkpoints_of_training_load(
     [
         (None, "says nothing about the model's architecture; place an architecture.json"),
         (ARGS | {"num_experts": 8}, "add_qkv_bias together with qk_layernorm or experts"),
-        (ARGS | {"moe_shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8"),
+        (ARGS | {"moe_shared_expert_gate": True}, "moe_shared_expert_gate = True"),
         (ARGS | {"normalization": "LayerNorm"}, "normalization = 'LayerNorm' .*'RMSNorm'"),
-        (ARGS | {"rotary_percent": 0.5}, "rotary_percent = 0.5"),
+        (ARGS | {"hybrid_layer_pattern": "*-*E*-"}, "and 'E' where num_experts says how many"),
         (ARGS | {"qk_layernorm": True}, "add_qkv_bias together with qk_layernorm"),
         (ARGS | {"hybrid_layer_pattern": "G-G-*-"}, "pattern 'G-G-\\*-' is not supported"),
         (ARGS | {"hidden_size": None}, "hidden_size = None"),

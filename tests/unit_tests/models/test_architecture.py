@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from megatron_async.checkpoints.mapping import weights
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 
@@ -62,6 +63,38 @@ def test_a_rank_of_several_holds_a_share_of_heads_and_groups_or_all_of_one_group
 def test_patterns_that_are_refused(pattern, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(HYBRID, pattern=pattern)
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions", "kv_bytes", "state_mb"),
+    [
+        ("nemotron-3-nano-30b", 31.58, 6144, 48.2),
+        ("nemotron-h-8b", 8.10, 16384, 100.7),
+        ("granite-4.0-h-350m", 0.34, 4096, 22.0),
+    ],
+)
+def test_well_known_hybrids_have_the_sizes_of_their_names(shape, billions, kv_bytes, state_mb):
+    a = DUMMY_SHAPES[shape]
+    assert a.num_parameters / 1e9 == pytest.approx(billions, abs=0.005)
+    assert a.kv_bytes_per_token(2) == kv_bytes
+    # Without the inputs of the convolution, a few percent.
+    assert a.state_bytes_per_request(0) / 1e6 == pytest.approx(state_mb, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        HYBRID,
+        dataclasses.replace(HYBRID, activation="silu", moe_router_enable_expert_bias=True),
+        DUMMY_SHAPES["tiny-hybrid"],
+        DUMMY_SHAPES["tiny-moe"],
+        dataclasses.replace(DUMMY_SHAPES["granite-4.0-h-350m"], hidden_size=64, vocab_size=99),
+    ],
+)
+def test_the_counts_are_those_of_the_weights(architecture):
+    names = [weight.name for weight in weights(architecture)]
+    assert len(set(names)) == len(names)
+    assert sum(w.num_elements() for w in weights(architecture)) == architecture.num_parameters
 
 
 def test_dictionaries_of_before_the_pattern_was_stored():

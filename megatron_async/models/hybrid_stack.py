@@ -1,0 +1,109 @@
+"""The layers of a hybrid model, run one after the other: Megatron's `HybridStack` for inference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import WrappedTensor
+from torch import Tensor, nn
+
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.layer_kinds import LAYER_KINDS
+from megatron_async.models.mamba import stamp_state_layers
+from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.linear.skinny_linear import Unnormed
+from megatron_async.ops.ranks.tensor_collectives import Unreduced, collectives_of
+
+
+class PagedHybridStack(HybridStack):
+    """Megatron's `HybridStack` for one pipeline stage of the kinds in `LAYER_KINDS`.
+
+    Its final norm is torch's (the stock one is TransformerEngine's).
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, post_layer_norm=False, **kwargs)
+        unknown = set(self.layer_type_list) - LAYER_KINDS.keys()
+        if unknown:
+            raise ConfigurationError(
+                f"layer kinds {sorted(unknown)} are not served yet: build a model of attention "
+                "(*), MLP (-), expert (E) and Mamba-2 (M) layers."
+            )
+        stamp_state_layers(self)
+        if self.post_process:
+            self.final_norm = make_norm(
+                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
+        kinds = [LAYER_KINDS[kind] for kind in self.layer_type_list]
+        products = [
+            kind.last_product(layer) for kind, layer in zip(kinds, self.layers, strict=True)
+        ]
+        for product in products:
+            product.may_split = True  # what follows is a norm, which adds up partial sums
+        for product in products[-1:] if not self.post_process else ():
+            product.may_split = False  # but the next stage's norm is not here
+
+    def forward(
+        self,
+        hidden_states: Tensor | WrappedTensor,
+        attention_mask: Tensor | None,
+        inference_context: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """As `HybridStack.forward`: hidden states `[tokens, 1, hidden]`, normalised at the end.
+
+        The residual stream is carried beside the blocks' outputs, so that each addition is done
+        together with the norm that follows it, and both, where that pays, by the product behind.
+        A pipeline stage hands on their sum: the next one's first norm would add them up and keep
+        the sum as the residual, so it computes the same, of half the data.
+        """
+        if isinstance(hidden_states, WrappedTensor):
+            hidden_states = hidden_states.unwrap()
+        if not self.pre_process:
+            hidden_states = self.input_tensor
+        output, residual = hidden_states, None
+        for layer, character in zip(self.layers, self.layer_type_list, strict=True):
+            kind = LAYER_KINDS[character]
+            norm, block, product = kind.norm(layer), kind.block(layer), kind.first_product(layer)
+            whole = product is not None and isinstance(output, Tensor)
+            if product is not None and whole and product.takes_unnormed(output):
+                before = None if residual is None else residual.flatten(0, 1)
+                assert norm.eps is not None, "make_norm sets it"
+                unnormed = Unnormed(output.flatten(0, 1), before, norm.weight, norm.eps)
+                output, bias = block(unnormed, inference_context=inference_context)
+                assert unnormed.total is not None
+                residual = unnormed.total[:, None]
+            else:
+                output, residual = _add_norm(output, residual, norm)
+                output, bias = block(output, inference_context=inference_context)
+            if bias is not None:
+                output = output + bias
+        if not self.post_process:
+            return output if residual is None else output + residual
+        normed, _residual = _add_norm(output, residual, self.final_norm)
+        if self.config.sequence_parallel:
+            rows = collectives_of(self.pg_collection.tp).all_gather(normed)
+            return rows[: inference_context.dims.tokens]
+        return normed
+
+
+def make_norm(config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> nn.RMSNorm:
+    """An RMSNorm of torch, called as Megatron's `WrappedTorchNorm`, which refuses sequence
+    parallelism for the gradients' sake."""
+    return nn.RMSNorm(hidden_size, eps=eps)
+
+
+def _add_norm(
+    x: Tensor | Unreduced, residual: Tensor | None, norm: nn.RMSNorm
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` on Megatron's `[tokens, 1, hidden]`, or on parts of a sum over ranks."""
+    flat = None if residual is None else residual.flatten(0, 1)
+    if isinstance(x, Unreduced):
+        assert flat is not None, "the embedding is reduced"
+        assert norm.eps is not None, "make_norm sets it"
+        normed, total = x.add_rms_norm(x.product, flat, norm.weight, norm.eps)
+        return normed[:, None], total[:, None]
+    normed, total = kernels_for(x).add_rms_norm(x.flatten(-3, -2), flat, norm.weight, norm.eps)
+    return normed[:, None], total[:, None]

@@ -1,0 +1,189 @@
+"""The Mamba-2 mixer of inference: Megatron's parameters, the recurrence in the engine's state pool.
+
+Mamba-2: Dao and Gu 2024 (arXiv 2405.21060). A projection gives z, x, B, C and dt of every token; x,
+B and C pass a short causal convolution; the recurrence turns them into y; and y, gated by z and
+normalised, is projected back. What lies between the two projections and depends on tokens before,
+convolution and recurrence, is `ContextGPUView.recurrent`, which owns the state.
+
+Neither mamba-ssm nor causal-conv1d is needed, which Megatron's own mixer asks for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_async.models.layer_sizes import CONV_KERNEL
+from megatron_async.models.linear import (
+    InferenceColumnParallelLinear,
+    InferenceRowParallelLinear,
+)
+from megatron_async.models.mamba_checkpoint import mixer_sharded_state_dict
+from megatron_async.models.partition import mamba_sizes
+from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.linear.skinny_linear import Unnormed
+from megatron_async.ops.recurrent.mamba_pools import MambaParams
+
+if TYPE_CHECKING:
+    from megatron_async.device_state.gpu_view import ContextGPUView
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm of `y * silu(z)` over each group of heads; a single group may be spread over ranks.
+
+    Args:
+        elements: of y on this rank.
+        groups: on this rank.
+        eps: added to the mean square.
+        tp_group: ranks that hold the one group together; None: groups are whole here.
+        dtype: of the weight.
+
+    Attributes:
+        weight: `[elements]`.
+    """
+
+    def __init__(
+        self,
+        elements: int,
+        groups: int,
+        eps: float,
+        tp_group: dist.ProcessGroup | None,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(elements, dtype=dtype))
+        self.groups = groups
+        self.eps = eps
+        self.tp_group = tp_group
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        """`[tokens, elements]` -> the same; z may have strided rows."""
+        if self.tp_group is None:
+            return kernels_for(y).gated_rms_norm(y, z, self.weight, self.groups, self.eps)
+        gated = y.float() * F.silu(z.float())
+        squares = gated.square().sum(1, keepdim=True)
+        dist.all_reduce(squares, group=self.tp_group)
+        mean = squares / (gated.size(1) * self.tp_group.size())
+        return (gated * (mean + self.eps).rsqrt() * self.weight.float()).to(y.dtype)
+
+
+class Mamba2Mixer(MegatronModule):
+    """The mixer of a Mamba-2 layer, under Megatron's names.
+
+    Tensor-parallel ranks share the heads, and with them the groups; a single group's B and C are on
+    every rank.
+
+    Args:
+        config: of the model, with Megatron's `mamba_*` fields.
+        d_model: hidden size.
+        pg_collection: process groups; `tp` is used.
+
+    Attributes:
+        whole_sizes, sizes: of all ranks together, and of this one.
+        state_layer_index: this module's layer in the state pool; see `stamp_state_layers`.
+        in_proj.weight: `[sizes.in_proj, hidden]`: the rows of z, x, B, C and dt.
+        conv1d_weight, conv1d_bias: `[sizes.conv, 1, 4]` and `[sizes.conv]`, of x, B and C.
+        dt_bias: `[sizes.heads]`.
+        A_log, D: float32 `[sizes.heads]`; the decay is `-exp(A_log)`.
+        norm.weight: `[sizes.inner]`.
+        out_proj.weight: `[hidden, sizes.inner]`.
+    """
+
+    float32_parameters = ("A_log", "D")
+    state_layer_index: int = -1
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        d_model: int,
+        pg_collection: ProcessGroupCollection,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        self.whole_sizes = whole = mamba_sizes(config)
+        self.tp_group = group = pg_collection.tp
+        self.sizes = sizes = whole.of_rank(group.size())
+        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": group}
+        self.in_proj = InferenceColumnParallelLinear(
+            d_model,
+            sizes.in_proj * group.size(),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            **linear,
+        )
+        dtype = config.params_dtype
+        shape = (sizes.conv, 1, CONV_KERNEL)
+        self.conv1d_weight = nn.Parameter(torch.empty(shape, dtype=dtype))
+        self.conv1d_bias = nn.Parameter(torch.empty(sizes.conv, dtype=dtype))
+        self.dt_bias = nn.Parameter(torch.empty(sizes.heads, dtype=dtype))
+        self.A_log = nn.Parameter(torch.empty(sizes.heads, dtype=torch.float32))
+        self.D = nn.Parameter(torch.empty(sizes.heads, dtype=torch.float32))
+        spread = group.size() > 1 and whole.groups == 1
+        eps = getattr(config, "mamba_norm_epsilon", 1e-5)
+        self.norm = GatedRMSNorm(sizes.inner, sizes.groups, eps, group if spread else None, dtype)
+        self.out_proj = InferenceRowParallelLinear(
+            whole.inner,
+            d_model,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **linear,
+        )
+
+    @property
+    def recurrence(self) -> MambaParams:
+        """What the recurrence reads of the layer."""
+        return MambaParams(self.conv1d_weight, self.conv1d_bias, self.dt_bias, self.A_log, self.D)
+
+    def forward(
+        self,
+        hidden_states: Tensor | Unnormed,
+        inference_context: ContextGPUView | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer's output for one step.
+
+        Args:
+            hidden_states: `[tokens, 1, hidden]`, compute dtype, on the model's device.
+            inference_context: the device view of the step.
+
+        Returns:
+            `[tokens, 1, hidden]`, and None.
+
+        Raises:
+            RuntimeError: called without a view (training and static batching are not served).
+        """
+        if inference_context is None:
+            raise RuntimeError(
+                "Mamba2Mixer runs only inside the engine: it was called without an "
+                "inference_context. Use Megatron-Core's own MambaMixer to train."
+            )
+        projected, _unused = self.in_proj(hidden_states)
+        # With sequence parallelism rows of padding stand behind the step's tokens.
+        zxbcdt = projected.squeeze(1)[: inference_context.dims.tokens]
+        y = inference_context.recurrent(self.state_layer_index, zxbcdt, self.recurrence)
+        normed = self.norm(y, zxbcdt[:, : self.sizes.inner])
+        output, bias = self.out_proj(normed[:, None])
+        return output, bias
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Megatron's form: `in_proj.weight`, `conv1d.weight` and `conv1d.bias` strip by strip."""
+        return mixer_sharded_state_dict(self, prefix, sharded_offsets, metadata)
+
+
+def stamp_state_layers(model: nn.Module) -> int:
+    """Number the Mamba-2 mixers of `model` in execution order; return how many there are."""
+    mixers = [module for module in model.modules() if isinstance(module, Mamba2Mixer)]
+    for index, mixer in enumerate(mixers):
+        mixer.state_layer_index = index
+    return len(mixers)

@@ -1,0 +1,155 @@
+"""Megatron's configuration of a `ModelArchitecture`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_async.models.architecture import MAMBA, ModelArchitecture, RopeScaling
+from megatron_async.models.mlp import UNGATED
+from megatron_async.models.parallel_state import ParallelSizes
+from megatron_async.models.pipeline import layer_costs, output_cost, split_pattern
+
+
+@dataclass
+class ModelConfig(TransformerConfig):
+    """Megatron's `TransformerConfig` plus what the engine must know of a model and Megatron keeps
+    in the model's constructor arguments instead."""
+
+    hybrid_layer_pattern: str | None = None
+    """Layer pattern of the `HybridModel`, "|" between pipeline stages; None for a `GPTModel`."""
+    rotary_base: float = 10000.0
+    """Rope base ("theta")."""
+    rope_scaling: RopeScaling | None = None
+    """Llama-3 frequency scaling."""
+    position_embedding_type: str = "rope"
+    """"rope" or "none"."""
+    rotary_percent: float = 1.0
+    """Share of each head that rope turns."""
+    mamba_norm_epsilon: float = 1e-5
+    """Of the gated norm of Mamba-2 layers."""
+    pipeline_stage: int = 0
+    """Which of the stages in `hybrid_layer_pattern` this is."""
+    vocab_size: int | None = None
+    """Tokens of the model's vocabulary; None where nobody has told."""
+
+
+def transformer_config(
+    architecture: ModelArchitecture, dtype: torch.dtype, sizes: ParallelSizes | None = None
+) -> ModelConfig:
+    """Megatron configuration of an architecture, every fusion that needs a GPU package off.
+
+    Args:
+        architecture: of the whole model.
+        dtype: of weights and activations.
+        sizes: over how many ranks it is split; None: one.
+    """
+    sizes = sizes or ParallelSizes()
+    stages = sizes.pipeline_model_parallel
+    gated = architecture.activation == "silu"
+    return ModelConfig(
+        tensor_model_parallel_size=sizes.tensor_model_parallel,
+        pipeline_model_parallel_size=sizes.pipeline_model_parallel,
+        expert_model_parallel_size=sizes.expert_model_parallel,
+        sequence_parallel=sizes.sequence_parallel and sizes.tensor_model_parallel > 1,
+        num_layers=len(architecture.pattern),
+        hidden_size=architecture.hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_query_groups,
+        kv_channels=architecture.kv_channels,
+        ffn_hidden_size=architecture.ffn_hidden_size or None,
+        layernorm_epsilon=architecture.layernorm_epsilon,
+        normalization="RMSNorm",
+        gated_linear_unit=gated,
+        activation_func=F.silu if gated else UNGATED,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.add_qkv_bias,
+        qk_layernorm=architecture.qk_layernorm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        # Weights come from a checkpoint; CPU initialization needs no CUDA generator.
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        # bias_activation_fusion starts inductor (a C++ compiler and 20 s on a CPU).
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        hybrid_layer_pattern=split_pattern(
+            architecture.pattern,
+            stages,
+            output_cost(architecture, dtype, sizes),
+            layer_costs(architecture, dtype, sizes),
+        ),
+        # Or a tied embedding's copy would be filled by a collective on GPUs, before it has memory.
+        init_model_with_meta_device=stages > 1,
+        rotary_base=architecture.rotary_base,
+        rope_scaling=architecture.rope_scaling,
+        position_embedding_type=architecture.position_embedding_type,
+        rotary_percent=architecture.rotary_percent,
+        **_multipliers(architecture),
+        **_moe_options(architecture),
+        **_mamba_options(architecture),
+    )
+
+
+def _multipliers(architecture: ModelArchitecture) -> dict[str, Any]:
+    """Granite's multipliers, under the names that Megatron-Core has for them.
+
+    That of attention is the softmax scale. That of the residual stream is part of the weights
+    (`ModelArchitecture.residual_multiplier`). Those of embedding and logits stay numbers, because
+    the matrix that both would be part of is one where embeddings are tied.
+    """
+    a = architecture
+    options: dict[str, Any] = {}
+    if a.attention_multiplier is not None:
+        options["softmax_scale"] = a.attention_multiplier
+    if a.embedding_multiplier == a.logits_scaling == 1:
+        return options
+    return {
+        # Megatron-Core would take another scale of attention, if none were given.
+        "softmax_scale": a.kv_channels**-0.5,
+        "use_mup": True,
+        "mup_embedding_mult": a.embedding_multiplier,
+        "mup_output_mult": 1 / a.logits_scaling,
+        **options,
+    }
+
+
+def _mamba_options(architecture: ModelArchitecture) -> dict[str, Any]:
+    if MAMBA not in architecture.pattern:
+        return {}
+    return {
+        "mamba_num_heads": architecture.mamba_num_heads,
+        "mamba_head_dim": architecture.mamba_head_dim,
+        "mamba_state_dim": architecture.mamba_state_dim,
+        "mamba_num_groups": architecture.mamba_num_groups,
+        "mamba_norm_epsilon": architecture.mamba_norm_epsilon,
+        "is_hybrid_model": True,
+    }
+
+
+def _moe_options(architecture: ModelArchitecture) -> dict[str, Any]:
+    if not architecture.num_moe_experts:
+        return {}
+    shared = architecture.moe_shared_expert_intermediate_size or None
+    return {
+        "num_moe_experts": architecture.num_moe_experts,
+        "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
+        "moe_router_topk": architecture.moe_router_topk,
+        "moe_router_pre_softmax": architecture.moe_router_pre_softmax,
+        "moe_router_score_function": architecture.moe_router_score_function,
+        "moe_router_enable_expert_bias": architecture.moe_router_enable_expert_bias,
+        "moe_router_topk_scaling_factor": architecture.moe_router_topk_scaling_factor,
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_router_load_balancing_type": "none",
+    }

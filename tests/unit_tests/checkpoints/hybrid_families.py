@@ -1,0 +1,124 @@
+"""Tiny models of the hybrid families, made by transformers with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.1,
+}
+MIXER = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
+NEMOTRON = {
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+}
+GRANITE = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 72,
+    "tie_word_embeddings": True,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 3.0,
+    "residual_multiplier": 0.246,
+    "attention_multiplier": 0.125,
+}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron-3": (
+        "NemotronH",
+        {
+            **NEMOTRON,
+            "hybrid_override_pattern": "MEM*-E",
+            "n_routed_experts": 6,
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 72,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "nemotron-h": ("NemotronH", {**NEMOTRON, "hybrid_override_pattern": "M-M*-"}),
+    "granite": (
+        "GraniteMoeHybrid",
+        {**GRANITE, **MIXER, "num_local_experts": 0, "intermediate_size": 72},
+    ),
+    "granite-moe": (
+        "GraniteMoeHybrid",
+        {
+            **GRANITE,
+            **MIXER,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+        },
+    ),
+    "bamba": (
+        "Bamba",
+        {**MIXER, "num_hidden_layers": 3, "attn_layer_indices": [1], "intermediate_size": 96},
+    ),
+    "mamba2": (
+        "Mamba2",
+        {
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 16,
+            "state_size": 16,
+            "n_groups": 1,
+            "expand": 2,
+        },
+    ),
+}
+
+
+def make_hybrid(name: str) -> Any:
+    """A model of transformers whose weights say nothing by chance: norms are not ones, biases not
+    zeros, and states decay slowly enough to matter."""
+    import transformers
+
+    kind, options = HYBRIDS[name]
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{kind}Config")(**COMMON | options)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for parameter_name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if parameter_name.endswith("A_log"):
+            parameter.data.uniform_(-3.0, 0.5)
+        elif parameter_name.endswith(("dt_bias", "correction_bias")):
+            parameter.data.normal_(0.0, 0.5)
+        elif parameter.dim() == 1 and "inv_freq" not in parameter_name:
+            is_norm = "norm" in parameter_name or parameter_name.endswith(".D")
+            parameter.data.normal_(1.0 if is_norm else 0.0, 0.2)
+        elif "conv1d" in parameter_name or "router" in parameter_name or "gate" in parameter_name:
+            parameter.data.normal_(0.0, 0.5)
+    for module in model.modules():
+        if hasattr(module, "time_step_min"):
+            module.time_step_min = 0.0  # its plain path cuts steps off, where no kernel does
+    return model
+
+
+def save_hybrid(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Save it as transformers does."""
+    make_hybrid(name).to(dtype).save_pretrained(folder)
+    return folder
+
+
+@torch.inference_mode()
+def their_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Logits `[tokens, vocabulary]` of one sequence by transformers."""
+    ids = torch.tensor([tokens])
+    # Always given: Bamba's own are wrong behind a cache. Mamba2 takes none.
+    places = {"position_ids": torch.arange(len(tokens))[None]}
+    if model.config.model_type == "mamba2":
+        places = {}
+    logits: torch.Tensor = model(ids, use_cache=False, **places).logits[0]
+    return logits

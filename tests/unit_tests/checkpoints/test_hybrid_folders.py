@@ -1,0 +1,157 @@
+"""Hybrid families: logits as transformers', folders written back, checkpoints, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_models import assert_same_weights
+from hybrid_families import HYBRIDS, make_hybrid, save_hybrid, their_logits
+from safetensors.torch import load_file, save_file
+from whole_sequence import whole_logits
+
+from megatron_async.checkpoints import CheckpointError, load_model, open_model
+from megatron_async.checkpoints.convert import convert
+
+CPU = torch.device("cpu")
+TOKENS = torch.randint(0, 128, (45,), generator=torch.Generator().manual_seed(4)).tolist()
+
+
+@pytest.fixture(scope="module")
+def hybrid_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def make(name: str) -> Path:
+        return save_hybrid(name, tmp_path_factory.mktemp(name))
+
+    return make
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_logits_are_those_of_transformers(name: str, hybrid_folder: Any) -> None:
+    expected = their_logits(make_hybrid(name), TOKENS)
+    loaded = load_model(hybrid_folder(name), torch.float32, CPU)
+    found = whole_logits(loaded.model, TOKENS)
+    assert expected.abs().max() > 0.3
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_round_trip(name: str, hybrid_folder: Any, tmp_path: Path) -> None:
+    folder = hybrid_folder(name)
+    convert(folder, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back", to="huggingface")
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    expected = load_file(folder / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        # Weights are times the residual multiplier in between.
+        torch.testing.assert_close(found[key], tensor, rtol=3e-7, atol=0)
+    assert len({open_model(p).architecture for p in (folder, *tmp_path.iterdir())}) == 1
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_transformers_reads_what_is_written(name: str, hybrid_folder: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    convert(hybrid_folder(name), tmp_path / "back", to="huggingface")
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    for module in theirs.modules():
+        if hasattr(module, "time_step_min"):
+            module.time_step_min = 0.0
+    expected = their_logits(make_hybrid(name), TOKENS)
+    torch.testing.assert_close(their_logits(theirs.eval(), TOKENS), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["nemotron-3", "granite-moe"])
+def test_numbers_that_stay_float32(name: str, tmp_path: Path) -> None:
+    folder = save_hybrid(name, tmp_path / "m", torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    kept = ("A_log", ".D", "correction_bias")
+    for key in [key for key in tensors if key.endswith(kept)]:
+        tensors[key] = tensors[key].float() + 1e-4
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert open_model(folder).dtype == torch.bfloat16
+    loaded = load_model(folder, torch.bfloat16, CPU)
+    dtypes = {n: p.dtype for n, p in loaded.model.named_parameters()}
+    float32 = {n for n, dtype in dtypes.items() if dtype == torch.float32}
+    ours = ("A_log", ".D", "expert_bias")
+    assert float32 == {n for n in dtypes if n.endswith(ours)}
+    assert float32
+    convert(folder, tmp_path / "megatron")
+    assert open_model(tmp_path / "megatron").dtype == torch.bfloat16
+    convert(tmp_path / "megatron", tmp_path / "back", to="huggingface")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    exact = {key for key in tensors if not key.endswith(("_proj.weight", "output_linear.weight"))}
+    assert_same_weights({k: back[k] for k in exact}, {k: tensors[k] for k in exact})
+    if name == "nemotron-3":
+        assert_same_weights(back, tensors)
+
+
+def test_names_of_transformers_modules(hybrid_folder: Any, tmp_path: Path) -> None:
+    for name in ("nemotron-3", "granite-moe"):
+        folder = tmp_path / name
+        shutil.copytree(hybrid_folder(name), folder)
+        state = dict(make_hybrid(name).state_dict())
+        state.pop("lm_head.weight" if name == "granite-moe" else "", None)
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        found = load_model(folder, torch.float32, CPU).model
+        expected = load_model(hybrid_folder(name), torch.float32, CPU).model
+        assert_same_weights(dict(found.named_parameters()), dict(expected.named_parameters()))
+
+
+def test_both_published_forms_of_a_pattern(hybrid_folder: Any, tmp_path: Path) -> None:
+    expected = open_model(hybrid_folder("nemotron-3")).architecture
+    assert expected.pattern == "MEM*-E"
+    shutil.copytree(hybrid_folder("nemotron-3"), tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("layers_block_type")[:2] == ["linear_attention", "moe"]
+    for form in ({"hybrid_override_pattern": "MEM*-E"}, {"layers_block_type": [
+        "mamba", "moe", "mamba", "attention", "mlp", "moe"
+    ]}):  # fmt: skip
+        file.write_text(json.dumps(config | form))
+        assert open_model(tmp_path / "m").architecture == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("nemotron-3", {"mlp_hidden_act": "silu"}, "mlp_hidden_act = 'silu' is not supported"),
+        ("nemotron-3", {"moe_latent_size": 32}, "moe_latent_size = 32"),
+        ("nemotron-3", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1"),
+        ("nemotron-3", {"n_group": 2}, "n_group = 2"),
+        ("nemotron-3", {"conv_kernel": 3}, "conv_kernel = 3"),
+        ("nemotron-3", {"time_step_limit": [0.1, 9.0]}, r"time_step_limit = \[0.1, 9.0\]"),
+        ("nemotron-3", {"layers_block_type": ["moe", "gdn"]}, "must be a list of linear_attention"),
+        ("nemotron-3", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 must be 2 to"),
+        ("granite", {"mamba_n_groups": 2}, "mamba_n_groups = 2 is not supported"),
+        ("granite", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
+        ("granite", {"mamba_d_head": 8}, "mamba_n_heads = 8 times mamba_d_head = 8 must be"),
+        ("granite", {"num_hidden_layers": 4}, "num_hidden_layers = 4, but 3 layers are listed"),
+        ("bamba", {"mamba_d_conv": 2}, "mamba_d_conv = 2"),
+        ("mamba2", {"n_groups": 8}, "n_groups = 8 is not supported"),
+        ("mamba2", {"n_groups": None}, "n_groups = 8 is not supported"),
+        ("bamba", {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"},
+         "falcon_h1.*not supported: attention and Mamba-2 run beside each other"),
+        ("bamba", {"architectures": ["Zamba2ForCausalLM"], "model_type": "zamba2"}, "shared by"),
+        ("bamba", {"architectures": ["JambaForCausalLM"], "model_type": "jamba"}, "Mamba-1, not"),
+    ],
+)  # fmt: skip
+def test_folders_that_are_refused(
+    name: str, changes: dict[str, Any], message: str, hybrid_folder: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(hybrid_folder(name), tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    config = {k: v for k, v in (json.loads(file.read_text()) | changes).items() if v is not None}
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path / "m", torch.float32, CPU)

@@ -1,0 +1,145 @@
+"""A whole sequence through a model at once, nothing cached: what hybrid models are compared by.
+
+`WholeSequence` stands where the engine's `ContextGPUView` does. Its attention and its recurrence
+are written out in float32, as simply as they can be.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import inference_mode_active
+from megatron_async.models.attention import stamp_kv_layers
+from megatron_async.models.layer_sizes import MambaSizes
+from megatron_async.models.partition import mamba_sizes, recurrent_layers
+from megatron_async.models.rotary import RotaryTable, described_frequencies
+from megatron_async.ops.recurrent.mamba_pools import MambaParams
+
+
+def recurrence(zxbcdt: Tensor, params: MambaParams, sizes: MambaSizes) -> Tensor:
+    """Convolution and recurrence of a Mamba-2 mixer, token by token.
+
+    Args:
+        zxbcdt: `[tokens, in_proj]`, one sequence from its beginning.
+        params: of its convolution, decay and skip.
+        sizes: of the layer.
+
+    Returns:
+        y before the gated norm, float32 `[tokens, inner]`.
+    """
+    _z, x, b, c, dt = zxbcdt.float().split(list(sizes.strips.values()), dim=1)
+    inputs = torch.cat((x, b, c), dim=1).t()
+    weight, bias = params.conv_weight.float(), params.conv_bias.float()
+    mixed = F.conv1d(F.pad(inputs, (3, 0)), weight, bias, groups=sizes.conv)
+    x, b, c = F.silu(mixed).t().split(list(sizes.conv_strips.values()), dim=1)
+    x = x.unflatten(1, (sizes.heads, sizes.head_dim))
+    each = sizes.heads // sizes.groups
+    b, c = (
+        part.unflatten(1, (sizes.groups, sizes.state_dim)).repeat_interleave(each, 1)
+        for part in (b, c)
+    )
+    dt = F.softplus(dt + params.dt_bias.float())
+    decay = torch.exp(-dt * params.a_log.exp())
+    state = torch.zeros(sizes.state_shape)
+    y = torch.empty_like(x)
+    for token in range(len(x)):
+        added = (dt[token, :, None] * x[token])[..., None] * b[token][:, None]
+        state = decay[token, :, None, None] * state + added
+        y[token] = (state * c[token][:, None]).sum(2) + params.d[:, None] * x[token]
+    return y.flatten(1)
+
+
+class WholeSequence:
+    """What a model reads of a `ContextGPUView`, for one sequence of so many tokens."""
+
+    num_speculative_tokens = 0
+    use_flashinfer_fused_rope = False
+    config = SimpleNamespace(materialize_only_last_token_logits=False)
+    first_dummy_place = 1 << 40
+
+    def __init__(self, config: Any, tokens: int) -> None:
+        self.max_sequence_length = tokens
+        self.step = SimpleNamespace(write_index=torch.arange(tokens))
+        self.dims = SimpleNamespace(tokens=tokens, dispatch_tokens=0)
+        self.rotary = RotaryTable(described_frequencies(config), tokens, torch.device("cpu"))
+        self.eps = config.layernorm_epsilon
+        self.dim = config.kv_channels
+        self._groups = config.num_query_groups // config.tensor_model_parallel_size
+        ranks = config.tensor_model_parallel_size
+        self._sizes = mamba_sizes(config).of_rank(ranks) if recurrent_layers(config) else None
+        self.layers: list[int] = []
+
+    def recurrent(self, layer: int, zxbcdt: Tensor, params: MambaParams) -> Tensor:
+        """See `recurrence`."""
+        self.layers.append(layer)
+        return recurrence(zxbcdt, params, self._sizes).to(zxbcdt.dtype)
+
+    def attention(
+        self,
+        layer: int,
+        mixed_qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Causal attention, `[tokens, heads, dim]`; no model here has q/k norms."""
+        assert q_norm is None
+        assert k_norm is None
+        tokens = len(mixed_qkv)
+        groups = self._groups
+        grouped = mixed_qkv.unflatten(1, (groups, -1, self.dim))
+        query, key, value = grouped[:, :, :-2], grouped[:, :, -2:-1], grouped[:, :, -1:]
+        query, key = self._rotate(query), self._rotate(key)
+        scores = torch.einsum("tghd,sgxd->ghts", query, key)
+        scores = scores * (self.dim**-0.5 if scale is None else scale)
+        future = torch.ones(tokens, tokens).triu(1).bool()
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        return torch.einsum("ghts,sgxd->tghd", weights, value).flatten(1, 2)
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        cos, sin = (table[:, None, None] for table in (self.rotary.cos, self.rotary.sin))
+        turned, rest = x[..., : cos.size(-1)], x[..., cos.size(-1) :]
+        first, second = turned.chunk(2, -1)
+        return torch.cat((turned * cos + torch.cat((-second, first), -1) * sin, rest), -1)
+
+    def last_token_logits(self, hidden_states: Tensor) -> Tensor:
+        """All of them."""
+        return hidden_states.squeeze(0)
+
+    def is_static_batching(self) -> bool:
+        """No."""
+        return False
+
+    def is_dynamic_batching(self) -> bool:
+        """Yes."""
+        return True
+
+    def is_decode_only(self) -> bool:
+        """No."""
+        return False
+
+    def using_cuda_graph_this_step(self) -> bool:
+        """No."""
+        return False
+
+
+@torch.inference_mode()
+def whole_logits(model: Any, tokens: list[int]) -> Tensor:
+    """Logits `[tokens, vocabulary]` of one sequence by a `HybridModel`."""
+    stamp_kv_layers(model)
+    view = WholeSequence(model.config, len(tokens))
+    with inference_mode_active():
+        logits: Tensor = model(
+            torch.tensor([tokens]),
+            torch.arange(len(tokens))[None],
+            attention_mask=None,
+            inference_context=view,
+            runtime_gather_output=True,
+        )
+    assert view.layers == list(range(model.config.hybrid_layer_pattern.count("M")))
+    return logits.squeeze(0)
