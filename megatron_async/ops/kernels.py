@@ -12,6 +12,13 @@ from megatron_async.ops.attention import rope_append
 from megatron_async.ops.experts import expert_mlp, expert_routing
 from megatron_async.ops.linear import rms_norm, skinny_linear, swiglu
 from megatron_async.ops.ranks import vocab_embedding
+from megatron_async.ops.recurrent import (
+    bases,
+    gated_rms_norm,
+    mamba_decode,
+    mamba_prefill,
+    mamba_reference,
+)
 from megatron_async.ops.sampling import (
     log_probs,
     logits_processing,
@@ -43,6 +50,10 @@ class Kernels:
     apply_token_mask: Callable[[Tensor, Tensor], None]
     route: Callable[..., expert_routing.Routing]
     expert_mlp: Callable[..., Tensor]
+    next_bases: Callable[..., tuple[Tensor, Tensor]]
+    mamba_decode: Callable[..., Tensor]
+    mamba_prefill: Callable[..., Tensor]
+    gated_rms_norm: Callable[..., Tensor]
 
 
 TORCH_KERNELS = Kernels(
@@ -62,6 +73,10 @@ TORCH_KERNELS = Kernels(
     token_mask.apply_token_mask_reference,
     expert_routing.route_reference,
     expert_mlp.expert_mlp_reference,
+    bases.next_bases_reference,
+    mamba_reference.mamba_decode_reference,
+    mamba_reference.mamba_prefill_reference,
+    gated_rms_norm.gated_rms_norm_reference,
 )
 TRITON_KERNELS = Kernels(
     vocab_embedding.vocab_embedding,
@@ -80,6 +95,10 @@ TRITON_KERNELS = Kernels(
     token_mask.apply_token_mask,
     expert_routing.route,
     expert_mlp.expert_mlp,
+    bases.next_bases,
+    mamba_decode.mamba_decode,
+    mamba_prefill.mamba_prefill,
+    gated_rms_norm.gated_rms_norm,
 )
 
 
