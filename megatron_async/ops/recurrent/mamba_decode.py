@@ -28,7 +28,7 @@ from megatron_async.ops.recurrent.mamba_pools import (
 
 CHANNELS = 512
 """Channels of a convolution's program."""
-STATE_TILE = 8192
+STATE_TILE = 4096
 """Elements of the state that a program holds in registers."""
 FEW_PROGRAMS = 264
 """Two for each processor of an H200: with fewer, smaller tiles are read faster."""

@@ -25,7 +25,7 @@ from megatron_async.ops.recurrent.mamba_pools import (
 )
 from megatron_async.ops.recurrent.mamba_scan import scan_chunks
 
-TOKENS = 32
+TOKENS = 16
 CHANNELS = 128
 """What a program of the convolution takes."""
 
@@ -211,5 +211,5 @@ def _conv_kernel(
         loaded = (token < tokens)[:, None] & (head < heads)[None, :]
         dt = tl.load(source + conv_dim + head[None, :], mask=loaded, other=0.0).to(tl.float32)
         dt += tl.load(dt_bias + head, mask=head < heads, other=0.0).to(tl.float32)[None, :]
-        place = dt_out + head[None, :].to(tl.int64) * tokens + token[:, None]
-        tl.store(place, softplus(dt), mask=loaded)
+        dt_place = dt_out + head[None, :].to(tl.int64) * tokens + token[:, None]
+        tl.store(dt_place, softplus(dt), mask=loaded)

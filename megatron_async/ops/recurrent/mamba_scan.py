@@ -12,6 +12,8 @@ multiplied as two 16-bit parts, which is exact to 2^-17.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -61,8 +63,8 @@ def scan_chunks(
         shape: sizes of the layer.
     """
     chunks = rows.write_rows.numel()
-    tokens, lanes = scan_tile(xbc.dtype, shape)
-    programs = shape.heads * triton.cdiv(shape.head_dim, lanes)
+    tile = scan_tile(xbc.dtype, shape)
+    programs = _programs(shape, tile.lanes)
     share = triton.cdiv(shape.conv_dim, programs)
     _scan_kernel[(programs, chunks)](
         zxbcdt,
@@ -95,36 +97,46 @@ def scan_chunks(
         bc_dim=shape.bc_dim,
         ring=pools.ring_xb.size(1),
         conv_ring=pools.conv.size(1),
-        tile=tokens,
-        lanes=lanes,
+        tile=tile.tokens,
+        lanes=tile.lanes,
         window=triton.next_power_of_2(rule.window(1)),
         share=share,
         share_tile=triton.next_power_of_2(share),
         chunks_tile=max(triton.next_power_of_2(chunks), 16),
         has_dest=chunk_dest is not None,
         is_exact=xbc.dtype == torch.float32,
-        num_warps=4 if tokens < GRID else 8,
-        num_stages=1,
+        num_warps=8,
+        num_stages=tile.stages,
         **launch_options(xbc),
     )
 
 
-def scan_tile(dtype: torch.dtype, shape: MambaShape) -> tuple[int, int]:
-    """Tokens that a program takes together (a divisor of 128), and lanes of a head. They may depend
-    on the layer only: another cut is another order of sums.
+class Tile(NamedTuple):
+    """What a program takes together, and how it is compiled."""
+
+    tokens: int
+    """A divisor of 128."""
+    lanes: int
+    """Of a head's dimension."""
+    stages: int
+
+
+def scan_tile(dtype: torch.dtype, shape: MambaShape) -> Tile:
+    """The tile for a layer. It may depend on the layer only: another cut is another order of sums,
+    and a prompt must give the same bits whatever the batch.
 
     Args:
         dtype: of the inputs.
         shape: sizes of the layer.
     """
+    if dtype == torch.float32:
+        return Tile(16, 16, 1)
     lanes = 64
     while lanes > 16 and (lanes >= 2 * shape.head_dim or _programs(shape, lanes) < MANY_PROGRAMS):
         lanes //= 2
-    if dtype == torch.float32:
-        return 32, min(lanes, 32)
     if shape.d_state > 128:
-        return 64, min(lanes, 32)
-    return GRID, lanes
+        return Tile(64, min(lanes, 32), 2)
+    return Tile(GRID, lanes, 2)
 
 
 def _programs(shape: MambaShape, lanes: int) -> int:
@@ -274,6 +286,7 @@ def _scan_kernel(
         loaded = in_state & (first > 0)
         s = tl.load(state + read_row * state_stride + cell, mask=loaded, other=0.0)
         s = tl.trans(s.to(tl.float32))
+        target = state + write_row * state_stride + cell
         offset = tl.arange(0, tile)
         dest = chunk_dest
         if has_dest:
@@ -309,7 +322,6 @@ def _scan_kernel(
             tl.store(place, y.to(out.dtype.element_ty), mask=in_tile)
             if (base >= begin) & (base < begin + tile) & (base < end):
                 at_base = _advance(s, x, b, dt, decay, rate, position < base, is_exact)
-                target = state + write_row * state_stride + cell
                 tl.store(target, tl.trans(at_base).to(state.dtype.element_ty), mask=in_state)
             s = _advance(s, x, b, dt, decay, rate, exists | (position < first), is_exact)
             if has_dest:
@@ -317,8 +329,8 @@ def _scan_kernel(
                 if (border % BORDERS == 0) & (border <= end):
                     row_of = tl.load(dest + border // BORDERS - 1).to(tl.int64)
                     if row_of >= 0:
-                        target = state + row_of * state_stride + cell
-                        tl.store(target, tl.trans(s).to(state.dtype.element_ty), mask=in_state)
+                        snapshot = state + row_of * state_stride + cell
+                        tl.store(snapshot, tl.trans(s).to(state.dtype.element_ty), mask=in_state)
                         _keep_inputs(
                             zxbcdt,
                             input_stride,
@@ -336,26 +348,26 @@ def _scan_kernel(
                             share_tile,
                         )
         if base == end:
-            target = state + write_row * state_stride + cell
             tl.store(target, tl.trans(s).to(state.dtype.element_ty), mask=in_state)
         # What decode steps add to the state themselves.
-        position = base + tl.arange(0, window)
-        exists = position < end
-        source = xbc + (start - first + position).to(tl.int64)[:, None] * conv_dim
-        target = ring_xb + write_row * xb_stride + (position % ring)[:, None] * xb_dim
-        channel = head * head_dim + lane[None, :]
-        in_ring = exists[:, None] & inside[None, :]
-        x = tl.load(source + channel, mask=in_ring, other=0.0)
-        tl.store(target + channel, x, mask=in_ring)
+        later = base + tl.arange(0, window)
+        is_later = later < end
+        given = (start - first + later).to(tl.int64)
+        xb_source = xbc + given[:, None] * conv_dim
+        xb_target = ring_xb + write_row * xb_stride + (later % ring)[:, None] * xb_dim
+        x_channel = head * head_dim + lane[None, :]
+        in_ring = is_later[:, None] & inside[None, :]
+        kept_x = tl.load(xb_source + x_channel, mask=in_ring, other=0.0)
+        tl.store(xb_target + x_channel, kept_x, mask=in_ring)
         if part == 0:
             if head % group_heads == 0:
-                channel = d_inner + group * d_state + column[None, :]
-                b = tl.load(source + channel, mask=exists[:, None], other=0.0)
-                tl.store(target + channel, b, mask=exists[:, None])
-            place = dt_in + head.to(tl.int64) * tokens + start - first + position
-            dt = tl.load(place, mask=exists, other=0.0)
-            target = ring_dt + write_row * dt_stride + (position % ring) * heads + head
-            tl.store(target, dt, mask=exists)
+                b_channel = d_inner + group * d_state + column[None, :]
+                kept_b = tl.load(xb_source + b_channel, mask=is_later[:, None], other=0.0)
+                tl.store(xb_target + b_channel, kept_b, mask=is_later[:, None])
+            dt_source = dt_in + head.to(tl.int64) * tokens + given
+            kept_dt = tl.load(dt_source, mask=is_later, other=0.0)
+            dt_target = ring_dt + write_row * dt_stride + (later % ring) * heads + head
+            tl.store(dt_target, kept_dt, mask=is_later)
         _keep_inputs(
             zxbcdt,
             input_stride,

@@ -113,13 +113,13 @@ def check_same_step_again(layer, ops, width, **options):
         assert torch.equal(kept, runner.pools.state[0])
 
 
-def check_slot_reuse(layer, ops):
+def check_slot_reuse(layer, ops, steps=20):
     """A row is taken over from another request, whose numbers, or NaN, still lie there."""
     runner = Runner(layer, ops)
     for length in (37, 2, 1, 150):
-        sequence = Sequence(layer, length + 20, row=1)
+        sequence = Sequence(layer, length + steps, row=1)
         runner.prefill(sequence, length)
-        runner.decode(sequence, 20)
+        runner.decode(sequence, steps)
         for pool in runner.pools:
             pool[1] = torch.nan
         runner.base[1] = 10**6
@@ -154,7 +154,7 @@ def check_resumed_scan(layer, ops, splits=((257,), (128, 129), (256, 1), (128, 1
             assert torch.equal(tensor, expected)
 
 
-def check_snapshots(layer, ops):
+def check_snapshots(layer, ops, steps=30):
     """The rows that scan chunks name get the state and the inputs at their ends: a request that
     resumes there gets the same bits. The snapshots' own rows stay."""
     runner = Runner(layer, ops, rows=9)
@@ -186,6 +186,6 @@ def check_snapshots(layer, ops):
         warm.length = border
         runner.step(chunks=[Chunk(warm, 1, False, read_row=row)])
         runner.prefill(warm, 1, 5)
-        runner.decode(warm, 30)
+        runner.decode(warm, steps)
     for pool, before in zip(runner.pools, kept):
         assert torch.equal(pool[5:7].nan_to_num(-7), before.nan_to_num(-7))

@@ -6,7 +6,7 @@ import torch
 from mamba_cases import KERNELS, REFERENCES, Layer
 from triton_interpreter import INTERPRETED
 
-from megatron_async.ops.recurrent.mamba_pools import FlushRule
+from megatron_async.ops.recurrent.mamba_pools import FlushRule, PrefillRows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SIXTEEN_BITS = torch.float16 if INTERPRETED else torch.bfloat16
@@ -78,7 +78,7 @@ def test_the_same_step_again(layer, width):
 
 
 def test_slot_reuse(layer):
-    checks.check_slot_reuse(layer, KERNELS)
+    checks.check_slot_reuse(layer, KERNELS, steps=4)
 
 
 def test_row_at_its_limit(layer):
@@ -90,4 +90,80 @@ def test_resumed_scan_is_bit_identical(layer):
 
 
 def test_snapshots(layer):
+    checks.check_snapshots(layer, KERNELS, steps=10)
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+SHAPES = {
+    "nemotron-3-nano": {"heads": 64, "head_dim": 64, "groups": 8, "d_state": 128},
+    "nemotron-nano-9b-v2": {"heads": 128, "head_dim": 80, "groups": 8, "d_state": 128},
+    "granite-4.0-h-350m": {"heads": 48, "head_dim": 32, "groups": 1, "d_state": 128},
+    "bamba-9b": {"heads": 128, "head_dim": 64, "groups": 1, "d_state": 128},
+    "wide heads": {"heads": 16, "head_dim": 128, "groups": 4, "d_state": 64},
+    "wide state": {"heads": 24, "head_dim": 128, "groups": 1, "d_state": 256},
+}
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_real_sizes(shape, dtype):
+    layer = Layer(**SHAPES[shape], dtype=dtype, device="cuda")
+    checks.check_packed(layer, KERNELS)
+    checks.check_split(layer, KERNELS, (127, 2, 1, 129), steps=20)
+    checks.check_widths(layer, KERNELS)
+    checks.check_same_step_again(layer, KERNELS, 3)
+    checks.check_resumed_scan(layer, KERNELS)
     checks.check_snapshots(layer, KERNELS)
+
+
+@pytest.mark.gpu
+@GPU
+def test_replays_in_a_graph():
+    """A graph of a step serves any positions, lengths and rows that fit its shape."""
+    layer = Layer(**SHAPES["granite-4.0-h-350m"], dtype=torch.bfloat16, device="cuda")
+    rule = FlushRule()
+    pools = layer.pools(9, 17, 4)
+    index = torch.zeros(4, dtype=torch.int64, device="cuda")
+    positions, base = index.clone(), torch.zeros(9, dtype=torch.int32, device="cuda")
+    numbers = torch.zeros(5, 5, dtype=torch.int32, device="cuda")
+    prefill = PrefillRows(numbers[0], *numbers[1:, :4])
+    zxbcdt = layer.inputs(4 + 300)
+
+    def step(ops, base, pools):
+        before, after = ops.next_bases(base, index, positions, 1, prefill, rule)
+        arguments = (layer.params, pools)
+        y = ops.decode(zxbcdt[:4], *arguments, index, positions, before, after, 1, rule)
+        return y, ops.prefill(zxbcdt[4:], *arguments, prefill, after[4:], rule)
+
+    def write(rows, at, lengths, firsts, last):
+        index.copy_(torch.tensor(rows))
+        positions.copy_(torch.tensor(at))
+        starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        targets = [5, 6, 7, 8]
+        rows = (starts, [*firsts, 0], [*targets, 0], [*targets, 0], [*last, 0])
+        numbers.copy_(torch.tensor(rows))
+
+    write([8] * 4, [0] * 4, [0] * 4, [0] * 4, [0] * 4)
+    step(KERNELS, base, pools)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(KERNELS, base, pools)
+    expected_base, expected_pools = base.clone(), type(pools)(*(pool.clone() for pool in pools))
+    for arguments in (
+        ([8] * 4, [0] * 4, [3, 250, 40, 0], [0, 0, 0, 0], [1, 0, 1, 0]),
+        ([5, 7, 8, 8], [3, 40, 0, 0], [0, 20, 0, 0], [0, 250, 0, 0], [0, 1, 0, 0]),
+        ([5, 6, 7, 8], [4, 270, 41, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]),
+    ):
+        zxbcdt.copy_(layer.inputs(304))
+        write(*arguments)
+        for result in results:
+            result.fill_(torch.nan)
+        graph.replay()
+        expected = step(REFERENCES, expected_base, expected_pools)
+        torch.testing.assert_close(results, expected, rtol=3e-2, atol=3e-1)
+        assert torch.equal(base, expected_base)
+        torch.testing.assert_close(
+            tuple(pools), tuple(expected_pools), rtol=3e-2, atol=3e-2, equal_nan=True
+        )

@@ -3,9 +3,9 @@
 import mamba_checks as checks
 import pytest
 import torch
-from mamba_cases import REFERENCES, Layer
+from mamba_cases import KERNELS, REFERENCES, Layer, Runner, Sequence
 
-from megatron_async.ops.recurrent.mamba_pools import FlushRule
+from megatron_async.ops.recurrent.mamba_pools import FlushRule, PrefillRows
 
 LAYERS = {
     "float32": Layer(),
@@ -79,3 +79,45 @@ def test_resumed_scan_is_bit_identical(layer):
 
 def test_snapshots(layer):
     checks.check_snapshots(layer, REFERENCES)
+
+
+def test_bad_input():
+    layer = Layer()
+    pools = layer.pools(3, 17, 4)
+    rows = torch.zeros(2, dtype=torch.int64)
+    bases = torch.zeros(2, dtype=torch.int32)
+    prefill = PrefillRows(bases.new_zeros(3), bases, rows, rows, bases)
+
+    def expect(message, inputs=4, width=1, rule=None, out=None, chunks=prefill, **changes):
+        own = pools._replace(**{k: v for k, v in changes.items() if k in pools._fields})
+        params = {k: v for k, v in changes.items() if k in layer.params._fields}
+        params = layer.params._replace(**params)
+        inputs = layer.inputs(inputs) if isinstance(inputs, int) else inputs
+        arguments = (inputs, params, own)
+        rule = rule or FlushRule()
+        if chunks is prefill:
+            positions = torch.zeros(2 * width, dtype=torch.int64)
+            with pytest.raises(ValueError, match=message):
+                decode(*arguments, rows, positions, bases, bases, width, rule, out)
+        if width == 1:
+            with pytest.raises(ValueError, match=message):
+                prefill_op(*arguments, chunks, bases, rule, out)
+
+    decode, prefill_op = KERNELS.decode, KERNELS.prefill
+    expect("found rows of 100", layer.inputs(4)[:, :100])
+    expect("1 to 8 query tokens, not 9", width=9)
+    expect("2 rows of 3 query tokens want 6 input rows", width=3)
+    expect("make them 18 and 5 or more", rule=FlushRule(16, 1))
+    expect("make them 19 and 5 or more", width=2)
+    expect("pools do not fit", conv=pools.conv[:, :, 1:])
+    expect("pools do not fit", ring_dt=pools.ring_dt[:2])
+    expect("input's dtype", conv=pools.conv.half())
+    expect("float32 or bfloat16", state=pools.state.half())
+    expect("must be adjacent", state=pools.state.transpose(1, 2).contiguous().transpose(1, 2))
+    expect("must be adjacent", layer.inputs(1).t().repeat(1, 4).t().t().contiguous().t())
+    expect(r"conv_bias \(128,\)", conv_bias=torch.zeros(4))
+    expect("parameters must be contiguous", a_log=torch.zeros(8)[::2])
+    expect("out must be", out=torch.zeros(4, 3))
+    expect("2 chunks want 3 starts", chunks=prefill._replace(starts=bases))
+    with pytest.raises(ValueError, match="d_state 24 must be a power of two"):
+        Runner(Layer(d_state=24), REFERENCES).prefill(Sequence(Layer(d_state=24), 3, 0), 3)
