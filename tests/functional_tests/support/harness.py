@@ -43,7 +43,13 @@ def make_model(
     model = build_model(architecture, torch.float32, device)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        if name.endswith("A_log"):
+            # Slow decay, so that a recurrent state too remembers the whole sequence.
+            decay = 0.01 + 0.2 * torch.rand(parameter.shape, generator=generator)
+            parameter.data.copy_(decay.log())
+        elif name.endswith("dt_bias"):
+            parameter.data.fill_(-1.0)
+        elif parameter.dim() == 1:
             parameter.data.fill_(1.0)
         else:
             scale = 1.0 if "embedding" in name else 2.0 / math.sqrt(parameter.size(1))

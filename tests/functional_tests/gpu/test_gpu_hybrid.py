@@ -1,0 +1,101 @@
+"""Hybrid models on a GPU: the CPU's tokens, whatever happens meanwhile; steps captured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from harness import Job, drain, greedy, make_engine, make_model, random_prompts, run_at
+from poisoned_states import poison_states
+
+from megatron_async import SamplingParams
+from megatron_async.devices import CudaDevice
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SHAPE = replace(DUMMY_SHAPES["tiny-hybrid"], kv_channels=32, mamba_head_dim=32, mamba_state_dim=64)
+LENGTHS = (1, 5, 33, 64, 17, 100, 2, 48, 300, 128, 129, 3)
+TOKENS = 48
+ROOM = {"num_kv_blocks": 128, "max_requests": 12, "block_size_tokens": 16}
+CASES: dict[str, dict[str, Any]] = {
+    "serial": {"lookahead": 0, "num_cuda_graphs": 0},
+    "captured": {"lookahead": 1},
+    "two ahead": {"lookahead": 2, "max_tokens": 96},
+    "small chunks": {"lookahead": 1, "max_tokens": 13},
+    "few slots": {"lookahead": 2, "max_requests": 3},
+    "evictions": {"lookahead": 1, "num_kv_blocks": 40, "paused_buffer_size_gb": 1e-9},
+    "rollback": {"lookahead": 2, "invalidation": "rollback"},
+}
+
+
+def jobs(params: SamplingParams | None = None) -> list[Job]:
+    prompts = random_prompts(0, LENGTHS, SHAPE.vocab_size)
+    return [Job(prompt, params or greedy(TOKENS)) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def cpu_tokens() -> list[list[int]]:
+    engine = make_engine(make_model(SHAPE), lookahead=0, max_tokens=512, **ROOM)
+    tokens = run_at(engine, {0: jobs()})
+    engine.close()
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def gpu_model() -> torch.nn.Module:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return make_model(SHAPE, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_equal_the_cpus(
+    gpu_model: torch.nn.Module, cpu_tokens: list[list[int]], name: str
+) -> None:
+    engine = make_engine(gpu_model, device=CudaDevice(), **{**ROOM, **CASES[name]})
+    poison_states(engine)
+    found = run_at(engine, {0: jobs()[:5], 4: jobs()[5:]})
+    stats = engine.stats()
+    drain(engine)
+    engine.close()
+    assert found == cpu_tokens
+    assert (stats["captured_steps"] > 0) == (name != "serial")
+    assert stats["evictions"] > 0 or name != "evictions"
+
+
+@pytest.mark.parametrize("invalidation", ["reconcile", "rollback"])
+def test_requests_beside_one_that_ends_unforeseen(
+    gpu_model: torch.nn.Module, cpu_tokens: list[list[int]], invalidation: str
+) -> None:
+    engine = make_engine(
+        gpu_model, device=CudaDevice(), lookahead=2, invalidation=invalidation, **ROOM
+    )
+    poison_states(engine)
+    mine, wanted = [], []
+    for number, (job, tokens) in enumerate(zip(jobs(), cpu_tokens, strict=True)):
+        at = tokens.index(tokens[2 + 3 * number])
+        mine.append(Job(job.prompt, greedy(TOKENS, stop_token_ids=[tokens[at]])))
+        wanted.append(tokens[: at + 1])
+    assert run_at(engine, {0: mine[:5], 4: mine[5:]}) == wanted
+    assert (engine.stats()["discarded_steps"] > 0) == (invalidation == "rollback")
+    engine.close()
+
+
+def test_steps_wait_for_nothing(gpu_model: torch.nn.Module) -> None:
+    engine = make_engine(gpu_model, device=CudaDevice(), lookahead=1, **ROOM)
+    for number, job in enumerate(jobs()):
+        engine.add_request(number, job.prompt, greedy(90))
+    for _ in range(12):
+        engine.step_modern()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            engine.step_modern()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    drain(engine)
+    engine.close()
