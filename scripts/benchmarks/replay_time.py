@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_async.contexts.request_slots import SlotState
+from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.devices import Device
 from megatron_async.ops.sampling.sampling import SamplingMode
 
@@ -27,14 +31,16 @@ def replay_ms(
     """Milliseconds a step, the median of windows; None where nothing is captured.
 
     Requests in flight lose their meaning: use the engine for nothing else behind it. With several
-    ranks each of them calls it, because a step's collectives are replayed too.
+    ranks each of them calls it, because a step's collectives are replayed too. A replay makes
+    sequences longer, as a step does: each window begins again at the present lengths, and has no
+    more replays than the requests have tokens left, behind which rows would do nothing.
 
     Args:
         engine: with steps in flight, or none.
         batch: decode rows.
         mode: of the graph.
         windows: the median is taken over them.
-        replays: in each window.
+        replays: at most, in each window.
     """
     for step in engine.in_flight:
         step.ready.wait()
@@ -43,8 +49,16 @@ def replay_ms(
     if graph is None:
         return None
     times = []
-    device = engine.context.device
+    device, view, slots = engine.context.device, engine.context.gpu_view, engine.context.slots
+    running = np.flatnonzero(slots.state == SlotState.DECODING)
+    left = slots.max_length[running] - slots.at_least(running) - len(engine.in_flight)
+    replays = max(1, min(replays, int(left.min(initial=replays))))
+    recurrent = view.states.find(RecurrentState)
+    moved = [view.slots.length, *([] if recurrent is None else [recurrent.base])]
+    kept = [tensor.clone() for tensor in moved]
     for _ in range(windows):
+        for tensor, before in zip(moved, kept, strict=True):
+            device.compute.launch(partial(tensor.copy_, before))
         start, end = device.event(timing=True), device.event(timing=True)
         device.compute.record(start)
         for _ in range(replays):
