@@ -53,7 +53,7 @@ def test_bfloat16(device):
 def test_state_is_float32(device):
     """Rounded to 16 bits, what tokens add makes 1e-4 of a difference in float16, bfloat16 1e-3."""
     layer = Layer(heads=2, dtype=SIXTEEN_BITS, device=device)
-    limit = 1e-5 if SIXTEEN_BITS == torch.float16 else 3e-4
+    limit = 1e-5 if layer.dtype == torch.float16 else 3e-4
     checks.check_state_is_float32(layer, KERNELS, REFERENCES, limit)
 
 
