@@ -73,6 +73,11 @@ def mamba_decode(
     """
     shape = _check("mamba_decode", zxbcdt, params, pools, row_index, positions, width, rule)
     rows = row_index.numel()
+    if base_before.numel() < rows or base_after.numel() < rows:
+        raise ValueError(
+            f"mamba_decode: {rows} rows want as many bases before and after; found "
+            f"{base_before.numel()} and {base_after.numel()}: pass what next_bases returned."
+        )
     out = _output(out, zxbcdt, rows * width, shape)
     if not rows:
         return out

@@ -315,7 +315,7 @@ def _scan_kernel(
             seen = offset[:, None] >= offset[None, :]
             share_of = tl.where(seen, decay[:, None] - decay[None, :], -float("inf"))
             weight = weight * tl.exp(share_of) * dt[None, :]
-            y = tl.dot(c, tl.trans(tl.trans(s).to(c.dtype)), input_precision="ieee")
+            y = tl.dot(c, s.to(c.dtype), input_precision="ieee")
             y = y * tl.exp(decay)[:, None] + x.to(tl.float32) * through
             y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
             place = out + token[:, None] * out_stride + head * head_dim + lane[None, :]

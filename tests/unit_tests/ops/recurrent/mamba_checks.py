@@ -114,11 +114,12 @@ def check_same_step_again(layer, ops, width, **options):
 
 
 def check_slot_reuse(layer, ops, steps=20):
-    """A row is taken over from another request, whose numbers, or NaN, still lie there."""
+    """A row is taken over from another request, whose numbers, or NaN, still lie there; so they do
+    in the row that a beginning request names as its read row."""
     runner = Runner(layer, ops)
     for length in (37, 2, 1, 150):
         sequence = Sequence(layer, length + steps, row=1)
-        runner.prefill(sequence, length)
+        runner.step(chunks=[Chunk(sequence, length, True, read_row=length % 2)])
         runner.decode(sequence, steps)
         for pool in runner.pools:
             pool[1] = torch.nan
@@ -189,3 +190,15 @@ def check_snapshots(layer, ops, steps=30):
         runner.decode(warm, steps)
     for pool, before in zip(runner.pools, kept):
         assert torch.equal(pool[5:7].nan_to_num(-7), before.nan_to_num(-7))
+
+
+def check_state_is_float32(layer, ops, others, limit):
+    """What a scan of 16-bit inputs adds to the state is not rounded to 16 bits."""
+    states = []
+    for each in (ops, others):
+        layer.random.manual_seed(1)
+        runner = Runner(layer, each)
+        runner.prefill(Sequence(layer, 200, row=1), 200)
+        states.append(runner.pools.state[1])
+    difference = (states[0] - states[1]).abs().max() / states[1].abs().max()
+    assert difference < limit, difference

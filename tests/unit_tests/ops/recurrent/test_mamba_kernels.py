@@ -50,6 +50,13 @@ def test_bfloat16(device):
     checks.check_same_step_again(layer, ops, 2, state_dtype=torch.bfloat16)
 
 
+def test_state_is_float32(device):
+    """Rounded to 16 bits, what tokens add makes 1e-4 of a difference in float16, bfloat16 1e-3."""
+    layer = Layer(heads=2, dtype=SIXTEEN_BITS, device=device)
+    limit = 1e-5 if layer.dtype == torch.float16 else 3e-4
+    checks.check_state_is_float32(layer, KERNELS, REFERENCES, limit)
+
+
 def test_wide_state(device):
     layer = Layer(heads=1, groups=1, d_state=256, dtype=SIXTEEN_BITS, device=device)
     checks.check_split(layer, KERNELS, (65, 2, 70), steps=3)
