@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
         ("smolm2", "Did you mean 'smollm2'.*Accepted: smollm2 .*gguf.*torch_dist.*dummy:SHAPE"),
         ("dumy:tiny", "Did you mean 'dummy:tiny'"),
         ("/nowhere/at/all", "no such file, folder or name"),
-        ("dummy:huge", "unknown shape 'huge'; known: llama-3.1-8b"),
+        ("dummy:huge", "unknown shape 'huge'; known: .*llama-3.1-8b"),
         ("dummy:", "unknown shape ''"),
     ],
 )
