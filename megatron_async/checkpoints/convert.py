@@ -39,7 +39,8 @@ def convert(
         source: what `open_model` takes, or what it gave.
         target_folder: must not exist, or be empty, unless `overwrite`.
         to: "torch_dist" or "huggingface".
-        dtype: convert the weights; None keeps them bit for bit in the stored dtype.
+        dtype: convert the weights; None keeps them bit for bit in the stored dtype, but for those
+            that a residual multiplier (Granite's) becomes part of: they are rounded once more.
         progress: show progress bars on stderr.
         overwrite: replace a model that is there; anything else there is refused all the same.
 

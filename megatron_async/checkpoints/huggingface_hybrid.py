@@ -6,6 +6,8 @@ Layers of Granite and Bamba are two of the pattern: Mamba-2 or attention, and an
 
 The gated norm of Granite, Bamba and Mamba2 in transformers is over all heads, Megatron's over each
 group, so these are read with one group alone, which all published ones have but Mamba-Codestral.
+transformers' plain code raises small time steps of Nemotron-H to `time_step_min`; its kernels,
+Megatron's and ours do not.
 """
 
 from __future__ import annotations

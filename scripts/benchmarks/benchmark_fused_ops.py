@@ -142,6 +142,7 @@ def sampling_cases(shape: Shape, batch: int, spread: float) -> Iterator[Case]:
 def graph_us(call: Callable[[], object], calls: int, replays: int = 9) -> float:
     """Median microseconds of a call, from graphs of `calls` calls."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which may still fill what the call reads
     with torch.cuda.stream(side):
         for _ in range(2):
             call()

@@ -81,12 +81,25 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+ATTENDING: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron of attention": (
+        "NemotronH",
+        HYBRIDS["nemotron-3"][1] | {"hybrid_override_pattern": "*-*EE*-"},
+    ),
+    "granite of attention": (
+        "GraniteMoeHybrid",
+        HYBRIDS["granite-moe"][1] | {"layer_types": ["full_attention"] * 3},
+    ),
+}
+"""The same without Mamba-2 layers: everything else of them."""
+
+
 def make_hybrid(name: str) -> Any:
     """A model of transformers whose weights say nothing by chance: norms are not ones, biases not
     zeros, and states decay slowly enough to matter."""
     import transformers
 
-    kind, options = HYBRIDS[name]
+    kind, options = (HYBRIDS | ATTENDING)[name]
     torch.manual_seed(1)
     config = getattr(transformers, f"{kind}Config")(**COMMON | options)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()

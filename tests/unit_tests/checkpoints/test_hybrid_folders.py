@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_models import assert_same_weights
-from hybrid_families import HYBRIDS, make_hybrid, save_hybrid, their_logits
+from hybrid_families import ATTENDING, HYBRIDS, make_hybrid, save_hybrid, their_logits
 from safetensors.torch import load_file, save_file
 from whole_sequence import whole_logits
 
+from megatron_async import LLM, SamplingParams
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.convert import convert
 
@@ -94,6 +95,40 @@ def test_numbers_that_stay_float32(name: str, tmp_path: Path) -> None:
     assert_same_weights({k: back[k] for k in exact}, {k: tensors[k] for k in exact})
     if name == "nemotron-3":
         assert_same_weights(back, tensors)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize("name", ATTENDING)
+def test_the_engine_says_what_transformers_says(
+    name: str, lookahead: int, hybrid_folder: Any
+) -> None:
+    reference = make_hybrid(name)
+    prompts = [TOKENS[:3], TOKENS[3:40], TOKENS[40:41]]
+    expected = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        for _ in range(12):
+            tokens.append(int(their_logits(reference, tokens)[-1].argmax()))
+        expected.append(tokens[len(prompt) :])
+    assert len(set(map(tuple, expected))) == 3
+    params = SamplingParams(
+        num_tokens_to_generate=12,
+        temperature=0.0,
+        termination_id=-1,
+        return_log_probs=True,
+        skip_prompt_log_probs=False,
+    )
+    with LLM(
+        str(hybrid_folder(name)), device="cpu", max_tokens=16, max_requests=4, lookahead=lookahead
+    ) as llm:
+        found = llm.generate(prompts, params)
+    assert [request.generated_tokens for request in found] == expected
+    for request, prompt, tokens in zip(found, prompts, expected, strict=True):
+        every = [*prompt, *tokens]
+        log_probs = their_logits(reference, every).log_softmax(-1)[:-1]
+        wanted = log_probs.gather(1, torch.tensor(every[1:])[:, None])[:, 0]
+        told = torch.tensor([*request.prompt_log_probs, *request.generated_log_probs])
+        torch.testing.assert_close(told, wanted, rtol=0, atol=2e-4)
 
 
 def test_names_of_transformers_modules(hybrid_folder: Any, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import importlib.machinery
 import subprocess
 import sys
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
         ("smolm2", "Did you mean 'smollm2'.*Accepted: smollm2 .*gguf.*torch_dist.*dummy:SHAPE"),
         ("dumy:tiny", "Did you mean 'dummy:tiny'"),
         ("/nowhere/at/all", "no such file, folder or name"),
-        ("dummy:huge", "unknown shape 'huge'; known: llama-3.1-8b"),
+        ("dummy:huge", "unknown shape 'huge'; known: .*llama-3.1-8b"),
         ("dummy:", "unknown shape ''"),
     ],
 )
@@ -68,6 +69,30 @@ def test_info_adds_up() -> None:
     assert used <= info.free_bytes < used + info.kv_bytes_per_block
     assert f"{info.kv_blocks:,} blocks = {info.kv_blocks * 16:,} tokens" in format_info(info)
     assert asdict(info)["architecture"]["num_layers"] == 32
+
+
+def test_info_of_hybrids() -> None:
+    info = model_info("dummy:granite-4.0-h-350m", memory_gb=2, dtype="bfloat16")
+    assert info.kv_bytes_per_token == 4096
+    assert info.state_bytes_per_request == 28 * (48 * 32 * 128 * 4 + 1792 * 3 * 2)
+    used = info.weight_bytes + info.state_bytes_per_request
+    used += (info.kv_blocks + 1) * info.kv_bytes_per_block
+    assert used <= info.free_bytes < used + info.kv_bytes_per_block
+    text = format_info(info)
+    assert "in 28 layers, 48 heads of 32, state 128, 1 groups" in text
+    assert "in 4 layers, 12 heads, 4 KV heads, head size 64, no positions" in text
+    assert "21.29 MiB a request" in text
+
+
+def test_info_of_a_model_without_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recurrent = dataclasses.replace(
+        DUMMY_SHAPES["granite-4.0-h-350m"], pattern="M-" * 32, num_layers=32
+    )
+    monkeypatch.setitem(DUMMY_SHAPES, "recurrent", recurrent)
+    info = model_info("dummy:recurrent", memory_gb=2)
+    assert (info.fits, info.kv_blocks, info.kv_bytes_per_token) == (True, 0, 0)
+    assert "none: no layer has attention" in format_info(info)
+    assert not model_info("dummy:recurrent", memory_gb=0.5).fits
 
 
 def test_info_of_a_model_that_does_not_fit() -> None:

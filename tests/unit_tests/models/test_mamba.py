@@ -67,6 +67,44 @@ def test_two_ranks_say_what_one_says(
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
+def _columns_on_ranks(folder: str, sizes: dict[str, int]) -> list[list[float]]:
+    """Logits of this rank; of the first of two pipeline stages, none."""
+    source = open_model(folder)
+    model: Any = build_model(source.architecture, torch.float32, CPU, sizes=ParallelSizes(**sizes))
+    source.load_weights(model)
+    if not model.pre_process:
+        hidden = torch.empty(len(TOKENS), 1, model.config.hidden_size)
+        torch.distributed.recv(hidden, 0)
+        model.set_input_tensor(hidden)
+    logits = whole_logits(model, TOKENS)
+    if not model.post_process:
+        torch.distributed.send(logits.contiguous(), 1)
+        return []
+    columns: list[list[float]] = logits.tolist()
+    return columns
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "ranks"),
+    [
+        ("nemotron-3", {"pipeline_model_parallel": 2}, 2),
+        ("nemotron-3", {"expert_model_parallel": 2}, 2),
+        ("granite-moe", {"expert_model_parallel": 2, "tensor_model_parallel": 2}, 4),
+    ],
+)
+def test_stages_and_experts_on_ranks(
+    name: str, sizes: dict[str, int], ranks: int, folders: dict[str, str]
+) -> None:
+    expected = whole_logits(load_model(folders[name], torch.float32, CPU).model, TOKENS)
+    found = run_ranks(ranks, _columns_on_ranks, folders[name], sizes)
+    if "pipeline_model_parallel" in sizes:
+        assert found.pop(0) == []
+    shared = sizes.get("tensor_model_parallel", 1)
+    for first in range(0, len(found), shared):
+        whole = torch.cat([torch.tensor(part) for part in found[first : first + shared]], 1)
+        torch.testing.assert_close(whole, expected, rtol=0, atol=2e-5)
+
+
 def _described(state: dict[str, Any]) -> list[tuple[Any, ...]]:
     """What a checkpoint would hold: key, whole shape, place, which replica."""
     found = []

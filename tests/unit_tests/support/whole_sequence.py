@@ -17,6 +17,7 @@ from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import in
 from megatron_async.models.attention import stamp_kv_layers
 from megatron_async.models.layer_sizes import MambaSizes
 from megatron_async.models.partition import mamba_sizes, recurrent_layers
+from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable, described_frequencies
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
 
@@ -130,7 +131,8 @@ class WholeSequence:
 
 @torch.inference_mode()
 def whole_logits(model: Any, tokens: list[int]) -> Tensor:
-    """Logits `[tokens, vocabulary]` of one sequence by a `HybridModel`."""
+    """Logits `[tokens, vocabulary]` of one sequence by a `HybridModel`; of a pipeline stage that is
+    not the last, hidden states `[tokens, 1, hidden]`."""
     stamp_kv_layers(model)
     view = WholeSequence(model.config, len(tokens))
     with inference_mode_active():
@@ -141,5 +143,5 @@ def whole_logits(model: Any, tokens: list[int]) -> Tensor:
             inference_context=view,
             runtime_gather_output=True,
         )
-    assert view.layers == list(range(model.config.hybrid_layer_pattern.count("M")))
-    return logits.squeeze(0)
+    assert view.layers == list(range(recurrent_layers(model.config)))
+    return logits.squeeze(0) if stage_of(model.config).is_last else logits
