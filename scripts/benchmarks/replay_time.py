@@ -57,8 +57,7 @@ def replay_ms(
     moved = [view.slots.length, *([] if recurrent is None else [recurrent.base])]
     kept = [tensor.clone() for tensor in moved]
     for _ in range(windows):
-        for tensor, before in zip(moved, kept, strict=True):
-            device.compute.launch(partial(tensor.copy_, before))
+        device.compute.launch(partial(_put_back, moved, kept))
         start, end = device.event(timing=True), device.event(timing=True)
         device.compute.record(start)
         for _ in range(replays):
@@ -67,6 +66,11 @@ def replay_ms(
         end.wait()
         times.append((end.time_us() - start.time_us()) / 1e3 / replays)
     return statistics.median(times)
+
+
+def _put_back(tensors: list[torch.Tensor], kept: list[torch.Tensor]) -> None:
+    for tensor, before in zip(tensors, kept, strict=True):
+        tensor.copy_(before)
 
 
 def call_us(device: Device, call: Callable[[], object], calls: int = 64, repeats: int = 7) -> float:
