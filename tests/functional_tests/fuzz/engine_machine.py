@@ -17,11 +17,13 @@ from attention_model import VOCABULARY, AttentionModel
 from drafters import DRAFTERS
 from fuzz_requests import MAX_SEQUENCE, Ask, Pieces, asks, engine_settings
 from harness import assert_all_is_back, make_engine
+from hybrid_model import HybridAttentionModel
 from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks
+from poisoned_states import poison_states
 from serial_answers import SerialAnswers
 from shared_prompts import SharedPrompts
 from step_watch import StepWatch
@@ -39,8 +41,10 @@ from attention_model import VOCABULARY, AttentionModel
 from drafters import DRAFTERS
 from fuzz_requests import Pieces
 from harness import make_engine
+from hybrid_model import HybridAttentionModel
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks
+from poisoned_states import poison_states
 from shared_prompts import SharedPrompts
 from megatron_async import SamplingParams
 device, loop = LateDevice(), asyncio.new_event_loop()"""
@@ -66,8 +70,12 @@ class EngineMachine(RuleBasedStateMachine):
     """
 
     counts: ClassVar[Counter[str]] = Counter()
-    model: ClassVar[AttentionModel] = AttentionModel()
-    serial: ClassVar[SerialAnswers] = SerialAnswers(model)
+    models: ClassVar[dict[str, AttentionModel]] = {
+        "AttentionModel": AttentionModel(), "HybridAttentionModel": HybridAttentionModel(),
+    }  # fmt: skip
+    answers: ClassVar[dict[str, SerialAnswers]] = {
+        name: SerialAnswers(model) for name, model in models.items()
+    }
     loop: ClassVar[asyncio.AbstractEventLoop] = asyncio.new_event_loop()
 
     def __init__(self) -> None:
@@ -83,11 +91,21 @@ class EngineMachine(RuleBasedStateMachine):
         settings=engine_settings(),
         drafter=st.sampled_from(list(DRAFTERS)),
         sharing=st.sampled_from([None, False, True]),
+        model=st.sampled_from(["AttentionModel", "AttentionModel", "HybridAttentionModel"]),
         requests=st.lists(asks, min_size=2, max_size=4),
     )
     def new_engine(
-        self, settings: dict[str, Any], drafter: str, sharing: bool | None, requests: list[Ask]
+        self,
+        settings: dict[str, Any],
+        drafter: str,
+        sharing: bool | None,
+        model: str,
+        requests: list[Ask],
     ) -> None:
+        self.serial = self.answers[model]
+        self.counts[model] += 1
+        if model == "HybridAttentionModel":
+            sharing = None  # whose states nobody remembers
         self.drafter = None
         if settings["num_speculative_tokens"]:
             self.drafter = DRAFTERS[drafter]([], VOCABULARY, ROOM)
@@ -95,19 +113,20 @@ class EngineMachine(RuleBasedStateMachine):
         arguments = "".join(f", {name}={value!r}" for name, value in settings.items())
         self.script.append(f"drafter = {made}")
         self.script.append(
-            "engine = make_engine(AttentionModel(), device=device, tokenizer=Pieces(), "
+            f"engine = make_engine({model}(), device=device, tokenizer=Pieces(), "
             f"drafter=drafter{arguments})"
         )
-        self.script.append("poison_blocks(engine)")
+        self.script.append("poison_blocks(engine); poison_states(engine)")
         self.device = LateDevice()
         self.engine = make_engine(
-            self.model,
+            self.models[model],
             device=self.device,
             tokenizer=Pieces(),
             drafter=self.drafter,
             **settings,
         )
         self.blocks = poison_blocks(self.engine)
+        poison_states(self.engine)
         self.shared = None
         if sharing is not None and settings["invalidation"] == "reconcile":
             self.script.append(f"shared = SharedPrompts(engine, {sharing})")

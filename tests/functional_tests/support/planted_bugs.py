@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from planted_recurrent_bugs import RECURRENT_BUGS
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
@@ -267,4 +268,5 @@ BUGS: list[Plant] = [
     surplus_and_one_more,
     starts_at_zero_alone,
     shared_blocks_are_freed,
+    *RECURRENT_BUGS,
 ]

@@ -1,0 +1,81 @@
+"""Bugs of recurrent states, one by one, to be found by the fuzzer; see `planted_bugs`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_async.device_state import recurrent_state
+from megatron_async.ops.kernels import TORCH_KERNELS
+from megatron_async.rollback import plan_rollback
+
+PREFILL, NEXT_BASES = TORCH_KERNELS.mamba_prefill, TORCH_KERNELS.next_bases
+
+
+def _plant(monkeypatch: pytest.MonkeyPatch, **ops: Callable[..., Any]) -> None:
+    kernels = replace(TORCH_KERNELS, **ops)
+    monkeypatch.setattr(recurrent_state, "kernels_for", lambda tensor: kernels)
+
+
+def state_of_the_last_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request's first chunk goes on from what its slot holds."""
+
+    def goes_on(zxbcdt: Any, params: Any, pools: Any, rows: Any, base: Any, *others: Any) -> Any:
+        # Nothing is read at position 0: this is the same chunk, further behind.
+        moved = rows._replace(first_positions=rows.first_positions.clamp(min=128))
+        return PREFILL(zxbcdt, params, pools, moved, base + 128, *others)
+
+    _plant(monkeypatch, mamba_prefill=goes_on)
+
+
+def short_chunks_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The convolution's history is lost at chunks of one and two tokens (Megatron-Core 0.19.2)."""
+
+    def forgets(zxbcdt: Any, params: Any, pools: Any, rows: Any, *others: Any) -> Any:
+        lengths = rows.starts.diff()
+        for row in rows.read_rows[(lengths > 0) & (lengths < 3)].tolist():
+            pools.conv[row] = 0
+        return PREFILL(zxbcdt, params, pools, rows, *others)
+
+    _plant(monkeypatch, mamba_prefill=forgets)
+
+
+def drafts_are_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States take over tokens up to the step's last, accepted or not."""
+
+    def too_far(base: Any, slots: Any, positions: Any, width: int, *others: Any) -> Any:
+        return NEXT_BASES(base, slots, positions + width - 1, width, *others)
+
+    _plant(monkeypatch, next_bases=too_far)
+
+
+def states_do_not_lag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States hold tokens of steps that rollback may take back."""
+    rule = recurrent_state.FlushRule
+
+    def without_lag(period: int = 16, lag: int = 0) -> Any:
+        return rule(period, 0)
+
+    monkeypatch.setattr(recurrent_state, "FlushRule", without_lag)
+
+
+def chunks_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that was taken back is run on the state that is behind it."""
+    take_back = plan_rollback.take_back
+
+    def repeat(*arguments: Any, repeats_chunks: bool) -> None:
+        take_back(*arguments, repeats_chunks=True)
+
+    monkeypatch.setattr(plan_rollback, "take_back", repeat)
+
+
+RECURRENT_BUGS = [
+    state_of_the_last_owner,
+    short_chunks_forget,
+    drafts_are_flushed,
+    states_do_not_lag,
+    chunks_run_twice,
+]
