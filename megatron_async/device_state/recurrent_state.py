@@ -65,7 +65,7 @@ class RecurrentState(PerSlotState):
     ) -> None:
         self.rule = rule = FlushRule(lag=lag)
         self._device, self._rows = device, capacity + 1
-        ring, conv = _even(rule.ring_length(width)), _even(rule.conv_length(width))
+        ring, conv = rule.ring_length(width), rule.conv_length(width)
         if dtype == torch.float64:
             state_dtype = dtype
         self._pools = {
@@ -150,7 +150,3 @@ class RecurrentState(PerSlotState):
             )
         return out
 
-
-def _even(length: int) -> int:
-    """The next power of two: a modulo by it is cheap, and strides are aligned."""
-    return 1 << (length - 1).bit_length()

@@ -97,19 +97,20 @@ def test_numbers_that_stay_float32(name: str, tmp_path: Path) -> None:
         assert_same_weights(back, tensors)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
-@pytest.mark.parametrize("name", ATTENDING)
-def test_the_engine_says_what_transformers_says(
-    name: str, lookahead: int, hybrid_folder: Any
-) -> None:
+@pytest.mark.parametrize("name", HYBRIDS | ATTENDING)
+def test_the_engine_says_what_transformers_says(name: str, hybrid_folder: Any) -> None:
+    """Tokens and log probs, prompts in chunks of 1 to 16 tokens, whatever the lookahead."""
     reference = make_hybrid(name)
     prompts = [TOKENS[:3], TOKENS[3:40], TOKENS[40:41]]
-    expected = []
+    expected, log_probs = [], []
     for prompt in prompts:
         tokens = list(prompt)
         for _ in range(12):
-            tokens.append(int(their_logits(reference, tokens)[-1].argmax()))
+            logits = their_logits(reference, tokens)
+            tokens.append(int(logits[-1].argmax()))
         expected.append(tokens[len(prompt) :])
+        every = logits.log_softmax(-1)
+        log_probs.append(every.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0])
     assert len(set(map(tuple, expected))) == 3
     params = SamplingParams(
         num_tokens_to_generate=12,
@@ -118,17 +119,14 @@ def test_the_engine_says_what_transformers_says(
         return_log_probs=True,
         skip_prompt_log_probs=False,
     )
-    with LLM(
-        str(hybrid_folder(name)), device="cpu", max_tokens=16, max_requests=4, lookahead=lookahead
-    ) as llm:
-        found = llm.generate(prompts, params)
-    assert [request.generated_tokens for request in found] == expected
-    for request, prompt, tokens in zip(found, prompts, expected, strict=True):
-        every = [*prompt, *tokens]
-        log_probs = their_logits(reference, every).log_softmax(-1)[:-1]
-        wanted = log_probs.gather(1, torch.tensor(every[1:])[:, None])[:, 0]
-        told = torch.tensor([*request.prompt_log_probs, *request.generated_log_probs])
-        torch.testing.assert_close(told, wanted, rtol=0, atol=2e-4)
+    room = {"device": "cpu", "max_tokens": 16, "max_requests": 4, "num_kv_blocks": 8}
+    for lookahead in (0, 1, 2):
+        with LLM(str(hybrid_folder(name)), lookahead=lookahead, **room) as llm:
+            found = llm.generate(prompts, params)
+        assert [request.generated_tokens for request in found] == expected
+        for request, wanted in zip(found, log_probs, strict=True):
+            told = torch.tensor([*request.prompt_log_probs, *request.generated_log_probs])
+            torch.testing.assert_close(told, wanted, rtol=0, atol=2e-4)
 
 
 def test_names_of_transformers_modules(hybrid_folder: Any, tmp_path: Path) -> None:
