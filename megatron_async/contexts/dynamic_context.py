@@ -27,7 +27,7 @@ from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_buffer import HostStaging
 from megatron_async.device_state.device_memory import make_gpu_view, max_paused_blocks
 from megatron_async.devices import Device, make_device, makes_ordinary_tensors
-from megatron_async.models.partition import recurrent_layers
+from megatron_async.models.partition import is_recurrent
 from megatron_async.observe.timeline import Timeline
 from megatron_async.observe.tracer import Tracer
 from megatron_async.ops.recurrent.mamba_pools import GRID
@@ -103,7 +103,7 @@ class DynamicInferenceContext:
             self.device.captures_graphs,
             self.gpu_view.captures_prefill,
         )
-        self._is_recurrent = recurrent_layers(model_config) > 0
+        self._is_recurrent = is_recurrent(model_config)
         self._plan_builder = PlanBuilder(self.slots, self.graph_shapes)
         self.scheduler = Scheduler(
             inference_config,

@@ -154,7 +154,8 @@ def max_paused_blocks(model: Any, config: InferenceConfig, num_blocks: int, devi
     """Blocks that paused requests may hold: `paused_buffer_size_gb`, or the whole pool."""
     if config.paused_buffer_size_gb is None:
         return num_blocks
-    blocks = int(config.paused_buffer_size_gb * GIB) // block_bytes(model, config)
+    size = block_bytes(model, config)
+    blocks = int(config.paused_buffer_size_gb * GIB) // size if size else num_blocks
     return _agree_on_least(blocks, device)
 
 

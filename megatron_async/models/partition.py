@@ -53,6 +53,12 @@ def recurrent_layers(model: Any) -> int:
     return stage_of(model).pattern.count(MAMBA)
 
 
+def is_recurrent(model: Any) -> bool:
+    """Whether any pipeline stage has layers with a state for each request: what scheduling goes by,
+    which must be the same on all stages."""
+    return MAMBA in (getattr(model, "hybrid_layer_pattern", None) or "")
+
+
 def check_partition(
     architecture: ModelArchitecture, sizes: ParallelSizes, transformer_impl: str
 ) -> None:

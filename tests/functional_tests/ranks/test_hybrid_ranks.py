@@ -1,0 +1,93 @@
+"""Hybrid models on several ranks say what they say on one."""
+
+from __future__ import annotations
+
+import pytest
+from harness import make_model
+from hybrid_ranks import (
+    CASES,
+    JOBS,
+    MODELS,
+    NUMBERS,
+    PLENTY,
+    STAGES,
+    RankRun,
+    alone,
+    pools,
+    serve_all,
+    serve_mine,
+)
+from ranks import run_ranks
+
+from megatron_async.checkpoints.huggingface import save_huggingface
+from megatron_async.models.parallel_state import ParallelSizes
+
+Stored = dict[str, tuple[str, list[list[int]]]]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    """Folders of lively models, and what they say on one rank."""
+    found = {}
+    for name, architecture in MODELS.items():
+        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        save_huggingface(make_model(architecture), architecture, None, folder)
+        tokens = alone(str(folder))
+        assert min(len(set(row)) for row in tokens) > 5, "a dull model hides wrong states"
+        found[name] = str(folder), tokens
+    return found
+
+
+def check(ranks: list[list[RankRun]], expected: list[list[int]]) -> None:
+    """Both ranks said the same in the same steps."""
+    for settings, one, other in zip(CASES, *ranks, strict=True):
+        assert one == other, settings
+        assert one.tokens == expected, settings
+        assert (one.evictions > 0) == ("num_kv_blocks" in settings), settings
+        assert one.captured_steps > 10 or "num_cuda_graphs" not in settings
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel"),
+    [("attention behind", False), ("attention behind", True), ("one group", False)],
+)
+def test_tensor_parallel(stored: Stored, name: str, sequence_parallel: bool) -> None:
+    folder, expected = stored[name]
+    sizes = ParallelSizes(2, sequence_parallel=sequence_parallel)
+    found = run_ranks(2, serve_all, folder, sizes, timeout_s=200)
+    check([runs for _, runs in found], expected)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_pipeline(stored: Stored, name: str) -> None:
+    """A stage may have no attention, or no recurrent layer.
+
+    Break one of these, and it fails:
+
+    - `is_recurrent`: look at the pattern of one stage (then stages cut prompts in other places)
+    - `max_paused_blocks`: divide by a block of no bytes
+    """
+    folder, expected = stored[name]
+    sizes = ParallelSizes(pipeline_model_parallel=2)
+    found = run_ranks(2, serve_all, folder, sizes, timeout_s=200)
+    assert "|".join(layers for layers, _ in found) == STAGES[name]
+    check([runs for _, runs in found], expected)
+
+
+def test_the_stage_with_attention_sizes_the_pool(stored: Stored) -> None:
+    """Blocks take no memory on the other one, which gives enough of them for every request."""
+    first, second = run_ranks(2, pools, stored["attention behind"][0])
+    assert first == second
+    assert first[0] == PLENTY["max_requests"] * 512 // PLENTY["block_size_tokens"]
+    assert 0 < first[1] < first[0]
+
+
+def test_experts(stored: Stored) -> None:
+    folder, expected = stored["attention behind"]
+    ranks = run_ranks(2, serve_mine, folder, timeout_s=200)
+    for settings, *pair in zip(CASES, *ranks, strict=True):
+        assert pair[0].steps == pair[1].steps, settings
+        said = {n: t for ns, run in zip(NUMBERS, pair, strict=True)
+                for n, t in zip(ns, run.tokens, strict=True)}  # fmt: skip
+        assert [said[number] for number in range(len(JOBS))] == expected, settings
+        assert any(run.evictions for run in pair) == ("num_kv_blocks" in settings), settings
