@@ -149,4 +149,3 @@ class RecurrentState(PerSlotState):
                 zxbcdt[tokens:], params, pools, self._prefill, after[rows:], self.rule, out[tokens:]
             )
         return out
-
