@@ -33,7 +33,8 @@ class ModelInfo:
     kv_bytes_per_token: int
     """0 for a model without attention."""
     state_bytes_per_request: int
-    """Of recurrent layers, however long the request is."""
+    """Of recurrent layers, however long the request is: the states, and the inputs that they have
+    not taken in yet. As the engine takes it with the settings that it has by default."""
     block_size_tokens: int
     kv_bytes_per_block: int
     free_bytes: int
@@ -41,13 +42,18 @@ class ModelInfo:
     kv_blocks: int
     """Usable blocks of the largest KV pool that fits beside the weights and the recurrent state of
     one request; 0 if none does, and without attention."""
+    state_requests: int
+    """Requests whose recurrent states fit beside the weights and a KV pool of one block: the
+    largest `max_requests`; 0 if none does, and without recurrent layers."""
 
     @property
     def fits(self) -> bool:
         """Whether weights, the state of one request and a pool of at least one block fit."""
-        if not self.kv_bytes_per_token:
-            return self.weight_bytes + self.state_bytes_per_request <= self.free_bytes
-        return self.kv_blocks > 0
+        if self.state_bytes_per_request:
+            return self.state_requests > 0
+        if self.kv_bytes_per_token:
+            return self.kv_blocks > 0
+        return self.weight_bytes <= self.free_bytes
 
     @property
     def kv_tokens(self) -> int:
@@ -89,9 +95,11 @@ def model_info(
     weight_bytes = architecture.num_parameters * resolved.itemsize
     per_token = architecture.kv_bytes_per_token(resolved.itemsize)
     per_block = per_token * block_size_tokens
-    state = architecture.state_bytes_per_request(resolved.itemsize)
-    # One block more is allocated: rows without a request write to it.
-    blocks = max((free - weight_bytes - state) // per_block - 1, 0) if per_block else 0
+    state = _state_bytes(architecture, resolved)
+    # One block and one state more are allocated: for rows without a request.
+    left = free - weight_bytes
+    blocks = max((left - 2 * state) // per_block - 1, 0) if per_block else 0
+    requests = max((left - 2 * per_block) // state - 1, 0) if state else 0
     return ModelInfo(
         name=source.name,
         format=source.format,
@@ -107,6 +115,7 @@ def model_info(
         kv_bytes_per_block=per_block,
         free_bytes=free,
         kv_blocks=blocks,
+        state_requests=requests,
     )
 
 
@@ -147,6 +156,11 @@ def format_info(info: ModelInfo) -> str:
         f"memory, {info.device}": f"{_size(info.free_bytes)} free",
         "KV pool that fits": pool,
     }
+    if info.state_bytes_per_request and info.fits:
+        rows["states that fit"] = f"of {info.state_requests:,} requests (max_requests)"
+        if info.kv_bytes_per_token:
+            rows["KV pool that fits"] += ", beside the state of one request"
+            rows["states that fit"] += ", beside a KV pool of one block"
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
@@ -171,8 +185,29 @@ def _recurrent_rows(a: ModelArchitecture, info: ModelInfo) -> dict[str, str]:
     return {
         "pattern": a.pattern,
         "Mamba-2": f"in {a.count(MAMBA)} layers, {heads}, {a.mamba_num_groups} groups",
-        "recurrent state": f"{_size(info.state_bytes_per_request)} a request",
+        "recurrent state": _state_row(info),
     }
+
+
+def _state_row(info: ModelInfo) -> str:
+    row = f"{_size(info.state_bytes_per_request)} a request"
+    if info.kv_bytes_per_token:
+        tokens = info.state_bytes_per_request / info.kv_bytes_per_token
+        row += f", as much as {tokens:,.0f} tokens of KV cache"
+    return row
+
+
+def _state_bytes(architecture: ModelArchitecture, dtype: torch.dtype) -> int:
+    """Of one request."""
+    if not architecture.count(MAMBA):
+        return 0
+    # Imported here because the engine's memory takes seconds to import.
+    from megatron_async.config import InferenceConfig
+    from megatron_async.device_state.device_memory import recurrent_state
+
+    layers, nowhere = architecture.count(MAMBA), torch.device("meta")
+    state = recurrent_state(layers, architecture.mamba, InferenceConfig(), dtype, nowhere)
+    return state.bytes_per_slot
 
 
 def _expert_rows(a: ModelArchitecture) -> dict[str, str]:

@@ -23,6 +23,7 @@ from megatron_async.device_state.slot_states import FeedbackState, SlotStates
 from megatron_async.device_state.step_tensors import StepTensors
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
+from megatron_async.models.layer_sizes import MambaSizes
 from megatron_async.models.partition import local_heads, mamba_sizes, recurrent_layers
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable, described_frequencies
@@ -53,18 +54,8 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
         states.add(SamplingState(config.max_requests, vocab_size, device.torch_device))
     takes_back = config.invalidation == "rollback"
     if layers := recurrent_layers(model):
-        states.add(
-            RecurrentState(
-                layers,
-                recurrent_shape(model),
-                config.max_requests,
-                model.params_dtype,
-                getattr(torch, config.mamba_ssm_states_dtype),
-                config.decode_width,
-                config.steps_in_flight if takes_back else 0,
-                device.torch_device,
-            )
-        )
+        sizes = mamba_sizes(model).of_rank(model.tensor_model_parallel_size)
+        states.add(recurrent_state(layers, sizes, config, model.params_dtype, device.torch_device))
     # What each slot takes comes first; blocks share what is left.
     num_blocks = _num_blocks(model, config, device, states)
     states.allocate()
@@ -191,10 +182,32 @@ def blocks_for_all(config: InferenceConfig) -> int:
     return config.max_requests * -(-config.max_sequence_length // config.block_size_tokens)
 
 
-def recurrent_shape(model: Any) -> MambaShape:
-    """Sizes of a Mamba-2 layer on one rank."""
-    sizes = mamba_sizes(model).of_rank(model.tensor_model_parallel_size)
-    return MambaShape(sizes.heads, sizes.head_dim, sizes.groups, sizes.state_dim)
+def recurrent_state(
+    layers: int,
+    sizes: MambaSizes,
+    config: InferenceConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> RecurrentState:
+    """What an engine's recurrent layers remember; without memory as yet.
+
+    Args:
+        layers: recurrent layers, of this rank's pipeline stage.
+        sizes: of one of them, on this rank.
+        config: settings of the engine.
+        dtype: of activations.
+        device: where it goes; "meta" to learn how large it is.
+    """
+    return RecurrentState(
+        layers,
+        MambaShape(sizes.heads, sizes.head_dim, sizes.groups, sizes.state_dim),
+        config.max_requests,
+        dtype,
+        getattr(torch, config.mamba_ssm_states_dtype),
+        config.decode_width,
+        config.steps_in_flight if config.invalidation == "rollback" else 0,
+        device,
+    )
 
 
 def _make_attention(

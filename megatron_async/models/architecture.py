@@ -183,11 +183,6 @@ class ModelArchitecture:
         values = self.count(ATTENTION) * self.num_query_groups * self.kv_channels
         return 2 * values * bytes_per_element
 
-    def state_bytes_per_request(self, bytes_per_element: int) -> int:
-        """Bytes of recurrent state that one request takes over all layers: Mamba-2's in float32,
-        and the last inputs of its convolution, in elements of so many bytes."""
-        return self.count(MAMBA) * self.mamba.state_bytes(bytes_per_element)
-
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping; `from_dict` is its inverse."""
         return asdict(self)

@@ -57,17 +57,6 @@ class MambaSizes:
         """Of one request's state: `(heads, head_dim, state_dim)`, float32."""
         return self.heads, self.head_dim, self.state_dim
 
-    @property
-    def conv_state_shape(self) -> tuple[int, int]:
-        """Of one request's last inputs of the convolution: `(channels, kernel - 1)`."""
-        return self.conv, CONV_KERNEL - 1
-
-    def state_bytes(self, bytes_per_element: int) -> int:
-        """Bytes of one request's state in one layer: float32, and the convolution's inputs in
-        elements of so many bytes."""
-        inputs, before = self.conv_state_shape
-        return 4 * self.inner * self.state_dim + inputs * before * bytes_per_element
-
     def of_rank(self, ranks: int) -> MambaSizes:
         """What one of so many tensor-parallel ranks holds: a share of the heads with their groups,
         or of a single group's heads, whose B and C every rank has."""

@@ -27,7 +27,7 @@ class ModelLessEngine(DynamicInferenceEngine):
         model_less_controller: the controller, with its idle time.
 
     Raises:
-        ConfigurationError: neither num_kv_blocks nor buffer_size_gb is set.
+        ConfigurationError: neither num_kv_blocks nor buffer_size_gb is set, and there is attention.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class ModelLessEngine(DynamicInferenceEngine):
         tokens: TokenSource,
         machine: Machine | None = None,
     ) -> None:
-        if config.num_kv_blocks is None and config.buffer_size_gb is None:
+        sizes_pool = config.num_kv_blocks is not None or config.buffer_size_gb is not None
+        if shape.num_layers and not sizes_pool:
             raise ConfigurationError(
                 "a device without memory has no free memory to size the KV pool by: give "
                 "num_kv_blocks or buffer_size_gb."

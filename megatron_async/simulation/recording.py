@@ -238,6 +238,7 @@ def _parse_header(path: str | Path, line: str | None) -> Recording:
             f"with the program that wrote it (commit {header.get('commit')})."
         )
     _check_names(header["config"], InferenceConfig, "the setting")
+    _check_names(header["shape"], ModelShape, "the model's field")
     config = InferenceConfig(**header["config"])
     return Recording(config, ModelShape(**header["shape"]), header)
 

@@ -10,11 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 from ascii_tokenizer import make_ascii_tokenizer
-from harness import TINY, EngineFactory, drain, greedy, random_prompts
+from harness import (
+    TINY,
+    EngineFactory,
+    drain,
+    greedy,
+    make_engine,
+    make_model,
+    random_prompts,
+)
 from schedules import random_schedule, run_schedule
 
 from megatron_async import DynamicInferenceEngine, SamplingParams, StructuredOutput
 from megatron_async.contexts import dynamic_context
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import (
     Added,
@@ -61,6 +70,25 @@ def test_replays_plan_for_plan(make_tiny_engine, tmp_path, lookahead):
         assert Replay(recording).run() == engine.statistics.steps
         pressed += engine.context.scheduler.evictions > 0
     assert pressed, "no schedule came under memory pressure"
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_hybrids_replay(tmp_path, lookahead):
+    """With chunks that end where scans are cut, and requests that pause and are evicted."""
+    path, architecture = tmp_path / "run.rec", DUMMY_SHAPES["tiny-hybrid"]
+    engine = make_engine(
+        make_model(architecture), lookahead=lookahead, max_requests=4, max_tokens=150,
+        block_size_tokens=8, num_kv_blocks=45, paused_buffer_size_gb=5e-5,
+    )  # fmt: skip
+    recorder = Recorder(engine, path)
+    prompts = random_prompts(3, (300, 20, 5, 140), architecture.vocab_size)
+    engine.generate(prompts, [greedy(30)] * len(prompts))
+    drain(engine)
+    recorder.close()
+    stats = engine.stats()
+    engine.close()
+    assert min(stats["pauses"], stats["evictions"]) > 0
+    assert Replay(load_recording(path)).run() == stats["steps"]
 
 
 def test_another_schedule_is_noticed(make_tiny_engine, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from schedules import run_schedule
 from shared_prompts import SharedPrompts, sharing_schedule
 
 from megatron_async.config import InferenceConfig
-from megatron_async.models.architecture import DUMMY_SHAPES
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.profiling.arrival_trace import TraceRequest
 from megatron_async.simulation import simulator
 from megatron_async.simulation.device_times import MACHINES

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,12 @@ import torch
 
 from megatron_async.checkpoints import CheckpointError, load_model, open_model, registry
 from megatron_async.checkpoints.info import format_info, model_info
-from megatron_async.errors import ConfigurationError
+from megatron_async.config import InferenceConfig
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.devices import CpuDevice
+from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.models.model_config import transformer_config
 
 CPU = torch.device("cpu")
 
@@ -74,14 +79,40 @@ def test_info_adds_up() -> None:
 def test_info_of_hybrids() -> None:
     info = model_info("dummy:granite-4.0-h-350m", memory_gb=2, dtype="bfloat16")
     assert info.kv_bytes_per_token == 4096
-    assert info.state_bytes_per_request == 28 * (48 * 32 * 128 * 4 + 1792 * 3 * 2)
-    used = info.weight_bytes + info.state_bytes_per_request
+    # x and B in a ring of 32 tokens, dt too, in float32; the convolution's inputs in one of 4.
+    rings = 32 * (48 * 32 + 128) * 2 + 32 * 48 * 4 + 4 * (48 * 32 + 2 * 128) * 2
+    assert info.state_bytes_per_request == 28 * (48 * 32 * 128 * 4 + rings)
+    used = info.weight_bytes + 2 * info.state_bytes_per_request
     used += (info.kv_blocks + 1) * info.kv_bytes_per_block
     assert used <= info.free_bytes < used + info.kv_bytes_per_block
     text = format_info(info)
     assert "in 28 layers, 48 heads of 32, state 128, 1 groups" in text
     assert "in 4 layers, 12 heads, 4 KV heads, head size 64, no positions" in text
-    assert "21.29 MiB a request" in text
+    tokens = info.state_bytes_per_request / 4096
+    assert f"MiB a request, as much as {tokens:,.0f} tokens of KV cache" in text
+    assert f"of {info.state_requests} requests (max_requests), beside a KV pool of one" in text
+
+
+@pytest.mark.parametrize("memory_gb", [0.004, 0.008])
+def test_info_of_hybrids_is_what_an_engine_finds(memory_gb: float) -> None:
+    """Beside the weights: as many requests as it says, or as many blocks, and not one more."""
+    info = model_info("dummy:tiny-hybrid", memory_gb=memory_gb, block_size_tokens=16)
+    model = transformer_config(info.architecture, torch.float32)
+    device = CpuDevice()
+    device.free_memory = partial(int, info.free_bytes - info.weight_bytes)  # type: ignore[method-assign]
+    assert min(info.state_requests, info.kv_blocks) > 1
+
+    def blocks(requests: int, num_kv_blocks: int) -> int:
+        config = InferenceConfig(
+            max_requests=requests, num_kv_blocks=num_kv_blocks, block_size_tokens=16
+        )
+        return DynamicInferenceContext(model, config, device).blocks.total
+
+    assert blocks(info.state_requests, 1) == 1
+    assert blocks(1, info.kv_blocks) == info.kv_blocks
+    for more in ((info.state_requests + 1, 1), (1, info.kv_blocks + 1)):
+        with pytest.raises(OutOfMemoryError):
+            blocks(*more)
 
 
 def test_info_of_a_model_without_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

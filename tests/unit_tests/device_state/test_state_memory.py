@@ -11,8 +11,8 @@ from megatron_async import DynamicInferenceContext, InferenceConfig
 from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.devices import CpuDevice
 from megatron_async.errors import OutOfMemoryError
-from megatron_async.models.architecture import DUMMY_SHAPES
-from megatron_async.models.hybrid import ModelConfig, transformer_config
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.models.model_config import ModelConfig, transformer_config
 
 
 def make_model(vocab_size: int) -> ModelConfig:

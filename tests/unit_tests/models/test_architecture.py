@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -38,11 +39,9 @@ def test_a_transformer_s_pattern_follows():
     assert HYBRID.layers_per_block == 1
 
 
-def test_only_attention_has_keys_and_only_recurrent_layers_have_state():
+def test_only_attention_has_keys():
     assert HYBRID.kv_bytes_per_token(2) == 2 * 1 * 2 * 16 * 2
-    # Two layers: 8 heads of 16 x 32 numbers in float32, 3 inputs of 8 * 16 + 2 * 2 * 32 channels.
-    assert HYBRID.state_bytes_per_request(2) == 2 * (8 * 16 * 32 * 4 + 3 * 256 * 2)
-    assert DUMMY_SHAPES["tiny"].state_bytes_per_request(2) == 0
+    assert dataclasses.replace(HYBRID, pattern="M-M-E").kv_bytes_per_token(2) == 0
 
 
 def test_a_rank_of_several_holds_a_share_of_heads_and_groups_or_all_of_one_group():
@@ -77,8 +76,9 @@ def test_well_known_hybrids_have_the_sizes_of_their_names(shape, billions, kv_by
     a = DUMMY_SHAPES[shape]
     assert a.num_parameters / 1e9 == pytest.approx(billions, abs=0.005)
     assert a.kv_bytes_per_token(2) == kv_bytes
-    # Without the inputs of the convolution, a few percent.
-    assert a.state_bytes_per_request(0) / 1e6 == pytest.approx(state_mb, abs=0.05)
+    # Without the inputs that states have not taken in yet.
+    state = 4 * a.count("M") * math.prod(a.mamba.state_shape)
+    assert state / 1e6 == pytest.approx(state_mb, abs=0.05)
 
 
 @pytest.mark.parametrize(

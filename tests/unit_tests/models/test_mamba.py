@@ -297,7 +297,7 @@ def test_what_a_stage_needs_room_for() -> None:
         found.append(recurrent_layers(config))
     assert found == [2, 0]
     rank = mamba_sizes(config).of_rank(2)
-    assert (rank.state_shape, rank.conv_state_shape) == ((4, 16, 16), (96, 3))
+    assert (rank.state_shape, rank.conv) == ((4, 16, 16), 96)
     assert recurrent_layers(transformer_config(DUMMY_SHAPES["tiny"], torch.bfloat16)) == 0
 
 

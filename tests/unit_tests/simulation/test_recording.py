@@ -88,6 +88,7 @@ def test_other_files_are_refused(tmp_path, path):
     [
         ({"version": 1}, "version 1, but this program reads version 2"),
         ({"config": {**asdict(CONFIG), "warp": 9}}, "the setting 'warp'"),
+        ({"shape": {**asdict(SHAPE), "num_warps": 9}}, "the model's field 'num_warps'"),
     ],
 )
 def test_other_versions_are_refused(path, change, message):
