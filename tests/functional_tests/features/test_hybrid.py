@@ -24,6 +24,8 @@ from harness import (
     run_together,
 )
 from hybrid_model import HybridAttentionModel
+from planted_bugs import Plant
+from planted_recurrent_bugs import ROLLBACK_BUGS
 from poisoned_states import poison_states
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
@@ -118,16 +120,37 @@ def test_requests_beside_one_that_ends_unforeseen(
     lookahead: int,
 ) -> None:
     """Under "rollback" steps are taken back: a state that was written would be read again."""
-    params, wanted = [], []
-    for number, tokens in enumerate(serial):
-        at = tokens.index(tokens[3 + 3 * number])
-        params.append(greedy(TOKENS, stop_token_ids=[tokens[at]]))
-        wanted.append(tokens[: at + 1])
+    params, wanted = stopping(serial)
     engine = make(model, lookahead=lookahead, invalidation=invalidation, **settings)
     assert run_at(engine, arrivals(params)) == wanted
     assert (engine.stats()["discarded_steps"] > 0) == (invalidation == "rollback")
     engine.close()
     assert_all_is_back(engine)
+
+
+@pytest.mark.parametrize("plant", ROLLBACK_BUGS, ids=lambda plant: plant.__name__)
+def test_a_bug_of_rollback_is_seen(
+    model: HybridAttentionModel,
+    serial: list[list[int]],
+    plant: Plant,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params, wanted = stopping(serial)
+    plant(monkeypatch)
+    settings = {"lookahead": 3, "invalidation": "rollback", "max_tokens": 30, "max_requests": 6}
+    engine = make(model, **settings)
+    assert run_at(engine, arrivals(params)) != wanted
+    engine.close()
+
+
+def stopping(serial: list[list[int]]) -> tuple[list[SamplingParams], list[list[int]]]:
+    """Parameters that stop each request at a token of its own, and the tokens up to there."""
+    params, wanted = [], []
+    for number, tokens in enumerate(serial):
+        at = tokens.index(tokens[3 + 3 * number])
+        params.append(greedy(TOKENS, stop_token_ids=[tokens[at]]))
+        wanted.append(tokens[: at + 1])
+    return params, wanted
 
 
 def test_captured_steps(model: HybridAttentionModel, serial: list[list[int]]) -> None:

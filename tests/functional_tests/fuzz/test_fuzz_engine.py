@@ -19,8 +19,7 @@ seed 0; most by the fourth already, in which requests are paused and taken up ag
     verification of drafts             drafts_believed 4, one_draft_too_many 4
     shared blocks                      starts_at_zero_alone 8, shared_blocks_are_freed 8
     recurrent states                   state_of_the_last_owner 4, short_chunks_forget 4,
-                                       drafts_are_flushed 4, states_do_not_lag 320,
-                                       chunks_run_twice 321
+                                       drafts_are_flushed 4
 """
 
 from __future__ import annotations

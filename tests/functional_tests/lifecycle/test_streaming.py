@@ -252,11 +252,16 @@ def test_only_first_tokens_and_ends_are_told_at_once(
     """Without a timer that fires, a reader gets the first token, and the rest with the end."""
     monkeypatch.setattr(stream_wakeups, "WAKE_EVERY_S", 1e6)
 
+    async def read_at_once(stream: RequestStream) -> list[StreamChunk]:
+        # No pause between chunks, in which a step may be booked.
+        return [chunk async for chunk in stream]
+
     async def run() -> list[list[StreamChunk]]:
         engine = make_tiny_engine(lookahead=lookahead)
         engine.requests.readers._rests_until = time.monotonic() + 1e6
         futures = [engine.add_request(i, p, greedy(TOKENS)) for i, p in enumerate(PROMPTS)]
-        readers = [asyncio.create_task(read(engine.stream(i))) for i in range(len(PROMPTS))]
+        streams = [engine.stream(i) for i in range(len(PROMPTS))]
+        readers = [asyncio.create_task(read_at_once(stream)) for stream in streams]
         await asyncio.sleep(0)
         runner = asyncio.create_task(engine.run_engine())
         chunks = await asyncio.wait_for(asyncio.gather(*readers), 60)

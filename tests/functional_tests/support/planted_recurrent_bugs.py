@@ -72,10 +72,6 @@ def chunks_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_rollback, "take_back", repeat)
 
 
-RECURRENT_BUGS = [
-    state_of_the_last_owner,
-    short_chunks_forget,
-    drafts_are_flushed,
-    states_do_not_lag,
-    chunks_run_twice,
-]
+RECURRENT_BUGS = [state_of_the_last_owner, short_chunks_forget, drafts_are_flushed]
+ROLLBACK_BUGS = [states_do_not_lag, chunks_run_twice]
+"""Few schedules meet them; `features/test_hybrid.py` has one that does."""
