@@ -34,8 +34,10 @@ class CpuGraph:
         before = [dict(vars(object)) for object in objects]
         self._work()
         for object, attributes in zip(objects, before, strict=True):
-            vars(object).clear()
+            # Never empty: other streams' work reads the same objects meanwhile.
             vars(object).update(attributes)
+            for added in vars(object).keys() - attributes.keys():
+                delattr(object, added)
 
 
 class CapturingCpu(CpuDevice):

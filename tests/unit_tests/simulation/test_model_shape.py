@@ -81,8 +81,8 @@ def test_states_are_the_models() -> None:
     engine = ModelLessEngine(shape, InferenceConfig(num_kv_blocks=64, **SETTINGS), Ones())
     state = engine.context.gpu_view.states.find(RecurrentState)
     assert state is not None
-    # Two layers of 8 heads of 16, state 32, two groups; a ring of 32 inputs, and of 4.
-    of_inputs = 32 * (8 * 16 + 2 * 32) + 32 * 8 + 4 * (8 * 16 + 2 * 2 * 32)
+    # Two layers of 8 heads of 16, state 32, two groups; a ring of 17 inputs, and of 4.
+    of_inputs = 17 * (8 * 16 + 2 * 32) + 17 * 8 + 4 * (8 * 16 + 2 * 2 * 32)
     assert state.bytes_per_slot == 2 * 4 * (8 * 16 * 32 + of_inputs)
     engine.close()
 
