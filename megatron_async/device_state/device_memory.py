@@ -32,7 +32,7 @@ from megatron_async.ops.attention.backends.selection import choose_prefill
 from megatron_async.ops.attention.decode_attention import HEAD_TILE, MAX_DIM
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
-from megatron_async.ops.recurrent.mamba_pools import MambaShape
+from megatron_async.ops.recurrent.mamba_pools import LEAST_STATE, MAX_WIDTH, MambaShape
 
 
 def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> ContextGPUView:
@@ -197,7 +197,21 @@ def recurrent_state(
         config: settings of the engine.
         dtype: of activations.
         device: where it goes; "meta" to learn how large it is.
+
+    Raises:
+        ConfigurationError: sizes or settings that the ops of these layers do not serve.
     """
+    if config.decode_width > MAX_WIDTH:
+        raise ConfigurationError(
+            f"num_speculative_tokens={config.num_speculative_tokens} is not served with Mamba-2 "
+            f"layers: use at most {MAX_WIDTH - 1}."
+        )
+    state_dim = sizes.state_dim
+    if state_dim < LEAST_STATE or state_dim & (state_dim - 1):
+        raise ConfigurationError(
+            f"mamba_state_dim={state_dim} is not served: it must be a power of two from "
+            f"{LEAST_STATE} on."
+        )
     return RecurrentState(
         layers,
         MambaShape(sizes.heads, sizes.head_dim, sizes.groups, sizes.state_dim),

@@ -120,7 +120,7 @@ def megatron_decode(
     index: Tensor,
     width: int,
 ) -> Callable[[], object]:
-    """The same step by Megatron-Core's kernels, which write the state in every step."""
+    """A decode step by Megatron-Core's kernels, which write the state in every step."""
     from megatron.core.ssm.ops.causal_conv1d_triton import causal_conv1d_update
     from megatron.core.ssm.ops.mamba_ssm import selective_state_update
 
@@ -189,7 +189,7 @@ def megatron_prefill(
     zxbcdt: Tensor,
     ends: Tensor,
 ) -> Callable[[], object]:
-    """The same chunks by Megatron-Core's kernels, their metadata made before."""
+    """Prefill chunks by Megatron-Core's kernels, their metadata made before."""
     from megatron.core.ssm.ops.causal_conv1d_varlen import causal_conv1d_varlen_fn
     from megatron.core.ssm.ops.ssd_combined import mamba_chunk_scan_combined_varlen
 

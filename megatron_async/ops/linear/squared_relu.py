@@ -45,7 +45,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def squared_relu_reference(x: Tensor) -> Tensor:
-    """The same in plain torch."""
+    """`squared_relu` in plain torch."""
     return x.to(torch.float32).relu().square().to(x.dtype)
 
 

@@ -79,7 +79,7 @@ def next_bases_reference(
     prefill: PrefillRows | None,
     rule: FlushRule,
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch."""
+    """`next_bases` in plain torch."""
     decode_rows, _chunks = _sizes(row_index, positions, width, prefill, rule)
 
     def flushed(end: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float
 def gated_rms_norm_reference(
     y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float
 ) -> Tensor:
-    """The same in plain torch."""
+    """`gated_rms_norm` in plain torch."""
     gated = y.to(torch.float32) * F.silu(z.to(torch.float32))
     normed = F.rms_norm(gated.unflatten(1, (groups, -1)), (gated.size(1) // groups,), eps=eps)
     return (normed.flatten(1) * weight.to(torch.float32)).to(y.dtype)

@@ -20,6 +20,8 @@ GRID = 128
 """Scans of a prompt are cut at multiples of this position, whatever the batch."""
 MAX_WIDTH = 8
 """Query tokens that a decode row may have."""
+LEAST_STATE = 16
+"""The least d_state, which must be a power of two."""
 
 
 class FlushRule(NamedTuple):
@@ -171,8 +173,8 @@ def shape_of(
             f"{pools.ring_xb.size(2)} channels are {groups} groups, and input rows of {wanted}; "
             f"found rows of {zxbcdt.size(1)}: pass in_proj's output and this layer's pools."
         )
-    if d_state < 16 or d_state & (d_state - 1):
-        raise ValueError(f"{op}: d_state {d_state} must be a power of two from 16 on.")
+    if d_state < LEAST_STATE or d_state & (d_state - 1):
+        raise ValueError(f"{op}: d_state {d_state} must be a power of two from {LEAST_STATE} on.")
     _check_pools(op, zxbcdt, pools, shape, rule, width)
     _check_params(op, params, shape)
     return shape

@@ -24,7 +24,7 @@ SLOW_S = 0.05
 
 
 class AskedEvent(CpuEvent):
-    """It cannot tell, and to ask a broken stream's event raises: a GPU's are so."""
+    """The event cannot tell, and asking it raises, as a broken GPU stream's event does."""
 
     questions = 0
     """Since its last recording."""

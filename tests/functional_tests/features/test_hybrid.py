@@ -31,6 +31,7 @@ from poisoned_states import poison_states
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.devices import Chaos, CpuDevice, Device
+from megatron_async.errors import ConfigurationError
 
 LENGTHS = (5, 19, 1, 40, 270, 8, 2, 3, 129, 127)
 PROMPTS = random_prompts(3, LENGTHS, VOCABULARY)
@@ -214,3 +215,19 @@ def test_a_state_of_bfloat16_is_half_as_large() -> None:
         sizes[dtype] = pools.state.nbytes
         engine.close()
     assert sizes["float32"] == 2 * sizes["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "state_dim", "message"),
+    [
+        ({"num_speculative_tokens": 8}, 16, "num_speculative_tokens=8 .* at most 7"),
+        ({}, 24, "mamba_state_dim=24 .* power of two"),
+        ({}, 8, "mamba_state_dim=8 .* from 16 on"),
+    ],
+)
+def test_sizes_that_are_not_served(settings: dict[str, Any], state_dim: int, message: str) -> None:
+    """Refused when the engine is made, not by a failing step."""
+    other = HybridAttentionModel()
+    other.config.mamba_state_dim = state_dim
+    with pytest.raises(ConfigurationError, match=message):
+        make_engine(other, max_requests=2, max_tokens=64, **settings)

@@ -91,7 +91,7 @@ ATTENDING: dict[str, tuple[str, dict[str, Any]]] = {
         HYBRIDS["granite-moe"][1] | {"layer_types": ["full_attention"] * 3},
     ),
 }
-"""The same without Mamba-2 layers: everything else of them."""
+"""Hybrid families without Mamba-2 layers, with everything else that they have."""
 
 
 def make_hybrid(name: str) -> Any:
