@@ -18,6 +18,7 @@ from megatron_async.device_state.slot_states import PerSlotState
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.recurrent.mamba_pools import (
+    GATES,
     FlushRule,
     MambaParams,
     MambaPools,
@@ -71,13 +72,14 @@ class RecurrentState(PerSlotState):
         self._pools = {
             "state": (layers, (shape.heads, shape.head_dim, shape.d_state), state_dtype),
             "ring_xb": (layers, (ring, shape.d_inner + shape.bc_dim), dtype),
-            "ring_dt": (layers, (ring, shape.heads), wide_dtype(dtype)),
+            "ring_gates": (layers, (ring, GATES, shape.heads), wide_dtype(dtype)),
             "conv": (layers, (conv, shape.conv_dim), dtype),
         }
+        self._every: MambaPools | None = None
         self._layers: list[MambaPools] = []
         self.base = torch.zeros(self._rows, dtype=torch.int32, device=device)
         self._prefill: PrefillRows | None = None
-        self._bases: tuple[Tensor, Tensor] | None = None
+        self._after: Tensor | None = None
 
     @property
     def bytes_per_slot(self) -> int:
@@ -90,17 +92,19 @@ class RecurrentState(PerSlotState):
     def allocate(self) -> None:
         # Zeroed only so that a mistake is seen as wrong tokens and not as NaN now and then: nothing
         # reads what its own sequence has not written.
-        pools = [
-            torch.zeros(layers, self._rows, *sizes, dtype=dtype, device=self._device)
-            for layers, sizes, dtype in self._pools.values()
-        ]
-        self._layers = [MambaPools(*layer) for layer in zip(*pools, strict=True)]
+        self._every = MambaPools(
+            *(
+                torch.zeros(layers, self._rows, *sizes, dtype=dtype, device=self._device)
+                for layers, sizes, dtype in self._pools.values()
+            )
+        )
+        self._layers = [MambaPools(*layer) for layer in zip(*self._every, strict=True)]
 
     def release(self) -> None:
-        self._layers = []
+        self._every, self._layers = None, []
 
     def begin_step(self, view: ContextGPUView) -> None:
-        """Where the states of the step's rows stand, once for all layers."""
+        """Bring the states of the step's decode rows to where they stand in it."""
         step, dims = view.step, view.dims
         decode = dims.decode_rows
         self._prefill = None
@@ -109,9 +113,12 @@ class RecurrentState(PerSlotState):
             is_last = (step.features[dims.decode_tokens :] & int(RowFeature.PRODUCES)) != 0
             first = step.lengths[decode:] - starts.diff()
             self._prefill = PrefillRows(starts, first, slots, slots, is_last)
-        self._bases = kernels_for(self.base).next_bases(
-            self.base, step.row_slots[:decode], step.positions, dims.width, self._prefill, self.rule
+        ops, slots = kernels_for(self.base), step.row_slots[:decode]
+        before, self._after = ops.next_bases(
+            self.base, slots, step.positions, dims.width, self._prefill, self.rule
         )
+        assert self._every is not None, "a step without memory"
+        ops.flush(self._every, slots, before, self._after, self.rule)
 
     def run(self, view: ContextGPUView, layer: int, zxbcdt: Tensor, params: MambaParams) -> Tensor:
         """Convolution and recurrence of one layer.
@@ -125,11 +132,11 @@ class RecurrentState(PerSlotState):
         Returns:
             `[tokens, heads * head_dim]`, before the gated norm.
         """
-        assert self._bases is not None, "a layer before its step has begun"
+        after = self._after
+        assert after is not None, "a layer before its step has begun"
         pools, dims, ops = self._layers[layer], view.dims, kernels_for(zxbcdt)
         channels = pools.state.size(1) * pools.state.size(2)
         out = torch.empty(len(zxbcdt), channels, dtype=zxbcdt.dtype, device=zxbcdt.device)
-        before, after = self._bases
         rows, tokens = dims.decode_rows, dims.decode_tokens
         if rows:
             ops.mamba_decode(
@@ -138,7 +145,6 @@ class RecurrentState(PerSlotState):
                 pools,
                 view.step.row_slots[:rows],
                 view.step.positions,
-                before,
                 after,
                 dims.width,
                 self.rule,

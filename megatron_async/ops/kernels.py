@@ -14,6 +14,7 @@ from megatron_async.ops.linear import rms_norm, skinny_linear, squared_relu, swi
 from megatron_async.ops.ranks import vocab_embedding
 from megatron_async.ops.recurrent import (
     bases,
+    flush,
     gated_rms_norm,
     mamba_decode,
     mamba_prefill,
@@ -52,6 +53,7 @@ class Kernels:
     route: Callable[..., expert_routing.Routing]
     expert_mlp: Callable[..., Tensor]
     next_bases: Callable[..., tuple[Tensor, Tensor]]
+    flush: Callable[..., None]
     mamba_decode: Callable[..., Tensor]
     mamba_prefill: Callable[..., Tensor]
     gated_rms_norm: Callable[..., Tensor]
@@ -76,6 +78,7 @@ TORCH_KERNELS = Kernels(
     expert_routing.route_reference,
     expert_mlp.expert_mlp_reference,
     bases.next_bases_reference,
+    flush.flush_reference,
     mamba_reference.mamba_decode_reference,
     mamba_reference.mamba_prefill_reference,
     gated_rms_norm.gated_rms_norm_reference,
@@ -99,6 +102,7 @@ TRITON_KERNELS = Kernels(
     expert_routing.route,
     expert_mlp.expert_mlp,
     bases.next_bases,
+    flush.flush,
     mamba_decode.mamba_decode,
     mamba_prefill.mamba_prefill,
     gated_rms_norm.gated_rms_norm,

@@ -17,6 +17,7 @@ import torch
 from benchmark_fused_ops import graph_us
 from torch import Tensor
 
+from megatron_async.ops.recurrent.flush import flush
 from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm
 from megatron_async.ops.recurrent.mamba_decode import mamba_decode
 from megatron_async.ops.recurrent.mamba_pools import (
@@ -61,19 +62,22 @@ def parameters(shape: MambaShape) -> MambaParams:
     )
 
 
-def layer_pools(shape: MambaShape, rows: int, rule: FlushRule, width: int) -> list[MambaPools]:
+def gates(shape: MambaShape, *sizes: int) -> Tensor:
+    """Gates of the rings' inputs: the logarithm of a decay, and dt."""
+    dt = torch.rand(*sizes, shape.heads, device="cuda") / 10
+    return torch.stack((-dt / 10, dt), -2)
+
+
+def layer_pools(shape: MambaShape, rows: int, rule: FlushRule, width: int) -> MambaPools:
     """Pools of as many layers as fit, so that no layer's state stays in a cache."""
     state = rows * shape.d_inner * shape.d_state * 4
     layers, ring = max(2, min(30, int(MEMORY / state))), rule.ring_length(width)
-    return [
-        MambaPools(
-            random(rows, shape.heads, shape.head_dim, shape.d_state, dtype=torch.float32),
-            random(rows, ring, shape.d_inner + shape.bc_dim),
-            torch.rand(rows, ring, shape.heads, device="cuda") / 10,
-            random(rows, rule.conv_length(width), shape.conv_dim),
-        )
-        for _ in range(layers)
-    ]
+    return MambaPools(
+        random(layers, rows, shape.heads, shape.head_dim, shape.d_state, dtype=torch.float32),
+        random(layers, rows, ring, shape.d_inner + shape.bc_dim),
+        gates(shape, layers, rows, ring),
+        random(layers, rows, rule.conv_length(width), shape.conv_dim),
+    )
 
 
 def decode_calls(
@@ -81,7 +85,8 @@ def decode_calls(
 ) -> tuple[int, int, dict[str, Callable[[], object]]]:
     """Layers, least bytes of a layer's decode, and what to time."""
     rule, params = FlushRule(), parameters(shape)
-    pools = layer_pools(shape, rows + 1, rule, width)
+    every = layer_pools(shape, rows + 1, rule, width)
+    pools = [MambaPools(*layer) for layer in zip(*every)]
     # Rows at all phases; a step of `width` tokens before this one.
     first = 1000 + torch.arange(rows, device="cuda") * 7 % rule.period
     before = ((first - width) // rule.period * rule.period).int()
@@ -93,20 +98,23 @@ def decode_calls(
     y, weight = random(tokens, shape.d_inner), random(shape.d_inner)
 
     def ours() -> None:
+        flush(every, index, before, after, rule)
         for pool in pools:
-            bases = (before, after, width, rule)
-            mamba_decode(zxbcdt, params, pool, index, positions, *bases, out=y)
+            mamba_decode(zxbcdt, params, pool, index, positions, after, width, rule, out=y)
+
+    def only_flush() -> None:
+        flush(every, index, before, after, rule)
 
     def norm() -> None:
         for _ in pools:
             gated_rms_norm(y, zxbcdt[:, : shape.d_inner], weight, shape.groups, 1e-5)
 
-    calls: dict[str, Callable[[], object]] = {"ours": ours, "norm": norm}
+    calls: dict[str, Callable[[], object]] = {"ours": ours, "flush": only_flush, "norm": norm}
     if with_megatron:
         calls["megatron"] = megatron_decode(shape, params, pools, zxbcdt, index, width)
     state = shape.d_inner * shape.d_state * 4 * (1 + width / rule.period)
     # On average half a period of inputs, and the query tokens themselves, written and read.
-    ring = (rule.period / 2 + 2 * width) * ((shape.d_inner + shape.bc_dim) * 2 + shape.heads * 4)
+    ring = (rule.period / 2 + 2 * width) * ((shape.d_inner + shape.bc_dim) * 2 + shape.heads * 8)
     conv = (3 + width) * shape.conv_dim * 2
     token = (shape.conv_dim + shape.heads + shape.d_inner) * 2 * width
     return len(pools), int(rows * (state + ring + conv + token)), calls
@@ -161,7 +169,7 @@ def prefill_calls(
 ) -> tuple[int, int, dict[str, Callable[[], object]]]:
     """Layers, least bytes of a layer's prefill, and what to time."""
     rule, params, chunks = FlushRule(), parameters(shape), len(lengths)
-    pools = layer_pools(shape, chunks + 1, rule, 1)[:4]
+    pools = [MambaPools(*layer) for layer in zip(*layer_pools(shape, chunks + 1, rule, 1))][:4]
     ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     index = torch.arange(chunks, device="cuda")
     rows = PrefillRows(ends, torch.zeros_like(ends[1:]), index, index, torch.ones_like(ends[1:]))

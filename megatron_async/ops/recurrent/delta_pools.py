@@ -37,6 +37,8 @@ VALUE_STEP = 16
 NORM_EPS = 1e-6
 """Added to a key's, and a query's, sum of squares: the number of flash-linear-attention's l2norm,
 of transformers and of Megatron-Core."""
+GATES = 1
+"""Numbers of a token and value head in the ring: g."""
 DeltaPools = RecurrentPools
 
 
@@ -116,7 +118,7 @@ def shape_of(
         )
     check_dims(op, key_dim, value_dim)
     ring_dim = shape.value_inner + shape.key_inner
-    check_pools(op, qkvzba, pools, ring_dim, shape.conv_dim, rule, width)
+    check_pools(op, qkvzba, pools, ring_dim, GATES, shape.conv_dim, rule, width)
     _check_params(op, params, shape)
     return shape
 

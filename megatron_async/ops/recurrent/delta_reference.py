@@ -2,8 +2,8 @@
 tested against.
 
 Arguments are those of the ops; the arithmetic is float32 (float64 for float64 inputs), in the same
-order of thought: a decode step brings states to its base and adds what the rings hold, a prefill is
-cut at multiples of 128, and within a cut all pseudo values are found at once.
+order of thought: a decode step adds what the rings hold to what the state gives, a prefill is cut
+at multiples of 128, and within a cut all pseudo values are found at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_async.ops.recurrent.recurrent_pools import (
     PrefillRows,
     wide_dtype,
 )
-from megatron_async.ops.recurrent.reference_inputs import convolve, with_history
+from megatron_async.ops.recurrent.reference_inputs import convolve, ring_inputs, with_history
 
 
 def delta_decode_reference(
@@ -35,8 +35,7 @@ def delta_decode_reference(
     pools: DeltaPools,
     row_index: Tensor,
     positions: Tensor,
-    base_before: Tensor,
-    base_after: Tensor,
+    base: Tensor,
     width: int,
     rule: FlushRule,
     out: Tensor | None = None,
@@ -45,7 +44,7 @@ def delta_decode_reference(
     shape = shape_of("delta_decode", qkvzba, params, pools, rule, width)
     rows = row_index.numel()
     row = row_index.to(torch.int64)[:, None]
-    before, after = base_before[:rows, None], base_after[:rows, None]
+    after = base[:rows, None]
     given = positions[: rows * width].view(rows, width)
     first = given[:, :1]
     at = first + torch.arange(width, device=given.device)
@@ -59,17 +58,7 @@ def delta_decode_reference(
     wide = wide_dtype(qkvzba.dtype)
     is_fed = (first > 0)[..., None, None]
     state = torch.where(is_fed, pools.state[row[:, 0]], 0).to(wide)
-    moves = (first > 0) & (after > before)
-    if moves.any():
-        state = _advance(
-            state, *_ring(pools, shape, row, before, torch.where(moves, after, before))
-        )
-        kept = pools.state[row[:, 0]]
-        moved = torch.where(moves[..., None, None], state.to(kept.dtype), kept)
-        pools.state[row[:, 0]] = moved
-        state = torch.where(is_fed, moved, 0).to(wide)
-
-    values, keys, gates = _ring(pools, shape, row, after, first)
+    values, keys, gates, _gain = ring_inputs(pools, row, after, first)
     position = after + torch.arange(keys.size(1), device=keys.device)
     q_heads, k_heads = _by_head(q, shape), _by_head(k, shape)
     pseudo, outputs = [], []
@@ -92,7 +81,8 @@ def delta_decode_reference(
         outputs.append(o + torch.einsum("rih,rihp->rhp", weight, values))
 
     ring = torch.cat((torch.stack(pseudo, 1), k.flatten(2)), 2)
-    for pool, entries in ((pools.conv, raw), (pools.ring_xb, ring), (pools.ring_dt, g)):
+    ring_g = pools.ring_gates[:, :, 0]
+    for pool, entries in ((pools.conv, raw), (pools.ring_xb, ring), (ring_g, g)):
         place = row, at % pool.size(1)
         pool[place] = torch.where(brought[..., None], entries, pool[place])
     y = torch.stack(outputs, 1).flatten(2)
@@ -165,7 +155,7 @@ def _prefill_chunk(
             place = write, position % pools.ring_xb.size(1)
             values = u[position - first - cut.start].flatten(), k[position - first].flatten()
             pools.ring_xb[place] = torch.cat(values)
-            pools.ring_dt[place] = g[position - first]
+            pools.ring_gates[place] = g[position - first]
         added = u.to(wide), k_heads[cut], g[cut]
         if begin <= base < begin + GRID:
             due = slice(max(base - first - cut.start, 0))
@@ -219,22 +209,6 @@ def _advance(state: Tensor, u: Tensor, k: Tensor, g: Tensor) -> Tensor:
     weight = (total - decay).exp()
     added = torch.einsum("rihp,rihn->rhpn", u * weight[..., None], k)
     return state * total[:, 0].exp()[..., None, None] + added
-
-
-def _ring(
-    pools: DeltaPools, shape: DeltaShape, row: Tensor, begin: Tensor, end: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What rings hold, u, k and g by value head, of the tokens `begin` to `end` - 1: one entry for
-    each of the ring; 0 behind them."""
-    ring = pools.ring_xb.size(1)
-    position = begin + torch.arange(ring, device=begin.device)
-    exists = (position < end)[..., None]
-    entry = position % ring
-    uk = torch.where(exists, pools.ring_xb[row, entry], 0)
-    g = torch.where(exists, pools.ring_dt[row, entry], 0)
-    u, k = uk.split([shape.value_inner, shape.key_inner], dim=2)
-    u = u.unflatten(2, (shape.value_heads, -1)).to(wide_dtype(u.dtype))
-    return u, _by_head(k.unflatten(2, (shape.key_heads, -1)), shape), g
 
 
 def _normalised(convolved: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,6 +19,7 @@ from megatron_async.ops.recurrent.recurrent_pools import (
 )
 
 __all__ = [
+    "GATES",
     "GRID",
     "LEAST_STATE",
     "MAX_WIDTH",
@@ -33,6 +34,8 @@ __all__ = [
 
 LEAST_STATE = 16
 """The least d_state, which must be a power of two."""
+GATES = 2
+"""Numbers of a token and head in the ring: the logarithm of its decay, and dt."""
 MambaPools = RecurrentPools
 
 
@@ -105,7 +108,8 @@ def shape_of(
         )
     if d_state < LEAST_STATE or d_state & (d_state - 1):
         raise ValueError(f"{op}: d_state {d_state} must be a power of two from {LEAST_STATE} on.")
-    check_pools(op, zxbcdt, pools, shape.d_inner + shape.bc_dim, shape.conv_dim, rule, width)
+    ring_dim = shape.d_inner + shape.bc_dim
+    check_pools(op, zxbcdt, pools, ring_dim, GATES, shape.conv_dim, rule, width)
     _check_params(op, params, shape)
     return shape
 

@@ -2,8 +2,8 @@
 tested against.
 
 Arguments are those of the ops; the arithmetic is float32 (float64 for float64 inputs), in the same
-order of thought: a decode step brings states to its base and adds what the rings hold, a scan is
-cut at multiples of 128.
+order of thought: a decode step adds what the rings hold to what the state gives, a scan is cut at
+multiples of 128.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_async.ops.recurrent.recurrent_pools import (
     PrefillRows,
     wide_dtype,
 )
-from megatron_async.ops.recurrent.reference_inputs import convolve, with_history
+from megatron_async.ops.recurrent.reference_inputs import convolve, ring_inputs, with_history
 
 
 def mamba_decode_reference(
@@ -34,8 +34,7 @@ def mamba_decode_reference(
     pools: MambaPools,
     row_index: Tensor,
     positions: Tensor,
-    base_before: Tensor,
-    base_after: Tensor,
+    base: Tensor,
     width: int,
     rule: FlushRule,
     out: Tensor | None = None,
@@ -44,7 +43,6 @@ def mamba_decode_reference(
     shape = shape_of("mamba_decode", zxbcdt, params, pools, rule, width)
     rows = row_index.numel()
     row = row_index.to(torch.int64)[:, None]
-    before, after = base_before[:rows, None], base_after[:rows, None]
     given = positions[: rows * width].view(rows, width)
     first = given[:, :1]
     at = first + torch.arange(width, device=given.device)
@@ -54,26 +52,19 @@ def mamba_decode_reference(
     xbc = convolve(with_history(raw, pools.conv, row, first), params.conv_weight, params.conv_bias)
     dt = _dt(dt, params)
     xb, c = xbc.split([shape.d_inner + shape.bc_dim, shape.bc_dim], dim=2)
-    for pool, values in ((pools.conv, raw), (pools.ring_xb, xb), (pools.ring_dt, dt)):
+    gates = torch.stack((dt * -torch.exp(params.a_log), dt), 2)
+    for pool, values in ((pools.conv, raw), (pools.ring_xb, xb), (pools.ring_gates, gates)):
         place = row, at % pool.size(1)
-        pool[place] = torch.where(brought[..., None], values, pool[place])
+        is_new = brought.view(*brought.shape, *(1,) * (pool.dim() - 2))
+        pool[place] = torch.where(is_new, values, pool[place])
 
-    rate = -torch.exp(params.a_log)
-    is_fed = (first > 0)[..., None, None]
     wide = wide_dtype(zxbcdt.dtype)
+    is_fed = (first > 0)[..., None, None]
     state = torch.where(is_fed, pools.state[row[:, 0]], 0).to(wide)
-    moves = (first > 0) & (after > before)
-    if moves.any():
-        x, b, dt = _ring(pools, shape, row, before, torch.where(moves, after, before))
-        state = _advance(state, x, b, dt, rate)
-        kept = pools.state[row[:, 0]]
-        moved = torch.where(moves[..., None, None], state.to(kept.dtype), kept)
-        pools.state[row[:, 0]] = moved
-        state = torch.where(is_fed, moved, 0).to(wide)
-
+    after = base[:rows, None]
     end = first + brought.sum(1, keepdim=True)
-    x, b, dt = _ring(pools, shape, row, after, end)
-    decay = (dt * rate).cumsum(1)
+    x, b, decay, dt = ring_inputs(pools, row, after, end)
+    decay = decay.cumsum(1)
     position = after + torch.arange(x.size(1), device=x.device)
     seen = position[:, None] <= at[..., None]  # [rows, query, entry]
     last = (seen.sum(2) - 1).clamp(min=0)
@@ -163,8 +154,9 @@ def _prefill_chunk(
     pools.state[write] = state if base == end else at_base
     for position in range(base, end):
         place = write, position % pools.ring_xb.size(1)
+        own = dt[position - first]
         pools.ring_xb[place] = xb[position - first]
-        pools.ring_dt[place] = dt[position - first]
+        pools.ring_gates[place] = torch.stack((own * rate, own))
     keep_inputs(end, write)
     y = torch.cat(outputs) + x * params.d[:, None]
     return y.flatten(1).to(zxbcdt.dtype)
@@ -189,20 +181,6 @@ def _advance(state: Tensor, x: Tensor, b: Tensor, dt: Tensor, rate: Tensor) -> T
     weight = (total - decay).exp() * dt
     added = torch.einsum("rihp,rihn->rhpn", x * weight[..., None], b)
     return state * total[:, 0].exp()[..., None, None] + added
-
-
-def _ring(
-    pools: MambaPools, shape: MambaShape, row: Tensor, begin: Tensor, end: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs of the tokens `begin` to `end` - 1, one entry for each of the ring; 0 behind them."""
-    ring = pools.ring_xb.size(1)
-    position = begin + torch.arange(ring, device=begin.device)
-    exists = (position < end)[..., None]
-    entry = position % ring
-    xb = torch.where(exists, pools.ring_xb[row, entry], 0)
-    dt = torch.where(exists, pools.ring_dt[row, entry], 0)
-    x, b = xb.split([shape.d_inner, shape.bc_dim], dim=2)
-    return x.unflatten(2, (shape.heads, -1)).to(wide_dtype(x.dtype)), _by_head(b, shape), dt
 
 
 def _dt(dt: Tensor, params: MambaParams) -> Tensor:

@@ -78,8 +78,8 @@ def scan_chunks(
         pools.state.stride(0),
         pools.ring_xb,
         pools.ring_xb.stride(0),
-        pools.ring_dt,
-        pools.ring_dt.stride(0),
+        pools.ring_gates,
+        pools.ring_gates.stride(0),
         pools.conv,
         pools.conv.stride(0),
         rows.starts,
@@ -231,8 +231,8 @@ def _scan_kernel(
     state_stride: tl.tensor,
     ring_xb: tl.tensor,
     xb_stride: tl.tensor,
-    ring_dt: tl.tensor,
-    dt_stride: tl.tensor,
+    ring_gates: tl.tensor,
+    gates_stride: tl.tensor,
     conv: tl.tensor,
     conv_stride: tl.tensor,
     starts: tl.tensor,
@@ -366,8 +366,10 @@ def _scan_kernel(
                 tl.store(xb_target + b_channel, kept_b, mask=is_later[:, None])
             dt_source = dt_in + head.to(tl.int64) * tokens + given
             kept_dt = tl.load(dt_source, mask=is_later, other=0.0)
-            dt_target = ring_dt + write_row * dt_stride + (later % ring) * heads + head
-            tl.store(dt_target, kept_dt, mask=is_later)
+            gates_target = ring_gates + write_row * gates_stride + head
+            gates_target = gates_target + (later % ring) * (2 * heads)
+            tl.store(gates_target, kept_dt * rate, mask=is_later)
+            tl.store(gates_target + heads, kept_dt, mask=is_later)
         _keep_inputs(
             zxbcdt,
             input_stride,

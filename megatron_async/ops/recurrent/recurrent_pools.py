@@ -36,7 +36,7 @@ class FlushRule(NamedTuple):
     """Tokens that may still be taken back, in tokens before a step's first query token."""
 
     def ring_length(self, width: int) -> int:
-        """The fewest entries of `ring_xb` and `ring_dt` where rows have up to `width` query tokens.
+        """The fewest entries of `ring_xb` and `ring_gates`, for rows of up to `width` query tokens.
 
         The step that flushes still reads from the base that it found, which the step before left
         up to period + lag - 1 tokens behind its first query token; this one starts up to `width`
@@ -77,9 +77,9 @@ class RecurrentPools(NamedTuple):
     each head's state. Mamba-2: x (d_inner), then B (groups d_state), behind the convolution. Gated
     DeltaNet: the pseudo value u (value heads x value_dim), then the normalised key (key heads x
     key_dim)."""
-    ring_dt: Tensor
-    """`[rows, ring, heads]`, float32: Mamba-2's dt behind bias and softplus; Gated DeltaNet's g,
-    the logarithm of a token's decay, by value head."""
+    ring_gates: Tensor
+    """`[rows, ring, gates, heads]`, float32. The first gate is the logarithm of what a token leaves
+    of the state. Mamba-2 has a second, what its x is multiplied by: dt behind bias and softplus."""
     conv: Tensor
     """`[rows, conv ring, conv_dim]`, params dtype: inputs of the convolution. Mamba-2: x, B and C;
     Gated DeltaNet: q, k and v."""
@@ -115,6 +115,7 @@ def check_pools(
     inputs: Tensor,
     pools: RecurrentPools,
     ring_dim: int,
+    gates: int,
     conv_dim: int,
     rule: FlushRule,
     width: int,
@@ -126,6 +127,7 @@ def check_pools(
         inputs: output of the layer's first product.
         pools: pools of the layer.
         ring_dim: channels that `ring_xb` must have.
+        gates: that `ring_gates` must have.
         conv_dim: channels that `conv` must have.
         rule: the flush rule.
         width: query tokens of a decode row, 1 for a prefill.
@@ -136,12 +138,12 @@ def check_pools(
     rows, heads = pools.state.shape[:2]
     ring, conv_ring = pools.ring_xb.size(1), pools.conv.size(1)
     fits = pools.ring_xb.size(0) == rows and pools.ring_xb.size(2) == ring_dim
-    fits = fits and pools.ring_dt.shape == (rows, ring, heads)
+    fits = fits and pools.ring_gates.shape == (rows, ring, gates, heads)
     if not fits or pools.conv.shape != (rows, conv_ring, conv_dim):
         raise ValueError(
             f"{op}: pools do not fit each other: state {tuple(pools.state.shape)}, ring_xb "
-            f"{tuple(pools.ring_xb.shape)}, ring_dt {tuple(pools.ring_dt.shape)}, conv "
-            f"{tuple(pools.conv.shape)}; see RecurrentPools."
+            f"{tuple(pools.ring_xb.shape)}, ring_gates {tuple(pools.ring_gates.shape)} with "
+            f"{gates} gates, conv {tuple(pools.conv.shape)}; see RecurrentPools."
         )
     if ring < rule.ring_length(width) or conv_ring < rule.conv_length(width):
         raise ValueError(
@@ -150,10 +152,10 @@ def check_pools(
         )
     dtypes, wide = {inputs.dtype, pools.ring_xb.dtype, pools.conv.dtype}, wide_dtype(inputs.dtype)
     states = (wide, torch.bfloat16)
-    if len(dtypes) > 1 or pools.ring_dt.dtype != wide or pools.state.dtype not in states:
+    if len(dtypes) > 1 or pools.ring_gates.dtype != wide or pools.state.dtype not in states:
         raise ValueError(
-            f"{op}: ring_xb and conv must have the input's dtype, ring_dt {wide}, the state "
-            f"{wide} or bfloat16; found {sorted(map(str, dtypes))}, {pools.ring_dt.dtype}, "
+            f"{op}: ring_xb and conv must have the input's dtype, ring_gates {wide}, the state"
+            f" {wide} or bfloat16; found {sorted(map(str, dtypes))}, {pools.ring_gates.dtype}, "
             f"{pools.state.dtype}."
         )
     if inputs.stride(1) != 1 or not all(pool[0].is_contiguous() for pool in pools):

@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from recurrent_cases import Ops
 
-from megatron_async.ops.recurrent import bases, delta_reference
+from megatron_async.ops.recurrent import bases, delta_reference, flush
 from megatron_async.ops.recurrent.delta_pools import DeltaParams, DeltaShape
 
 REFERENCES = Ops(
     bases.next_bases_reference,
+    flush.flush_reference,
     delta_reference.delta_decode_reference,
     delta_reference.delta_prefill_reference,
 )
@@ -34,6 +35,7 @@ class Layer:
         self.shape = DeltaShape(self.key_heads, self.key_dim, self.value_heads, self.value_dim)
         self.conv_dim, self.outputs = self.shape.conv_dim, self.shape.value_inner
         self.ring_dim = self.shape.value_inner + self.shape.key_inner
+        self.gates = 1
         self.state_size = self.value_heads, self.value_dim, self.key_dim
         # Decays from a tenth a token to half a hundred tokens, so that states cross chunks.
         rates = torch.logspace(-3, -1, self.value_heads).to(self.device)

@@ -6,15 +6,16 @@ import torch
 import torch.nn.functional as F
 from recurrent_cases import Ops
 
-from megatron_async.ops.recurrent import bases, mamba_decode, mamba_prefill, mamba_reference
+from megatron_async.ops.recurrent import bases, flush, mamba_decode, mamba_prefill, mamba_reference
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
 
 REFERENCES = Ops(
     bases.next_bases_reference,
+    flush.flush_reference,
     mamba_reference.mamba_decode_reference,
     mamba_reference.mamba_prefill_reference,
 )
-KERNELS = Ops(bases.next_bases, mamba_decode.mamba_decode, mamba_prefill.mamba_prefill)
+KERNELS = Ops(bases.next_bases, flush.flush, mamba_decode.mamba_decode, mamba_prefill.mamba_prefill)
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Layer:
             torch.log(rates),
             normal(self.heads, dtype=torch.float32),
         )
+        self.gates = 2
         self.state_size = self.heads, self.head_dim, self.d_state
         self.outputs = self.d_inner
         self.random = random

@@ -14,6 +14,7 @@ from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows,
 
 class Ops(NamedTuple):
     next_bases: object
+    flush: object
     decode: object
     prefill: object
 
@@ -28,7 +29,7 @@ def poisoned_pools(layer, rows, ring, conv_ring, state_dtype=torch.float32):
     return RecurrentPools(
         poison(*layer.state_size, dtype=state_dtype),
         poison(ring, layer.ring_dim),
-        poison(ring, layer.state_size[0], dtype=torch.float32),
+        poison(ring, layer.gates, layer.state_size[0], dtype=torch.float32),
         poison(conv_ring, layer.conv_dim),
     )
 
@@ -117,8 +118,9 @@ class Runner:
         y = y.to(layer.device)
         arguments = (projected, layer.params, self.pools)
         if rows:
-            bases = (before, after, width, self.rule)
-            self.ops.decode(*arguments, index, positions, *bases, out=y[:tokens])
+            every = RecurrentPools(*(pool[None] for pool in self.pools))  # one layer
+            self.ops.flush(every, index, before, after, self.rule)
+            self.ops.decode(*arguments, index, positions, after, width, self.rule, out=y[:tokens])
         if has_chunks:
             most = sum(c.tokens // 128 + 2 for c in chunks) + 2 * empty
             dests = [dest for c in chunks for dest in c.dests]

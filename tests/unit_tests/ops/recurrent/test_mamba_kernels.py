@@ -56,7 +56,9 @@ def test_longer_rings_do_as_well(device):
 def test_bfloat16(device):
     layer = Layer(heads=2, dtype=torch.bfloat16, device=device)
     # The interpreter multiplies the bits of bfloat16 matrices as if they were integers.
-    ops = KERNELS._replace(prefill=REFERENCES.prefill) if INTERPRETED else KERNELS
+    ops = KERNELS
+    if INTERPRETED:
+        ops = KERNELS._replace(flush=REFERENCES.flush, prefill=REFERENCES.prefill)
     checks.check_split(layer, ops, (100, 29), steps=20)
     checks.check_split(layer, ops, (100, 29), steps=20, state_dtype=torch.bfloat16)
     checks.check_same_step_again(layer, ops, 2, state_dtype=torch.bfloat16)

@@ -99,7 +99,7 @@ def test_bad_input():
         if chunks is prefill:
             positions = torch.zeros(2 * width, dtype=torch.int64)
             with pytest.raises(ValueError, match=message):
-                decode(*arguments, rows, positions, bases, bases, width, rule, out)
+                decode(*arguments, rows, positions, bases, width, rule, out)
         if width == 1:
             with pytest.raises(ValueError, match=message):
                 prefill_op(*arguments, chunks, bases, rule, out)
@@ -111,7 +111,7 @@ def test_bad_input():
     expect("make them 18 and 5 or more", rule=FlushRule(16, 1))
     expect("make them 19 and 5 or more", width=2)
     expect("pools do not fit", conv=pools.conv[:, :, 1:])
-    expect("pools do not fit", ring_dt=pools.ring_dt[:2])
+    expect("pools do not fit", ring_gates=pools.ring_gates[:2])
     expect("input's dtype", conv=pools.conv.half())
     expect("float32 or bfloat16", state=pools.state.half())
     expect("must be adjacent", state=pools.state.transpose(1, 2).contiguous().transpose(1, 2))

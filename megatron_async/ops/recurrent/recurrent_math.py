@@ -1,4 +1,4 @@
-"""Functions of a number that the Mamba-2 kernels share."""
+"""Arithmetic that the kernels of recurrent layers share."""
 
 from __future__ import annotations
 
@@ -25,3 +25,18 @@ def softplus(x: tl.tensor) -> tl.tensor:
     added = raised - 1.0
     log = tl.where(added == 0.0, u, tl.log(raised) * (u / tl.where(added == 0.0, 1.0, added)))
     return tl.maximum(x, 0.0) + log
+
+
+@triton.jit
+def add_products(
+    total: tl.tensor, left: tl.tensor, right: tl.tensor, is_exact: tl.constexpr
+) -> tl.tensor:
+    """`total + left @ right`, total and right float32.
+
+    A `left` of 16 bits is multiplied by the two 16-bit parts of `right`, which is exact to 2^-17.
+    """
+    if is_exact:
+        return tl.dot(left, right, total, input_precision="ieee")
+    high = right.to(left.dtype)
+    low = (right - high.to(tl.float32)).to(left.dtype)
+    return tl.dot(left, high, tl.dot(left, low, total))

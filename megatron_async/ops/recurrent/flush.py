@@ -1,0 +1,181 @@
+"""Moves inputs from the rings into the states: once a step, for all recurrent layers of a kind.
+
+A state is due in one step of 16 (`FlushRule`). That its inputs enter it in a kernel of their own
+leaves the layers' decode kernels pure readers, with half the registers: on an H200 256 rows of
+Nemotron-3-Nano's layer take 168 us with this kernel's share, and took 272 with the writing inside
+(docs/performance.md, 2026-11-22).
+
+The state is S `[heads, rows of the head, columns]`. A token adds `gain * left right^T` to it and
+leaves exp(decay) of what was there before. Mamba-2 (Dao and Gu 2024): left is x, right is B, the
+gain is dt. Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024): left is the pseudo value, right the
+key, the gain is 1. That inputs wait in a ring is ReplaySSM's idea (Dao AI Lab and NVIDIA 2026).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.recurrent.recurrent_math import add_products
+from megatron_async.ops.recurrent.recurrent_pools import (
+    MAX_WIDTH,
+    FlushRule,
+    RecurrentPools,
+    wide_dtype,
+)
+from megatron_async.ops.recurrent.reference_inputs import ring_inputs
+
+ENTRIES = 16
+"""Inputs that move into the state together: the least depth of a product."""
+STATE_TILE = 4096
+"""Elements of the state that a program holds."""
+PROGRAMS = 16
+"""For each row and layer. Most rows are not due, and what is launched for them costs a little."""
+
+
+def flush(
+    pools: RecurrentPools,
+    row_index: Tensor,
+    base_before: Tensor,
+    base_after: Tensor,
+    rule: FlushRule,
+) -> None:
+    """Bring the states of a step's decode rows to their new bases.
+
+    Args:
+        pools: of all layers, each `[layers, rows, ...]`; `state` is changed in place.
+        row_index: int32 or int64 `[decode rows]`: pool row of each decode row, all different but
+            for rows whose bases are equal.
+        base_before, base_after: int32 `[decode rows]` or more, of `next_bases`: a state holds the
+            tokens before the one, and the rings those from there to the other.
+        rule: when inputs move into the state; that of `next_bases`. From one step to the next
+            a base moves by a period, or by a row's query tokens if they are more.
+    """
+    rows, (layers, _rows, heads, size, columns) = row_index.numel(), pools.state.shape
+    if not rows:
+        return
+    lanes = max(min(STATE_TILE // columns, triton.next_power_of_2(size)), 16)
+    parts = min(PROGRAMS, heads)
+    _flush_kernel[(layers * parts, rows)](
+        pools.state,
+        *pools.state.stride()[:2],
+        pools.ring_xb,
+        *pools.ring_xb.stride()[:2],
+        pools.ring_gates,
+        *pools.ring_gates.stride()[:2],
+        row_index,
+        base_before,
+        base_after,
+        heads=heads,
+        head_dim=size,
+        columns=columns,
+        channels=pools.ring_xb.size(3),
+        ring=pools.ring_xb.size(2),
+        gates=pools.ring_gates.size(3),
+        parts=parts,
+        lanes=lanes,
+        entries=ENTRIES,
+        turns=triton.cdiv(max(rule.period, MAX_WIDTH), ENTRIES),
+        is_exact=pools.ring_xb.dtype == torch.float32,
+        num_warps=4,
+        **launch_options(row_index),
+    )
+
+
+def flush_reference(
+    pools: RecurrentPools,
+    row_index: Tensor,
+    base_before: Tensor,
+    base_after: Tensor,
+    rule: FlushRule,
+) -> None:
+    """`flush` in plain torch: layer by layer, for the rows that are due."""
+    rows = row_index.numel()
+    before, after = base_before[:rows], base_after[:rows]
+    due = after > before
+    if not due.any():
+        return
+    row, before, after = row_index[due].to(torch.int64), before[due, None], after[due, None]
+    for state, ring, gates in zip(pools.state, pools.ring_xb, pools.ring_gates):
+        wide = wide_dtype(ring.dtype)
+        left, right, decay, gain = ring_inputs((state, ring, gates), row[:, None], before, after)
+        left_over = decay.flip(1).cumsum(1).flip(1)
+        weight = gain * (left_over - decay).exp()
+        added = torch.einsum("rihp,rihn->rhpn", left * weight[..., None], right)
+        kept = state[row].to(wide) * left_over[:, 0].exp()[..., None, None]
+        state[row] = (kept + added).to(state.dtype)
+
+
+@triton.jit(do_not_specialize_on_alignment=["row_index", "base_before", "base_after"])
+def _flush_kernel(
+    state: tl.tensor,
+    state_layer: tl.tensor,
+    state_row: tl.tensor,
+    ring_xb: tl.tensor,
+    xb_layer: tl.tensor,
+    xb_row: tl.tensor,
+    ring_gates: tl.tensor,
+    gates_layer: tl.tensor,
+    gates_row: tl.tensor,
+    row_index: tl.tensor,
+    base_before: tl.tensor,
+    base_after: tl.tensor,
+    heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    columns: tl.constexpr,
+    channels: tl.constexpr,
+    ring: tl.constexpr,
+    gates: tl.constexpr,
+    parts: tl.constexpr,
+    lanes: tl.constexpr,
+    entries: tl.constexpr,
+    turns: tl.constexpr,
+    is_exact: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    wait_for_previous(overlap)
+    row = tl.program_id(1)
+    before, after = tl.load(base_before + row), tl.load(base_after + row)
+    if after > before:
+        pool_row = tl.load(row_index + row).to(tl.int64)
+        layer = (tl.program_id(0) // parts).to(tl.int64)
+        part = tl.program_id(0) % parts
+        state += layer * state_layer + pool_row * state_row
+        ring_xb += layer * xb_layer + pool_row * xb_row
+        ring_gates += layer * gates_layer + pool_row * gates_row
+        group_heads: tl.constexpr = heads * columns // (channels - heads * head_dim)
+        tiles: tl.constexpr = (head_dim + lanes - 1) // lanes
+        number, column = tl.arange(0, entries), tl.arange(0, columns)
+        for unit in range(part, heads * tiles, parts):
+            head = unit // tiles
+            lane = unit % tiles * lanes + tl.arange(0, lanes)
+            inside = lane < head_dim
+            place = state + (head * head_dim + lane)[:, None] * columns + column[None, :]
+            in_state = inside[:, None] & (column >= 0)[None, :]
+            stored = tl.load(place, mask=in_state, other=0.0)
+            s = stored.to(tl.float32)
+            right_channel = heads * head_dim + head // group_heads * columns
+            for turn in tl.static_range(turns):
+                position = before + turn * entries + number
+                due = position < after
+                entry = position % ring
+                gate = ring_gates + entry * (gates * heads) + head
+                decay = tl.load(gate, mask=due, other=0.0)
+                weight = tl.exp(tl.sum(decay, 0) - tl.cumsum(decay, 0))
+                if gates > 1:
+                    weight *= tl.load(gate + heads, mask=due, other=0.0)
+                source = ring_xb + entry * channels
+                left = tl.load(
+                    source[None, :] + (head * head_dim + lane)[:, None],
+                    mask=inside[:, None] & due[None, :],
+                    other=0.0,
+                )
+                right = tl.load(
+                    source[:, None] + right_channel + column[None, :], mask=due[:, None], other=0.0
+                )
+                weighed = right.to(tl.float32) * weight[:, None]
+                s = add_products(s * tl.exp(tl.sum(decay, 0)), left, weighed, is_exact)
+            tl.store(place, s.to(stored.dtype), mask=in_state)
