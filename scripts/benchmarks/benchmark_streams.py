@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
+from routing_option import add_routing_option, routed
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders
 from tokenizers.models import BPE
@@ -193,8 +194,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--steps", type=int, default=100, help=f"steps in each of {WINDOWS} windows (default 100)"
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
+    add_routing_option(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
+    args.models = routed(args.models, args.routing)
     heads = "".join(f"{column:>18}" for column in COLUMNS)
     print(f"{'model':<22}{'batch':>6}{'lookahead':>10}  {'mode':<12}{heads}")
     figures = []
