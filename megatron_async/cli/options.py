@@ -37,6 +37,12 @@ ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
         "NAME",
         "prefill on a GPU: triton, flash_attn_4, flash_attn_3 or torch (default: the fastest)",
     ),
+    (
+        "mamba_ssm_states_dtype",
+        str,
+        "DTYPE",
+        "states of Mamba-2 layers: float32, or bfloat16 for half their memory (default: float32)",
+    ),
     ("logging_step_interval", int, "N", "log a line every N steps (default: 0, none)"),
 )
 """Options of `generate` that are fields of `InferenceConfig`; those not given keep its defaults."""

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from routing_option import add_routing_option, routed
+from model_options import add_model_options, routed
 from step_times import time_steps
 
 from megatron_async import LLM
@@ -55,6 +55,7 @@ def open_engine(model: str, lookahead: int, args: argparse.Namespace) -> LLM:
         model,
         device=args.device,
         dtype=args.dtype,
+        mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,
         lookahead=lookahead,
         max_requests=slots,
         max_tokens=max_tokens,
@@ -159,7 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="after all timings, profile the GPU's idle time between steps (gap: median, p99)",
     )
     parser.add_argument("--profile-steps", type=int, default=50, help="default 50")
-    add_routing_option(parser)
+    add_model_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     return parser
 

@@ -13,8 +13,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from model_options import add_model_options, routed
 from replay_time import replay_ms
-from routing_option import add_routing_option, routed
 from step_times import time_steps
 
 from megatron_async import LLM, SamplingParams
@@ -44,6 +44,7 @@ def open_engine(model: str, batch: int, lookahead: int, args: argparse.Namespace
         model,
         device=args.device,
         dtype=args.dtype,
+        mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,
         lookahead=lookahead,
         max_requests=batch,
         max_tokens=max_tokens,
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=0.0)
-    add_routing_option(parser)
+    add_model_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
     args.models = routed(args.models, args.routing)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from routing_option import add_routing_option, routed
+from model_options import add_model_options, routed
 from torch import nn
 
 from megatron_async import LLM, SamplingParams
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tflops", type=float, default=790.0, help="of the device, for the floor")
     parser.add_argument("--tbps", type=float, default=4.3, help="of its memory, for the floor")
-    add_routing_option(parser)
+    add_model_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
     args.models = routed(args.models, args.routing)
@@ -96,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 name,
                 device=args.device,
                 dtype=args.dtype,
+                mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,
                 max_requests=4,
                 max_tokens=max_tokens,
                 max_sequence_length=longest,

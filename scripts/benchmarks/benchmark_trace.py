@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from equal_trace import EqualTrace
-from routing_option import add_routing_option, routed
+from model_options import add_model_options, routed
 from step_times import captured_by_nsys, counted
 
 from megatron_async import LLM, DynamicInferenceEngine
@@ -43,6 +43,7 @@ def open_engine(model: str, lookahead: int, args: argparse.Namespace) -> LLM:
         model,
         device=args.device,
         dtype=args.dtype,
+        mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,
         lookahead=lookahead,
         max_requests=args.requests,
         max_tokens=max(args.max_tokens, args.requests),
@@ -174,7 +175,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-tokens", type=int, default=2048, help="of a step (default 2048)")
     parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2])
-    add_routing_option(parser)
+    add_model_options(parser)
     parser.add_argument(
         "--profile",
         action="store_true",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from routing_option import add_routing_option, routed
+from model_options import add_model_options, routed
 from torch import Tensor, nn
 
 from megatron_async import LLM
@@ -92,6 +92,7 @@ def measure(model: str, batch: int, args: argparse.Namespace) -> dict[str, dict[
         model,
         device=args.device,
         dtype=args.dtype,
+        mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,
         max_requests=batch,
         max_tokens=max_tokens,
         max_sequence_length=length,
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--steps", type=int, default=16, help="decode steps (default 16)")
-    add_routing_option(parser)
+    add_model_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
     figures: list[dict[str, Any]] = []

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from expert_spread import ExpertSpread
-from routing_option import routed
+from model_options import routed
 
 from megatron_async import LLM
 from megatron_async.checkpoints import open_model

@@ -1,4 +1,4 @@
-"""The option `--routing`: where tokens of dummy models with experts go."""
+"""Options that say more of a model: where tokens go, and what states are kept in."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import argparse
 from collections.abc import Sequence
 
 from megatron_async.checkpoints.dummy import PREFIX, UNIFORM
+from megatron_async.config import STATE_DTYPES
 from megatron_async.errors import ConfigurationError
 
 AS_LOADED = "as-loaded"
 
 
-def add_routing_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--routing`, which `routed` takes."""
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--routing`, which `routed` takes, and `--mamba-ssm-states-dtype`."""
     parser.add_argument(
         "--routing",
         choices=(AS_LOADED, UNIFORM),
         default=AS_LOADED,
         help=f"{UNIFORM}: dummy models with experts spread tokens over them as trained models do, "
         f"the same as {PREFIX}SHAPE:{UNIFORM} (default: as their random weights have it)",
+    )
+    parser.add_argument(
+        "--mamba-ssm-states-dtype",
+        choices=STATE_DTYPES,
+        default=STATE_DTYPES[0],
+        help=f"of the states of Mamba-2 layers (default: {STATE_DTYPES[0]})",
     )
 
 
