@@ -1,9 +1,17 @@
-"""`dummy:SHAPE`: a model of a well-known shape with random weights, to measure speed with."""
+"""`dummy:SHAPE`: a model of a well-known shape with random weights, to measure speed with.
+
+`dummy:SHAPE:uniform` is one whose routers spread tokens over experts as those of a trained model
+do. Random weights alone do not: what layers add to the residual stream is in part the same for
+all tokens, more so with every layer, and in wide models it soon outweighs the embedding. (Routers
+of dummy:nemotron-3-nano-30b send some experts 5 to 10 times their share, others nothing.) So there
+the embedding is larger than what all layers add: then a token's experts follow from the token,
+anew in each layer. Nothing else differs, and each product is as it was.
+"""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.mapping import Shard, weights
@@ -14,23 +22,48 @@ from megatron_async.checkpoints.source import (
 )
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.models.pipeline import EMBEDDING
 
 PREFIX = "dummy:"
+UNIFORM = "uniform"
+"""Behind the shape's name: tokens are spread over experts evenly."""
+UNIFORM_EMBEDDING = 4096.0
+"""How much larger embeddings are then: standard deviation 82. What 52 layers of Nemotron 3 Nano add
+has 12 (estimated from the weights' sizes), so no more than 2 % of the residual stream's variance is
+shared by tokens. A power of two, so that no number is rounded."""
 
 
 class DummySource(ModelSource):
-    """A shape of `DUMMY_SHAPES`; it has no tokenizer, so it takes prompts of token ids."""
+    """A shape of `DUMMY_SHAPES`; it has no tokenizer, so it takes prompts of token ids.
+
+    Args:
+        name: "dummy:SHAPE" or "dummy:SHAPE:uniform". (With tied embeddings, "uniform" makes the
+            logits larger too: for greedy tokens alone.)
+
+    Raises:
+        CheckpointError: no such shape; or it has no experts over which to spread tokens.
+    """
 
     format = "dummy"
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        shape = name.removeprefix(PREFIX)
+        shape, colon, routing = name.removeprefix(PREFIX).partition(":")
         if shape not in DUMMY_SHAPES:
             raise CheckpointError(
                 f"{name}: unknown shape {shape!r}; known: {', '.join(sorted(DUMMY_SHAPES))}"
             )
         self._architecture = DUMMY_SHAPES[shape]
+        self._is_uniform = bool(colon)
+        if colon and routing != UNIFORM:
+            raise CheckpointError(
+                f"{name}: routing {routing!r} is unknown: write {PREFIX}{shape}:{UNIFORM}, or "
+                f"{PREFIX}{shape}."
+            )
+        if colon and not self._architecture.num_moe_experts:
+            raise CheckpointError(
+                f"{name}: {shape} has no experts over which to spread tokens: leave :{UNIFORM} out."
+            )
 
     @property
     def architecture(self) -> ModelArchitecture:
@@ -51,19 +84,24 @@ class DummySource(ModelSource):
 
         Every rank draws each weight that it has a part of whole, one at a time, and keeps its part.
         """
-        # Imports Megatron, which takes seconds and is not needed to describe a shape.
-        from megatron_async.models.hybrid import fill_dummy_weight
-
         held = list(weights(self.architecture, Shard.of(model)))
         parameters = model_parameters(model, held)
         for weight in held:
             parameter = parameters[weight.name]
             if weight.shape == weight.whole_shape:
-                fill_dummy_weight(weight.stored, parameter)
+                self._fill(weight.stored, parameter)
                 continue
             whole = parameter.new_empty(weight.whole_shape)
-            fill_dummy_weight(weight.stored, whole)
+            self._fill(weight.stored, whole)
             clear_padding(weight, parameter)
             for start, place in weight.whole_pieces(parameter):
                 region = (slice(s, s + n) for s, n in zip(start, place.shape, strict=True))
                 place.copy_(whole[tuple(region)])
+
+    def _fill(self, name: str, weight: Tensor) -> None:
+        # Imports Megatron, which takes seconds and is not needed to describe a shape.
+        from megatron_async.models.hybrid import fill_dummy_weight
+
+        fill_dummy_weight(name, weight)
+        if self._is_uniform and name == EMBEDDING:
+            weight.mul_(UNIFORM_EMBEDDING)

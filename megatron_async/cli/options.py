@@ -19,7 +19,8 @@ MODEL_HELP = """one of
   PATH/TO/FOLDER       a Hugging Face folder (config.json, safetensors, tokenizer) or a
                        Megatron torch_dist checkpoint written by `megatron-async convert`
   dummy:SHAPE          random weights, to try a shape: smollm2-135m, qwen3-0.6b, llama-3.1-8b;
-                       tiny and tiny-moe start at once (prompts are token ids)"""
+                       tiny and tiny-moe start at once (prompts are token ids)
+  dummy:SHAPE:uniform  the same, tokens spread evenly over the experts"""
 
 ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
     ("device", str, "DEVICE", "cpu, cuda or cuda:N (default: a GPU where there is one)"),
@@ -35,6 +36,12 @@ ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
         str,
         "NAME",
         "prefill on a GPU: triton, flash_attn_4, flash_attn_3 or torch (default: the fastest)",
+    ),
+    (
+        "mamba_ssm_states_dtype",
+        str,
+        "DTYPE",
+        "states of Mamba-2 layers: float32, or bfloat16 for half their memory (default: float32)",
     ),
     ("logging_step_interval", int, "N", "log a line every N steps (default: 0, none)"),
 )

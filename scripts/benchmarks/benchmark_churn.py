@@ -16,6 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from model_options import add_model_options, routed
 from step_times import time_steps
 
 from megatron_async import LLM
@@ -54,6 +55,7 @@ def open_engine(model: str, lookahead: int, args: argparse.Namespace) -> LLM:
         model,
         device=args.device,
         dtype=args.dtype,
+        mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,
         lookahead=lookahead,
         max_requests=slots,
         max_tokens=max_tokens,
@@ -158,6 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="after all timings, profile the GPU's idle time between steps (gap: median, p99)",
     )
     parser.add_argument("--profile-steps", type=int, default=50, help="default 50")
+    add_model_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     return parser
 
@@ -166,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table and, with --json, write the figures."""
     parser = build_parser()
     args = parser.parse_args(arguments)
+    args.models = routed(args.models, args.routing)
     if args.profile and not torch.cuda.is_available():
         parser.error("--profile needs a CUDA device, and torch finds none: leave it out.")
     print(

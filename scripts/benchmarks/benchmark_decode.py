@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from model_options import add_model_options, routed
 from replay_time import replay_ms
 from step_times import time_steps
 
@@ -43,6 +44,7 @@ def open_engine(model: str, batch: int, lookahead: int, args: argparse.Namespace
         model,
         device=args.device,
         dtype=args.dtype,
+        mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,
         lookahead=lookahead,
         max_requests=batch,
         max_tokens=max_tokens,
@@ -85,8 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=0.0)
+    add_model_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
+    args.models = routed(args.models, args.routing)
     sampling = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     print(f"{'model':<22}{'batch':>6}{'lookahead':>10}" + "".join(f"{c:>19}" for c in COLUMNS))
     figures = []

@@ -15,27 +15,36 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from model_options import add_model_options, routed
+from torch import nn
 
 from megatron_async import LLM, SamplingParams
+from megatron_async.models.pipeline import EMBEDDING, OUTPUT
 from megatron_async.profiling.benchmark_record import write_record
 
 PARAMS = SamplingParams(temperature=0.0, num_tokens_to_generate=2, termination_id=-1)
 
 
-def flops(config: Any, vocabulary: int, tokens: int) -> float:
-    """Floating-point operations of a prompt's prefill.
+def flops(model: nn.Module, vocabulary: int, tokens: int) -> float:
+    """Floating-point operations of a prompt's prefill; of recurrent layers their products alone.
 
     Args:
-        config: Megatron's configuration of a dense model.
+        model: a `HybridModel` on one rank.
         vocabulary: rows of the output layer.
         tokens: prompt length.
     """
-    hidden, ffn = config.hidden_size, config.ffn_hidden_size
-    heads, kv_heads, dim = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    config: Any = model.config
+    multiplied = 0.0
+    for name, weight in model.named_parameters():
+        if name in (EMBEDDING, OUTPUT) or weight.dim() < 2 or "conv1d" in name:
+            continue
+        is_stacked = weight.dim() == 3  # one matrix for each expert, of which a token meets some
+        share = config.moe_router_topk / config.num_moe_experts if is_stacked else 1
+        multiplied += weight.numel() * share
+    heads, dim = config.num_attention_heads, config.kv_channels
     layers = config.hybrid_layer_pattern.count("*")
-    products = hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 3 * hidden * ffn
-    attention = 4 * heads * dim * tokens * (tokens + 1) / 2
-    return layers * (2.0 * products * tokens + attention) + 2.0 * hidden * vocabulary
+    attention = layers * 4 * heads * dim * tokens * (tokens + 1) / 2
+    return 2.0 * multiplied * tokens + attention + 2.0 * config.hidden_size * vocabulary
 
 
 def measure(llm: LLM, tokens: int, repeats: int) -> dict[str, float]:
@@ -71,20 +80,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tflops", type=float, default=790.0, help="of the device, for the floor")
     parser.add_argument("--tbps", type=float, default=4.3, help="of its memory, for the floor")
+    add_model_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
+    args.models = routed(args.models, args.routing)
     print(
         f"{'model':<22}{'prompt':>8}{'max_tokens':>12}{'steps':>7}{'ttft ms':>10}{'floor ms':>10}"
         f"{'ratio':>7}"
     )
     figures = []
-    for model in args.models:
+    for name in args.models:
         for max_tokens in args.max_tokens:
             longest = max(args.prompt_tokens) + 8
             with LLM(
-                model,
+                name,
                 device=args.device,
                 dtype=args.dtype,
+                mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,
                 max_requests=4,
                 max_tokens=max_tokens,
                 max_sequence_length=longest,
@@ -97,16 +109,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 vocabulary = llm.engine.controller.vocab_size
                 for tokens in args.prompt_tokens:
                     result = measure(llm, tokens, args.repeats)
-                    work = flops(llm.engine.context.model_config, vocabulary, tokens)
-                    weights = llm.engine.controller.inference_wrapped_model.model.parameters()
-                    size = sum(weight.numel() * weight.itemsize for weight in weights)
+                    model = llm.engine.controller.inference_wrapped_model.model
+                    work = flops(model, vocabulary, tokens)
+                    size = sum(weight.nbytes for weight in model.parameters())
                     floor = max(work / args.tflops, size / args.tbps) / 1e9
                     result |= {"floor_ms": floor, "over_floor": result["ttft_ms"] / floor}
                     figures.append(
-                        {"model": model, "prompt": tokens, "max_tokens": max_tokens, **result}
+                        {"model": name, "prompt": tokens, "max_tokens": max_tokens, **result}
                     )
                     print(
-                        f"{model:<22}{tokens:>8}{max_tokens:>12}{result['steps']:>7.1f}"
+                        f"{name:<22}{tokens:>8}{max_tokens:>12}{result['steps']:>7.1f}"
                         f"{result['ttft_ms']:>10.2f}{floor:>10.2f}{result['over_floor']:>7.2f}",
                         flush=True,
                     )

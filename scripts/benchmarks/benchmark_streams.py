@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
+from model_options import add_model_options, routed
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders
 from tokenizers.models import BPE
@@ -168,6 +169,7 @@ def open_engine(model: str, batch: int, lookahead: int, args: argparse.Namespace
         model,
         device=args.device,
         dtype=args.dtype,
+        mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,
         lookahead=lookahead,
         max_requests=batch,
         max_tokens=max_tokens,
@@ -193,8 +195,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--steps", type=int, default=100, help=f"steps in each of {WINDOWS} windows (default 100)"
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
+    add_model_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
+    args.models = routed(args.models, args.routing)
     heads = "".join(f"{column:>18}" for column in COLUMNS)
     print(f"{'model':<22}{'batch':>6}{'lookahead':>10}  {'mode':<12}{heads}")
     figures = []

@@ -21,6 +21,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from model_options import add_model_options, routed
 from tqdm import tqdm
 
 from megatron_async import LLM
@@ -59,6 +60,7 @@ def serve_rates(lookahead: int, args: argparse.Namespace) -> list[tuple[float, S
         args.model,
         device=args.device,
         dtype=args.dtype,
+        mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,
         progress=not args.no_progress,
         lookahead=lookahead,
         max_requests=args.max_requests,
@@ -150,6 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"of {BLOCK_SIZE} tokens (default: enough for --max-requests of the longest)",
     )
     parser.add_argument("--no-progress", action="store_true", help="no bars")
+    add_model_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     return parser
 
@@ -157,6 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables and, with --json, write the figures."""
     args = build_parser().parse_args(arguments)
+    (args.model,) = routed([args.model], args.routing)
     served: dict[tuple[float, int], ServedTrace] = {}
     for lookahead in args.lookahead:
         for rate, result in serve_rates(lookahead, args):

@@ -23,6 +23,7 @@ from megatron_async.profiling.benchmark_record import distribution
 
 if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+    from megatron_async.engines.statistics import EngineStatistics
 
 NSYS_SESSION = "NSYS_PROFILING_SESSION_ID"
 """Environment variable that nsys sets for the program it profiles."""
@@ -99,7 +100,6 @@ def time_steps(
         (ends[first + steps] - ends[first]) / steps for first in range(0, windows * steps, steps)
     ]
     step = statistics.median(means)
-    launched = max(after.steps - before.steps, 1)
     tokens = (after.generated_tokens - before.generated_tokens) / (windows * steps)
     return StepTimes(
         step_ms=step * 1e3,
@@ -107,10 +107,19 @@ def time_steps(
         step_p90_ms=singles["p90"] or 0.0,
         step_p99_ms=singles["p99"] or 0.0,
         tokens_per_second=tokens / step,
-        rows=(after.rows - before.rows) / launched,
-        overlap_ratio=after.overlap_ratio_since(before),
-        zombie_rows=after.zombie_rows - before.zombie_rows,
-        prepare_us=(after.prepare_ns - before.prepare_ns) / 1e3 / launched,
-        launch_us=(after.launch_ns - before.launch_ns) / 1e3 / launched,
-        resolve_us=(after.resolve_ns - before.resolve_ns) / 1e3 / launched,
+        **counted(before, after),
     )
+
+
+def counted(before: EngineStatistics, after: EngineStatistics) -> dict[str, Any]:
+    """What an engine's counters say of the steps launched between two copies of them: "rows",
+    "overlap_ratio", "zombie_rows", "prepare_us", "launch_us", "resolve_us"; see `StepTimes`."""
+    launched = max(after.steps - before.steps, 1)
+    return {
+        "rows": (after.rows - before.rows) / launched,
+        "overlap_ratio": after.overlap_ratio_since(before),
+        "zombie_rows": after.zombie_rows - before.zombie_rows,
+        "prepare_us": (after.prepare_ns - before.prepare_ns) / 1e3 / launched,
+        "launch_us": (after.launch_ns - before.launch_ns) / 1e3 / launched,
+        "resolve_us": (after.resolve_ns - before.resolve_ns) / 1e3 / launched,
+    }

@@ -147,6 +147,34 @@ def test_info_reads_no_weights(family_folder: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("shape", "not_needed"),
+    [
+        ("tiny", {"megatron.core", "torch.distributed.checkpoint", "transformers", "triton"}),
+        # Its states are the engine's own, whose ops come with Triton.
+        ("tiny-hybrid", {"megatron.core", "torch.distributed.checkpoint", "transformers"}),
+    ],
+)
+def test_info_imports_no_more_than_it_needs(shape: str, not_needed: set[str]) -> None:
+    """On a 2-core EPYC torch takes one second to import, its distributed checkpoints half of one,
+    and Megatron-Core several."""
+    program = (
+        "import sys; from megatron_async.cli.main import main; "
+        "main(['info', sys.argv[1], '--memory-gb', '2', '--device', 'cpu']); "
+        "print(' '.join(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, f"dummy:{shape}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *info, modules = done.stdout.splitlines()
+    assert any("KV pool that fits" in line for line in info)
+    assert "torch" in modules.split()
+    assert not not_needed & set(modules.split())
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"memory_gb": -1}, "memory_gb = -1"),

@@ -96,6 +96,25 @@ def test_sampling_options_reach_sampling_params():
     )
 
 
+def test_states_dtype_of_hybrids(capsys, monkeypatch):
+    dtypes = []
+
+    def watched(self, *arguments):
+        dtypes.append(self.context.config.mamba_ssm_states_dtype)
+        return close(self, *arguments)
+
+    close = DynamicInferenceEngine.close
+    monkeypatch.setattr(DynamicInferenceEngine, "close", watched)
+    hybrid = ["generate", "--model", "dummy:tiny-hybrid", "--device", "cpu", "--no-progress"]
+    hybrid += ["--max-requests", "2", "--prompt", "1 2", "--max-new-tokens", "2"]
+    assert cli.main([*hybrid, "--mamba-ssm-states-dtype", "bfloat16"]) == 0
+    assert cli.main(hybrid) == 0
+    assert dtypes == ["bfloat16", "float32"]
+    capsys.readouterr()
+    line = fails(capsys, *hybrid, "--mamba-ssm-states-dtype", "fp16")
+    assert "mamba_ssm_states_dtype='fp16' is not served: use one of float32, bfloat16" in line
+
+
 def test_defaults_are_greedy_and_64_tokens():
     sampling = cli.sampling_params(parse())
     assert sampling.is_greedy

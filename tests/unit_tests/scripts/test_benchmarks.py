@@ -13,6 +13,7 @@ from step_times import time_steps
 from megatron_async import LLM
 from megatron_async.device_state import unpack_step
 from megatron_async.errors import ConfigurationError
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.profiling import benchmark_record
 from megatron_async.profiling.gpu_profile import FIRST_KERNEL
 from megatron_async.profiling.workloads import Churn, start_steady_decode
@@ -115,18 +116,25 @@ def test_prefill(tmp_path):
         assert row["over_floor"] * row["floor_ms"] == pytest.approx(row["ttft_ms"])
 
 
-def test_prefill_floor_counts_every_product(tmp_path):
-    """As many multiplications as a loop over the modules' shapes counts, two operations each."""
-    with tiny() as llm:
+@pytest.mark.parametrize("shape", ["tiny", "tiny-hybrid"])
+def test_prefill_floor_counts_every_product(shape):
+    """As many multiplications as are counted by hand, two operations each."""
+    a = DUMMY_SHAPES[shape]
+    with LLM(f"dummy:{shape}", device="cpu", max_requests=2, num_kv_blocks=4) as llm:
         model = llm.engine.controller.inference_wrapped_model.model
-        products = sum(w.numel() for name, w in model.named_parameters() if "linear" in name)
-        config, vocabulary = llm.engine.context.model_config, llm.engine.controller.vocab_size
-        layers = config.hybrid_layer_pattern.count("*")
-        width = config.num_attention_heads * config.kv_channels
-    flops = load_script("benchmark_prefill").flops
-    attention = layers * 4 * width * (1 + 2 + 3)
-    last = 2 * config.hidden_size * vocabulary
-    assert flops(config, vocabulary, 3) == 2 * 3 * products + attention + last
+        found = load_script("benchmark_prefill").flops(model, llm.engine.controller.vocab_size, 3)
+    width, kv = (heads * a.kv_channels for heads in (a.num_attention_heads, a.num_query_groups))
+    matrices = 3 if a.activation == "silu" else 2
+    units = a.moe_router_topk * a.moe_ffn_hidden_size + a.moe_shared_expert_intermediate_size
+    inputs = {
+        "*": 2 * width + 2 * kv,
+        "-": matrices * a.ffn_hidden_size,
+        "E": matrices * units + a.num_moe_experts,
+        "M": a.mamba.in_proj + a.mamba.inner if "M" in a.pattern else 0,
+    }
+    products = a.hidden_size * sum(inputs[kind] for kind in a.pattern)
+    attention = a.pattern.count("*") * 4 * width * (1 + 2 + 3)
+    assert found == 2 * 3 * products + attention + 2 * a.hidden_size * a.vocab_size
 
 
 def test_prefill_attention(tmp_path):
@@ -160,11 +168,12 @@ def test_bookkeeping(tmp_path):
     assert set(record["figures"][0]) >= {"rows", "prepare", "launch", "resolve", "total", "p99"}
 
 
-def test_churn(tmp_path, capsys):
+@pytest.mark.parametrize("model", ["dummy:tiny", "dummy:tiny-hybrid"])
+def test_churn(tmp_path, capsys, model):
     record = run_script(
         "benchmark_churn",
         tmp_path,
-        *("--models", "dummy:tiny", "--device", "cpu", "--batch-size", 5, "--prompt-tokens", 6),
+        *("--models", model, "--device", "cpu", "--batch-size", 5, "--prompt-tokens", 6),
         *("--finishes-per-step", 2, "--steps", 4, "--lookahead", 0, 1, 2),
     )
     for lookahead, row in enumerate(record["figures"]):
@@ -208,6 +217,44 @@ def test_throughput(tmp_path):
         assert row["tokens_out_per_second"] == row["tokens_out"] / row["duration_s"]
         assert row["late_ms"] < row["latency_ms"]["p99"]
     assert len({(row["tokens_in"], row["tokens_out"]) for row in rows}) == 1
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_trace(tmp_path, capsys, every):
+    record = run_script(
+        "benchmark_trace",
+        tmp_path,
+        *("--models", "dummy:tiny-hybrid", "--device", "cpu", "--lookahead", 0, 1),
+        *("--requests", 5, "--prompt-tokens", 40, "--output-tokens", 40, "--max-tokens", 32),
+        *("--routing", "uniform", "--arrive-every", every),
+    )
+    for lookahead, row in enumerate(record["figures"]):
+        assert row["model"] == "dummy:tiny-hybrid:uniform"
+        prefill, decode = row["prefill"], row["decode"]
+        assert prefill["overlap_ratio"] == decode["overlap_ratio"] == lookahead
+        assert prefill["no_overlap"] == {"after_idle": 1} | (
+            {} if lookahead else {"serial": prefill["steps"] - 1}
+        )
+        # 200 tokens in steps of 32, which decode rows share.
+        assert prefill["steps"] >= 7
+        assert prefill["tokens_per_second"] * prefill["seconds"] == pytest.approx(200)
+        assert prefill["seconds"] < row["total_s"] == pytest.approx(200 / row["tokens_per_second"])
+        assert row["ttft_ms"]["p99"] <= 1e3 * prefill["seconds"]
+        assert decode["rows"] == 5
+        assert 8 < decode["steps"] < 40 - 8
+        assert decode["tokens_per_second"] == pytest.approx(5e3 / decode["step_ms"])
+    assert capsys.readouterr().out.count("ms/step") == 2
+
+
+def test_trace_without_steps_in_which_all_decode(tmp_path, capsys):
+    record = run_script(
+        "benchmark_trace",
+        tmp_path,
+        *("--models", "dummy:tiny", "--device", "cpu", "--lookahead", 1, "--arrive-every", 3),
+        *("--requests", 4, "--prompt-tokens", 8, "--output-tokens", 3),
+    )
+    assert record["figures"][0]["decode"] is None
+    assert "no step had a row of every request: raise --output-tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
