@@ -11,7 +11,7 @@ anew in each layer. Nothing else differs, and each product is as it was.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.mapping import Shard, weights
@@ -84,24 +84,24 @@ class DummySource(ModelSource):
 
         Every rank draws each weight that it has a part of whole, one at a time, and keeps its part.
         """
+        # Imports Megatron, which takes seconds and is not needed to describe a shape.
+        from megatron_async.models.hybrid import fill_dummy_weight
+
         held = list(weights(self.architecture, Shard.of(model)))
         parameters = model_parameters(model, held)
         for weight in held:
             parameter = parameters[weight.name]
             if weight.shape == weight.whole_shape:
-                self._fill(weight.stored, parameter)
+                fill_dummy_weight(weight.stored, parameter)
                 continue
             whole = parameter.new_empty(weight.whole_shape)
-            self._fill(weight.stored, whole)
+            fill_dummy_weight(weight.stored, whole)
             clear_padding(weight, parameter)
             for start, place in weight.whole_pieces(parameter):
                 region = (slice(s, s + n) for s, n in zip(start, place.shape, strict=True))
                 place.copy_(whole[tuple(region)])
-
-    def _fill(self, name: str, weight: Tensor) -> None:
-        # Imports Megatron, which takes seconds and is not needed to describe a shape.
-        from megatron_async.models.hybrid import fill_dummy_weight
-
-        fill_dummy_weight(name, weight)
-        if self._is_uniform and name == EMBEDDING:
-            weight.mul_(UNIFORM_EMBEDDING)
+        if not self._is_uniform:
+            return
+        for weight in held:
+            if weight.stored == EMBEDDING:
+                parameters[weight.name].mul_(UNIFORM_EMBEDDING)
