@@ -31,7 +31,6 @@ EXTRAS = {
     # Exact: a pre-release whose interface still moves. It compiles its kernels at run time.
     "gpu": ["flash-attn-4[cu13]==4.0.0b36"],
     "te": ["transformer-engine[core_cu13,pytorch]"],
-    "ssm": ["mamba-ssm", "causal-conv1d>=1.5,<2"],
     "server": ["fastapi", "uvicorn"],
     "dev": [
         # The reference that the engine's tokens are compared with; it reads GGUF by accelerate.

@@ -2,16 +2,17 @@
 
 `dummy:SHAPE:uniform` is one whose routers spread tokens over experts as those of a trained model
 do. Random weights alone do not: what layers add to the residual stream is in part the same for
-all tokens, more so with every layer, and in wide models it soon outweighs the embedding. (Routers
-of dummy:nemotron-3-nano-30b send some experts 5 to 10 times their share, others nothing.) So there
-the embedding is larger than what all layers add: then a token's experts follow from the token,
-anew in each layer. Nothing else differs, and each product is as it was.
+all tokens, more so with every layer, and in wide models it soon outweighs the embedding. (Nemotron
+3 Nano with experts of 32 units, 64 decode rows, on a CPU: layers hit 77 to 93 % of the experts that
+even routing hits, and some experts get 4 to 10 times their share; with ":uniform" 97 to 102 %.) So
+there the embedding is larger than what all layers add: then a token's experts follow from the
+token, anew in each layer. Nothing else differs, and each product is as it was.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.mapping import Shard, weights
@@ -29,8 +30,8 @@ UNIFORM = "uniform"
 """Behind the shape's name: tokens are spread over experts evenly."""
 UNIFORM_EMBEDDING = 4096.0
 """How much larger embeddings are then: standard deviation 82. What 52 layers of Nemotron 3 Nano add
-has 12 (estimated from the weights' sizes), so no more than 2 % of the residual stream's variance is
-shared by tokens. A power of two, so that no number is rounded."""
+has 12 (estimated from the weights' sizes), so no more than 2 % of the residual stream's variance
+may be shared by tokens. A power of two, so that no number is rounded."""
 
 
 class DummySource(ModelSource):
@@ -84,24 +85,24 @@ class DummySource(ModelSource):
 
         Every rank draws each weight that it has a part of whole, one at a time, and keeps its part.
         """
+        # Imports Megatron, which takes seconds and is not needed to describe a shape.
+        from megatron_async.models.hybrid import fill_dummy_weight
+
         held = list(weights(self.architecture, Shard.of(model)))
         parameters = model_parameters(model, held)
         for weight in held:
             parameter = parameters[weight.name]
             if weight.shape == weight.whole_shape:
-                self._fill(weight.stored, parameter)
+                fill_dummy_weight(weight.stored, parameter)
                 continue
             whole = parameter.new_empty(weight.whole_shape)
-            self._fill(weight.stored, whole)
+            fill_dummy_weight(weight.stored, whole)
             clear_padding(weight, parameter)
             for start, place in weight.whole_pieces(parameter):
                 region = (slice(s, s + n) for s, n in zip(start, place.shape, strict=True))
                 place.copy_(whole[tuple(region)])
-
-    def _fill(self, name: str, weight: Tensor) -> None:
-        # Imports Megatron, which takes seconds and is not needed to describe a shape.
-        from megatron_async.models.hybrid import fill_dummy_weight
-
-        fill_dummy_weight(name, weight)
-        if self._is_uniform and name == EMBEDDING:
-            weight.mul_(UNIFORM_EMBEDDING)
+        if not self._is_uniform:
+            return
+        for weight in held:
+            if weight.stored == EMBEDDING:
+                parameters[weight.name].mul_(UNIFORM_EMBEDDING)

@@ -3,7 +3,9 @@
 Decode rows stand at all phases of the flush rule, so one row in 16 writes its state. With
 --megatron the kernels of Megatron-Core that do the same are timed beside ours: convolution and
 state update for decode, convolution and chunk scan for prefill. They have no counterpart for what
-our prefill does besides (it leaves states and inputs in the pools).
+our prefill does besides (it leaves states and inputs in the pools). Of decode the convolution is
+timed alone too, and where the package causal-conv1d is installed (it must be built; nothing else
+here uses it), its compiled one: ours is part of a kernel that writes the rings as well.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -42,6 +45,8 @@ PEAK = 989e12
 MEMORY = 4e9
 """Bytes of states that the layers of a case may take; there are 2 to 30 of them."""
 DTYPE = torch.bfloat16
+OURS = ("ours", "norm")
+"""What must run; kernels of others may refuse a case."""
 
 
 def random(*size: int, dtype: torch.dtype = DTYPE) -> Tensor:
@@ -111,7 +116,7 @@ def decode_calls(
 
     calls: dict[str, Callable[[], object]] = {"ours": ours, "flush": only_flush, "norm": norm}
     if with_megatron:
-        calls["megatron"] = megatron_decode(shape, params, pools, zxbcdt, index, width)
+        calls |= megatron_decode(shape, params, pools, zxbcdt, index, width)
     state = shape.d_inner * shape.d_state * 4 * (1 + width / rule.period)
     # On average half a period of inputs, and the query tokens themselves, written and read.
     ring = (rule.period / 2 + 2 * width) * ((shape.d_inner + shape.bc_dim) * 2 + shape.heads * 8)
@@ -127,8 +132,9 @@ def megatron_decode(
     zxbcdt: Tensor,
     index: Tensor,
     width: int,
-) -> Callable[[], object]:
-    """A decode step by Megatron-Core's kernels, which write the state in every step."""
+) -> dict[str, Callable[[], object]]:
+    """A decode step by Megatron-Core's kernels, which write the state in every step; convolutions
+    alone, Megatron-Core's and that of causal-conv1d where it is installed."""
     from megatron.core.ssm.ops.causal_conv1d_triton import causal_conv1d_update
     from megatron.core.ssm.ops.mamba_ssm import selective_state_update
 
@@ -141,11 +147,19 @@ def megatron_decode(
     _z, xbc, dt = zxbcdt.view(rows, width, -1).split(strips, dim=2)
     dt = dt[..., None].expand(-1, -1, -1, dim)
     conv_states = [random(rows + 1, shape.conv_dim, 4) for _ in pools]
+    weights = params.conv_weight, params.conv_bias
+
+    def conv() -> None:
+        for conv_state in conv_states:
+            causal_conv1d_update(xbc, conv_state, *weights, True, indices)
+
+    def compiled_conv() -> None:
+        for conv_state in conv_states:
+            compiled(xbc.transpose(1, 2), conv_state, *weights, "silu", conv_state_indices=indices)
 
     def run() -> None:
         for pool, conv_state in zip(pools, conv_states):
-            given = (conv_state, params.conv_weight, params.conv_bias, True, indices)
-            x, b, c = causal_conv1d_update(xbc, *given).split(
+            x, b, c = causal_conv1d_update(xbc, conv_state, *weights, True, indices).split(
                 [shape.d_inner, shape.bc_dim, shape.bc_dim], dim=2
             )
             selective_state_update(
@@ -161,7 +175,12 @@ def megatron_decode(
                 state_batch_indices=indices,
             )
 
-    return run
+    calls: dict[str, Callable[[], object]] = {"megatron": run, "megatron_conv": conv}
+    if find_spec("causal_conv1d") is not None:
+        from causal_conv1d import causal_conv1d_update as compiled
+
+        calls["causal_conv1d"] = compiled_conv
+    return calls
 
 
 def prefill_calls(
@@ -287,9 +306,9 @@ def main() -> None:
             try:
                 found[name] = graph_us(call, 1) / layers
             except Exception as error:
-                if name != "megatron":
+                if name in OURS:
                     raise
-                print(f"{case}: Megatron-Core's kernels do not run: {error}", flush=True)
+                print(f"{case}: {name} does not run: {error}", flush=True)
         cells = "".join(f"  {name} {us:.2f} us" for name, us in found.items())
         share = ""
         if "operations" in more:
