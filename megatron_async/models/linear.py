@@ -97,14 +97,17 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
             output = self.collectives.all_gather_columns(output, self.output_size)
         return output, self.bias if self.skip_bias_add else None
 
-    def forward_swiglu(self, input_: Tensor | Unnormed) -> Tensor | None:
-        """SwiGLU of the output, `[tokens, 1, out / 2]`, where one kernel does both; else None."""
+    def forward_activated(self, input_: Tensor | Unnormed, gated: bool) -> Tensor | None:
+        """SwiGLU of the output, `[tokens, 1, out / 2]`, or if not `gated` its squared ReLU,
+        `[tokens, 1, out]`, where one op does both; else None."""
         row = input_.x if isinstance(input_, Unnormed) else input_
         if not row.is_cuda or self.bias is not None:
             return None
         input_ = self._all_rows(input_)
         rows = input_ if isinstance(input_, Unnormed) else input_.flatten(0, -2)
-        return kernels_for(row).linear_swiglu(rows, self.weight)[:, None]
+        ops = kernels_for(row)
+        product = ops.linear_swiglu if gated else ops.linear_squared_relu
+        return product(rows, self.weight)[:, None]
 
     def takes_unnormed(self, hidden_states: Tensor) -> bool:
         """Whether `forward` should be given the arguments of the norm before it."""

@@ -35,8 +35,8 @@ class InferenceMLP(MLP):
         """As Megatron's: `[tokens, 1, hidden]` -> the same, and a bias or None."""
         activated = None
         gated = self.config.gated_linear_unit
-        if gated and isinstance(self.linear_fc1, InferenceColumnParallelLinear):
-            activated = self.linear_fc1.forward_swiglu(hidden_states)
+        if isinstance(self.linear_fc1, InferenceColumnParallelLinear):
+            activated = self.linear_fc1.forward_activated(hidden_states, gated)
         if activated is None:
             product, _unused = self.linear_fc1(hidden_states)
             tokens, _one, width = product.shape

@@ -40,6 +40,7 @@ class Kernels:
     rope_append: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     linear_swiglu: Callable[..., Tensor]
+    linear_squared_relu: Callable[..., Tensor]
     swiglu: Callable[[Tensor], Tensor]
     squared_relu: Callable[[Tensor], Tensor]
     sample: Callable[..., Tensor]
@@ -65,6 +66,7 @@ TORCH_KERNELS = Kernels(
     rope_append.rope_append_reference,
     skinny_linear.linear_reference,
     skinny_linear.linear_swiglu_reference,
+    skinny_linear.linear_squared_relu_reference,
     swiglu.swiglu_reference,
     squared_relu.squared_relu_reference,
     sampling.sample_reference,
@@ -89,6 +91,7 @@ TRITON_KERNELS = Kernels(
     rope_append.rope_append,
     skinny_linear.linear,
     skinny_linear.linear_swiglu,
+    skinny_linear.linear_squared_relu,
     swiglu.swiglu,
     squared_relu.squared_relu,
     triton_sampling.sample,

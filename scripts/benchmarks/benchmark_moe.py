@@ -46,7 +46,8 @@ class Layers:
         self.shape = shape
         self.local = local = shape.num_moe_experts // ranks
         hidden, ffn = shape.hidden_size, shape.moe_ffn_hidden_size
-        self.expert_elements = 3 * hidden * ffn
+        self.gated = shape.activation == "silu"
+        self.expert_elements = (3 if self.gated else 2) * hidden * ffn
         self.expert_bytes = self.expert_elements * dtype.itemsize
         # A decode step of one token must not find its experts in the cache either.
         hit = min(shape.moe_router_topk, local) * self.expert_bytes
@@ -56,7 +57,8 @@ class Layers:
             for _ in range(count)
         ]
         self.fc1 = [
-            random(local, 2 * ffn, hidden, dtype=dtype, scale=hidden**-0.5) for _ in range(count)
+            random(local, (1 + self.gated) * ffn, hidden, dtype=dtype, scale=hidden**-0.5)
+            for _ in range(count)
         ]
         self.fc2 = [random(local, hidden, ffn, dtype=dtype, scale=ffn**-0.5) for _ in range(count)]
 
@@ -99,8 +101,8 @@ def candidates(height: int) -> Iterator[ExpertPlan]:
     """Plans with tiles of this height and the ones beside it that fit a processor; one product's
     differs from `BY_HEIGHT`."""
     heights = [found for found in BY_HEIGHT if height // 2 <= found <= height * 2]
-    widths, depths = (16, 32, 64, 128), (64, 128)
-    for tall, width, depth, stages in itertools.product(heights, widths, depths, (3, 5)):
+    widths, depths = (16, 32, 64, 128, 256), (64, 128)
+    for tall, width, depth, stages in itertools.product(heights, widths, depths, (3, 4, 5)):
         base = BY_HEIGHT[tall]
         part = ProductPlan(tall, width, depth, 8 if tall * width >= 8192 else 4, stages)
         for plan, rows in (
@@ -149,7 +151,8 @@ def main() -> None:
             x = random(tokens, layers.shape.hidden_size, dtype=torch.bfloat16)
             routings = layers.routings(x)
             pairs = tokens * layers.shape.moe_router_topk
-            plan = plan_experts(pairs, layers.shape.num_moe_experts, x.element_size())
+            spread_over, itemsize = layers.shape.num_moe_experts, x.element_size()
+            plan = plan_experts(pairs, spread_over, itemsize, layers.gated)
             hit, floor = layers.floor(routings)
             calls: list[Callable[[], None]] = [
                 partial(layers.whole, x, plan),

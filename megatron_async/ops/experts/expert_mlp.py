@@ -54,7 +54,8 @@ def expert_mlp(
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
     """
-    plan = plan_experts(routing.experts.numel(), num_experts, x.element_size())
+    gated = fc1.size(1) != fc2.size(2)
+    plan = plan_experts(routing.experts.numel(), num_experts, x.element_size(), gated)
     return expert_mlp_by_plan(x, routing, fc1, fc2, first_expert, plan)
 
 

@@ -28,6 +28,7 @@ def one_row_kernel(
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     gated: tl.constexpr,
+    squared: tl.constexpr,
     has_norm: tl.constexpr,
     has_residual: tl.constexpr,
     has_bias: tl.constexpr,
@@ -104,6 +105,9 @@ def one_row_kernel(
         if has_norm:
             up = up * factor
         y = y * tl.sigmoid(y) * up
+    elif squared:
+        y = tl.maximum(y, 0.0)
+        y = y * y
     tl.store(out + first + line, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -122,6 +126,7 @@ def tile_kernel(
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     gated: tl.constexpr,
+    squared: tl.constexpr,
     has_bias: tl.constexpr,
     swap: tl.constexpr,
     ahead: tl.constexpr,
@@ -184,6 +189,9 @@ def tile_kernel(
         sums = sums + shift[None, :]
     if gated:
         sums = sums * tl.sigmoid(sums) * up_sums
+    elif squared:
+        sums = tl.maximum(sums, 0.0)
+        sums = sums * sums
     row = (part * rows + batch[:, None]).to(tl.int64)
     target = out + row * n + first + line[None, :]
     tl.store(target, sums.to(out.dtype.element_ty), mask=exists & (line < here)[None, :])

@@ -2,9 +2,10 @@
 
 cuBLAS takes no part in programmatic dependent launch, so around each of its kernels the memory
 system runs dry; ours ask for their weights early (`ops/linear/skinny_kernels.py`). Products take
-what stands around them along: RMSNorm of one row before, SwiGLU behind. A product with fewer
-outputs than fill the device is split along its inputs; its partial sums are added by the kernel
-that reads them (`ops/linear/rms_norm.py`), in order, so that results do not depend on the run.
+what stands around them along: RMSNorm of one row before, an MLP's activation behind. A product
+with fewer outputs than fill the device is split along its inputs; its partial sums are added by the
+kernel that reads them (`ops/linear/rms_norm.py`), in order, so that results do not depend on the
+run.
 
 Where the rule in `ops/linear/skinny_plan.py` finds no plan, cuBLAS multiplies.
 """
@@ -12,6 +13,7 @@ Where the rule in `ops/linear/skinny_plan.py` finds no plan, cuBLAS multiplies.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,11 @@ from megatron_async.ops.dependent_launch import launch_options
 from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_reference
 from megatron_async.ops.linear.skinny_kernels import one_row_kernel, tile_kernel
 from megatron_async.ops.linear.skinny_plan import NORM_WIDTH, OneRowPlan, TilePlan, plan_product
+from megatron_async.ops.linear.squared_relu import squared_relu, squared_relu_reference
 from megatron_async.ops.linear.swiglu import swiglu, swiglu_reference
+
+Activation = Literal["", "swiglu", "squared_relu"]
+"""What follows a product."""
 
 
 @dataclass
@@ -65,7 +71,7 @@ def linear(
     Returns:
         `[rows, n]`; or partial sums `[splits, rows, n]`, float32, to be added in order.
     """
-    return _product(x, weight, bias, False, may_split)
+    return _product(x, weight, bias, "", may_split)
 
 
 def linear_swiglu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
@@ -80,7 +86,22 @@ def linear_swiglu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
     Returns:
         `[rows, ffn]`.
     """
-    return _product(x, weight, None, True, False)
+    return _product(x, weight, None, "swiglu", False)
+
+
+def linear_squared_relu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
+    """`relu(x @ weight.T) ** 2`: the first half of an MLP without a gate (So et al. 2021).
+
+    The product is rounded to the dtype only where cuBLAS computes it.
+
+    Args:
+        x: as for `linear`.
+        weight: `[ffn, k]`.
+
+    Returns:
+        `[rows, ffn]`.
+    """
+    return _product(x, weight, None, "squared_relu", False)
 
 
 def linear_reference(
@@ -98,33 +119,49 @@ def linear_swiglu_reference(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
     return swiglu_reference(linear_reference(x, weight))
 
 
+def linear_squared_relu_reference(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
+    """`linear_squared_relu` in plain torch."""
+    return squared_relu_reference(linear_reference(x, weight))
+
+
 def _product(
-    x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, gated: bool, may_split: bool
+    x: Tensor | Unnormed,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    may_split: bool,
 ) -> Tensor:
     inputs = x.x if isinstance(x, Unnormed) else x
     norm = isinstance(x, Unnormed)
+    gated = activation == "swiglu"
     plan = plan_product(inputs, weight, gated, may_split and bias is None, norm)
     if isinstance(plan, OneRowPlan):
-        return one_row_product(x, weight, bias, gated, plan)
+        return one_row_product(x, weight, bias, activation, plan)
     if isinstance(x, Unnormed):
         inputs, x.total = add_rms_norm(x.x, x.residual, x.weight, x.eps)
     if isinstance(plan, TilePlan):
-        return tile_product(inputs, weight, bias, gated, plan)
+        return tile_product(inputs, weight, bias, activation, plan)
     product = F.linear(inputs, weight, bias)
-    return swiglu(product) if gated else product
+    if not activation:
+        return product
+    return swiglu(product) if gated else squared_relu(product)
 
 
 def one_row_product(
-    x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, gated: bool, plan: OneRowPlan
+    x: Tensor | Unnormed,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    plan: OneRowPlan,
 ) -> Tensor:
-    """`linear` or, if `gated`, `linear_swiglu`, of one row by a given plan.
+    """`linear` of one row, or with its activation behind it, by a given plan.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
     """
     norm = x if isinstance(x, Unnormed) else None
     row = x.x if isinstance(x, Unnormed) else x
-    n = _outputs(row, weight, bias, gated)
+    n = _outputs(row, weight, bias, activation)
     if row.size(0) != 1:
         raise ValueError(f"one_row_product: x has {row.size(0)} rows; use tile_product.")
     residual, total = row, row
@@ -156,7 +193,8 @@ def one_row_product(
         k=row.size(1),
         block_n=plan.block_n,
         block_k=plan.block_k,
-        gated=gated,
+        gated=activation == "swiglu",
+        squared=activation == "squared_relu",
         has_norm=norm is not None,
         has_residual=norm is not None and norm.residual is not None,
         has_bias=bias is not None,
@@ -168,20 +206,20 @@ def one_row_product(
 
 
 def tile_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, plan: TilePlan
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, plan: TilePlan
 ) -> Tensor:
-    """`linear` or, if `gated`, `linear_swiglu`, by a given plan; partial sums if it splits.
+    """`linear`, or with its activation behind it, by a given plan; partial sums if it splits.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit; more rows than the plan's; a plan that
             splits what cannot be added up later.
     """
-    n = _outputs(x, weight, bias, gated)
+    n = _outputs(x, weight, bias, activation)
     rows = x.size(0)
     if rows > plan.block_m:
         raise ValueError(f"tile_product: x has {rows} rows, and the plan is for {plan.block_m}.")
-    if plan.splits > 1 and (gated or bias is not None):
-        raise ValueError("tile_product: partial sums can have neither bias nor SwiGLU.")
+    if plan.splits > 1 and (activation or bias is not None):
+        raise ValueError("tile_product: partial sums can have neither bias nor activation.")
     if plan.splits > 1:
         out = torch.empty((plan.splits, rows, n), dtype=torch.float32, device=x.device)
     else:
@@ -199,7 +237,8 @@ def tile_product(
         block_m=plan.block_m,
         block_n=plan.block_n,
         block_k=plan.block_k,
-        gated=gated,
+        gated=activation == "swiglu",
+        squared=activation == "squared_relu",
         has_bias=bias is not None,
         swap=plan.swap,
         ahead=plan.ahead,
@@ -210,8 +249,9 @@ def tile_product(
     return out
 
 
-def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> int:
+def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> int:
     """Number of outputs; raises on what would read or write the wrong memory."""
+    gated = activation == "swiglu"
     n = weight.size(0) // 2 if gated else weight.size(0)
     if x.dim() != 2 or weight.dim() != 2 or x.size(1) != weight.size(1):
         raise ValueError(
@@ -226,6 +266,9 @@ def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> int
         )
     if gated and weight.size(0) % 2:
         raise ValueError(f"linear_swiglu: {weight.size(0)} weight rows are not [gate; up].")
-    if bias is not None and (gated or bias.shape != (n,) or not bias.is_contiguous()):
-        raise ValueError(f"linear: bias must be ({n},); found {tuple(bias.shape)}, gated={gated}.")
+    if bias is not None and (activation or bias.shape != (n,) or not bias.is_contiguous()):
+        raise ValueError(
+            f"linear: bias must be ({n},), without activation; found {tuple(bias.shape)}, "
+            f"{activation!r}."
+        )
     return n

@@ -30,7 +30,7 @@ from megatron_async.ops.recurrent.mamba_pools import (
 )
 
 MANY_PROGRAMS = 128
-"""A chunk's programs that fill an H200: with fewer, each takes half as much of a head."""
+"""Programs that fill an H200: with fewer, each takes half as much of a head."""
 BORDERS = tl.constexpr(GRID)
 
 
@@ -63,7 +63,7 @@ def scan_chunks(
         shape: sizes of the layer.
     """
     chunks = rows.write_rows.numel()
-    tile = scan_tile(xbc.dtype, shape)
+    tile = scan_tile(xbc.dtype, shape, chunks)
     programs = _programs(shape, tile.lanes)
     share = triton.cdiv(shape.conv_dim, programs)
     _scan_kernel[(programs, chunks)](
@@ -105,7 +105,7 @@ def scan_chunks(
         chunks_tile=max(triton.next_power_of_2(chunks), 16),
         has_dest=chunk_dest is not None,
         is_exact=xbc.dtype == torch.float32,
-        num_warps=8,
+        num_warps=tile.warps,
         num_stages=tile.stages,
         **launch_options(xbc),
     )
@@ -118,25 +118,33 @@ class Tile(NamedTuple):
     """A divisor of 128."""
     lanes: int
     """Of a head's dimension."""
+    warps: int
     stages: int
 
 
-def scan_tile(dtype: torch.dtype, shape: MambaShape) -> Tile:
-    """The tile for a layer. It may depend on the layer only: another cut is another order of sums,
-    and a prompt must give the same bits whatever the batch.
+def scan_tile(dtype: torch.dtype, shape: MambaShape, chunks: int) -> Tile:
+    """The tile for a step.
+
+    Its tokens depend on the layer only: another cut is another order of sums, and a prompt must
+    give the same bits whatever the batch. Wide tiles make C by B less often, narrow ones fill the
+    device where chunks are few; lanes do not meet in a sum. Tried on an H200 with heads of 64 and
+    80 (docs/performance.md).
 
     Args:
         dtype: of the inputs.
         shape: sizes of the layer.
+        chunks: of the step.
     """
     if dtype == torch.float32:
-        return Tile(16, 16, 1)
+        return Tile(16, 16, 8, 1)
     lanes = 64
-    while lanes > 16 and (lanes >= 2 * shape.head_dim or _programs(shape, lanes) < MANY_PROGRAMS):
+    while lanes > 16 and lanes >= 2 * shape.head_dim:
         lanes //= 2
     if shape.d_state > 128:
-        return Tile(64, min(lanes, 32), 2)
-    return Tile(GRID, lanes, 2)
+        return Tile(64, min(lanes, 32), 8, 2)
+    if chunks * _programs(shape, lanes) >= MANY_PROGRAMS:
+        return Tile(64, lanes, 4, 2)
+    return Tile(64, max(lanes // 2, 16), 4, 3)
 
 
 def _programs(shape: MambaShape, lanes: int) -> int:

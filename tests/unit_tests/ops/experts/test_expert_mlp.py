@@ -234,7 +234,7 @@ def test_real_sizes(tokens):
     check_mlp(tokens, 2048, 768, 128, 8, torch.bfloat16, "cuda")
     check_mlp(tokens, 2048, 768, 32, 8, torch.bfloat16, "cuda", first=64, total=128)
     check_route(tokens, 2048, 128, 8, False, torch.bfloat16, "cuda", True)
-    pairs = {plan_experts(tokens * 8, 128, 2).up.block_m for tokens in (1, 500, 1000, 4096)}
+    pairs = {plan_experts(tokens * 8, 128, 2, True).up.block_m for tokens in (1, 500, 1000, 4096)}
     assert pairs == set(BY_HEIGHT)
 
 

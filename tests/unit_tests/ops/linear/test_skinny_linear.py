@@ -34,12 +34,12 @@ def weight_of(n, k, dtype, device):
     return memory[4:-4]
 
 
-def expected_product(x, weight, bias=None, gated=False):
+def expected_product(x, weight, bias=None, activation=""):
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    if gated:
+    if activation == "swiglu":
         gate, up = exact.chunk(2, dim=-1)
         return F.silu(gate) * up
-    return exact
+    return F.relu(exact).square() if activation else exact
 
 
 def assert_close(found, expected, dtype):
@@ -60,16 +60,16 @@ def assert_close(found, expected, dtype):
         (6, 512, OneRowPlan(8, 128, 4, 0)),  # fewer outputs than a program takes
     ],
 )
-@pytest.mark.parametrize("gated", [False, True])
-def test_one_row(n, k, plan, gated, dtype, device):
-    weight = weight_of(2 * n if gated else n, k, dtype, device)
+@pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
+def test_one_row(n, k, plan, activation, dtype, device):
+    weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, device)
     x = random(1, k, dtype=dtype, device=device)
-    found = one_row_product(x, weight, None, gated, plan)
+    found = one_row_product(x, weight, None, activation, plan)
     assert found.dtype == dtype
-    assert_close(found, expected_product(x, weight, gated=gated), dtype)
-    if not gated:
+    assert_close(found, expected_product(x, weight, activation=activation), dtype)
+    if not activation:
         bias = random(n, dtype=dtype, device=device)
-        found = one_row_product(x, weight, bias, False, plan)
+        found = one_row_product(x, weight, bias, "", plan)
         assert_close(found, expected_product(x, weight, bias), dtype)
 
 
@@ -77,21 +77,21 @@ def test_one_row(n, k, plan, gated, dtype, device):
 @pytest.mark.parametrize("k", [256, 200])
 @pytest.mark.parametrize("block_k", [64, 256])
 @pytest.mark.parametrize("with_residual", [True, False])
-@pytest.mark.parametrize("gated", [True, False])
-def test_one_row_with_norm(k, block_k, with_residual, gated, dtype, device):
+@pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
+def test_one_row_with_norm(k, block_k, with_residual, activation, dtype, device):
     plan = OneRowPlan(4, block_k, 2, 0)
     weight = weight_of(60, k, dtype, device)
     x, residual = random(2, 1, k, dtype=dtype, device=device)
     norm = random(k, dtype=dtype, device=device)
     unnormed = Unnormed(x, residual if with_residual else None, norm, 1e-5)
-    found = one_row_product(unnormed, weight, None, gated, plan)
+    found = one_row_product(unnormed, weight, None, activation, plan)
     total = residual + x if with_residual else x
     normed = F.rms_norm(total.double(), (k,), norm.double(), 1e-5)
     assert torch.equal(unnormed.total, total)
     assert with_residual or unnormed.total is x
-    assert_close(found, expected_product(normed, weight, gated=gated), dtype)
+    assert_close(found, expected_product(normed, weight, activation=activation), dtype)
     one_program = Unnormed(x, residual, norm, 1e-5)
-    one_row_product(one_program, weight[:3], None, False, plan)
+    one_row_product(one_program, weight[:3], None, "", plan)
     assert torch.equal(one_program.total, residual + x)
 
 
@@ -106,17 +106,17 @@ def test_one_row_with_norm(k, block_k, with_residual, gated, dtype, device):
         (64, 33, 64, TilePlan(64, 32, 32, 1, 4, 3, False, 0)),
     ],
 )
-@pytest.mark.parametrize("gated", [False, True])
-def test_tiles(rows, n, k, plan, gated, dtype, device):
-    weight = weight_of(2 * n if gated else n, k, dtype, device)
+@pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
+def test_tiles(rows, n, k, plan, activation, dtype, device):
+    weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, device)
     wide = random(rows, k + 24, dtype=dtype, device=device)
     x = wide[:, 8 : k + 8]  # rows that are not adjacent
-    found = tile_product(x, weight, None, gated, plan)
+    found = tile_product(x, weight, None, activation, plan)
     assert found.dtype == dtype
-    assert_close(found, expected_product(x, weight, gated=gated), dtype)
-    if not gated:
+    assert_close(found, expected_product(x, weight, activation=activation), dtype)
+    if not activation:
         bias = random(n, dtype=dtype, device=device)
-        found = tile_product(x, weight, bias, False, plan)
+        found = tile_product(x, weight, bias, "", plan)
         assert_close(found, expected_product(x, weight, bias), dtype)
 
 
@@ -128,7 +128,7 @@ def test_partial_sums(k, splits, dtype, device):
     rows, n = 5, 72
     weight = weight_of(n, k, dtype, device)
     x = random(rows, k, dtype=dtype, device=device)
-    parts = tile_product(x, weight, None, False, plan)
+    parts = tile_product(x, weight, None, "", plan)
     assert parts.shape == (splits, rows, n)
     assert parts.dtype == torch.float32
     assert_close(parts.sum(0), expected_product(x, weight), dtype)
@@ -147,9 +147,9 @@ def test_a_row_does_not_depend_on_the_others(device):
     plan = TilePlan(16, 32, 64, 1, 2, 3, False, 0)
     weight = weight_of(50, 192, torch.float32, device)
     x = random(16, 192, device=device)
-    together = tile_product(x, weight, None, False, plan)
+    together = tile_product(x, weight, None, "", plan)
     for rows in (1, 7):
-        assert torch.equal(tile_product(x[:rows], weight, None, False, plan), together[:rows])
+        assert torch.equal(tile_product(x[:rows], weight, None, "", plan), together[:rows])
 
 
 ROW = torch.ones(1, 8)
@@ -159,32 +159,32 @@ TILE = TilePlan(16, 16, 64, 1, 1, 2, False, 0)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: one_row_product(ROW, torch.ones(4, 7), None, False, None), r"\(1, 8\) and \(4, 7"),
-        (lambda: one_row_product(ROW.half(), torch.ones(4, 8), None, False, None), "one dtype"),
-        (lambda: one_row_product(ROW, torch.ones(8, 4).t(), None, False, None), "contiguous"),
-        (lambda: one_row_product(torch.ones(2, 8), torch.ones(4, 8), None, False, None), "2 rows"),
-        (lambda: one_row_product(ROW, torch.ones(5, 8), None, True, None), "5 weight rows"),
-        (lambda: one_row_product(ROW, torch.ones(4, 8), torch.ones(3), False, None), r"be \(4,\)"),
+        (lambda: one_row_product(ROW, torch.ones(4, 7), None, "", None), r"\(1, 8\) and \(4, 7"),
+        (lambda: one_row_product(ROW.half(), torch.ones(4, 8), None, "", None), "one dtype"),
+        (lambda: one_row_product(ROW, torch.ones(8, 4).t(), None, "", None), "contiguous"),
+        (lambda: one_row_product(torch.ones(2, 8), torch.ones(4, 8), None, "", None), "2 rows"),
+        (lambda: one_row_product(ROW, torch.ones(5, 8), None, "swiglu", None), "5 weight rows"),
+        (lambda: one_row_product(ROW, torch.ones(4, 8), torch.ones(3), "", None), r"be \(4,\)"),
         (
             lambda: one_row_product(
-                Unnormed(ROW, torch.ones(2, 8), torch.ones(8), 0.0), torch.ones(4, 8), None, False,
+                Unnormed(ROW, torch.ones(2, 8), torch.ones(8), 0.0), torch.ones(4, 8), None, "",
                 None,
             ),
             "residual is",
         ),
         (
             lambda: one_row_product(
-                Unnormed(ROW, None, torch.ones(7), 0.0), torch.ones(4, 8), None, False, None
+                Unnormed(ROW, None, torch.ones(7), 0.0), torch.ones(4, 8), None, "", None
             ),
             "norm's weight",
         ),
-        (lambda: tile_product(torch.ones(17, 8), torch.ones(4, 8), None, False, TILE), "17 rows"),
+        (lambda: tile_product(torch.ones(17, 8), torch.ones(4, 8), None, "", TILE), "17 rows"),
         (
             lambda: tile_product(
-                ROW, torch.ones(4, 8), torch.ones(4), False,
+                ROW, torch.ones(4, 8), torch.ones(4), "",
                 TilePlan(16, 16, 64, 2, 1, 2, False, 0),
             ),
-            "neither bias nor SwiGLU",
+            "neither bias nor activation",
         ),
         (
             lambda: add_rms_norm(torch.ones(2, 1, 8), None, torch.ones(8), 0.0),
@@ -253,7 +253,9 @@ class TestOnGpu:
         weight = weight_of(2 * ffn, hidden, dtype, "cuda")
         x = random(rows, hidden, dtype=dtype, device="cuda")
         found = ops.linear_swiglu(x, weight)
-        assert_close(found, expected_product(x, weight, gated=True), dtype)
+        assert_close(found, expected_product(x, weight, activation="swiglu"), dtype)
+        found = ops.linear_squared_relu(x, weight)
+        assert_close(found, expected_product(x, weight, activation="squared_relu"), dtype)
 
     def test_a_chain_in_a_graph(self):
         """Products that prefetch and start early, each reading what the one before wrote."""
@@ -289,6 +291,6 @@ class TestOnGpu:
             x, residual = start.double(), torch.zeros_like(start).double()
             for fc1, fc2 in zip(up, down, strict=True):
                 normed, residual = add_rms_norm_reference(x, residual, norm.double(), 1e-5)
-                x = expected_product(expected_product(normed, fc1, gated=True), fc2)
+                x = expected_product(expected_product(normed, fc1, activation="swiglu"), fc2)
             expected = add_rms_norm_reference(x, residual, norm.double(), 1e-5)[0]
             assert (out - expected).norm() < 0.03 * expected.norm()
