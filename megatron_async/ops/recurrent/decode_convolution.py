@@ -16,16 +16,15 @@ from megatron_async.ops.recurrent.recurrent_math import silu
 
 @triton.jit
 def taps(
-    conv_weight: tl.tensor, conv_bias: tl.tensor, channel: tl.tensor, inside: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The convolution's four weights, oldest input first, and bias of some channels."""
+    conv_weight: tl.tensor, channel: tl.tensor, inside: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The convolution's four weights of some channels, the oldest input's first."""
     place = conv_weight + channel * 4
     weight_0 = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     weight_1 = tl.load(place + 1, mask=inside, other=0.0).to(tl.float32)
     weight_2 = tl.load(place + 2, mask=inside, other=0.0).to(tl.float32)
     weight_3 = tl.load(place + 3, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(conv_bias + channel, mask=inside, other=0.0).to(tl.float32)
-    return weight_0, weight_1, weight_2, weight_3, bias
+    return weight_0, weight_1, weight_2, weight_3
 
 
 @triton.jit
@@ -72,7 +71,8 @@ def convolve_into_ring(
     """Channels of x: convolution and ring."""
     channel = part * tile + tl.arange(0, tile)
     inside = channel < d_inner
-    weight_0, weight_1, weight_2, weight_3, bias = taps(conv_weight, conv_bias, channel, inside)
+    weight_0, weight_1, weight_2, weight_3 = taps(conv_weight, channel, inside)
+    bias = tl.load(conv_bias + channel, mask=inside, other=0.0).to(tl.float32)
     pool_row = tl.load(row_index + row).to(tl.int64)
     first = tl.load(positions + row * width).to(tl.int32)
     kept = conv + pool_row * conv_stride + channel

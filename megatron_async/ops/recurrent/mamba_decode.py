@@ -10,7 +10,6 @@ same bits.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,13 +17,12 @@ from torch import Tensor
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.mamba_inputs import take_inputs, window_of
 from megatron_async.ops.recurrent.mamba_pools import (
-    MAX_WIDTH,
     FlushRule,
     MambaParams,
     MambaPools,
-    MambaShape,
     shape_of,
 )
+from megatron_async.ops.recurrent.step_arguments import check_decode_rows, output_for
 
 LANES = 16
 """Of a head's dimension that a program takes: with more, fewer bytes are on their way at a time."""
@@ -66,14 +64,10 @@ def mamba_decode(
     Raises:
         ValueError: sizes, dtypes or layouts do not fit each other.
     """
-    shape = _check("mamba_decode", zxbcdt, params, pools, row_index, positions, width, rule)
-    rows = row_index.numel()
-    if base.numel() < rows:
-        raise ValueError(
-            f"mamba_decode: {rows} rows want as many bases; found {base.numel()}: pass the second "
-            "tensor that next_bases returned."
-        )
-    out = _output(out, zxbcdt, rows * width, shape)
+    op = "mamba_decode"
+    check_decode_rows(op, zxbcdt, row_index, positions, base, width)
+    shape, rows = shape_of(op, zxbcdt, params, pools, rule, width), row_index.numel()
+    out = output_for(op, out, zxbcdt, rows * width, shape.d_inner)
     if not rows:
         return out
     inputs = take_inputs(zxbcdt, params, pools, row_index, positions, base, width, rule, shape)
@@ -100,38 +94,6 @@ def mamba_decode(
         num_warps=WARPS,
         **launch_options(zxbcdt),
     )
-    return out
-
-
-def _check(
-    op: str,
-    zxbcdt: Tensor,
-    params: MambaParams,
-    pools: MambaPools,
-    row_index: Tensor,
-    positions: Tensor,
-    width: int,
-    rule: FlushRule,
-) -> MambaShape:
-    if not 1 <= width <= MAX_WIDTH:
-        raise ValueError(f"{op}: rows have 1 to {MAX_WIDTH} query tokens, not {width}.")
-    tokens = row_index.numel() * width
-    if zxbcdt.size(0) < tokens or positions.numel() < tokens:
-        raise ValueError(
-            f"{op}: {row_index.numel()} rows of {width} query tokens want {tokens} input rows and "
-            f"positions; found {zxbcdt.size(0)} and {positions.numel()}."
-        )
-    return shape_of(op, zxbcdt, params, pools, rule, width)
-
-
-def _output(out: Tensor | None, zxbcdt: Tensor, tokens: int, shape: MambaShape) -> Tensor:
-    if out is None:
-        return torch.empty((tokens, shape.d_inner), dtype=zxbcdt.dtype, device=zxbcdt.device)
-    if out.shape != (tokens, shape.d_inner) or out.stride(1) != 1 or out.dtype != zxbcdt.dtype:
-        raise ValueError(
-            f"mamba_decode: out must be ({tokens}, {shape.d_inner}) of {zxbcdt.dtype} with adjacent"
-            f" elements; found {tuple(out.shape)} of {out.dtype}, strides {out.stride()}."
-        )
     return out
 
 

@@ -161,12 +161,10 @@ def _take_group(
     always = column < d_state
     b_channel = d_inner + group * d_state + column
     c_channel = b_channel + bc_dim
-    b_weight_0, b_weight_1, b_weight_2, b_weight_3, b_bias = taps(
-        conv_weight, conv_bias, b_channel, always
-    )
-    c_weight_0, c_weight_1, c_weight_2, c_weight_3, c_bias = taps(
-        conv_weight, conv_bias, c_channel, always
-    )
+    b_weight_0, b_weight_1, b_weight_2, b_weight_3 = taps(conv_weight, b_channel, always)
+    c_weight_0, c_weight_1, c_weight_2, c_weight_3 = taps(conv_weight, c_channel, always)
+    b_bias = tl.load(conv_bias + b_channel).to(tl.float32)
+    c_bias = tl.load(conv_bias + c_channel).to(tl.float32)
     local = block * heads_tile + tl.arange(0, heads_tile)
     has_head = local < group_heads
     head = group * group_heads + local

@@ -24,6 +24,7 @@ from megatron_async.ops.recurrent.mamba_pools import (
 )
 from megatron_async.ops.recurrent.mamba_scan import scan_chunks
 from megatron_async.ops.recurrent.recurrent_math import silu, softplus
+from megatron_async.ops.recurrent.step_arguments import check_chunks, output_for
 
 TOKENS = 16
 CHANNELS = 128
@@ -70,19 +71,9 @@ def mamba_prefill(
         ValueError: sizes, dtypes or layouts do not fit each other.
     """
     shape = shape_of("mamba_prefill", zxbcdt, params, pools, rule, 1)
+    check_chunks("mamba_prefill", rows, base_after)
     tokens, chunks = zxbcdt.size(0), rows.write_rows.numel()
-    if rows.starts.numel() != chunks + 1 or base_after.numel() != chunks:
-        raise ValueError(
-            f"mamba_prefill: {chunks} chunks want {chunks + 1} starts and {chunks} bases; found "
-            f"{rows.starts.numel()} and {base_after.numel()}: slice what next_bases returned."
-        )
-    if out is None:
-        out = torch.empty((tokens, shape.d_inner), dtype=zxbcdt.dtype, device=zxbcdt.device)
-    elif out.shape != (tokens, shape.d_inner) or out.stride(1) != 1 or out.dtype != zxbcdt.dtype:
-        raise ValueError(
-            f"mamba_prefill: out must be ({tokens}, {shape.d_inner}) of {zxbcdt.dtype} with "
-            f"adjacent elements; found {tuple(out.shape)} of {out.dtype}."
-        )
+    out = output_for("mamba_prefill", out, zxbcdt, tokens, shape.d_inner)
     if tokens and chunks:
         xbc, dt = _convolve(zxbcdt, params, pools, rows, out, shape)
         scan_chunks(zxbcdt, xbc, dt, params, pools, rows, base_after, rule, out, chunk_dest, shape)
