@@ -1,4 +1,4 @@
-"""`RecurrentState`: what Mamba-2 layers remember of each slot's sequence.
+"""`RecurrentState`: what recurrent layers remember of each slot's sequence.
 
 A slot's state stands at its *base*: it holds the tokens before that position. The inputs of the
 tokens from there on lie in a ring, at their position modulo its length (ReplaySSM, Dao AI Lab and
@@ -9,22 +9,18 @@ next one begins at an earlier position, and finds the state and the inputs that 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megatron_async.device_state.recurrences import Recurrence
 from megatron_async.device_state.slot_states import PerSlotState
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.recurrent.mamba_pools import (
-    FlushRule,
-    MambaParams,
-    MambaPools,
-    MambaShape,
-    PrefillRows,
-    wide_dtype,
-)
+from megatron_async.ops.recurrent.mamba_pools import FlushRule, PrefillRows
 from megatron_async.ops.sampling.slot_records import RowFeature
 
 if TYPE_CHECKING:
@@ -39,8 +35,7 @@ class RecurrentState(PerSlotState):
     position 0, where the scan starts from nothing.
 
     Args:
-        layers: recurrent layers.
-        shape: of one layer, on this rank.
+        layers: the recurrent layers in their order, of any kinds; the kinds share their bases.
         capacity: slots.
         dtype: of activations.
         state_dtype: of the states, float32 or bfloat16; for float64 activations float64.
@@ -54,8 +49,7 @@ class RecurrentState(PerSlotState):
 
     def __init__(
         self,
-        layers: int,
-        shape: MambaShape,
+        layers: Sequence[Recurrence],
         capacity: int,
         dtype: torch.dtype,
         state_dtype: torch.dtype,
@@ -65,16 +59,13 @@ class RecurrentState(PerSlotState):
     ) -> None:
         self.rule = rule = FlushRule(lag=lag)
         self._device, self._rows = device, capacity + 1
-        ring, conv = rule.ring_length(width), rule.conv_length(width)
         if dtype == torch.float64:
             state_dtype = dtype
+        self._kinds = tuple(layers)
         self._pools = {
-            "state": (layers, (shape.heads, shape.head_dim, shape.d_state), state_dtype),
-            "ring_xb": (layers, (ring, shape.d_inner + shape.bc_dim), dtype),
-            "ring_dt": (layers, (ring, shape.heads), wide_dtype(dtype)),
-            "conv": (layers, (conv, shape.conv_dim), dtype),
+            kind: kind.pool_sizes(rule, width, dtype, state_dtype) for kind in set(layers)
         }
-        self._layers: list[MambaPools] = []
+        self._layers: list[Any] = []
         self.base = torch.zeros(self._rows, dtype=torch.int32, device=device)
         self._prefill: PrefillRows | None = None
         self._bases: tuple[Tensor, Tensor] | None = None
@@ -82,19 +73,23 @@ class RecurrentState(PerSlotState):
     @property
     def bytes_per_slot(self) -> int:
         return sum(
-            layers * torch.Size(sizes).numel() * dtype.itemsize
-            for layers, sizes, dtype in self._pools.values()
+            torch.Size(sizes).numel() * dtype.itemsize
+            for kind in self._kinds
+            for sizes, dtype in self._pools[kind].values()
         )
 
     @makes_ordinary_tensors
     def allocate(self) -> None:
         # Zeroed only so that a mistake is seen as wrong tokens and not as NaN now and then: nothing
         # reads what its own sequence has not written.
-        pools = [
-            torch.zeros(layers, self._rows, *sizes, dtype=dtype, device=self._device)
-            for layers, sizes, dtype in self._pools.values()
-        ]
-        self._layers = [MambaPools(*layer) for layer in zip(*pools, strict=True)]
+        counts, layers_of = Counter(self._kinds), {}
+        for kind, pools in self._pools.items():
+            whole = [
+                torch.zeros(counts[kind], self._rows, *sizes, dtype=dtype, device=self._device)
+                for sizes, dtype in pools.values()
+            ]
+            layers_of[kind] = iter([kind.make_pools(each) for each in zip(*whole, strict=True)])
+        self._layers = [next(layers_of[kind]) for kind in self._kinds]
 
     def release(self) -> None:
         self._layers = []
@@ -113,27 +108,28 @@ class RecurrentState(PerSlotState):
             self.base, step.row_slots[:decode], step.positions, dims.width, self._prefill, self.rule
         )
 
-    def run(self, view: ContextGPUView, layer: int, zxbcdt: Tensor, params: MambaParams) -> Tensor:
+    def run(self, view: ContextGPUView, layer: int, projected: Tensor, params: Any) -> Tensor:
         """Convolution and recurrence of one layer.
 
         Args:
             view: the step.
             layer: index among the recurrent layers.
-            zxbcdt: `[tokens, ...]`, the output of the layer's first product.
-            params: of the layer.
+            projected: `[tokens, ...]`, the output of the layer's first product.
+            params: of the layer, as the ops of its kind take them.
 
         Returns:
-            `[tokens, heads * head_dim]`, before the gated norm.
+            `[tokens, channels]`, before the gated norm.
         """
         assert self._bases is not None, "a layer before its step has begun"
-        pools, dims, ops = self._layers[layer], view.dims, kernels_for(zxbcdt)
-        channels = pools.state.size(1) * pools.state.size(2)
-        out = torch.empty(len(zxbcdt), channels, dtype=zxbcdt.dtype, device=zxbcdt.device)
+        kind, pools = self._kinds[layer], self._layers[layer]
+        dims, ops = view.dims, kernels_for(projected)
+        shape = (len(projected), kind.channels)
+        out = torch.empty(shape, dtype=projected.dtype, device=projected.device)
         before, after = self._bases
         rows, tokens = dims.decode_rows, dims.decode_tokens
         if rows:
-            ops.mamba_decode(
-                zxbcdt[:tokens],
+            kind.decode(ops)(
+                projected[:tokens],
                 params,
                 pools,
                 view.step.row_slots[:rows],
@@ -145,7 +141,13 @@ class RecurrentState(PerSlotState):
                 out[:tokens],
             )
         if self._prefill is not None:
-            ops.mamba_prefill(
-                zxbcdt[tokens:], params, pools, self._prefill, after[rows:], self.rule, out[tokens:]
+            kind.prefill(ops)(
+                projected[tokens:],
+                params,
+                pools,
+                self._prefill,
+                after[rows:],
+                self.rule,
+                out[tokens:],
             )
         return out

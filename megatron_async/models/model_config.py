@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_async.models.architecture import MAMBA, ModelArchitecture, RopeScaling
+from megatron_async.models.architecture import DELTA, MAMBA, ModelArchitecture, RopeScaling
+from megatron_async.models.layer_sizes import CONV_KERNEL
 from megatron_async.models.mlp import UNGATED
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.models.pipeline import layer_costs, output_cost, split_pattern
@@ -69,6 +70,8 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=architecture.add_qkv_bias,
         qk_layernorm=architecture.qk_layernorm,
+        attention_output_gate=architecture.attention_output_gate,
+        layernorm_zero_centered_gamma=architecture.layernorm_zero_centered_gamma,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -99,6 +102,7 @@ def transformer_config(
         **_multipliers(architecture),
         **_moe_options(architecture),
         **_mamba_options(architecture),
+        **_delta_options(architecture),
     )
 
 
@@ -138,6 +142,19 @@ def _mamba_options(architecture: ModelArchitecture) -> dict[str, Any]:
     }
 
 
+def _delta_options(architecture: ModelArchitecture) -> dict[str, Any]:
+    if DELTA not in architecture.pattern:
+        return {}
+    return {
+        "linear_num_key_heads": architecture.linear_num_key_heads,
+        "linear_num_value_heads": architecture.linear_num_value_heads,
+        "linear_key_head_dim": architecture.linear_key_head_dim,
+        "linear_value_head_dim": architecture.linear_value_head_dim,
+        "linear_conv_kernel_dim": CONV_KERNEL,
+        "is_hybrid_model": True,
+    }
+
+
 def _moe_options(architecture: ModelArchitecture) -> dict[str, Any]:
     if not architecture.num_moe_experts:
         return {}
@@ -151,5 +168,6 @@ def _moe_options(architecture: ModelArchitecture) -> dict[str, Any]:
         "moe_router_enable_expert_bias": architecture.moe_router_enable_expert_bias,
         "moe_router_topk_scaling_factor": architecture.moe_router_topk_scaling_factor,
         "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_gate": architecture.moe_shared_expert_gate,
         "moe_router_load_balancing_type": "none",
     }

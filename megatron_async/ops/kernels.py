@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_async.ops.attention import rope_append
-from megatron_async.ops.experts import expert_mlp, expert_routing
+from megatron_async.ops.attention import output_gate, rope_append
+from megatron_async.ops.experts import expert_mlp, expert_routing, shared_gate
 from megatron_async.ops.linear import rms_norm, skinny_linear, squared_relu, swiglu
 from megatron_async.ops.ranks import vocab_embedding
 from megatron_async.ops.recurrent import (
@@ -37,6 +37,7 @@ class Kernels:
     vocab_embedding: Callable[[Tensor, Tensor, int], Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rope_append: Callable[..., Tensor]
+    output_gate: Callable[[Tensor, Tensor, int], Tensor]
     linear: Callable[..., Tensor]
     linear_swiglu: Callable[..., Tensor]
     swiglu: Callable[[Tensor], Tensor]
@@ -51,6 +52,7 @@ class Kernels:
     apply_token_mask: Callable[[Tensor, Tensor], None]
     route: Callable[..., expert_routing.Routing]
     expert_mlp: Callable[..., Tensor]
+    add_shared_expert: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     next_bases: Callable[..., tuple[Tensor, Tensor]]
     mamba_decode: Callable[..., Tensor]
     mamba_prefill: Callable[..., Tensor]
@@ -61,6 +63,7 @@ TORCH_KERNELS = Kernels(
     vocab_embedding.vocab_embedding_reference,
     rms_norm.add_rms_norm_reference,
     rope_append.rope_append_reference,
+    output_gate.output_gate_reference,
     skinny_linear.linear_reference,
     skinny_linear.linear_swiglu_reference,
     swiglu.swiglu_reference,
@@ -75,6 +78,7 @@ TORCH_KERNELS = Kernels(
     token_mask.apply_token_mask_reference,
     expert_routing.route_reference,
     expert_mlp.expert_mlp_reference,
+    shared_gate.add_shared_expert_reference,
     bases.next_bases_reference,
     mamba_reference.mamba_decode_reference,
     mamba_reference.mamba_prefill_reference,
@@ -84,6 +88,7 @@ TRITON_KERNELS = Kernels(
     vocab_embedding.vocab_embedding,
     rms_norm.add_rms_norm,
     rope_append.rope_append,
+    output_gate.output_gate,
     skinny_linear.linear,
     skinny_linear.linear_swiglu,
     swiglu.swiglu,
@@ -98,6 +103,7 @@ TRITON_KERNELS = Kernels(
     token_mask.apply_token_mask,
     expert_routing.route,
     expert_mlp.expert_mlp,
+    shared_gate.add_shared_expert,
     bases.next_bases,
     mamba_decode.mamba_decode,
     mamba_prefill.mamba_prefill,
