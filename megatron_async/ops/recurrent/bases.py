@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.recurrent.mamba_pools import FlushRule, PrefillRows
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
 
 TILE = 128
 

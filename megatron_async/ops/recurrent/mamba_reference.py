@@ -13,16 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async.ops.recurrent.mamba_pools import (
-    CONV_WIDTH,
-    GRID,
-    FlushRule,
     MambaParams,
     MambaPools,
     MambaShape,
-    PrefillRows,
     shape_of,
+)
+from megatron_async.ops.recurrent.recurrent_pools import (
+    CONV_WIDTH,
+    GRID,
+    FlushRule,
+    PrefillRows,
     wide_dtype,
 )
+from megatron_async.ops.recurrent.reference_inputs import convolve, with_history
 
 
 def mamba_decode_reference(
@@ -48,10 +51,7 @@ def mamba_decode_reference(
     brought = (given == at) & (first > 0)
     x_bc_dt = zxbcdt[: rows * width, shape.d_inner :].unflatten(0, (rows, width))
     raw, dt = x_bc_dt.split([shape.conv_dim, shape.heads], dim=2)
-    earlier = first + torch.arange(1 - CONV_WIDTH, 0, device=given.device)
-    history = pools.conv[row, earlier % pools.conv.size(1)]
-    history = torch.where((earlier >= 0)[..., None], history, 0)
-    xbc = _convolve(torch.cat((history, raw), 1), params)
+    xbc = convolve(with_history(raw, pools.conv, row, first), params.conv_weight, params.conv_bias)
     dt = _dt(dt, params)
     xb, c = xbc.split([shape.d_inner + shape.bc_dim, shape.bc_dim], dim=2)
     for pool, values in ((pools.conv, raw), (pools.ring_xb, xb), (pools.ring_dt, dt)):
@@ -133,10 +133,8 @@ def _prefill_chunk(
     first, read, write, base = numbers
     end = first + len(zxbcdt)
     raw, dt = zxbcdt[:, shape.d_inner :].split([shape.conv_dim, shape.heads], dim=1)
-    earlier = torch.arange(first + 1 - CONV_WIDTH, first, device=raw.device)
-    history = pools.conv[read, earlier % pools.conv.size(1)]
-    raw = torch.cat((torch.where(earlier[:, None] >= 0, history, 0), raw))
-    xbc, dt = _convolve(raw[None], params)[0], _dt(dt, params)
+    raw = with_history(raw, pools.conv, read, first)
+    xbc, dt = convolve(raw, params.conv_weight, params.conv_bias), _dt(dt, params)
     xb, c = xbc.split([shape.d_inner + shape.bc_dim, shape.bc_dim], dim=1)
     x, b = xb.split([shape.d_inner, shape.bc_dim], dim=1)
     wide = wide_dtype(zxbcdt.dtype)
@@ -207,20 +205,8 @@ def _ring(
     return x.unflatten(2, (shape.heads, -1)).to(wide_dtype(x.dtype)), _by_head(b, shape), dt
 
 
-def _convolve(inputs: Tensor, params: MambaParams) -> Tensor:
-    """`[rows, 3 + tokens, channels]` to `[rows, tokens, channels]`, behind SiLU, in its dtype.
-
-    In float64: torch computes the last few elements of a tensor by other code than the rest, and a
-    token's numbers must not depend on how many others there are.
-    """
-    windows = inputs.to(torch.float64).unfold(1, CONV_WIDTH, 1)
-    weight = params.conv_weight.view(-1, CONV_WIDTH).to(torch.float64)
-    value = (windows * weight).sum(3) + params.conv_bias.to(torch.float64)
-    return F.silu(value).to(inputs.dtype)
-
-
 def _dt(dt: Tensor, params: MambaParams) -> Tensor:
-    """The step dt behind bias and softplus; see `_convolve`."""
+    """The step dt behind bias and softplus; in float64 for the reason that `convolve` gives."""
     value = dt.to(torch.float64) + params.dt_bias.to(torch.float64)
     return F.softplus(value).to(wide_dtype(dt.dtype))
 

@@ -1,12 +1,13 @@
 """The Mamba-2 kernels against a plain recurrence in float64: small layers in the interpreter."""
 
-import mamba_checks as checks
 import pytest
+import recurrent_checks as checks
 import torch
 from mamba_cases import KERNELS, REFERENCES, Layer
+from recurrent_cases import poisoned_pools
 from triton_interpreter import INTERPRETED
 
-from megatron_async.ops.recurrent.mamba_pools import FlushRule, PrefillRows
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SIXTEEN_BITS = torch.float16 if INTERPRETED else torch.bfloat16
@@ -142,7 +143,7 @@ def test_replays_in_a_graph():
     """A graph of a step serves any positions, lengths and rows that fit its shape."""
     layer = Layer(**SHAPES["granite-4.0-h-350m"], dtype=torch.bfloat16, device="cuda")
     rule = FlushRule()
-    pools = layer.pools(9, 17, 4)
+    pools = poisoned_pools(layer, 9, 17, 4)
     index = torch.zeros(4, dtype=torch.int64, device="cuda")
     positions, base = index.clone(), torch.zeros(9, dtype=torch.int32, device="cuda")
     numbers = torch.zeros(5, 5, dtype=torch.int32, device="cuda")

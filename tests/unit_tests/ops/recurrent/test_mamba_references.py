@@ -1,11 +1,12 @@
 """The Mamba-2 references against a plain recurrence in float64."""
 
-import mamba_checks as checks
 import pytest
+import recurrent_checks as checks
 import torch
-from mamba_cases import KERNELS, REFERENCES, Layer, Runner, Sequence
+from mamba_cases import KERNELS, REFERENCES, Layer
+from recurrent_cases import Runner, Sequence, poisoned_pools
 
-from megatron_async.ops.recurrent.mamba_pools import FlushRule, PrefillRows
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
 
 LAYERS = {
     "float32": Layer(),
@@ -83,7 +84,7 @@ def test_snapshots(layer):
 
 def test_bad_input():
     layer = Layer()
-    pools = layer.pools(3, 17, 4)
+    pools = poisoned_pools(layer, 3, 17, 4)
     rows = torch.zeros(2, dtype=torch.int64)
     bases = torch.zeros(2, dtype=torch.int32)
     prefill = PrefillRows(bases.new_zeros(3), bases, rows, rows, bases)

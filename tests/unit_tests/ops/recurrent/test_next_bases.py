@@ -4,7 +4,7 @@ import pytest
 import torch
 from mamba_cases import KERNELS, REFERENCES
 
-from megatron_async.ops.recurrent.mamba_pools import FlushRule, PrefillRows
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -1,9 +1,9 @@
-"""What is asked of the Mamba-2 ops, references or kernels."""
+"""What is asked of recurrent ops, of Mamba-2 or Gated DeltaNet, references or kernels."""
 
 import torch
-from mamba_cases import Chunk, Decode, Runner, Sequence
+from recurrent_cases import Chunk, Decode, Runner, Sequence
 
-from megatron_async.ops.recurrent.mamba_pools import FlushRule
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule
 
 SPLITS = [
     (1,),
@@ -172,7 +172,7 @@ def check_snapshots(layer, ops, steps=30):
     for border, row in ((128, 5), (256, 6)):
         runner.compare(runner.pools.state[row], sequence.states[border - 1])
         places = [p % runner.pools.conv.size(1) for p in range(border - 3, border)]
-        raw = sequence.inputs[border - 3 : border, layer.d_inner : -layer.heads]
+        raw = layer.conv_inputs(sequence.inputs[border - 3 : border])
         assert torch.equal(runner.pools.conv[row][places], raw)
         warm = Sequence(layer, 1, row=1)
         warm.inputs, warm.expected, warm.states = (

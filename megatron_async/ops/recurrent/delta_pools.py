@@ -1,0 +1,149 @@
+"""The sizes and parameters of a Gated DeltaNet layer (Yang, Kautz and Hatamizadeh 2024,
+arXiv:2412.06464).
+
+Per value head with its key head's q and k, both of length 1 (q further divided by sqrt(key_dim)),
+and with state S `[value_dim, key_dim]`:
+
+    S = exp(g) S;  u = beta (v - S k);  S = S + u k^T;  o = S q
+
+u is the token's *pseudo value*. Once the token was processed, u is a fixed vector, and the
+recurrence is a plain linear attention over pairs (u, k):
+
+    S_t = exp(G_t - G_base) S_base + sum of exp(G_t - G_j) u_j k_j^T over base <= j <= t
+
+with G the running sum of g. So the rings keep (u, k, g) as Mamba-2's keep (x, B, dt), and
+`FlushRule` serves both: a token is not replayed, and one that is taken back leaves nothing behind,
+because u depends on the tokens before it only. u is rounded to the activations' dtype before its
+own step uses it, so that later steps read the same number.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megatron_async.ops.recurrent.recurrent_pools import (
+    CONV_WIDTH,
+    FlushRule,
+    RecurrentPools,
+    check_pools,
+)
+
+KEY_DIMS = (16, 32, 64, 128, 256)
+"""Sizes of a key that the kernels serve."""
+VALUE_STEP = 16
+"""A value's size is a multiple of this."""
+NORM_EPS = 1e-6
+"""Added to a key's, and a query's, sum of squares: the number of flash-linear-attention's l2norm,
+of transformers and of Megatron-Core."""
+DeltaPools = RecurrentPools
+
+
+class DeltaParams(NamedTuple):
+    """A layer's parameters, as Megatron-Core's GatedDeltaNet names and orders them."""
+
+    conv_weight: Tensor
+    """`[conv_dim, 4]` or `[conv_dim, 1, 4]`, params dtype: of q, k and v. There is no bias."""
+    dt_bias: Tensor
+    """`[value heads]`, params dtype or float32."""
+    a_log: Tensor
+    """`[value heads]`, float32: g is -exp(a_log) softplus(alpha + dt_bias)."""
+
+
+class DeltaShape(NamedTuple):
+    """The sizes of a layer. Value heads h n / nk to (h + 1) n / nk - 1 share key head h, where
+    there are n value heads and nk key heads."""
+
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+
+    @property
+    def key_inner(self) -> int:
+        """Channels of k, and of q."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_inner(self) -> int:
+        """Channels of v, of z and of the output."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: q, k and v."""
+        return 2 * self.key_inner + self.value_inner
+
+    @property
+    def in_proj(self) -> int:
+        """Columns of in_proj's output: q, k, v, z, beta and alpha."""
+        return self.conv_dim + self.value_inner + 2 * self.value_heads
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+
+def shape_of(
+    op: str, qkvzba: Tensor, params: DeltaParams, pools: RecurrentPools, rule: FlushRule, width: int
+) -> DeltaShape:
+    """The sizes of a layer, found in its tensors.
+
+    Args:
+        op: name of who asks, for messages.
+        qkvzba: `[tokens, in_proj]`.
+        params: parameters of the layer.
+        pools: pools of the layer.
+        rule: the flush rule.
+        width: query tokens of a decode row, 1 for a prefill.
+
+    Raises:
+        ValueError: sizes, dtypes or layouts do not fit each other, or a key's or a value's size is
+            not served.
+    """
+    rule.check()
+    _rows, value_heads, value_dim, key_dim = pools.state.shape
+    key_heads = (pools.ring_xb.size(2) - value_heads * value_dim) // key_dim
+    shape = DeltaShape(key_heads, key_dim, value_heads, value_dim)
+    if key_heads < 1 or value_heads % key_heads or qkvzba.size(1) != shape.in_proj:
+        raise ValueError(
+            f"{op}: a state of {value_heads} value heads x {value_dim} x {key_dim} and a ring of "
+            f"{pools.ring_xb.size(2)} channels are {key_heads} key heads, and input rows of "
+            f"{shape.in_proj if key_heads > 0 else 'no size'}; found rows of {qkvzba.size(1)}: "
+            "pass in_proj's output and this layer's pools."
+        )
+    check_dims(op, key_dim, value_dim)
+    ring_dim = shape.value_inner + shape.key_inner
+    check_pools(op, qkvzba, pools, ring_dim, shape.conv_dim, rule, width)
+    _check_params(op, params, shape)
+    return shape
+
+
+def check_dims(op: str, key_dim: int, value_dim: int) -> None:
+    """Refuse heads that the kernels do not serve.
+
+    Args:
+        op: name of who asks, for messages.
+        key_dim: size of a key.
+        value_dim: size of a value.
+
+    Raises:
+        ValueError: one of the sizes is not served.
+    """
+    if key_dim not in KEY_DIMS:
+        raise ValueError(f"{op}: key_dim {key_dim} must be one of {KEY_DIMS}.")
+    if value_dim < VALUE_STEP or value_dim % VALUE_STEP:
+        raise ValueError(f"{op}: value_dim {value_dim} must be a multiple of {VALUE_STEP}.")
+
+
+def _check_params(op: str, params: DeltaParams, shape: DeltaShape) -> None:
+    heads, conv_dim = shape.value_heads, shape.conv_dim
+    fits = params.conv_weight.numel() == conv_dim * CONV_WIDTH
+    fits = fits and params.dt_bias.shape == params.a_log.shape == (heads,)
+    if not fits or not all(tensor.is_contiguous() for tensor in params):
+        raise ValueError(
+            f"{op}: parameters must be contiguous, conv_weight ({conv_dim}, {CONV_WIDTH}), dt_bias "
+            f"and a_log ({heads},); found {[tuple(tensor.shape) for tensor in params]}."
+        )

@@ -1,0 +1,104 @@
+"""The Gated DeltaNet references against a plain recurrence in float64, and against transformers."""
+
+import pytest
+import recurrent_checks as checks
+import torch
+from delta_cases import REFERENCES, Layer
+from recurrent_cases import Runner, Sequence
+
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule
+
+LAYERS = {
+    "float32": Layer(),
+    "one key head": Layer(key_heads=1, value_heads=3, value_dim=48),
+    "no groups": Layer(key_heads=3, value_heads=3, key_dim=32),
+    "bfloat16": Layer(dtype=torch.bfloat16),
+    "float16": Layer(key_heads=1, value_heads=2, key_dim=32, dtype=torch.float16),
+}
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request):
+    return LAYERS[request.param]
+
+
+@pytest.mark.parametrize("splits", checks.SPLITS)
+def test_chunks_of_any_length_then_decode(layer, splits):
+    checks.check_split(layer, REFERENCES, splits)
+
+
+@pytest.mark.parametrize("lag", [0, 2, 20])
+def test_lag_and_period(lag):
+    for period in (1, 8, 128):
+        for splits in ((130, 3), (1,), (100, 29)):
+            rule = FlushRule(period, lag)
+            checks.check_split(LAYERS["float32"], REFERENCES, splits, rule=rule)
+
+
+def test_longer_rings_do_as_well():
+    checks.check_split(LAYERS["float32"], REFERENCES, (5, 2, 6), spare=15)
+
+
+def test_state_in_bfloat16():
+    layer = LAYERS["bfloat16"]
+    checks.check_split(layer, REFERENCES, (100, 29), state_dtype=torch.bfloat16)
+    checks.check_same_step_again(layer, REFERENCES, 2, state_dtype=torch.bfloat16)
+
+
+def test_packed_batch(layer):
+    checks.check_packed(layer, REFERENCES)
+
+
+def test_widths_with_rejected_drafts(layer):
+    checks.check_widths(layer, REFERENCES)
+    checks.check_widths(layer, REFERENCES, widths=(8,))
+
+
+def test_wide_rows_are_causal(layer):
+    checks.check_wide_row_is_causal(layer, REFERENCES)
+
+
+def test_steps_taken_back(layer):
+    checks.check_taken_back(layer, REFERENCES)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_same_step_again(layer, width):
+    checks.check_same_step_again(layer, REFERENCES, width)
+
+
+def test_slot_reuse(layer):
+    checks.check_slot_reuse(layer, REFERENCES)
+
+
+def test_row_at_its_limit(layer):
+    checks.check_row_at_its_limit(layer, REFERENCES)
+
+
+def test_resumed_scan_is_bit_identical(layer):
+    checks.check_resumed_scan(layer, REFERENCES)
+
+
+def test_snapshots(layer):
+    checks.check_snapshots(layer, REFERENCES)
+
+
+def test_equals_transformers():
+    """The truth that all checks use, and the reference, give what Qwen3-Next's classes do."""
+    qwen3_next = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    layer = Layer(key_heads=2, key_dim=32, value_heads=6, value_dim=48)
+    sequence = Sequence(layer, 150, row=0)
+    runner = Runner(layer, REFERENCES)
+    found = runner.prefill(sequence, 100, 50)
+    arguments = [x.float()[None] for x in layer.heads(sequence.inputs)]
+    q, k, v, beta, g = arguments
+    for rule in (
+        qwen3_next.torch_chunk_gated_delta_rule,
+        qwen3_next.torch_recurrent_gated_delta_rule,
+    ):
+        outputs, state = rule(
+            q, k, v, g=g, beta=beta, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+        runner.compare(outputs[0].flatten(1), sequence.expected)
+        runner.compare(found, outputs[0].flatten(1))
+        runner.compare(state[0].transpose(1, 2), sequence.states[-1])
