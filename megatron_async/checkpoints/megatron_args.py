@@ -10,6 +10,7 @@ from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_config import FAMILIES
 from megatron_async.models.architecture import (
     ATTENTION,
+    DELTA,
     EXPERTS,
     KINDS,
     MAMBA,
@@ -18,6 +19,7 @@ from megatron_async.models.architecture import (
     RopeScaling,
     moe_pattern,
 )
+from megatron_async.models.layer_sizes import CONV_KERNEL
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
@@ -25,14 +27,16 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "add_bias_linear": (False,),
     "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "apply_layernorm_1p": (False,),
+    "apply_layernorm_1p": (False, True),
+    "experimental_attention_variant": (None,),
     "moe_router_score_function": ("softmax", "sigmoid"),
     "moe_router_num_groups": (None,),
-    "moe_shared_expert_gate": (False,),
+    "moe_shared_expert_gate": (False, True),
     "moe_latent_size": (None,),
     "multi_latent_attention": (False,),
     "qk_l2_norm": (False,),
-    "attention_output_gate": (False,),
+    "attention_output_gate": (False, True),
+    "linear_conv_kernel_dim": (CONV_KERNEL, None),
     "window_size": (None, (-1, -1)),
     "mtp_num_layers": (None, 0),
     "use_mup": (False,),
@@ -45,6 +49,14 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "add_bias_linear": True,
 }
 """What an absent argument means, where that is not supported either."""
+
+DELTA_DEFAULTS = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+"""Sizes of Gated DeltaNet layers where the arguments are silent: Megatron-Core's."""
 
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 """Fixed in Megatron-Core; only the factor is an argument (`rope_scaling_factor`)."""
@@ -80,6 +92,8 @@ def architecture_from_args(
     plain = re.fullmatch(r"(\*[-E])+", pattern) and activation == "silu" and position == "rope"
     shared = args.get("moe_shared_expert_intermediate_size")
     is_hybrid = not plain or bool(args.get("num_experts") and shared)
+    is_hybrid = is_hybrid or bool(args.get("attention_output_gate"))
+    is_hybrid = is_hybrid or bool(args.get("apply_layernorm_1p"))
     biases, norms = bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm"))
     experts = args.get("num_experts") or 0
     features = (biases, norms, experts > 0)
@@ -88,7 +102,9 @@ def architecture_from_args(
         for family in FAMILIES.values()
         if (family.add_qkv_bias, family.qk_layernorm, family.has_experts) == features
     ]
-    if is_hybrid:
+    if DELTA in pattern:
+        families = ["qwen3_next"]
+    elif is_hybrid:
         families, layers = ["nemotron_h"], len(pattern)
     if not families:
         raise CheckpointError(
@@ -112,6 +128,8 @@ def architecture_from_args(
         rope_scaling=scaling,
         add_qkv_bias=biases,
         qk_layernorm=norms,
+        attention_output_gate=bool(args.get("attention_output_gate")),
+        layernorm_zero_centered_gamma=bool(args.get("apply_layernorm_1p")),
         tie_word_embeddings=not args.get("untie_embeddings_and_output_weights", False),
         max_position_embeddings=_size(args, "max_position_embeddings", where),
         eos_token_ids=eos_token_ids,
@@ -121,6 +139,7 @@ def architecture_from_args(
         rotary_percent=float(args.get("rotary_percent", 1.0)),
         **(_experts(args, where) if experts else {}),
         **(_mamba(args, hidden, where) if MAMBA in pattern else {}),
+        **(_delta(args, where) if DELTA in pattern else {}),
     )
 
 
@@ -133,6 +152,7 @@ def _size(args: Mapping[str, Any], name: str, where: str) -> int:
 
 def _experts(args: Mapping[str, Any], where: str) -> dict[str, Any]:
     ffn = args.get("moe_ffn_hidden_size") or args.get("ffn_hidden_size")
+    shared = args.get("moe_shared_expert_intermediate_size") or 0
     return {
         "num_moe_experts": _size(args, "num_experts", where),
         "moe_router_topk": _size({"moe_router_topk": 2, **args}, "moe_router_topk", where),
@@ -141,7 +161,8 @@ def _experts(args: Mapping[str, Any], where: str) -> dict[str, Any]:
         "moe_router_score_function": args.get("moe_router_score_function", "softmax"),
         "moe_router_enable_expert_bias": bool(args.get("moe_router_enable_expert_bias")),
         "moe_router_topk_scaling_factor": args.get("moe_router_topk_scaling_factor"),
-        "moe_shared_expert_intermediate_size": args.get("moe_shared_expert_intermediate_size") or 0,
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_gate": bool(shared and args.get("moe_shared_expert_gate")),
     }
 
 
@@ -164,6 +185,11 @@ def _mamba(args: Mapping[str, Any], hidden: int, where: str) -> dict[str, Any]:
     return {**sizes, "mamba_num_heads": _size({"mamba_num_heads": heads}, "mamba_num_heads", where)}
 
 
+def _delta(args: Mapping[str, Any], where: str) -> dict[str, Any]:
+    given = {name: value for name, value in args.items() if value is not None}
+    return {name: _size(DELTA_DEFAULTS | given, name, where) for name in DELTA_DEFAULTS}
+
+
 def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str]:
     """Number of layers as families count them, and the pattern. A `HybridModel` counts attention
     and MLP apart."""
@@ -184,6 +210,6 @@ def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str]:
             f"{where}: hybrid layer pattern {pattern!r} is not supported (only layers "
             f"{', '.join(map(repr, KINDS))}, and 'E' where num_experts says how many)"
         )
-    if re.fullmatch(r"(\*[-E])+", pattern):
+    if re.fullmatch(r"([*G][-E])+", pattern):
         return len(pattern) // 2, pattern
     return len(pattern), pattern

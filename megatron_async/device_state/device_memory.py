@@ -34,7 +34,7 @@ from megatron_async.ops.attention.backends.selection import choose_prefill
 from megatron_async.ops.attention.decode_attention import HEAD_TILE, MAX_DIM
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
-from megatron_async.ops.recurrent.mamba_pools import MAX_WIDTH
+from megatron_async.ops.recurrent.recurrent_pools import MAX_WIDTH
 
 
 def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> ContextGPUView:

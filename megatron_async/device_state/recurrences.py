@@ -5,31 +5,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
 from megatron_async.ops.kernels import Kernels
-from megatron_async.ops.recurrent.delta_pools import DeltaPools, check_dims
-from megatron_async.ops.recurrent.mamba_pools import (
-    LEAST_STATE,
-    FlushRule,
-    MambaPools,
-    wide_dtype,
-)
+from megatron_async.ops.recurrent.delta_pools import check_dims
+from megatron_async.ops.recurrent.mamba_pools import LEAST_STATE
 
-PoolSizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Of a slot's part of each pool: its shape and dtype, by the pool's name."""
+
+class PoolWidths(NamedTuple):
+    """What a layer's pools (`RecurrentPools`) hold of one slot, or of one token of it; elements."""
+
+    state: tuple[int, int, int]
+    """Of a slot."""
+    ring_xb: int
+    """Of a token."""
+    ring_dt: int
+    """Of a token."""
+    conv: int
+    """Of a token."""
 
 
 class Recurrence(Protocol):
-    """One kind of recurrent layer with its sizes on this rank. Equal ones share their pools'
-    memory, so they can be compared and hashed."""
+    """One kind of recurrent layer with its sizes on this rank; can be hashed, and equal ones share
+    memory."""
 
     @property
     def name(self) -> str:
@@ -39,6 +43,10 @@ class Recurrence(Protocol):
     def channels(self) -> int:
         """Elements of a token's output."""
 
+    @property
+    def pool_widths(self) -> PoolWidths:
+        """What the layer's pools hold."""
+
     def check(self) -> None:
         """Refuse sizes that the ops do not serve.
 
@@ -46,24 +54,9 @@ class Recurrence(Protocol):
             ConfigurationError: one of them; names it and what is served.
         """
 
-    def pool_sizes(
-        self, rule: FlushRule, width: int, dtype: torch.dtype, state_dtype: torch.dtype
-    ) -> PoolSizes:
-        """What a slot takes in each pool, in the order of `make_pools`.
-
-        Args:
-            rule: when states are written.
-            width: most query tokens of a decode row.
-            dtype: of activations.
-            state_dtype: of the states.
-        """
-
-    def make_pools(self, tensors: Sequence[Tensor]) -> Any:
-        """The pools of a layer as its ops take them, from tensors `[rows, *sizes]`."""
-
     def decode(self, ops: Kernels) -> Callable[..., Tensor]:
-        """The op of decode rows; arguments are those of `mamba_decode`, but for its own pools and
-        parameters."""
+        """The op of decode rows; arguments are those of `mamba_decode`, with the kind's own input
+        and parameters."""
 
     def prefill(self, ops: Kernels) -> Callable[..., Tensor]:
         """The op of prefill chunks, likewise as `mamba_prefill`."""
@@ -71,18 +64,25 @@ class Recurrence(Protocol):
 
 @dataclass(frozen=True)
 class MambaRecurrence:
-    """Mamba-2 (Dao and Gu 2024)."""
+    """Mamba-2 (Dao and Gu 2024). Its rings hold x and B, and step sizes."""
 
     sizes: MambaSizes
     name = "Mamba-2"
 
     @property
     def channels(self) -> int:
-        """See `Recurrence.channels`."""
+        """Elements of a token's output."""
         return self.sizes.inner
 
+    @property
+    def pool_widths(self) -> PoolWidths:
+        """What the layer's pools hold."""
+        sizes = self.sizes
+        kept = sizes.inner + sizes.groups * sizes.state_dim
+        return PoolWidths(sizes.state_shape, kept, sizes.heads, sizes.conv)
+
     def check(self) -> None:
-        """See `Recurrence.check`."""
+        """Refuse state sizes that the ops do not serve, by a ConfigurationError."""
         size = self.sizes.state_dim
         if size < LEAST_STATE or size & (size - 1):
             raise ConfigurationError(
@@ -90,76 +90,52 @@ class MambaRecurrence:
                 f"{LEAST_STATE} on."
             )
 
-    def pool_sizes(
-        self, rule: FlushRule, width: int, dtype: torch.dtype, state_dtype: torch.dtype
-    ) -> PoolSizes:
-        """See `Recurrence.pool_sizes`."""
-        sizes, ring = self.sizes, rule.ring_length(width)
-        kept = sizes.inner + sizes.groups * sizes.state_dim
-        return {
-            "state": (sizes.state_shape, state_dtype),
-            "ring_xb": ((ring, kept), dtype),
-            "ring_dt": ((ring, sizes.heads), wide_dtype(dtype)),
-            "conv": ((rule.conv_length(width), sizes.conv), dtype),
-        }
-
-    def make_pools(self, tensors: Sequence[Tensor]) -> MambaPools:
-        """See `Recurrence.make_pools`."""
-        return MambaPools(*tensors)
-
     def decode(self, ops: Kernels) -> Callable[..., Tensor]:
-        """See `Recurrence.decode`."""
+        """The op of decode rows."""
         return ops.mamba_decode
 
     def prefill(self, ops: Kernels) -> Callable[..., Tensor]:
-        """See `Recurrence.prefill`."""
+        """The op of prefill chunks."""
         return ops.mamba_prefill
 
 
 @dataclass(frozen=True)
 class DeltaRecurrence:
-    """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024)."""
+    """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024). Its rings hold pseudo values and keys, and
+    the logarithms of decays."""
 
     sizes: DeltaSizes
     name = "Gated DeltaNet"
 
     @property
     def channels(self) -> int:
-        """See `Recurrence.channels`."""
+        """Elements of a token's output."""
         return self.sizes.values
 
+    @property
+    def pool_widths(self) -> PoolWidths:
+        """What the layer's pools hold."""
+        sizes = self.sizes
+        kept = sizes.values + sizes.keys
+        return PoolWidths(sizes.state_shape, kept, sizes.value_heads, sizes.conv)
+
     def check(self) -> None:
-        """See `Recurrence.check`."""
+        """Refuse head sizes that the ops do not serve, by a ConfigurationError."""
+        keys, values = self.sizes.key_dim, self.sizes.value_dim
         try:
-            check_dims("Gated DeltaNet layers", self.sizes.key_dim, self.sizes.value_dim)
+            check_dims(self.name, keys, values)
         except ValueError as error:
             raise ConfigurationError(
-                f"linear_key_head_dim={self.sizes.key_dim} with linear_value_head_dim="
-                f"{self.sizes.value_dim} is not served: {error}"
+                f"linear_key_head_dim={keys} with linear_value_head_dim={values} is not served: "
+                f"{error}"
             ) from error
 
-    def pool_sizes(
-        self, rule: FlushRule, width: int, dtype: torch.dtype, state_dtype: torch.dtype
-    ) -> PoolSizes:
-        """See `Recurrence.pool_sizes`."""
-        sizes, ring = self.sizes, rule.ring_length(width)
-        return {
-            "state": (sizes.state_shape, state_dtype),
-            "ring_xb": ((ring, sizes.values + sizes.keys), dtype),
-            "ring_dt": ((ring, sizes.value_heads), wide_dtype(dtype)),
-            "conv": ((rule.conv_length(width), sizes.conv), dtype),
-        }
-
-    def make_pools(self, tensors: Sequence[Tensor]) -> DeltaPools:
-        """See `Recurrence.make_pools`."""
-        return DeltaPools(*tensors)
-
     def decode(self, ops: Kernels) -> Callable[..., Tensor]:
-        """See `Recurrence.decode`."""
+        """The op of decode rows."""
         return ops.delta_decode
 
     def prefill(self, ops: Kernels) -> Callable[..., Tensor]:
-        """See `Recurrence.prefill`."""
+        """The op of prefill chunks."""
         return ops.delta_prefill
 
 

@@ -20,7 +20,12 @@ from megatron_async.device_state.recurrences import Recurrence
 from megatron_async.device_state.slot_states import PerSlotState
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.recurrent.mamba_pools import FlushRule, PrefillRows
+from megatron_async.ops.recurrent.recurrent_pools import (
+    FlushRule,
+    PrefillRows,
+    RecurrentPools,
+    wide_dtype,
+)
 from megatron_async.ops.sampling.slot_records import RowFeature
 
 if TYPE_CHECKING:
@@ -62,10 +67,17 @@ class RecurrentState(PerSlotState):
         if dtype == torch.float64:
             state_dtype = dtype
         self._kinds = tuple(layers)
-        self._pools = {
-            kind: kind.pool_sizes(rule, width, dtype, state_dtype) for kind in set(layers)
-        }
-        self._layers: list[Any] = []
+        ring, conv = rule.ring_length(width), rule.conv_length(width)
+        self._pools: dict[Recurrence, tuple[tuple[tuple[int, ...], torch.dtype], ...]] = {}
+        for kind in self._kinds:
+            widths = kind.pool_widths
+            self._pools[kind] = (
+                (widths.state, state_dtype),
+                ((ring, widths.ring_xb), dtype),
+                ((ring, widths.ring_dt), wide_dtype(dtype)),
+                ((conv, widths.conv), dtype),
+            )
+        self._layers: list[RecurrentPools] = []
         self.base = torch.zeros(self._rows, dtype=torch.int32, device=device)
         self._prefill: PrefillRows | None = None
         self._bases: tuple[Tensor, Tensor] | None = None
@@ -75,7 +87,7 @@ class RecurrentState(PerSlotState):
         return sum(
             torch.Size(sizes).numel() * dtype.itemsize
             for kind in self._kinds
-            for sizes, dtype in self._pools[kind].values()
+            for sizes, dtype in self._pools[kind]
         )
 
     @makes_ordinary_tensors
@@ -86,10 +98,10 @@ class RecurrentState(PerSlotState):
         for kind, pools in self._pools.items():
             whole = [
                 torch.zeros(counts[kind], self._rows, *sizes, dtype=dtype, device=self._device)
-                for sizes, dtype in pools.values()
+                for sizes, dtype in pools
             ]
-            layers_of[kind] = iter([kind.make_pools(each) for each in zip(*whole, strict=True)])
-        self._layers = [next(layers_of[kind]) for kind in self._kinds]
+            layers_of[kind] = iter(list(zip(*whole, strict=True)))
+        self._layers = [RecurrentPools(*next(layers_of[kind])) for kind in self._kinds]
 
     def release(self) -> None:
         self._layers = []

@@ -154,6 +154,8 @@ def _router(module: MoELayer) -> Iterator[str]:
         yield f"moe_router_score_function={function!r}"
     if has_bias and function != "sigmoid":
         yield f"moe_router_enable_expert_bias=True with moe_router_score_function={function!r}"
+    if config.moe_shared_expert_gate and module.shared_experts is None:
+        yield "moe_shared_expert_gate=True without a shared expert"
     built = module.router.expert_bias is not None, module.shared_experts is not None
     if built != (bool(has_bias), bool(config.moe_shared_expert_intermediate_size)):
         yield "an expert bias or a shared expert that its configuration tells otherwise"
@@ -167,6 +169,11 @@ def _mixer(
         yield f"a layer's {kind} sizes {module.sizes}, where the context has room for {room}"
     if module.config.context_parallel_size != 1:
         yield f"context_parallel_size={module.config.context_parallel_size}"
+
+
+def _is_zero_centered(norm: Any, config: Any) -> bool:
+    """Whether a norm that is not ours multiplies by 1 + weight, by its own word or the model's."""
+    return bool(getattr(norm, "zero_centered_gamma", config.layernorm_zero_centered_gamma))
 
 
 def _factors(module: InferenceRMSNorm, config: Any) -> Iterator[str]:
@@ -213,9 +220,7 @@ def _query_and_key_norms(module: PagedSelfAttention, config: Any) -> Iterator[st
         kind, eps = type(norm).__name__, config.layernorm_epsilon
         if not kind.endswith("RMSNorm"):
             yield f"a {kind} of query and key heads, where RMSNorm is served"
-        elif isinstance(norm, InferenceRMSNorm):
-            continue  # see `_factors`; its epsilon is the configuration's
-        elif getattr(norm, "zero_centered_gamma", config.layernorm_zero_centered_gamma):
+        elif not isinstance(norm, InferenceRMSNorm) and _is_zero_centered(norm, config):
             yield "layernorm_zero_centered_gamma=True for query and key heads"
         elif getattr(norm, "eps", eps) != eps:
             yield f"an epsilon of {norm.eps} for query and key heads, where the others have {eps}"

@@ -1,5 +1,5 @@
-"""The Gated DeltaNet mixer of inference: Megatron's parameters, the recurrence in the engine's state
-pool.
+"""The Gated DeltaNet mixer of inference: Megatron's parameters, the recurrence in the engine's
+state pool.
 
 Gated DeltaNet: Yang, Kautz and Hatamizadeh 2024 (arXiv 2412.06464). A projection gives query, key,
 value, z, beta and alpha of every token; query, key and value pass a short causal convolution; the

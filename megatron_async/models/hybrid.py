@@ -216,7 +216,7 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
     depends on its name in the whole model, so it is the same whatever the pipeline stages.
     """
     stage = stage_of(model.config)
-    zero_centered = model.config.layernorm_zero_centered_gamma
+    zero_centered = bool(getattr(model.config, "layernorm_zero_centered_gamma", False))
     for name, parameter in model.named_parameters():
         is_tied = name == OUTPUT and model.share_embeddings_and_output_weights
         known = EMBEDDING if is_tied else stage.global_name(name)

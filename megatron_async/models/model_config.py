@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_async.models.architecture import DELTA, MAMBA, ModelArchitecture, RopeScaling
+from megatron_async.models.architecture import (
+    DELTA,
+    MAMBA,
+    RECURRENT,
+    ModelArchitecture,
+    RopeScaling,
+)
 from megatron_async.models.layer_sizes import CONV_KERNEL
 from megatron_async.models.mlp import UNGATED
 from megatron_async.models.parallel_state import ParallelSizes
@@ -95,6 +101,7 @@ def transformer_config(
         ),
         # Or a tied embedding's copy would be filled by a collective on GPUs, before it has memory.
         init_model_with_meta_device=stages > 1,
+        is_hybrid_model=architecture.count(RECURRENT) > 0,
         rotary_base=architecture.rotary_base,
         rope_scaling=architecture.rope_scaling,
         position_embedding_type=architecture.position_embedding_type,
@@ -138,7 +145,6 @@ def _mamba_options(architecture: ModelArchitecture) -> dict[str, Any]:
         "mamba_state_dim": architecture.mamba_state_dim,
         "mamba_num_groups": architecture.mamba_num_groups,
         "mamba_norm_epsilon": architecture.mamba_norm_epsilon,
-        "is_hybrid_model": True,
     }
 
 
@@ -151,7 +157,6 @@ def _delta_options(architecture: ModelArchitecture) -> dict[str, Any]:
         "linear_key_head_dim": architecture.linear_key_head_dim,
         "linear_value_head_dim": architecture.linear_value_head_dim,
         "linear_conv_kernel_dim": CONV_KERNEL,
-        "is_hybrid_model": True,
     }
 
 

@@ -83,9 +83,11 @@ def recurrent_sizes(model: Any, kinds: str) -> list[MambaSizes | DeltaSizes]:
         model: Megatron's `TransformerConfig`, or a `ModelArchitecture`, which is on one rank.
         kinds: of the layers, such as "MMG".
     """
-    sizes_of = {MAMBA: mamba_sizes, DELTA: delta_sizes}
     ranks = getattr(model, "tensor_model_parallel_size", 1)
-    return [sizes_of[kind](model).of_rank(ranks) for kind in kinds]
+    return [
+        (mamba_sizes(model) if kind == MAMBA else delta_sizes(model)).of_rank(ranks)
+        for kind in kinds
+    ]
 
 
 def is_recurrent(model: Any) -> bool:

@@ -1,6 +1,6 @@
-"""The gate of attention's output (Qwen et al. 2025, "Gated Attention", arXiv 2505.06708; used by
-Qwen3-Next): each element is multiplied by the sigmoid of a number that `linear_qkv` makes beside the
-queries.
+"""The gate of attention's output (Qiu et al. 2025, "Gated Attention for Large Language Models",
+arXiv 2505.06708; Qwen3-Next has it): each element is multiplied by the sigmoid of a number that
+`linear_qkv` makes beside the queries.
 
 Computed in float32 and rounded once. One program takes the query heads of one KV head of one token.
 """

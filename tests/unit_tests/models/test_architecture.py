@@ -54,7 +54,8 @@ def test_a_rank_of_several_holds_a_share_of_heads_and_groups_or_all_of_one_group
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("MG*-E", r"'MG\*-E' has \['G'\]: it may have .*'M' \(Mamba-2\)"),
+        ("MD*-E", r"'MD\*-E' has \['D'\]: it may have .*'M' \(Mamba-2\)"),
+        ("MG*-E", "linear_num_value_heads = 0 must be a multiple of linear_num_key_heads = 0"),
         ("M*", "has 2 characters, but num_layers = 5"),
         ("M*-|*-", r"has \['\|'\]"),
     ],
