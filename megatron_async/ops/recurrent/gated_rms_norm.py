@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.recurrent.mamba_math import silu
+from megatron_async.ops.recurrent.recurrent_math import silu
 
 MAX_GROUP = 16384
 """A group is held in the registers of one program."""

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.recurrent.mamba_math import silu, softplus
 from megatron_async.ops.recurrent.mamba_pools import (
     MAX_WIDTH,
     FlushRule,
@@ -25,6 +24,7 @@ from megatron_async.ops.recurrent.mamba_pools import (
     MambaShape,
     shape_of,
 )
+from megatron_async.ops.recurrent.recurrent_math import silu, softplus
 
 CHANNELS = 512
 """Channels of a convolution's program."""

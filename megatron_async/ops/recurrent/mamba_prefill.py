@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.recurrent.mamba_math import silu, softplus
 from megatron_async.ops.recurrent.mamba_pools import (
     FlushRule,
     MambaParams,
@@ -24,6 +23,7 @@ from megatron_async.ops.recurrent.mamba_pools import (
     shape_of,
 )
 from megatron_async.ops.recurrent.mamba_scan import scan_chunks
+from megatron_async.ops.recurrent.recurrent_math import silu, softplus
 
 TOKENS = 16
 CHANNELS = 128

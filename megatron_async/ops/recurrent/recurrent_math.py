@@ -1,4 +1,4 @@
-"""Functions of a number that the Mamba-2 kernels share."""
+"""Functions of a number that the kernels of recurrent layers share."""
 
 from __future__ import annotations
 

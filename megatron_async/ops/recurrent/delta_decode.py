@@ -1,0 +1,163 @@
+"""Gated DeltaNet decode: one to eight query tokens a row against the row's state and the ring.
+
+Gated DeltaNet: Yang, Kautz and Hatamizadeh 2024. That the state is read once and written every few
+tokens is ReplaySSM's (Dao AI Lab and NVIDIA 2026); that a ring can stand for the tokens since,
+without their recurrence, is because it keeps pseudo values (`delta_pools.py`). Two kernels, in
+`delta_decode_kernels.py`. All that a step reads lies at or before its own positions, so running a
+step again gives the same bits, also if it wrote the state.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from megatron_async.ops.dependent_launch import launch_options
+from megatron_async.ops.recurrent.delta_decode_kernels import inputs_kernel, outputs_kernel
+from megatron_async.ops.recurrent.delta_pools import (
+    DeltaParams,
+    DeltaPools,
+    DeltaShape,
+    shape_of,
+)
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule
+from megatron_async.ops.recurrent.step_arguments import check_decode_rows, output_for
+
+CHANNELS = 512
+"""Channels of v in a program of the convolution."""
+STATE_TILE = 4096
+"""Elements of the state that a program holds in registers."""
+FEW_PROGRAMS = 264
+"""Two for each processor of an H200: with fewer, smaller tiles are read faster."""
+TOGETHER = 16
+"""Ring entries that move into the state in one product: the period of the rule that is served."""
+REGISTERS = 80
+"""Of a thread, for inputs of 16 bits: so six programs of 16 KB of state share a processor. What
+does not fit (152 bytes a thread at 128 x 128) is put aside mostly where entries move into the
+state."""
+
+
+def delta_decode(
+    qkvzba: Tensor,
+    params: DeltaParams,
+    pools: DeltaPools,
+    row_index: Tensor,
+    positions: Tensor,
+    base_before: Tensor,
+    base_after: Tensor,
+    width: int,
+    rule: FlushRule,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Convolution and recurrence of a step's decode rows.
+
+    Args:
+        qkvzba: `[decode rows * width, 2 key_inner + 2 value_inner + 2 value heads]` or more rows:
+            output of in_proj in Megatron's order q, k, v, z, beta, alpha; bfloat16, float16 or
+            float32 on a GPU; rows may be strided.
+        params: the layer's parameters.
+        pools: the layer's pools, changed in place.
+        row_index: int32 or int64 `[decode rows]`: pool row of each decode row, all different but
+            for the dummy row.
+        positions: int64 `[decode rows * width]` or more. Query tokens that do not follow the row's
+            first are padding, and so are all where the first is 0: they write nothing and give 0.
+        base_before, base_after: int32 `[decode rows]` or more, of `next_bases`.
+        width: query tokens of a row, 1 to 8.
+        rule: when ring entries move into the state; that of `next_bases`.
+        out: `[decode rows * width, value_inner]`, adjacent elements; None: made here.
+
+    Returns:
+        o `[decode rows * width, value_inner]`, dtype of `qkvzba`: before norm and gate.
+
+    Raises:
+        ValueError: sizes, dtypes or layouts do not fit each other, or a size is not served.
+    """
+    op = "delta_decode"
+    check_decode_rows(op, qkvzba, row_index, positions, (base_before, base_after), width)
+    shape = shape_of(op, qkvzba, params, pools, rule, width)
+    rows, window = row_index.numel(), triton.next_power_of_2(rule.window(width))
+    out = output_for(op, out, qkvzba, rows * width, shape.value_inner)
+    if not rows:
+        return out
+    q = torch.empty((rows * width, shape.key_inner), dtype=qkvzba.dtype, device=qkvzba.device)
+    v = torch.empty((rows * width, shape.value_inner), dtype=qkvzba.dtype, device=qkvzba.device)
+    beta = torch.empty((rows * width, shape.value_heads), device=qkvzba.device)
+    scores = torch.empty((rows * width, shape.key_heads, 2, window), device=qkvzba.device)
+    sizes = {
+        "width": width,
+        "key_heads": shape.key_heads,
+        "key_dim": shape.key_dim,
+        "value_heads": shape.value_heads,
+        "value_dim": shape.value_dim,
+        "ring": pools.ring_xb.size(1),
+        "window": window,
+    }
+    options = launch_options(qkvzba)
+    rings = (pools.ring_xb, pools.ring_xb.stride(0), pools.ring_dt, pools.ring_dt.stride(0))
+    parts = shape.key_heads + triton.cdiv(shape.value_inner, CHANNELS)
+    inputs_kernel[(parts, rows)](
+        qkvzba,
+        qkvzba.stride(0),
+        params.conv_weight,
+        params.dt_bias,
+        params.a_log,
+        *rings,
+        pools.conv,
+        pools.conv.stride(0),
+        row_index,
+        positions,
+        base_after,
+        q,
+        v,
+        beta,
+        scores,
+        conv_ring=pools.conv.size(1),
+        heads_tile=triton.next_power_of_2(shape.value_heads),
+        tile=CHANNELS,
+        **sizes,
+        num_warps=4,
+        **options,
+    )
+    tile, is_exact = state_tile(rows, shape), qkvzba.dtype == torch.float32
+    outputs_kernel[(shape.value_heads * triton.cdiv(shape.value_dim, tile), rows)](
+        q,
+        v,
+        beta,
+        scores,
+        *rings,
+        pools.state,
+        pools.state.stride(0),
+        row_index,
+        positions,
+        base_before,
+        base_after,
+        out,
+        out.stride(0),
+        tile=tile,
+        together=TOGETHER,
+        precision="ieee" if is_exact else "tf32x3",
+        **sizes,
+        num_warps=4,
+        num_stages=1,
+        maxnreg=None if is_exact else REGISTERS,
+        **options,
+    )
+    return out
+
+
+def state_tile(rows: int, shape: DeltaShape) -> int:
+    """How much of a value a program takes.
+
+    Args:
+        rows: decode rows.
+        shape: sizes of the layer.
+    """
+    largest = max(min(64, STATE_TILE // shape.key_dim), 16)
+    if rows * shape.value_heads * triton.cdiv(shape.value_dim, largest) < FEW_PROGRAMS:
+        return 16
+    tile = largest
+    # Lanes behind the value's end do nothing.
+    while tile > 16 and triton.cdiv(shape.value_dim, tile) * tile > 1.25 * shape.value_dim:
+        tile //= 2
+    return tile

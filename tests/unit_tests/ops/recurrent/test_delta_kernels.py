@@ -1,0 +1,108 @@
+"""The Gated DeltaNet kernels against a plain recurrence in float64: small layers in the
+interpreter."""
+
+import pytest
+import recurrent_checks as checks
+import torch
+from delta_cases import KERNELS, REFERENCES, Layer
+from triton_interpreter import INTERPRETED
+
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+SIXTEEN_BITS = torch.float16 if INTERPRETED else torch.bfloat16
+"""Triton's interpreter truncates to bfloat16 where a GPU rounds."""
+
+
+@pytest.fixture(params=["float32", "16 bits"])
+def layer(request, device):
+    dtype = torch.float32 if request.param == "float32" else SIXTEEN_BITS
+    return Layer(key_heads=1, value_heads=2, dtype=dtype, device=device)
+
+
+@pytest.fixture
+def odd_layer(device):
+    """A value is more than a tile of lanes, and no multiple of one; three share a key."""
+    return Layer(key_heads=1, value_heads=3, value_dim=48, device=device)
+
+
+def test_odd_sizes(odd_layer):
+    checks.check_packed(odd_layer, KERNELS, steps=4)
+    checks.check_widths(odd_layer, KERNELS, steps=6)
+    checks.check_split(odd_layer, KERNELS, (5, 2, 6), steps=18)
+    checks.check_split(odd_layer, KERNELS, (127, 2, 1, 129), steps=2)
+
+
+@pytest.mark.parametrize("splits", checks.SPLITS)
+def test_chunks_of_any_length_then_decode(layer, splits):
+    checks.check_split(layer, KERNELS, splits, steps=6)
+
+
+def test_decode_over_several_flushes(device):
+    layer = Layer(key_heads=1, value_heads=2, device=device)
+    checks.check_split(layer, KERNELS, (5, 2, 6), steps=45)
+
+
+@pytest.mark.parametrize(("period", "lag"), [(1, 0), (8, 2), (16, 20), (128, 3)])
+def test_lag_and_period(period, lag, device):
+    layer = Layer(key_heads=1, value_heads=2, device=device)
+    for splits in ((130, 3), (1,)):
+        checks.check_split(layer, KERNELS, splits, steps=12, rule=FlushRule(period, lag))
+
+
+def test_longer_rings_do_as_well(device):
+    layer = Layer(key_heads=1, value_heads=2, device=device)
+    checks.check_split(layer, KERNELS, (5, 2, 6), steps=20, spare=15)
+
+
+def test_bfloat16(device):
+    layer = Layer(key_heads=1, value_heads=2, dtype=torch.bfloat16, device=device)
+    # The interpreter multiplies the bits of bfloat16 matrices as if they were integers.
+    ops = KERNELS._replace(prefill=REFERENCES.prefill) if INTERPRETED else KERNELS
+    checks.check_split(layer, ops, (100, 29), steps=20)
+    checks.check_split(layer, ops, (100, 29), steps=20, state_dtype=torch.bfloat16)
+    checks.check_same_step_again(layer, ops, 2, state_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("key_dim", [32, 256])
+def test_other_key_sizes(key_dim, device):
+    layer = Layer(1, key_dim, 1, 32, dtype=SIXTEEN_BITS, device=device)
+    checks.check_split(layer, KERNELS, (65, 2, 70), steps=3)
+
+
+def test_packed_batch(layer):
+    checks.check_packed(layer, KERNELS, steps=6)
+
+
+def test_widths_with_rejected_drafts(layer):
+    checks.check_widths(layer, KERNELS)
+    checks.check_widths(layer, KERNELS, widths=(8,), steps=5)
+
+
+def test_wide_rows_are_causal(layer):
+    checks.check_wide_row_is_causal(layer, KERNELS)
+
+
+def test_steps_taken_back(layer):
+    checks.check_taken_back(layer, KERNELS, steps=20)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_same_step_again(layer, width):
+    checks.check_same_step_again(layer, KERNELS, width)
+
+
+def test_slot_reuse(layer):
+    checks.check_slot_reuse(layer, KERNELS, steps=4)
+
+
+def test_row_at_its_limit(layer):
+    checks.check_row_at_its_limit(layer, KERNELS)
+
+
+def test_resumed_scan_is_bit_identical(layer):
+    checks.check_resumed_scan(layer, KERNELS)
+
+
+def test_snapshots(layer):
+    checks.check_snapshots(layer, KERNELS, steps=3)
