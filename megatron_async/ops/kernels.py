@@ -14,6 +14,9 @@ from megatron_async.ops.linear import rms_norm, skinny_linear, squared_relu, swi
 from megatron_async.ops.ranks import vocab_embedding
 from megatron_async.ops.recurrent import (
     bases,
+    delta_decode,
+    delta_reference,
+    gated_head_norm,
     gated_rms_norm,
     mamba_decode,
     mamba_prefill,
@@ -57,6 +60,9 @@ class Kernels:
     mamba_decode: Callable[..., Tensor]
     mamba_prefill: Callable[..., Tensor]
     gated_rms_norm: Callable[..., Tensor]
+    delta_decode: Callable[..., Tensor]
+    delta_prefill: Callable[..., Tensor]
+    gated_head_norm: Callable[..., Tensor]
 
 
 TORCH_KERNELS = Kernels(
@@ -83,6 +89,9 @@ TORCH_KERNELS = Kernels(
     mamba_reference.mamba_decode_reference,
     mamba_reference.mamba_prefill_reference,
     gated_rms_norm.gated_rms_norm_reference,
+    delta_reference.delta_decode_reference,
+    delta_reference.delta_prefill_reference,
+    gated_head_norm.gated_head_norm_reference,
 )
 TRITON_KERNELS = Kernels(
     vocab_embedding.vocab_embedding,
@@ -108,6 +117,9 @@ TRITON_KERNELS = Kernels(
     mamba_decode.mamba_decode,
     mamba_prefill.mamba_prefill,
     gated_rms_norm.gated_rms_norm,
+    delta_decode.delta_decode,
+    delta_reference.delta_prefill_reference,  # until its kernel is merged
+    gated_head_norm.gated_head_norm,
 )
 
 

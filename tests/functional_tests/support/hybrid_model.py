@@ -109,7 +109,8 @@ class HybridAttentionModel(AttentionModel):
         self.config = transformer_config(shape, torch.float64)
         kinds: dict[str, Any] = {"M": OnlyMamba, "G": OnlyDelta}
         self.before, self.behind = (
-            kinds[kind](layer, generator) for layer, kind in enumerate(self.pattern.replace("*", ""))
+            kinds[kind](layer, generator)
+            for layer, kind in enumerate(self.pattern.replace("*", ""))
         )
 
     def layers(self, hidden: Tensor, view: ContextGPUView) -> Tensor:

@@ -76,7 +76,9 @@ def delta_rule(qkvzba: Tensor, params: DeltaParams, sizes: DeltaSizes) -> Tensor
     each = sizes.value_heads // sizes.key_heads
     q, k = (
         (part * (part.square().sum(2, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(each, 1)
-        for part in (each_head.unflatten(1, (sizes.key_heads, sizes.key_dim)) for each_head in (q, k))
+        for part in (
+            each_head.unflatten(1, (sizes.key_heads, sizes.key_dim)) for each_head in (q, k)
+        )
     )
     q = q * sizes.key_dim**-0.5
     v = v.unflatten(1, (sizes.value_heads, sizes.value_dim))
