@@ -61,7 +61,7 @@ def rope_append(
     tokens, width = mixed_qkv.shape
     group = (width // (kv_heads * dim) - 2) // (2 if has_gate else 1)
     gates = group if has_gate else 0
-    _check(mixed_qkv, cos, sin, key_cache, value_cache, group, gates)
+    _check(mixed_qkv, cos, sin, key_cache, value_cache, group, has_gate)
     if (q_weight is None) != (k_weight is None):
         raise ValueError("rope_append: give both q_weight and k_weight, or neither.")
     query = torch.empty(
@@ -133,13 +133,14 @@ def _check(
     key_cache: Tensor,
     value_cache: Tensor,
     group: int,
-    gates: int,
+    has_gate: bool,
 ) -> None:
     """What would read or write the wrong memory."""
     kv_heads, dim = key_cache.shape[-2:]
     width = mixed_qkv.size(1)
-    if group < 1 or width != kv_heads * (group + gates + 2) * dim or dim % 2:
-        beside = "query heads, as many gates, and 2" if gates else "query heads + 2"
+    heads = group * (2 if has_gate else 1) + 2
+    if group < 1 or width != kv_heads * heads * dim or dim % 2:
+        beside = "query heads, as many gates, and 2" if has_gate else "query heads + 2"
         raise ValueError(
             f"rope_append: rows of {width} elements are not {kv_heads} KV heads x ({beside})"
             f" x an even dim {dim}: pass the output of linear_qkv and this model's KV cache."
