@@ -32,7 +32,8 @@ class ModelShape:
     tensor_model_parallel_size: int = 1
     """Of a recorded run: its ranks held so much less of each block."""
     num_mamba_layers: int = 0
-    """Mamba-2 layers of all pipeline stages. With any, prompts are cut where scans are."""
+    """Mamba-2 layers of all pipeline stages. With any, or any of Gated DeltaNet, prompts are cut
+    where scans are."""
     mamba_num_heads: int = 0
     mamba_head_dim: int = 0
     mamba_state_dim: int = 0
