@@ -14,7 +14,6 @@ from megatron_async.models.architecture import (
     EXPERTS,
     KINDS,
     MAMBA,
-    MLP,
     ModelArchitecture,
     RopeScaling,
     moe_pattern,
@@ -28,7 +27,7 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "apply_layernorm_1p": (False, True),
-    "experimental_attention_variant": (None,),
+    "experimental_attention_variant": (None, "gated_delta_net"),
     "moe_router_score_function": ("softmax", "sigmoid"),
     "moe_router_num_groups": (None,),
     "moe_shared_expert_gate": (False, True),
@@ -190,6 +189,21 @@ def _delta(args: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {name: _size(DELTA_DEFAULTS | given, name, where) for name in DELTA_DEFAULTS}
 
 
+def _mixers(args: Mapping[str, Any], layers: int, where: str) -> str:
+    """Of a `GPTModel`: attention, or Gated DeltaNet in all layers but each n-th."""
+    if args.get("experimental_attention_variant") is None:
+        return ATTENTION * layers
+    frequency = args.get("linear_attention_freq")
+    if isinstance(frequency, int) and frequency > 0:
+        frequency = [(layer + 1) % frequency for layer in range(layers)]
+    if not isinstance(frequency, list) or len(frequency) != layers:
+        raise CheckpointError(
+            f"{where}: linear_attention_freq = {frequency!r} must be a positive integer or a list "
+            f"of {layers}"
+        )
+    return "".join(DELTA if linear else ATTENTION for linear in frequency)
+
+
 def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str]:
     """Number of layers as families count them, and the pattern. A `HybridModel` counts attention
     and MLP apart."""
@@ -197,13 +211,15 @@ def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str]:
     has_experts = bool(args.get("num_experts"))
     if not pattern:
         layers = _size(args, "num_layers", where)
-        if not has_experts:
-            return layers, (ATTENTION + MLP) * layers
-        frequency = args.get("moe_layer_freq", 1)
-        if isinstance(frequency, int):
-            frequency = [int(layer % frequency == 0) for layer in range(layers)]
-        dense = tuple(layer for layer in range(layers) if not frequency[layer])
-        return layers, moe_pattern(layers, dense)
+        dense = tuple(range(layers))
+        if has_experts:
+            frequency = args.get("moe_layer_freq", 1)
+            if isinstance(frequency, int):
+                frequency = [int(layer % frequency == 0) for layer in range(layers)]
+            dense = tuple(layer for layer in range(layers) if not frequency[layer])
+        mixers = _mixers(args, layers, where)
+        ffns = moe_pattern(layers, dense)[1::2]
+        return layers, "".join(map("".join, zip(mixers, ffns, strict=True)))
     pattern = pattern.replace("|", "")  # between pipeline stages
     if not set(pattern) <= KINDS.keys() or (EXPERTS in pattern and not has_experts):
         raise CheckpointError(

@@ -24,8 +24,14 @@ from megatron_async.models.mamba import Mamba2Mixer
 from megatron_async.models.mlp import UNGATED, InferenceMLP
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.norm import InferenceRMSNorm
-from megatron_async.models.partition import delta_sizes, local_heads, mamba_sizes
+from megatron_async.models.partition import (
+    delta_sizes,
+    local_heads,
+    mamba_sizes,
+    recurrent_layers,
+)
 from megatron_async.models.positions import LEARNED, rotary_of
+from megatron_async.models.recurrent_layers import RecurrentMixer
 
 ATTENTION = {
     "softmax_type": "vanilla",
@@ -102,6 +108,12 @@ def _positions(model: nn.Module, settings: InferenceConfig) -> Iterator[str]:
 
 
 def _modules(model: nn.Module, config: Any, settings: InferenceConfig) -> Iterator[str]:
+    mixers = sum(isinstance(module, RecurrentMixer) for module in model.modules())
+    if mixers and mixers != len(recurrent_layers(config)):
+        yield (
+            f"{mixers} recurrent layers, where the context has room for "
+            f"{len(recurrent_layers(config))}: only a HybridModel's pattern tells of them"
+        )
     for module in model.modules():
         mine: Any = getattr(module, "config", None)
         if isinstance(module, InferenceRMSNorm):

@@ -10,12 +10,16 @@ import pytest
 import torch
 from hybrid_families import save_hybrid
 from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
 from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from ranks import run_ranks
 from test_torch_dist import save_training
 from whole_sequence import whole_logits
 
-from megatron_async.checkpoints import load_model, open_model
+from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.torch_dist import save_torch_dist
 from megatron_async.config import InferenceConfig
@@ -24,8 +28,14 @@ from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.fitness import check_model
 from megatron_async.models.gated_delta import GatedDeltaMixer
-from megatron_async.models.hybrid import build_model, init_dummy_weights, transformer_config
-from megatron_async.models.parallel_state import ParallelSizes
+from megatron_async.models.hybrid import (
+    build_model,
+    hybrid_stack_spec,
+    init_dummy_weights,
+    transformer_config,
+)
+from megatron_async.models.norm import make_norm
+from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition
 
 CPU = torch.device("cpu")
@@ -196,6 +206,75 @@ def test_checkpoints_of_training_load(tmp_path: Path) -> None:
         assert torch.equal(parameter, model.get_parameter(name)), name
 
 
+def gpt_model(architecture: ModelArchitecture) -> Any:
+    """A `GPTModel` whose layers are those of our spec, two of the pattern in one, as Megatron-LM
+    trains with `experimental_attention_variant="gated_delta_net"`."""
+    config = transformer_config(architecture, torch.float32)
+    config.num_layers, config.hybrid_layer_pattern = architecture.num_layers, None
+    ours, layers = hybrid_stack_spec(config).submodules, []
+    mixers = {"G": ours.gdn_layer, "*": ours.attention_layer}
+    ffns = {"-": ours.mlp_layer, "E": ours.moe_layer}
+    for mixer, ffn in zip(architecture.pattern[::2], architecture.pattern[1::2], strict=True):
+        first, second = mixers[mixer].submodules, ffns[ffn].submodules
+        names = first.sharded_state_dict_keys_map | second.sharded_state_dict_keys_map
+        parts = {name: getattr(second, name) for name in ("pre_mlp_layernorm", "mlp", "mlp_bda")}
+        both = replace(first, **parts, sharded_state_dict_keys_map=names)
+        layers.append(ModuleSpec(module=TransformerLayer, submodules=both))
+    return GPTModel(
+        config,
+        TransformerBlockSubmodules(layer_specs=layers, layer_norm=make_norm),
+        architecture.vocab_size,
+        architecture.max_position_embeddings,
+        position_embedding_type="none",
+        parallel_output=False,
+        share_embeddings_and_output_weights=False,
+        pg_collection=ensure_process_groups(),
+    )
+
+
+@pytest.mark.parametrize("frequency", [3, [1, 1, 0]])
+def test_gpt_model_checkpoints_of_training_load(frequency: Any, tmp_path: Path) -> None:
+    trained = replace(TINY, layernorm_epsilon=1e-5, pattern="G-G-*-", **DENSE)
+    values = trained.to_dict()
+    args = {
+        **{name: values[name] for name in ARGUMENTS if not name.startswith("moe")},
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "apply_layernorm_1p": True,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "num_layers": 3,
+        "group_query_attention": True,
+        "untie_embeddings_and_output_weights": True,
+        "norm_epsilon": 1e-5,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": frequency,
+    }
+    model = gpt_model(trained)
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    save_training(model, tmp_path / "m", args, {"non_homogeneous_layers": True})
+    loaded = load_model(tmp_path / "m", torch.float32, CPU)
+    assert loaded.architecture == trained
+    theirs = dict(model.named_parameters())
+    for name, parameter in loaded.model.named_parameters():
+        parts = name.replace("final_norm", "final_layernorm").split(".")
+        if parts[1] == "layers":
+            parts[2] = str(int(parts[2]) // 2)
+        assert torch.equal(parameter, theirs.pop(".".join(parts))), name
+    assert not theirs
+    with pytest.raises(ConfigurationError, match="2 recurrent layers, where the context has room"):
+        check_model(model, model.config, InferenceConfig(max_sequence_length=64))
+    args["linear_attention_freq"] = None
+    save_training(model, tmp_path / "other", args, {"non_homogeneous_layers": True})
+    with pytest.raises(CheckpointError, match="linear_attention_freq = None must be"):
+        load_model(tmp_path / "other", torch.float32, CPU)
+
+
+DENSE = {
+    "num_moe_experts": 0, "moe_router_topk": 0, "moe_ffn_hidden_size": 0,
+    "moe_shared_expert_intermediate_size": 0, "moe_shared_expert_gate": False,
+}  # fmt: skip
 ARGUMENTS = (
     "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
     "max_position_embeddings", "rotary_percent", "qk_layernorm", "attention_output_gate",
