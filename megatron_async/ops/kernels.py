@@ -15,6 +15,7 @@ from megatron_async.ops.ranks import vocab_embedding
 from megatron_async.ops.recurrent import (
     bases,
     delta_decode,
+    delta_prefill,
     delta_reference,
     gated_head_norm,
     gated_rms_norm,
@@ -118,7 +119,7 @@ TRITON_KERNELS = Kernels(
     mamba_prefill.mamba_prefill,
     gated_rms_norm.gated_rms_norm,
     delta_decode.delta_decode,
-    delta_reference.delta_prefill_reference,  # until its kernel is merged
+    delta_prefill.delta_prefill,
     gated_head_norm.gated_head_norm,
 )
 

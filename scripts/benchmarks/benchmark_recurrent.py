@@ -1,9 +1,11 @@
-"""Mamba-2 ops alone, in graphs over many layers' pools, beside the bytes that they must move.
+"""Mamba-2 and Gated DeltaNet ops alone, in graphs over many layers' pools, beside the bytes that
+they must move.
 
 Decode rows stand at all phases of the flush rule, so one row in 16 writes its state. With
 --megatron the kernels of Megatron-Core that do the same are timed beside ours: convolution and
 state update for decode, convolution and chunk scan for prefill. They have no counterpart for what
-our prefill does besides (it leaves states and inputs in the pools).
+our prefill does besides (it leaves states and inputs in the pools), and there are none for Gated
+DeltaNet.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import delta_calls
 import torch
 from benchmark_fused_ops import graph_us
+from recurrent_inputs import layers_that_fit, random
 from torch import Tensor
 
+from megatron_async.ops.recurrent.delta_pools import DeltaShape
 from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm
 from megatron_async.ops.recurrent.mamba_decode import mamba_decode
 from megatron_async.ops.recurrent.mamba_pools import (
@@ -38,14 +43,6 @@ BANDWIDTH = 4.3e12
 """Bytes a second that a large copy moves on an H200, reads and writes together."""
 PEAK = 989e12
 """Dense bfloat16 operations a second of an H200."""
-MEMORY = 4e9
-"""Bytes of states that the layers of a case may take; there are 2 to 30 of them."""
-DTYPE = torch.bfloat16
-
-
-def random(*size: int, dtype: torch.dtype = DTYPE) -> Tensor:
-    """Standard normal numbers on the GPU."""
-    return torch.randn(size, device="cuda").to(dtype)
 
 
 def parameters(shape: MambaShape) -> MambaParams:
@@ -64,7 +61,7 @@ def parameters(shape: MambaShape) -> MambaParams:
 def layer_pools(shape: MambaShape, rows: int, rule: FlushRule, width: int) -> list[MambaPools]:
     """Pools of as many layers as fit, so that no layer's state stays in a cache."""
     state = rows * shape.d_inner * shape.d_state * 4
-    layers, ring = max(2, min(30, int(MEMORY / state))), rule.ring_length(width)
+    layers, ring = layers_that_fit(state), rule.ring_length(width)
     return [
         MambaPools(
             random(rows, shape.heads, shape.head_dim, shape.d_state, dtype=torch.float32),
@@ -253,7 +250,8 @@ def operations(shape: MambaShape, tokens: int) -> float:
 def main() -> None:
     """Print microseconds a layer, the bytes' floor and their ratio; with --json, write them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    shapes: dict[str, MambaShape | DeltaShape] = {**SHAPES, **delta_calls.SHAPES}
+    parser.add_argument("--shapes", nargs="+", default=list(shapes), choices=shapes)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2])
     parser.add_argument(
@@ -292,15 +290,22 @@ def main() -> None:
         figures.append({"case": case, "floor_us": floor, **times, **more})
 
     for name in args.shapes:
-        shape = SHAPES[name]
+        shape = shapes[name]
         for rows, width in itertools.product(args.rows, args.widths):
-            case = f"{name} decode {rows} x {width}"
-            measure(case, decode_calls(shape, rows, width, args.megatron))
+            if isinstance(shape, MambaShape):
+                calls = decode_calls(shape, rows, width, args.megatron)
+            else:
+                calls = delta_calls.decode_calls(shape, rows, width)
+            measure(f"{name} decode {rows} x {width}", calls)
         for prompts in args.prompts:
             count, _, length = prompts.rpartition("x")
             lengths = [int(length)] * int(count or 1)
-            work = operations(shape, sum(lengths))
-            calls = prefill_calls(shape, lengths, args.megatron)
+            if isinstance(shape, MambaShape):
+                work = operations(shape, sum(lengths))
+                calls = prefill_calls(shape, lengths, args.megatron)
+            else:
+                work = delta_calls.operations(shape, sum(lengths))
+                calls = delta_calls.prefill_calls(shape, lengths)
             measure(f"{name} prefill {prompts}", calls, operations=work)
     if args.json:
         write_record(args.json, "recurrent", {"device": "cuda", **vars(args)}, figures)

@@ -1,1 +1,2 @@
-"""Layers whose memory of the past has a fixed size: Mamba-2 (Dao and Gu 2024)."""
+"""Layers whose memory of the past has a fixed size: Mamba-2 (Dao and Gu 2024) and Gated DeltaNet
+(Yang, Kautz and Hatamizadeh 2024)."""

@@ -20,18 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.recurrent.mamba_pools import (
-    GRID,
-    FlushRule,
-    MambaParams,
-    MambaPools,
-    MambaShape,
-    PrefillRows,
-)
+from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaPools, MambaShape
+from megatron_async.ops.recurrent.recurrent_pools import GRID, FlushRule, PrefillRows
+from megatron_async.ops.recurrent.scan_history import BORDERS, keep_inputs, scan_chunks_before
 
 MANY_PROGRAMS = 128
 """A chunk's programs that fill an H200: with fewer, each takes half as much of a head."""
-BORDERS = tl.constexpr(GRID)
 
 
 def scan_chunks(
@@ -170,41 +164,6 @@ def _advance(
     return state
 
 
-@triton.jit
-def _keep_inputs(
-    zxbcdt: tl.tensor,
-    input_stride: tl.tensor,
-    conv: tl.tensor,
-    conv_stride: tl.tensor,
-    start: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    read_row: tl.tensor,
-    target_row: tl.tensor,
-    d_inner: tl.constexpr,
-    conv_dim: tl.constexpr,
-    conv_ring: tl.constexpr,
-    share: tl.constexpr,
-    share_tile: tl.constexpr,
-) -> None:
-    """The convolution's inputs of the three tokens before `end`, this program's share of their
-    channels: from the batch, or from the read row where the chunk is shorter."""
-    local = tl.arange(0, share_tile)
-    channel = tl.program_id(0) * share + local
-    inside = (local < share) & (channel < conv_dim)
-    for back in tl.static_range(1, 4):
-        position = end - back
-        in_batch = position >= first
-        is_kept = (position < first) & (position >= 0) & (read_row != target_row)
-        place = zxbcdt + (start + position - first).to(tl.int64) * input_stride + d_inner
-        raw = tl.load(place + channel, mask=inside & in_batch, other=0.0)
-        entry = (tl.maximum(position, 0) % conv_ring) * conv_dim + channel
-        old = tl.load(conv + read_row * conv_stride + entry, mask=inside & is_kept, other=0.0)
-        value = tl.where(in_batch, raw, old)
-        stored = inside & (in_batch | is_kept)
-        tl.store(conv + target_row * conv_stride + entry, value, mask=stored)
-
-
 # Where prefill rows begin among a step's rows varies, and with it what is aligned.
 @triton.jit(
     do_not_specialize=["tokens"],
@@ -290,13 +249,7 @@ def _scan_kernel(
         offset = tl.arange(0, tile)
         dest = chunk_dest
         if has_dest:
-            each = tl.arange(0, chunks_tile)
-            earlier = each < row
-            begins = tl.load(first_positions + each, mask=earlier, other=0)
-            lengths = tl.load(starts + each + 1, mask=earlier, other=0)
-            lengths = lengths - tl.load(starts + each, mask=earlier, other=0)
-            number = (begins + lengths + BORDERS - 1) // BORDERS - begins // BORDERS
-            number = tl.sum(tl.where(earlier & (lengths > 0), number, 0), 0)
+            number = scan_chunks_before(starts, first_positions, row, BORDERS, chunks_tile)
             dest = chunk_dest + number - first // BORDERS
         for begin in range(first // tile * tile, end, tile):
             position = begin + offset
@@ -331,7 +284,7 @@ def _scan_kernel(
                     if row_of >= 0:
                         snapshot = state + row_of * state_stride + cell
                         tl.store(snapshot, tl.trans(s).to(state.dtype.element_ty), mask=in_state)
-                        _keep_inputs(
+                        keep_inputs(
                             zxbcdt,
                             input_stride,
                             conv,
@@ -368,7 +321,7 @@ def _scan_kernel(
             kept_dt = tl.load(dt_source, mask=is_later, other=0.0)
             dt_target = ring_dt + write_row * dt_stride + (later % ring) * heads + head
             tl.store(dt_target, kept_dt, mask=is_later)
-        _keep_inputs(
+        keep_inputs(
             zxbcdt,
             input_stride,
             conv,

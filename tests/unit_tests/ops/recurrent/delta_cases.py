@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from recurrent_cases import Ops
 
-from megatron_async.ops.recurrent import bases, delta_decode, delta_reference
+from megatron_async.ops.recurrent import bases, delta_decode, delta_prefill, delta_reference
 from megatron_async.ops.recurrent.delta_pools import DeltaParams, DeltaShape
 
 REFERENCES = Ops(
@@ -14,7 +14,7 @@ REFERENCES = Ops(
     delta_reference.delta_decode_reference,
     delta_reference.delta_prefill_reference,
 )
-KERNELS = Ops(bases.next_bases, delta_decode.delta_decode, REFERENCES.prefill)
+KERNELS = Ops(bases.next_bases, delta_decode.delta_decode, delta_prefill.delta_prefill)
 
 
 @dataclass

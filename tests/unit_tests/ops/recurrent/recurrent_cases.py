@@ -28,7 +28,7 @@ def poisoned_pools(layer, rows, ring, conv_ring, state_dtype=torch.float32):
     return RecurrentPools(
         poison(*layer.state_size, dtype=state_dtype),
         poison(ring, layer.ring_dim),
-        poison(ring, layer.state_size[0], dtype=torch.float32),
+        poison(ring, layer.state_size[0], dtype=torch.promote_types(layer.dtype, torch.float32)),
         poison(conv_ring, layer.conv_dim),
     )
 
@@ -68,7 +68,7 @@ class Runner:
         self.base = torch.full((rows + 1,), 10**6, dtype=torch.int32, device=layer.device)
         self.base[-1] = 0
         limits = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-        self.limit = limits[layer.dtype]
+        self.limit = limits.get(layer.dtype, 1e-12)
         if pool.get("state_dtype") == torch.bfloat16:
             self.limit = 3e-2
 

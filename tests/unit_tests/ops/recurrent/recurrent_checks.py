@@ -1,9 +1,9 @@
 """What is asked of recurrent ops, of Mamba-2 or Gated DeltaNet, references or kernels."""
 
 import torch
-from recurrent_cases import Chunk, Decode, Runner, Sequence
+from recurrent_cases import Chunk, Decode, Runner, Sequence, poisoned_pools
 
-from megatron_async.ops.recurrent.recurrent_pools import FlushRule
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
 
 SPLITS = [
     (1,),
@@ -202,3 +202,62 @@ def check_state_is_float32(layer, ops, others, limit):
         states.append(runner.pools.state[1])
     difference = (states[0] - states[1]).abs().max() / states[1].abs().max()
     assert difference < limit, difference
+
+
+def check_equal_tokens(layer, ops, tokens=200):
+    """One token again and again, as in a prompt that repeats itself: all keys are the same, and the
+    delta rule's triangular system is as far from the identity as it gets."""
+    runner = Runner(layer, ops)
+    sequence = Sequence(layer, tokens + 20, row=0)
+    sequence.inputs = sequence.inputs[:1].expand(tokens + 20, -1).contiguous()
+    sequence.expected, sequence.states = layer.truth(sequence.inputs)
+    runner.prefill(sequence, tokens)
+    runner.decode(sequence, 20)
+
+
+def check_replays_in_a_graph(layer, kernels, references):
+    """A graph of a step serves any positions, lengths and rows that fit its shape."""
+    rule = FlushRule()
+    pools = poisoned_pools(layer, 9, 17, 4)
+    index = torch.zeros(4, dtype=torch.int64, device="cuda")
+    positions, base = index.clone(), torch.zeros(9, dtype=torch.int32, device="cuda")
+    numbers = torch.zeros(5, 5, dtype=torch.int32, device="cuda")
+    prefill = PrefillRows(numbers[0], *numbers[1:, :4])
+    projected = layer.inputs(4 + 300)
+
+    def step(ops, base, pools):
+        before, after = ops.next_bases(base, index, positions, 1, prefill, rule)
+        arguments = (layer.params, pools)
+        y = ops.decode(projected[:4], *arguments, index, positions, before, after, 1, rule)
+        return y, ops.prefill(projected[4:], *arguments, prefill, after[4:], rule)
+
+    def write(rows, at, lengths, firsts, last):
+        index.copy_(torch.tensor(rows))
+        positions.copy_(torch.tensor(at))
+        starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        targets = [5, 6, 7, 8]
+        rows = (starts, [*firsts, 0], [*targets, 0], [*targets, 0], [*last, 0])
+        numbers.copy_(torch.tensor(rows))
+
+    write([8] * 4, [0] * 4, [0] * 4, [0] * 4, [0] * 4)
+    step(kernels, base, pools)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(kernels, base, pools)
+    expected_base, expected_pools = base.clone(), type(pools)(*(pool.clone() for pool in pools))
+    for arguments in (
+        ([8] * 4, [0] * 4, [3, 250, 40, 0], [0, 0, 0, 0], [1, 0, 1, 0]),
+        ([5, 7, 8, 8], [3, 40, 0, 0], [0, 20, 0, 0], [0, 250, 0, 0], [0, 1, 0, 0]),
+        ([5, 6, 7, 8], [4, 270, 41, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]),
+    ):
+        projected.copy_(layer.inputs(304))
+        write(*arguments)
+        for result in results:
+            result.fill_(torch.nan)
+        graph.replay()
+        expected = step(references, expected_base, expected_pools)
+        torch.testing.assert_close(results, expected, rtol=3e-2, atol=3e-1)
+        assert torch.equal(base, expected_base)
+        torch.testing.assert_close(
+            tuple(pools), tuple(expected_pools), rtol=3e-2, atol=3e-2, equal_nan=True
+        )

@@ -106,3 +106,41 @@ def test_resumed_scan_is_bit_identical(layer):
 
 def test_snapshots(layer):
     checks.check_snapshots(layer, KERNELS, steps=3)
+
+
+def test_repeated_tokens(layer):
+    checks.check_equal_tokens(layer, KERNELS)
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+SHAPES = {
+    "qwen3-next-80b": {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128},
+    "qwen3.5, 48 heads": {"key_heads": 16, "value_heads": 48, "key_dim": 128, "value_dim": 128},
+    "qwen3.5 on 8 ranks": {"key_heads": 2, "value_heads": 8, "key_dim": 128, "value_dim": 128},
+    "no groups": {"key_heads": 6, "value_heads": 6, "key_dim": 64, "value_dim": 80},
+    "small keys": {"key_heads": 4, "value_heads": 8, "key_dim": 16, "value_dim": 32},
+    "wide keys": {"key_heads": 4, "value_heads": 8, "key_dim": 256, "value_dim": 256},
+}
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_real_sizes(shape, dtype):
+    layer = Layer(**SHAPES[shape], dtype=dtype, device="cuda")
+    checks.check_packed(layer, KERNELS)
+    checks.check_split(layer, KERNELS, (127, 2, 1, 129), steps=20)
+    checks.check_widths(layer, KERNELS)
+    checks.check_widths(layer, KERNELS, widths=(8,), steps=5)
+    checks.check_same_step_again(layer, KERNELS, 3)
+    checks.check_resumed_scan(layer, KERNELS)
+    checks.check_snapshots(layer, KERNELS)
+    checks.check_equal_tokens(layer, KERNELS)
+
+
+@pytest.mark.gpu
+@GPU
+def test_replays_in_a_graph():
+    layer = Layer(**SHAPES["qwen3.5 on 8 ranks"], dtype=torch.bfloat16, device="cuda")
+    checks.check_replays_in_a_graph(layer, KERNELS, REFERENCES)

@@ -3,10 +3,10 @@
 import pytest
 import recurrent_checks as checks
 import torch
-from delta_cases import REFERENCES, Layer
-from recurrent_cases import Runner, Sequence
+from delta_cases import KERNELS, REFERENCES, Layer
+from recurrent_cases import Decode, Runner, Sequence, poisoned_pools
 
-from megatron_async.ops.recurrent.recurrent_pools import FlushRule
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
 
 LAYERS = {
     "float32": Layer(),
@@ -83,6 +83,20 @@ def test_snapshots(layer):
     checks.check_snapshots(layer, REFERENCES)
 
 
+def test_repeated_tokens(layer):
+    checks.check_equal_tokens(layer, REFERENCES)
+
+
+def test_float64():
+    """What a CPU model of float64 runs through: nothing in between is narrower."""
+    layer = Layer(dtype=torch.float64)
+    runner = Runner(layer, REFERENCES, width=2, state_dtype=torch.float64)
+    sequence = Sequence(layer, 200, row=1)
+    runner.prefill(sequence, 130, 29)
+    for _ in range(18):
+        runner.step([Decode(sequence, right=2)])
+
+
 def test_equals_transformers():
     """The truth that all checks use, and the reference, give what Qwen3-Next's classes do."""
     qwen3_next = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
@@ -102,3 +116,49 @@ def test_equals_transformers():
         runner.compare(outputs[0].flatten(1), sequence.expected)
         runner.compare(found, outputs[0].flatten(1))
         runner.compare(state[0].transpose(1, 2), sequence.states[-1])
+
+
+def test_bad_input():
+    layer = Layer()
+    pools = poisoned_pools(layer, 3, 17, 4)
+    rows = torch.zeros(2, dtype=torch.int64)
+    bases = torch.zeros(2, dtype=torch.int32)
+    prefill = PrefillRows(bases.new_zeros(3), bases, rows, rows, bases)
+
+    def expect(message, inputs=4, width=1, rule=None, out=None, chunks=prefill, **changes):
+        own = pools._replace(**{k: v for k, v in changes.items() if k in pools._fields})
+        params = {k: v for k, v in changes.items() if k in layer.params._fields}
+        params = layer.params._replace(**params)
+        inputs = layer.inputs(inputs) if isinstance(inputs, int) else inputs
+        arguments = (inputs, params, own)
+        rule = rule or FlushRule()
+        if chunks is prefill:
+            positions = torch.zeros(2 * width, dtype=torch.int64)
+            with pytest.raises(ValueError, match=message):
+                KERNELS.decode(*arguments, rows, positions, bases, bases, width, rule, out)
+        if width == 1:
+            with pytest.raises(ValueError, match=message):
+                KERNELS.prefill(*arguments, chunks, bases, rule, out)
+
+    expect("input rows of 200; found rows of 100", layer.inputs(4)[:, :100])
+    expect("0 key heads.*rows of no size", ring_xb=pools.ring_xb[:, :, :64])
+    expect("1 to 8 query tokens, not 9", width=9)
+    expect("2 rows of 3 query tokens want 6 input rows", width=3)
+    expect("make them 18 and 5 or more", rule=FlushRule(16, 1))
+    expect("make them 19 and 5 or more", width=2)
+    expect("pools do not fit", conv=pools.conv[:, :, 1:])
+    expect("pools do not fit", ring_dt=pools.ring_dt[:2])
+    expect("input's dtype", conv=pools.conv.half())
+    expect("float32 or bfloat16", state=pools.state.half())
+    expect("must be adjacent", state=pools.state.transpose(1, 2).contiguous().transpose(1, 2))
+    expect(r"dt_bias and a_log \(4,\)", dt_bias=torch.zeros(3))
+    expect("parameters must be contiguous", a_log=torch.zeros(8)[::2])
+    expect("out must be", out=torch.zeros(4, 3))
+    expect("2 chunks want 3 starts", chunks=prefill._replace(starts=bases))
+    for layer, message in (
+        (Layer(key_dim=24), "key_dim 24 must be one of"),
+        (Layer(key_dim=512), "key_dim 512 must be one of"),
+        (Layer(value_dim=40), "value_dim 40 must be a multiple of 16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Runner(layer, REFERENCES).prefill(Sequence(layer, 3, 0), 3)

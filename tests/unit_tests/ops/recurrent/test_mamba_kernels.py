@@ -4,10 +4,9 @@ import pytest
 import recurrent_checks as checks
 import torch
 from mamba_cases import KERNELS, REFERENCES, Layer
-from recurrent_cases import poisoned_pools
 from triton_interpreter import INTERPRETED
 
-from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SIXTEEN_BITS = torch.float16 if INTERPRETED else torch.bfloat16
@@ -142,47 +141,4 @@ def test_real_sizes(shape, dtype):
 def test_replays_in_a_graph():
     """A graph of a step serves any positions, lengths and rows that fit its shape."""
     layer = Layer(**SHAPES["granite-4.0-h-350m"], dtype=torch.bfloat16, device="cuda")
-    rule = FlushRule()
-    pools = poisoned_pools(layer, 9, 17, 4)
-    index = torch.zeros(4, dtype=torch.int64, device="cuda")
-    positions, base = index.clone(), torch.zeros(9, dtype=torch.int32, device="cuda")
-    numbers = torch.zeros(5, 5, dtype=torch.int32, device="cuda")
-    prefill = PrefillRows(numbers[0], *numbers[1:, :4])
-    zxbcdt = layer.inputs(4 + 300)
-
-    def step(ops, base, pools):
-        before, after = ops.next_bases(base, index, positions, 1, prefill, rule)
-        arguments = (layer.params, pools)
-        y = ops.decode(zxbcdt[:4], *arguments, index, positions, before, after, 1, rule)
-        return y, ops.prefill(zxbcdt[4:], *arguments, prefill, after[4:], rule)
-
-    def write(rows, at, lengths, firsts, last):
-        index.copy_(torch.tensor(rows))
-        positions.copy_(torch.tensor(at))
-        starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-        targets = [5, 6, 7, 8]
-        rows = (starts, [*firsts, 0], [*targets, 0], [*targets, 0], [*last, 0])
-        numbers.copy_(torch.tensor(rows))
-
-    write([8] * 4, [0] * 4, [0] * 4, [0] * 4, [0] * 4)
-    step(KERNELS, base, pools)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step(KERNELS, base, pools)
-    expected_base, expected_pools = base.clone(), type(pools)(*(pool.clone() for pool in pools))
-    for arguments in (
-        ([8] * 4, [0] * 4, [3, 250, 40, 0], [0, 0, 0, 0], [1, 0, 1, 0]),
-        ([5, 7, 8, 8], [3, 40, 0, 0], [0, 20, 0, 0], [0, 250, 0, 0], [0, 1, 0, 0]),
-        ([5, 6, 7, 8], [4, 270, 41, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]),
-    ):
-        zxbcdt.copy_(layer.inputs(304))
-        write(*arguments)
-        for result in results:
-            result.fill_(torch.nan)
-        graph.replay()
-        expected = step(REFERENCES, expected_base, expected_pools)
-        torch.testing.assert_close(results, expected, rtol=3e-2, atol=3e-1)
-        assert torch.equal(base, expected_base)
-        torch.testing.assert_close(
-            tuple(pools), tuple(expected_pools), rtol=3e-2, atol=3e-2, equal_nan=True
-        )
+    checks.check_replays_in_a_graph(layer, KERNELS, REFERENCES)
