@@ -130,7 +130,8 @@ class HuggingFaceSource(NamedTensorSource):
 
     @cached_property
     def _tensors(self) -> tuple[dict[str, str], Mapping[str, int]]:
-        """See `language_model_tensors`."""
+        """Which of the stored tensors are the language model's, by the name that they have without
+        a vision tower; and how many others there are, by what they are for."""
         return language_model_tensors(self._tensor_files, self.architecture.model_type)
 
     @cached_property

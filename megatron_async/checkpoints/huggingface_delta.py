@@ -61,6 +61,10 @@ def language_model_config(config: dict[str, Any], where: str) -> dict[str, Any]:
     """The configuration of the language model that a model with a vision tower has; every other
     configuration as it is.
 
+    Args:
+        config: content of a `config.json`.
+        where: file name for error messages.
+
     Raises:
         CheckpointError: it has none.
     """
@@ -108,6 +112,11 @@ def language_model_tensors(
 def read_delta(config: dict[str, Any], model_type: str, where: str) -> dict[str, Any]:
     """The fields of `ModelArchitecture` that these families have their own words for, as
     `huggingface_hybrid.read_hybrid` gives them.
+
+    Args:
+        config: content of a `config.json`, of a language model.
+        model_type: one of `DELTA_FIXED`.
+        where: file name for error messages.
 
     Raises:
         CheckpointError: a setting that is not supported, a missing or malformed value.

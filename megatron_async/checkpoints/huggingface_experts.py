@@ -77,6 +77,11 @@ def write_experts(architecture: ModelArchitecture) -> dict[str, Any]:
 def dense_layers(config: dict[str, Any], layers: int, where: str) -> tuple[int, ...]:
     """Layers without experts, of so many: those that are listed, and all but every n-th.
 
+    Args:
+        config: content of a `config.json`.
+        layers: of the model.
+        where: file name for error messages.
+
     Raises:
         CheckpointError: a malformed value.
     """
