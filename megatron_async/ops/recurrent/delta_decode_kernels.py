@@ -133,8 +133,7 @@ def inputs_kernel(
             tl.store(stored_keys + (at % ring) * xb_dim, k_kept, mask=every & brought)
             q, k = q_kept.to(tl.float32), k_kept.to(tl.float32)
             keys = tl.where((position == at)[:, None], k[None, :], keys)
-            # A pseudo value takes what the tokens before it left, an output its own as well.
-            with_k = tl.where(position < at, tl.sum(keys * k[None, :], 1), 0.0)
+            with_k = tl.sum(keys * k[None, :], 1)
             with_q = tl.sum(keys * q[None, :], 1)
             place = scores + (token * key_heads + part) * (2 * window) + tl.arange(0, window)
             tl.store(place, with_k)
@@ -276,6 +275,7 @@ def outputs_kernel(
         q = tl.load(q_in + token * key_inner + column).to(tl.float32)
         v = tl.load(v_in + token * value_inner + channel, mask=inside, other=0.0).to(tl.float32)
         beta = tl.load(beta_in + token * value_heads + head)
+        # The token's own column of u is still 0 here.
         found = tl.sum(s * k[None, :], 1) * tl.exp(here) + tl.sum(u * with_k[None, :], 1)
         kept = (beta * (v - found)).to(ring_xb.dtype.element_ty)
         tl.store(values + (slot + channel), kept, mask=inside & (query < count))
