@@ -52,8 +52,8 @@ class InferenceConfig:
 
     # ---- Recurrent layers -------------------------------------------------------------------
     mamba_ssm_states_dtype: str = "float32"
-    """Of the states of Mamba-2 layers: "float32", or "bfloat16" for half the memory and traffic and
-    other roundings."""
+    """Of the states of recurrent layers, whatever their kind: "float32", or "bfloat16" for half the
+    memory and traffic and other roundings."""
 
     # ---- Limits of a step --------------------------------------------------------------------
     max_requests: int = None  # type: ignore[assignment]  # an integer after __post_init__

@@ -88,15 +88,16 @@ class DummySource(ModelSource):
         # Imports Megatron, which takes seconds and is not needed to describe a shape.
         from megatron_async.models.hybrid import fill_dummy_weight
 
+        zero_centered = self.architecture.layernorm_zero_centered_gamma
         held = list(weights(self.architecture, Shard.of(model)))
         parameters = model_parameters(model, held)
         for weight in held:
             parameter = parameters[weight.name]
             if weight.shape == weight.whole_shape:
-                fill_dummy_weight(weight.stored, parameter)
+                fill_dummy_weight(weight.stored, parameter, zero_centered=zero_centered)
                 continue
             whole = parameter.new_empty(weight.whole_shape)
-            fill_dummy_weight(weight.stored, whole)
+            fill_dummy_weight(weight.stored, whole, zero_centered=zero_centered)
             clear_padding(weight, parameter)
             for start, place in weight.whole_pieces(parameter):
                 region = (slice(s, s + n) for s, n in zip(start, place.shape, strict=True))

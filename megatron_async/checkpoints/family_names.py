@@ -23,13 +23,23 @@ class FamilyNames:
     final_norm: str = "model.norm.weight"
     output: str = "lm_head.weight"
     mixer_norm: str = "input_layernorm.weight"
-    """Before attention or Mamba-2."""
+    """Before attention or a recurrent mixer."""
     ffn_norm: str = "post_attention_layernorm.weight"
     """Before an MLP or experts."""
     attention: str = "self_attn."
     """Prefix of its projections."""
     mamba: str = "mamba."
     """Prefix of a Mamba-2 mixer."""
+    delta: str = "linear_attn."
+    """Prefix of a Gated DeltaNet mixer."""
+    delta_in_proj: tuple[str, ...] = (
+        "in_proj_qkv.weight",
+        "in_proj_z.weight",
+        "in_proj_b.weight",
+        "in_proj_a.weight",
+    )
+    """Its first matrices: query, key and value in one; z; beta; alpha. Or two, of query, key, value
+    and z and of beta and alpha, each with a key head's rows together."""
     gate_up: tuple[str, ...] = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
     """Of an MLP: gate and up, both in one tensor, or up alone where the family has no gate."""
     down: str = "mlp.down_proj.weight"
@@ -43,6 +53,8 @@ class FamilyNames:
     shared_gate_up: tuple[str, ...] = ()
     """Of the shared expert, as `gate_up`."""
     shared_down: str = ""
+    shared_gate: str = "mlp.shared_expert_gate.weight"
+    """Of its gate, where it has one."""
 
 
 STACKED = FamilyNames(
@@ -120,6 +132,15 @@ MAMBA2 = FamilyNames(
     mixer_norm="norm.weight",
     mamba="mixer.",
 )
+QWEN3_5 = FamilyNames(
+    shared_gate_up=("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+    shared_down="mlp.shared_expert.down_proj.weight",
+)
+QWEN3_5_MODULES = replace(
+    QWEN3_5, expert_gate_up=STACKED.expert_gate_up, expert_down=STACKED.expert_down
+)
+QWEN3_NEXT = replace(QWEN3_5, delta_in_proj=("in_proj_qkvz.weight", "in_proj_ba.weight"))
+QWEN3_NEXT_MODULES = replace(QWEN3_5_MODULES, delta_in_proj=QWEN3_NEXT.delta_in_proj)
 
 PUBLISHED = {
     "mixtral": MIXTRAL,
@@ -127,6 +148,9 @@ PUBLISHED = {
     "granitemoehybrid": GRANITE,
     "bamba": BAMBA,
     "mamba2": MAMBA2,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5,
 }
 """Names in published files, by `ModelArchitecture.model_type`; all others have the default."""
 MODULES = {
@@ -134,6 +158,9 @@ MODULES = {
     "granitemoehybrid": GRANITE_MODULES,
     "bamba": BAMBA,
     "mamba2": MAMBA2,
+    "qwen3_next": QWEN3_NEXT_MODULES,
+    "qwen3_5": QWEN3_5_MODULES,
+    "qwen3_5_moe": QWEN3_5_MODULES,
 }
 """Names in transformers' modules, where all others have `STACKED`."""
 

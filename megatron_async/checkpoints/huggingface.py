@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import cached_property, reduce
 from pathlib import Path
@@ -14,6 +15,10 @@ from torch import Tensor, nn
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_config import read_architecture, write_config
+from megatron_async.checkpoints.huggingface_delta import (
+    language_model_config,
+    language_model_tensors,
+)
 from megatron_async.checkpoints.json_files import read_json, write_json
 from megatron_async.checkpoints.mapping import Region, Shape, weights
 from megatron_async.checkpoints.source import (
@@ -25,6 +30,7 @@ from megatron_async.checkpoints.source import (
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.text.tokenizer import TOKENIZER, Tokenizer, read_eos_ids
 
+logger = logging.getLogger("megatron_async")
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -36,14 +42,14 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F
 
 
 class HuggingFaceSource(NamedTensorSource):
-    """A Hugging Face model folder."""
+    """A Hugging Face model folder; of a model with a vision tower, its language model."""
 
     format = "huggingface"
 
     def __init__(self, folder: Path, name: str | None = None) -> None:
         super().__init__(name or str(folder))
         self.folder = folder
-        self.config = read_json(folder / CONFIG)
+        self.config = language_model_config(read_json(folder / CONFIG), str(folder / CONFIG))
         self._open_files: dict[Path, Any] = {}
 
     @cached_property
@@ -75,10 +81,11 @@ class HuggingFaceSource(NamedTensorSource):
             if weight.is_float32
             for part in weight.parts
         }
-        for name, path in self._tensor_files.items():
+        for name, stored_name in self._tensors[0].items():
             if name in float32:
                 continue
-            stored = self._file(path).get_slice(name).get_dtype()
+            path = self._tensor_files[stored_name]
+            stored = self._file(path).get_slice(stored_name).get_dtype()
             if stored not in DTYPES:
                 raise CheckpointError(
                     f"{path}: tensor {name!r} is stored as {stored}, which is not supported "
@@ -91,8 +98,8 @@ class HuggingFaceSource(NamedTensorSource):
     def tensor_shapes(self) -> Mapping[str, Shape]:
         """See `NamedTensorSource.tensor_shapes`."""
         return {
-            name: tuple(self._file(path).get_slice(name).get_shape())
-            for name, path in self._tensor_files.items()
+            name: tuple(self._file(self._tensor_files[stored]).get_slice(stored).get_shape())
+            for name, stored in self._tensors[0].items()
             # Older files store the rotary table, which follows from the configuration.
             if not name.endswith("rotary_emb.inv_freq")
         }
@@ -100,12 +107,13 @@ class HuggingFaceSource(NamedTensorSource):
     def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
         """See `NamedTensorSource.read_tensor`: no byte of the file outside the region's rows is
         read."""
-        path = self._tensor_files[name]
+        stored = self._tensors[0][name]
+        path = self._tensor_files[stored]
         try:
             if tuple(part.stop - part.start for part in region) == self.tensor_shapes[name]:
-                tensor: Tensor = self._file(path).get_tensor(name)
+                tensor: Tensor = self._file(path).get_tensor(stored)
             else:
-                tensor = self._file(path).get_slice(name)[region]
+                tensor = self._file(path).get_slice(stored)[region]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from error
         return tensor.to(device)
@@ -113,14 +121,22 @@ class HuggingFaceSource(NamedTensorSource):
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
         _ = self.dtype  # refuses quantised tensors, which would be copied as if they were numbers
+        for what, count in self._tensors[1].items():
+            logger.warning("%s: %s (%d tensors) is not loaded.", self.name, what, count)
         try:
             super().load_weights(model, progress)
         finally:
             self._open_files.clear()
 
     @cached_property
+    def _tensors(self) -> tuple[dict[str, str], Mapping[str, int]]:
+        """Which of the stored tensors are the language model's, by the name that they have without
+        a vision tower; and how many others there are, by what they are for."""
+        return language_model_tensors(self._tensor_files, self.architecture.model_type)
+
+    @cached_property
     def _tensor_files(self) -> dict[str, Path]:
-        """Which file holds which tensor."""
+        """Which file holds which tensor, by the name that is stored."""
         if (self.folder / INDEX).is_file():
             index = read_json(self.folder / INDEX)
             if not isinstance(index.get("weight_map"), dict):

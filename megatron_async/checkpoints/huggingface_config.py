@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.huggingface_delta import COMPOSITES, MODEL_TYPES
 from megatron_async.checkpoints.huggingface_experts import read_experts, write_experts
 from megatron_async.checkpoints.huggingface_hybrid import read_hybrid, refuse_family
 from megatron_async.checkpoints.huggingface_hybrid_write import check_written, write_hybrid
@@ -64,6 +65,9 @@ FAMILIES = {
         ),
         Family("bamba", "BambaForCausalLM", default_max_positions=262144, is_hybrid=True),
         Family("mamba2", "Mamba2ForCausalLM", is_hybrid=True),
+        Family("qwen3_next", "Qwen3NextForCausalLM", is_hybrid=True),
+        Family("qwen3_5", "Qwen3_5ForCausalLM", is_hybrid=True),
+        Family("qwen3_5_moe", "Qwen3_5MoeForCausalLM", is_hybrid=True),
     )
 }
 """Supported families by Hugging Face class name."""
@@ -79,6 +83,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 BEYOND_TRANSFORMERS = (
     "activation",
+    "attention_output_gate",
+    "layernorm_zero_centered_gamma",
+    "moe_shared_expert_gate",
     "position_embedding_type",
     "rotary_percent",
     "moe_router_score_function",
@@ -276,11 +283,13 @@ def _family(config: dict[str, Any], where: str) -> Family:
         return FAMILIES[names[0]]
     if not names:
         for family in FAMILIES.values():
-            if family.model_type == config.get("model_type"):
+            own = MODEL_TYPES.get(family.model_type, family.model_type)
+            if config.get("model_type") in (own, family.model_type):
                 return family
     refuse_family(config, where)
     value = f"architectures = {names!r}" if names else f"model_type = {config.get('model_type')!r}"
-    raise CheckpointError(f"{where}: {value} is not supported; supported: {', '.join(FAMILIES)}")
+    supported = ", ".join((*FAMILIES, *COMPOSITES))
+    raise CheckpointError(f"{where}: {value} is not supported; supported: {supported}")
 
 
 def _sliding_window(config: dict[str, Any], family: Family, layers: int, where: str) -> int | None:

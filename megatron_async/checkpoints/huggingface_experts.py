@@ -38,7 +38,7 @@ def read_experts(
         "moe_router_topk": chosen,
         "moe_ffn_hidden_size": read_size(config, size, where),
         "moe_router_pre_softmax": qwen and not config.get("norm_topk_prob", False),
-        "pattern": moe_pattern(layers, _dense_layers(config, layers, where) if qwen else ()),
+        "pattern": moe_pattern(layers, dense_layers(config, layers, where) if qwen else ()),
     }
 
 
@@ -74,8 +74,17 @@ def write_experts(architecture: ModelArchitecture) -> dict[str, Any]:
     }
 
 
-def _dense_layers(config: dict[str, Any], layers: int, where: str) -> tuple[int, ...]:
-    """Layers without experts: those that are listed, and all but every n-th."""
+def dense_layers(config: dict[str, Any], layers: int, where: str) -> tuple[int, ...]:
+    """Layers without experts, of so many: those that are listed, and all but every n-th.
+
+    Args:
+        config: content of a `config.json`.
+        layers: of the model.
+        where: file name for error messages.
+
+    Raises:
+        CheckpointError: a malformed value.
+    """
     step = read_size(config, "decoder_sparse_step", where, 1)
     listed = config.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):

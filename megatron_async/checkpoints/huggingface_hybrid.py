@@ -1,4 +1,5 @@
-"""Hybrid models in Hugging Face's `config.json`, read: Nemotron-H, Granite 4.0 H, Bamba, Mamba2.
+"""Hybrid models in Hugging Face's `config.json`, read: Nemotron-H, Granite 4.0 H, Bamba, Mamba2;
+and, in `huggingface_delta.py`, those with Gated DeltaNet.
 
 Nemotron-H (also Nemotron Nano v2 and Nemotron 3 Nano) lists its layers one by one, either as
 Megatron's pattern (`hybrid_override_pattern`) or by names (`layers_block_type`, transformers 5).
@@ -15,8 +16,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.huggingface_delta import DELTA_FIXED, read_delta
 from megatron_async.checkpoints.json_files import read_number, read_size
-from megatron_async.models.architecture import ATTENTION, EXPERTS, KINDS, MAMBA, MLP
+from megatron_async.models.architecture import ATTENTION, EXPERTS, MAMBA, MLP
 from megatron_async.models.layer_sizes import CONV_KERNEL
 
 LAYER_NAMES = {
@@ -28,6 +30,8 @@ LAYER_NAMES = {
     "moe": EXPERTS,
 }
 """Kinds of layers by their names, those of transformers 5 and those before it."""
+NEMOTRON_KINDS = MAMBA + ATTENTION + MLP + EXPERTS
+"""Of Megatron's layers those that Nemotron-H has."""
 FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "nemotron_h": {
         "mlp_hidden_act": ("relu2",),
@@ -64,6 +68,7 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
         "conv_kernel": (CONV_KERNEL,),
         "n_groups": (1,),
     },
+    **DELTA_FIXED,
 }
 """Settings that change the computation, and the values that are supported (None always is)."""
 DEFAULTS = {"mamba2": {"n_groups": 8}}
@@ -108,6 +113,8 @@ def read_hybrid(config: dict[str, Any], model_type: str, where: str) -> dict[str
             allowed = " or ".join(map(repr, supported)) or "none"
             raise CheckpointError(f"{where}: {key} = {value!r} is not supported (only {allowed})")
     _check_time_steps(config, where)
+    if model_type in DELTA_FIXED:
+        return read_delta(config, model_type, where)
     readers = {
         "nemotron_h": _nemotron,
         "granitemoehybrid": _granite,
@@ -132,10 +139,10 @@ def _nemotron(config: dict[str, Any], where: str) -> dict[str, Any]:
     listed = config.get("layers_block_type") or config.get("layer_types")
     if listed or not isinstance(pattern, str):
         pattern = _pattern(listed, where, "layers_block_type")
-    elif set(pattern) - KINDS.keys() or not pattern:
+    elif set(pattern) - set(NEMOTRON_KINDS) or not pattern:
         raise CheckpointError(
             f"{where}: hybrid_override_pattern = {pattern!r} is not supported (only layers "
-            f"{', '.join(map(repr, KINDS))})"
+            f"{', '.join(map(repr, NEMOTRON_KINDS))})"
         )
     heads = read_size(config, "num_attention_heads", where, 32)
     head_dim = config.get("head_dim") or config.get("attention_head_dim")

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.huggingface_delta import MODEL_TYPES, write_delta
 from megatron_async.models.architecture import ATTENTION, EXPERTS, MAMBA, MLP, ModelArchitecture
 from megatron_async.models.layer_sizes import CONV_KERNEL
 
@@ -20,6 +21,8 @@ NAMES_OF_KINDS = {
 
 def write_hybrid(a: ModelArchitecture) -> dict[str, Any]:
     """Entries of a `config.json` that only hybrid families have, for one of `FIXED`."""
+    if a.model_type in MODEL_TYPES:
+        return write_delta(a)
     writers = {
         "nemotron_h": _write_nemotron,
         "granitemoehybrid": _write_granite,

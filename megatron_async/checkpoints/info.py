@@ -12,7 +12,15 @@ from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.registry import open_model
 from megatron_async.checkpoints.source import ModelSource
 from megatron_async.devices import make_device, resolve_device_name
-from megatron_async.models.architecture import ATTENTION, MAMBA, MLP, ModelArchitecture
+from megatron_async.models.architecture import (
+    ATTENTION,
+    DELTA,
+    KINDS,
+    MAMBA,
+    MLP,
+    RECURRENT,
+    ModelArchitecture,
+)
 
 GIB = 1024**3
 
@@ -128,6 +136,9 @@ def format_info(info: ModelInfo) -> str:
             ("tied embeddings", a.tie_word_embeddings),
             ("qkv biases", a.add_qkv_bias),
             ("q/k norm", a.qk_layernorm),
+            ("gated attention", a.attention_output_gate),
+            ("zero-centred norms", a.layernorm_zero_centered_gamma),
+            ("gated shared expert", a.moe_shared_expert_gate),
             ("Llama-3 rope scaling", a.rope_scaling is not None),
             (f"sliding window {a.sliding_window}", a.sliding_window is not None),
         )
@@ -173,20 +184,25 @@ def _attention_rows(a: ModelArchitecture) -> dict[str, str]:
         positions = f"rope base {a.rotary_base:g}"
         if a.rotary_percent != 1:
             positions += f" on {a.rotary_percent:g} of a head"
-    layers = f"in {a.count(ATTENTION)} layers, " if a.count(MAMBA) else ""
+    layers = f"in {a.count(ATTENTION)} layers, " if a.count(RECURRENT) else ""
     heads = f"{a.num_attention_heads} heads, {a.num_query_groups} KV heads"
     return {"attention": f"{layers}{heads}, head size {a.kv_channels}, {positions}"}
 
 
 def _recurrent_rows(a: ModelArchitecture, info: ModelInfo) -> dict[str, str]:
-    if not a.count(MAMBA):
+    if not a.count(RECURRENT):
         return {}
-    heads = f"{a.mamba_num_heads} heads of {a.mamba_head_dim}, state {a.mamba_state_dim}"
-    return {
-        "pattern": a.pattern,
-        "Mamba-2": f"in {a.count(MAMBA)} layers, {heads}, {a.mamba_num_groups} groups",
-        "recurrent state": _state_row(info),
-    }
+    rows = {"pattern": a.pattern}
+    if a.count(MAMBA):
+        heads = f"{a.mamba_num_heads} heads of {a.mamba_head_dim}, state {a.mamba_state_dim}"
+        rows[KINDS[MAMBA]] = f"in {a.count(MAMBA)} layers, {heads}, {a.mamba_num_groups} groups"
+    if a.count(DELTA):
+        heads = (
+            f"{a.linear_num_key_heads} key heads of {a.linear_key_head_dim}, "
+            f"{a.linear_num_value_heads} value heads of {a.linear_value_head_dim}"
+        )
+        rows[KINDS[DELTA]] = f"in {a.count(DELTA)} layers, {heads}"
+    return rows | {"recurrent state": _state_row(info)}
 
 
 def _state_row(info: ModelInfo) -> str:
@@ -199,15 +215,16 @@ def _state_row(info: ModelInfo) -> str:
 
 def _state_bytes(architecture: ModelArchitecture, dtype: torch.dtype) -> int:
     """Of one request."""
-    if not architecture.count(MAMBA):
+    layers = "".join(kind for kind in architecture.pattern if kind in RECURRENT)
+    if not layers:
         return 0
     # Imported here because the engine's memory takes seconds to import.
     from megatron_async.config import InferenceConfig
     from megatron_async.device_state.device_memory import recurrent_state
+    from megatron_async.models.partition import recurrent_sizes
 
-    layers, nowhere = architecture.count(MAMBA), torch.device("meta")
-    state = recurrent_state(layers, architecture.mamba, InferenceConfig(), dtype, nowhere)
-    return state.bytes_per_slot
+    sizes, nowhere = recurrent_sizes(architecture, layers), torch.device("meta")
+    return recurrent_state(sizes, InferenceConfig(), dtype, nowhere).bytes_per_slot
 
 
 def _expert_rows(a: ModelArchitecture) -> dict[str, str]:

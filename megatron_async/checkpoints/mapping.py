@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_async.checkpoints.family_names import FamilyNames, names_of
-from megatron_async.checkpoints.weight import Region, Shape, Shard, Strip, Weight
+from megatron_async.checkpoints.weight import Region, Rows, Shape, Shard, Strip, Weight
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.layer_sizes import CONV_KERNEL
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT
@@ -118,25 +118,40 @@ def _attention(layer: _Layer) -> Iterator[Weight]:
     yield layer.into_residual(
         layer.weight(linear + "proj.weight", {theirs + "o_proj.weight": (hidden, q)}, 1)
     )
-    yield layer.weight(
-        linear + "qkv.weight",
-        {f"{theirs}{part}_proj.weight": (n, hidden) for part, n in rows.items()},
-        0,
-        a.num_query_groups,
-    )
-    if a.add_qkv_bias:
-        yield layer.weight(
-            linear + "qkv.bias",
-            {f"{theirs}{part}_proj.bias": (n,) for part, n in rows.items()},
-            0,
-            a.num_query_groups,
-        )
+    for name, rest in (("weight", (hidden,)), *([("bias", ())] if a.add_qkv_bias else [])):
+        parts: dict[str, Shape] = {
+            f"{theirs}{part}_proj.{name}": (n, *rest) for part, n in rows.items()
+        }
+        weight = layer.weight(f"{linear}qkv.{name}", parts, 0, a.num_query_groups)
+        yield _with_gates(weight, a) if a.attention_output_gate else weight
     if a.qk_layernorm:
         for part in "qk":
             yield layer.weight(
                 f"self_attention.{part}_layernorm.weight",
                 {f"{theirs}{part}_norm.weight": (a.kv_channels,)},
             )
+
+
+def _with_gates(weight: Weight, a: ModelArchitecture) -> Weight:
+    """`linear_qkv` with gates: Hugging Face has each query head's gate behind it, Megatron those of
+    a KV head's query heads behind all of them."""
+    q = next(iter(weight.parts))
+    queries, *rest = weight.parts[q]
+    dim, group = a.kv_channels, a.num_attention_heads // a.num_query_groups
+    order: list[Rows] = []
+    for kv_head in range(a.num_query_groups):
+        heads = range(kv_head * group, (kv_head + 1) * group)
+        order += [Rows(0, 2 * head * dim, dim) for head in heads]
+        order += [Rows(0, (2 * head + 1) * dim, dim) for head in heads]
+        order += [Rows(part, kv_head * dim, dim) for part in (1, 2)]
+    total = sum(rows.count for rows in order)
+    return replace(
+        weight,
+        parts=weight.parts | {q: (2 * queries, *rest)},
+        groups=1,
+        strips=(Strip("qkv", total),),
+        order=tuple(order),
+    )
 
 
 def _mlp(layer: _Layer) -> Iterator[Weight]:
@@ -168,6 +183,8 @@ def _moe(layer: _Layer) -> Iterator[Weight]:
         yield layer.gate_up(prefix + "fc1.weight", names.shared_gate_up, shared)
         down: dict[str, Shape] = {names.shared_down: (hidden, shared)}
         yield layer.into_residual(layer.weight(prefix + "fc2.weight", down, 1))
+    if a.moe_shared_expert_gate:
+        yield layer.weight("mlp.shared_experts.gate_weight", {names.shared_gate: (1, hidden)})
 
 
 def _experts(layer: _Layer, name: str, parts: tuple[str, ...], dim: int) -> Weight:
@@ -229,10 +246,61 @@ def _mamba(layer: _Layer) -> Iterator[Weight]:
     )
 
 
+def _delta(layer: _Layer) -> Iterator[Weight]:
+    a, theirs, sizes = layer.a, layer.names.delta, layer.a.delta
+    ours, hidden = "self_attention.", layer.a.hidden_size
+    yield layer.weight(
+        "input_layernorm.weight",
+        {layer.names.mixer_norm: (hidden,)},
+        stored=ours + "in_proj.layer_norm_weight",
+    )
+    heads: dict[str, Shape]
+    for name, is_float32 in (("dt_bias", False), ("A_log", True)):
+        heads = {theirs + name: (sizes.value_heads,)}
+        yield replace(layer.weight(ours + name, heads, 0), is_float32=is_float32)
+    order = _delta_order(layer)
+    parts: dict[str, Shape] = {
+        theirs + name: (sum(rows.count for rows in order if rows.part == part), hidden)
+        for part, name in enumerate(layer.names.delta_in_proj)
+    }
+    in_proj = layer.weight(ours + "in_proj.weight", parts, 0, strips=sizes.strips)
+    yield replace(in_proj, order=order, is_stored_in_strips=True)
+    conv = layer.weight(
+        ours + "conv1d.weight",
+        {theirs + "conv1d.weight": (sizes.conv, 1, CONV_KERNEL)},
+        0,
+        strips=sizes.conv_strips,
+    )
+    yield replace(conv, is_stored_in_strips=True)
+    norm = layer.weight(ours + "out_norm.weight", {theirs + "norm.weight": (sizes.value_dim,)})
+    # The one norm of these families whose factor transformers stores itself.
+    offset = -1.0 if a.layernorm_zero_centered_gamma else 0.0
+    yield replace(norm, is_float32=True, offset=offset)
+    out_proj: dict[str, Shape] = {theirs + "out_proj.weight": (hidden, sizes.values)}
+    yield layer.into_residual(layer.weight(ours + "out_proj.weight", out_proj, 1))
+
+
+def _delta_order(layer: _Layer) -> tuple[Rows, ...]:
+    """Where the rows of `in_proj` are: query, key, value, z, beta, alpha."""
+    counts, heads = list(layer.a.delta.strips.values()), layer.a.delta.key_heads
+    if len(layer.names.delta_in_proj) == 4:
+        whole = enumerate((sum(counts[:3]), *counts[3:]))
+        return tuple(Rows(part, 0, count) for part, count in whole)
+    order = []
+    for part, strips in enumerate((counts[:4], counts[4:])):
+        each, first = sum(strips) // heads, 0
+        for count in strips:
+            share = count // heads
+            order += [Rows(part, head * each + first, share) for head in range(heads)]
+            first += share
+    return tuple(order)
+
+
 WEIGHTS_OF: dict[str, Callable[[_Layer], Iterator[Weight]]] = {
     "*": _attention,
     "-": _mlp,
     "E": _moe,
     "M": _mamba,
+    "G": _delta,
 }
 """Weights of a layer, by its kind."""

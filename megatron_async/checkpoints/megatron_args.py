@@ -10,14 +10,15 @@ from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_config import FAMILIES
 from megatron_async.models.architecture import (
     ATTENTION,
+    DELTA,
     EXPERTS,
     KINDS,
     MAMBA,
-    MLP,
     ModelArchitecture,
     RopeScaling,
     moe_pattern,
 )
+from megatron_async.models.layer_sizes import CONV_KERNEL
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
@@ -25,14 +26,16 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "add_bias_linear": (False,),
     "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "apply_layernorm_1p": (False,),
+    "apply_layernorm_1p": (False, True),
+    "experimental_attention_variant": (None, "gated_delta_net"),
     "moe_router_score_function": ("softmax", "sigmoid"),
     "moe_router_num_groups": (None,),
-    "moe_shared_expert_gate": (False,),
+    "moe_shared_expert_gate": (False, True),
     "moe_latent_size": (None,),
     "multi_latent_attention": (False,),
     "qk_l2_norm": (False,),
-    "attention_output_gate": (False,),
+    "attention_output_gate": (False, True),
+    "linear_conv_kernel_dim": (CONV_KERNEL, None),
     "window_size": (None, (-1, -1)),
     "mtp_num_layers": (None, 0),
     "use_mup": (False,),
@@ -45,6 +48,14 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "add_bias_linear": True,
 }
 """What an absent argument means, where that is not supported either."""
+
+DELTA_DEFAULTS = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+"""Sizes of Gated DeltaNet layers where the arguments are silent: Megatron-Core's."""
 
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 """Fixed in Megatron-Core; only the factor is an argument (`rope_scaling_factor`)."""
@@ -80,6 +91,8 @@ def architecture_from_args(
     plain = re.fullmatch(r"(\*[-E])+", pattern) and activation == "silu" and position == "rope"
     shared = args.get("moe_shared_expert_intermediate_size")
     is_hybrid = not plain or bool(args.get("num_experts") and shared)
+    is_hybrid = is_hybrid or bool(args.get("attention_output_gate"))
+    is_hybrid = is_hybrid or bool(args.get("apply_layernorm_1p"))
     biases, norms = bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm"))
     experts = args.get("num_experts") or 0
     features = (biases, norms, experts > 0)
@@ -88,7 +101,9 @@ def architecture_from_args(
         for family in FAMILIES.values()
         if (family.add_qkv_bias, family.qk_layernorm, family.has_experts) == features
     ]
-    if is_hybrid:
+    if DELTA in pattern:
+        families = ["qwen3_next"]
+    elif is_hybrid:
         families, layers = ["nemotron_h"], len(pattern)
     if not families:
         raise CheckpointError(
@@ -112,6 +127,8 @@ def architecture_from_args(
         rope_scaling=scaling,
         add_qkv_bias=biases,
         qk_layernorm=norms,
+        attention_output_gate=bool(args.get("attention_output_gate")),
+        layernorm_zero_centered_gamma=bool(args.get("apply_layernorm_1p")),
         tie_word_embeddings=not args.get("untie_embeddings_and_output_weights", False),
         max_position_embeddings=_size(args, "max_position_embeddings", where),
         eos_token_ids=eos_token_ids,
@@ -121,6 +138,7 @@ def architecture_from_args(
         rotary_percent=float(args.get("rotary_percent", 1.0)),
         **(_experts(args, where) if experts else {}),
         **(_mamba(args, hidden, where) if MAMBA in pattern else {}),
+        **(_delta(args, where) if DELTA in pattern else {}),
     )
 
 
@@ -133,6 +151,7 @@ def _size(args: Mapping[str, Any], name: str, where: str) -> int:
 
 def _experts(args: Mapping[str, Any], where: str) -> dict[str, Any]:
     ffn = args.get("moe_ffn_hidden_size") or args.get("ffn_hidden_size")
+    shared = args.get("moe_shared_expert_intermediate_size") or 0
     return {
         "num_moe_experts": _size(args, "num_experts", where),
         "moe_router_topk": _size({"moe_router_topk": 2, **args}, "moe_router_topk", where),
@@ -141,7 +160,8 @@ def _experts(args: Mapping[str, Any], where: str) -> dict[str, Any]:
         "moe_router_score_function": args.get("moe_router_score_function", "softmax"),
         "moe_router_enable_expert_bias": bool(args.get("moe_router_enable_expert_bias")),
         "moe_router_topk_scaling_factor": args.get("moe_router_topk_scaling_factor"),
-        "moe_shared_expert_intermediate_size": args.get("moe_shared_expert_intermediate_size") or 0,
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_gate": bool(shared and args.get("moe_shared_expert_gate")),
     }
 
 
@@ -164,6 +184,26 @@ def _mamba(args: Mapping[str, Any], hidden: int, where: str) -> dict[str, Any]:
     return {**sizes, "mamba_num_heads": _size({"mamba_num_heads": heads}, "mamba_num_heads", where)}
 
 
+def _delta(args: Mapping[str, Any], where: str) -> dict[str, Any]:
+    given = {name: value for name, value in args.items() if value is not None}
+    return {name: _size(DELTA_DEFAULTS | given, name, where) for name in DELTA_DEFAULTS}
+
+
+def _mixers(args: Mapping[str, Any], layers: int, where: str) -> str:
+    """Of a `GPTModel`: attention, or Gated DeltaNet in all layers but each n-th."""
+    if args.get("experimental_attention_variant") is None:
+        return ATTENTION * layers
+    frequency = args.get("linear_attention_freq")
+    if isinstance(frequency, int) and frequency > 0:
+        frequency = [(layer + 1) % frequency for layer in range(layers)]
+    if not isinstance(frequency, list) or len(frequency) != layers:
+        raise CheckpointError(
+            f"{where}: linear_attention_freq = {frequency!r} must be a positive integer or a list "
+            f"of {layers}"
+        )
+    return "".join(DELTA if linear else ATTENTION for linear in frequency)
+
+
 def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str]:
     """Number of layers as families count them, and the pattern. A `HybridModel` counts attention
     and MLP apart."""
@@ -171,19 +211,21 @@ def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str]:
     has_experts = bool(args.get("num_experts"))
     if not pattern:
         layers = _size(args, "num_layers", where)
-        if not has_experts:
-            return layers, (ATTENTION + MLP) * layers
-        frequency = args.get("moe_layer_freq", 1)
-        if isinstance(frequency, int):
-            frequency = [int(layer % frequency == 0) for layer in range(layers)]
-        dense = tuple(layer for layer in range(layers) if not frequency[layer])
-        return layers, moe_pattern(layers, dense)
+        dense = tuple(range(layers))
+        if has_experts:
+            frequency = args.get("moe_layer_freq", 1)
+            if isinstance(frequency, int):
+                frequency = [int(layer % frequency == 0) for layer in range(layers)]
+            dense = tuple(layer for layer in range(layers) if not frequency[layer])
+        mixers = _mixers(args, layers, where)
+        ffns = moe_pattern(layers, dense)[1::2]
+        return layers, "".join(map("".join, zip(mixers, ffns, strict=True)))
     pattern = pattern.replace("|", "")  # between pipeline stages
     if not set(pattern) <= KINDS.keys() or (EXPERTS in pattern and not has_experts):
         raise CheckpointError(
             f"{where}: hybrid layer pattern {pattern!r} is not supported (only layers "
             f"{', '.join(map(repr, KINDS))}, and 'E' where num_experts says how many)"
         )
-    if re.fullmatch(r"(\*[-E])+", pattern):
+    if re.fullmatch(r"([*G][-E])+", pattern):
         return len(pattern) // 2, pattern
     return len(pattern), pattern

@@ -125,11 +125,12 @@ class NamedTensorSource(ModelSource):
                 # Each part goes to the device as it is stored; there it is converted and put in
                 # its place. On the host nothing is joined, converted or copied.
                 for name, region, place in weight.pieces(parameter):
-                    if place.numel() and weight.scale == 1:
+                    if place.numel() and weight.scale == 1 and not weight.offset:
                         self.fill(place, name, region)
                     elif place.numel():
                         values = self.read_tensor(name, region, place.device).float()
-                        place.copy_((values * weight.scale).view(place.shape))
+                        values = values * weight.scale + weight.offset
+                        place.copy_(values.view(place.shape))
                     bar.update(place.nbytes)
 
 

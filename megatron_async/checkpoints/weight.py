@@ -77,13 +77,23 @@ class Strip:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Neighbouring rows of a Hugging Face tensor."""
+
+    part: int
+    """Which of the weight's parts."""
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Weight:
     """One parameter of the model and its names elsewhere.
 
     The parameter consists of `groups` equal groups of rows; each group holds that group's share of
     every part, in order. So `linear_qkv` is, per KV group, [its q heads, k, v], and `linear_fc1`,
     with one group, is [gate; up]. The parameter of several experts is theirs one after the other. A
-    parameter with strips has one part, which holds the strips one after the other.
+    parameter with strips has one part, which holds the strips one after the other, or an `order`.
     """
 
     name: str
@@ -114,6 +124,11 @@ class Weight:
     scale: float = 1.0
     """The parameter is what Hugging Face stores times this (a multiplier of Granite's); Megatron's
     checkpoints hold the product."""
+    offset: float = 0.0
+    """And then plus this: -1 where Hugging Face stores a norm's factor and Megatron factor - 1."""
+    order: tuple[Rows, ...] = ()
+    """Where the rows of the whole weight are found in the parts, from the first to the last, for
+    parts that hold them in another order; such a weight has strips. Empty: as said above."""
 
     @property
     def is_stacked(self) -> bool:
@@ -214,6 +229,9 @@ class Weight:
     def pieces(self, parameter: Tensor) -> Iterator[tuple[str, Region, Tensor]]:
         """What this rank reads of Hugging Face's tensors: name, region, and the view of the
         parameter that it fills, of as many elements. Some may be empty."""
+        if self.order:
+            yield from self._ordered_pieces(parameter)
+            return
         if self.strips:
             (name,) = self.parts
             for _strip, region, place in self._strip_pieces(parameter):
@@ -221,6 +239,20 @@ class Weight:
             return
         for name, place in self.places(parameter).items():
             yield name, self.held(name), place
+
+    def _ordered_pieces(self, parameter: Tensor) -> Iterator[tuple[str, Region, Tensor]]:
+        """`pieces` by `order`: what each run of rows has in common with each held strip."""
+        names = list(self.parts)
+        rest = tuple(slice(0, size) for size in self.whole_shape[1:])
+        for _strip, held, place in self._strip_pieces(parameter):
+            start, stop = held[0].start, held[0].stop
+            at = 0
+            for rows in self.order:
+                first, last = max(start, at), min(stop, at + rows.count)
+                if first < last:
+                    source = slice(rows.first + first - at, rows.first + last - at)
+                    yield names[rows.part], (source, *rest), place[first - start : last - start]
+                at += rows.count
 
     def _strip_pieces(self, parameter: Tensor) -> Iterator[tuple[Strip, Region, Tensor]]:
         """For each strip what this rank holds: a region of the whole weight, and the view of the
@@ -290,8 +322,14 @@ class Weight:
 
     def split(self, parameter: Tensor) -> dict[str, Tensor]:
         """The parts of a whole weight, as Hugging Face stores them: name -> contiguous tensor."""
-        if self.scale != 1:
-            parameter = (parameter.float() / self.scale).to(parameter.dtype)
+        if self.offset or self.scale != 1:
+            stored = (parameter.float() - self.offset) / self.scale
+            parameter = stored.to(parameter.dtype)
+        if self.order:
+            parts = {name: parameter.new_empty(shape) for name, shape in self.parts.items()}
+            for name, region, place in self._ordered_pieces(parameter):
+                parts[name][region] = place
+            return parts
         places = self.places(parameter)
         return {name: place.flatten(0, 1).contiguous() for name, place in places.items()}
 

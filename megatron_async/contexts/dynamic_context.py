@@ -30,7 +30,7 @@ from megatron_async.devices import Device, make_device, makes_ordinary_tensors
 from megatron_async.models.partition import is_recurrent
 from megatron_async.observe.timeline import Timeline
 from megatron_async.observe.tracer import Tracer
-from megatron_async.ops.recurrent.mamba_pools import GRID
+from megatron_async.ops.recurrent.recurrent_pools import GRID
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 
 Agree = Callable[[int, StepShape, bool], StepShape]

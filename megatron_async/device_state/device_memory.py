@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,14 +18,15 @@ from megatron_async.device_state.kv_cache import (
     blocks_that_fit,
     bytes_per_block,
 )
+from megatron_async.device_state.recurrences import recurrence_of
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.device_state.slot_states import FeedbackState, SlotStates
 from megatron_async.device_state.step_tensors import StepTensors
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
-from megatron_async.models.layer_sizes import MambaSizes
-from megatron_async.models.partition import local_heads, mamba_sizes, recurrent_layers
+from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
+from megatron_async.models.partition import local_heads, recurrent_layers, recurrent_sizes
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable, described_frequencies
 from megatron_async.ops.attention.backends.base import AttentionShape
@@ -32,7 +34,7 @@ from megatron_async.ops.attention.backends.selection import choose_prefill
 from megatron_async.ops.attention.decode_attention import HEAD_TILE, MAX_DIM
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
-from megatron_async.ops.recurrent.mamba_pools import LEAST_STATE, MAX_WIDTH, MambaShape
+from megatron_async.ops.recurrent.recurrent_pools import MAX_WIDTH
 
 
 def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> ContextGPUView:
@@ -54,8 +56,8 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
         states.add(SamplingState(config.max_requests, vocab_size, device.torch_device))
     takes_back = config.invalidation == "rollback"
     if layers := recurrent_layers(model):
-        sizes = mamba_sizes(model).of_rank(model.tensor_model_parallel_size)
-        states.add(recurrent_state(layers, sizes, config, model.params_dtype, device.torch_device))
+        sizes = recurrent_sizes(model, layers)
+        states.add(recurrent_state(sizes, config, model.params_dtype, device.torch_device))
     # What each slot takes comes first; blocks share what is left.
     num_blocks = _num_blocks(model, config, device, states)
     states.allocate()
@@ -183,8 +185,7 @@ def blocks_for_all(config: InferenceConfig) -> int:
 
 
 def recurrent_state(
-    layers: int,
-    sizes: MambaSizes,
+    layers: Sequence[MambaSizes | DeltaSizes],
     config: InferenceConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -192,8 +193,7 @@ def recurrent_state(
     """What an engine's recurrent layers remember; without memory as yet.
 
     Args:
-        layers: recurrent layers, of this rank's pipeline stage.
-        sizes: of one of them, on this rank.
+        layers: sizes of the recurrent layers of this rank's pipeline stage, on this rank.
         config: settings of the engine.
         dtype: of activations.
         device: where it goes; "meta" to learn how large it is.
@@ -201,20 +201,16 @@ def recurrent_state(
     Raises:
         ConfigurationError: sizes or settings that the ops of these layers do not serve.
     """
+    kinds = [recurrence_of(sizes) for sizes in layers]
     if config.decode_width > MAX_WIDTH:
         raise ConfigurationError(
-            f"num_speculative_tokens={config.num_speculative_tokens} is not served with Mamba-2 "
-            f"layers: use at most {MAX_WIDTH - 1}."
+            f"num_speculative_tokens={config.num_speculative_tokens} is not served with "
+            f"{kinds[0].name} layers: use at most {MAX_WIDTH - 1}."
         )
-    state_dim = sizes.state_dim
-    if state_dim < LEAST_STATE or state_dim & (state_dim - 1):
-        raise ConfigurationError(
-            f"mamba_state_dim={state_dim} is not served: it must be a power of two from "
-            f"{LEAST_STATE} on."
-        )
+    for kind in kinds:
+        kind.check()
     return RecurrentState(
-        layers,
-        MambaShape(sizes.heads, sizes.head_dim, sizes.groups, sizes.state_dim),
+        kinds,
         config.max_requests,
         dtype,
         getattr(torch, config.mamba_ssm_states_dtype),

@@ -6,6 +6,8 @@ compute stream; bookkeeping never reads it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,6 @@ from megatron_async.device_state.unpack_step import unpack_step
 from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.recurrent.mamba_pools import MambaParams
 from megatron_async.ops.sampling.sampling import SamplingMode
 
 
@@ -186,6 +187,7 @@ class ContextGPUView:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         scale: float | None = None,
+        has_gate: bool = False,
     ) -> Tensor:
         """q/k norm, rotary embedding, KV append and causal attention of one layer.
 
@@ -195,6 +197,8 @@ class ContextGPUView:
                 head its query heads, its key, its value.
             q_norm, k_norm: `[dim]`, RMSNorm weights of query and key heads, or None.
             scale: of scores before the softmax; None: one by the root of dim.
+            has_gate: the gates of the output stand behind each KV head's query heads, and the
+                output is multiplied by their sigmoids.
 
         Returns:
             `[tokens, heads, dim]`.
@@ -211,23 +215,27 @@ class ContextGPUView:
             q_norm,
             k_norm,
             self._norm_eps,
+            has_gate,
         )
         scale = query.size(-1) ** -0.5 if scale is None else scale
-        return self._attention.attend(query, key_cache, value_cache, scale)
+        attended = self._attention.attend(query, key_cache, value_cache, scale)
+        if not has_gate:
+            return attended
+        return kernels_for(attended).output_gate(attended, mixed_qkv, key_cache.size(-2))
 
-    def recurrent(self, layer: int, zxbcdt: Tensor, params: MambaParams) -> Tensor:
-        """Convolution and recurrence of one Mamba-2 layer.
+    def recurrent(self, layer: int, projected: Tensor, params: Any) -> Tensor:
+        """Convolution and recurrence of one recurrent layer.
 
         Args:
             layer: index among the recurrent layers.
-            zxbcdt: `[tokens, ...]`, the output of the layer's first product.
-            params: of the layer.
+            projected: `[tokens, ...]`, the output of the layer's first product.
+            params: of the layer: `MambaParams` or `DeltaParams`.
 
         Returns:
-            `[tokens, heads * head_dim]`, before the gated norm.
+            `[tokens, channels]`, before the gated norm.
         """
         assert self._recurrent is not None, "the context was made for a model without such layers"
-        return self._recurrent.run(self, layer, zxbcdt, params)
+        return self._recurrent.run(self, layer, projected, params)
 
     def last_token_logits(self, hidden_states: Tensor) -> Tensor:
         """Hidden states that logits are made of: `[1, tokens, hidden]` -> `[sample rows,

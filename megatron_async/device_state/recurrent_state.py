@@ -1,4 +1,4 @@
-"""`RecurrentState`: what Mamba-2 layers remember of each slot's sequence.
+"""`RecurrentState`: what recurrent layers remember of each slot's sequence.
 
 A slot's state stands at its *base*: it holds the tokens before that position. The inputs of the
 tokens from there on lie in a ring, at their position modulo its length (ReplaySSM, Dao AI Lab and
@@ -9,21 +9,21 @@ next one begins at an earlier position, and finds the state and the inputs that 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megatron_async.device_state.recurrences import Recurrence
 from megatron_async.device_state.slot_states import PerSlotState
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.recurrent.mamba_pools import (
-    GATES,
+from megatron_async.ops.recurrent.recurrent_pools import (
     FlushRule,
-    MambaParams,
-    MambaPools,
-    MambaShape,
     PrefillRows,
+    RecurrentPools,
     wide_dtype,
 )
 from megatron_async.ops.sampling.slot_records import RowFeature
@@ -40,8 +40,7 @@ class RecurrentState(PerSlotState):
     position 0, where the scan starts from nothing.
 
     Args:
-        layers: recurrent layers.
-        shape: of one layer, on this rank.
+        layers: the recurrent layers in their order, of any kinds; the kinds share their bases.
         capacity: slots.
         dtype: of activations.
         state_dtype: of the states, float32 or bfloat16; for float64 activations float64.
@@ -55,8 +54,7 @@ class RecurrentState(PerSlotState):
 
     def __init__(
         self,
-        layers: int,
-        shape: MambaShape,
+        layers: Sequence[Recurrence],
         capacity: int,
         dtype: torch.dtype,
         state_dtype: torch.dtype,
@@ -66,17 +64,21 @@ class RecurrentState(PerSlotState):
     ) -> None:
         self.rule = rule = FlushRule(lag=lag)
         self._device, self._rows = device, capacity + 1
-        ring, conv = rule.ring_length(width), rule.conv_length(width)
         if dtype == torch.float64:
             state_dtype = dtype
-        self._pools = {
-            "state": (layers, (shape.heads, shape.head_dim, shape.d_state), state_dtype),
-            "ring_xb": (layers, (ring, shape.d_inner + shape.bc_dim), dtype),
-            "ring_gates": (layers, (ring, GATES, shape.heads), wide_dtype(dtype)),
-            "conv": (layers, (conv, shape.conv_dim), dtype),
-        }
-        self._every: MambaPools | None = None
-        self._layers: list[MambaPools] = []
+        self._kinds = tuple(layers)
+        ring, conv = rule.ring_length(width), rule.conv_length(width)
+        self._pools: dict[Recurrence, tuple[tuple[tuple[int, ...], torch.dtype], ...]] = {}
+        for kind in self._kinds:
+            widths = kind.pool_widths
+            self._pools[kind] = (
+                (widths.state, state_dtype),
+                ((ring, widths.ring_xb), dtype),
+                ((ring, *widths.ring_gates), wide_dtype(dtype)),
+                ((conv, widths.conv), dtype),
+            )
+        self._by_kind: list[RecurrentPools] = []
+        self._layers: list[RecurrentPools] = []
         self.base = torch.zeros(self._rows, dtype=torch.int32, device=device)
         self._prefill: PrefillRows | None = None
         self._after: Tensor | None = None
@@ -84,24 +86,29 @@ class RecurrentState(PerSlotState):
     @property
     def bytes_per_slot(self) -> int:
         return sum(
-            layers * torch.Size(sizes).numel() * dtype.itemsize
-            for layers, sizes, dtype in self._pools.values()
+            torch.Size(sizes).numel() * dtype.itemsize
+            for kind in self._kinds
+            for sizes, dtype in self._pools[kind]
         )
 
     @makes_ordinary_tensors
     def allocate(self) -> None:
         # Zeroed only so that a mistake is seen as wrong tokens and not as NaN now and then: nothing
         # reads what its own sequence has not written.
-        self._every = MambaPools(
-            *(
-                torch.zeros(layers, self._rows, *sizes, dtype=dtype, device=self._device)
-                for layers, sizes, dtype in self._pools.values()
+        counts, layers_of = Counter(self._kinds), {}
+        for kind, pools in self._pools.items():
+            whole = RecurrentPools(
+                *(
+                    torch.zeros(counts[kind], self._rows, *sizes, dtype=dtype, device=self._device)
+                    for sizes, dtype in pools
+                )
             )
-        )
-        self._layers = [MambaPools(*layer) for layer in zip(*self._every, strict=True)]
+            self._by_kind.append(whole)
+            layers_of[kind] = iter(list(zip(*whole, strict=True)))
+        self._layers = [RecurrentPools(*next(layers_of[kind])) for kind in self._kinds]
 
     def release(self) -> None:
-        self._every, self._layers = None, []
+        self._by_kind, self._layers = [], []
 
     def begin_step(self, view: ContextGPUView) -> None:
         """Bring the states of the step's decode rows to where they stand in it."""
@@ -117,30 +124,30 @@ class RecurrentState(PerSlotState):
         before, self._after = ops.next_bases(
             self.base, slots, step.positions, dims.width, self._prefill, self.rule
         )
-        assert self._every is not None, "a step without memory"
-        ops.flush(self._every, slots, before, self._after, self.rule)
+        for pools in self._by_kind:
+            ops.flush(pools, slots, before, self._after, self.rule)
 
-    def run(self, view: ContextGPUView, layer: int, zxbcdt: Tensor, params: MambaParams) -> Tensor:
+    def run(self, view: ContextGPUView, layer: int, projected: Tensor, params: Any) -> Tensor:
         """Convolution and recurrence of one layer.
 
         Args:
             view: the step.
             layer: index among the recurrent layers.
-            zxbcdt: `[tokens, ...]`, the output of the layer's first product.
-            params: of the layer.
+            projected: `[tokens, ...]`, the output of the layer's first product.
+            params: of the layer, as the ops of its kind take them.
 
         Returns:
-            `[tokens, heads * head_dim]`, before the gated norm.
+            `[tokens, channels]`, before the gated norm.
         """
-        after = self._after
+        after, kind, pools = self._after, self._kinds[layer], self._layers[layer]
         assert after is not None, "a layer before its step has begun"
-        pools, dims, ops = self._layers[layer], view.dims, kernels_for(zxbcdt)
-        channels = pools.state.size(1) * pools.state.size(2)
-        out = torch.empty(len(zxbcdt), channels, dtype=zxbcdt.dtype, device=zxbcdt.device)
+        dims, ops = view.dims, kernels_for(projected)
+        shape = (len(projected), kind.channels)
+        out = torch.empty(shape, dtype=projected.dtype, device=projected.device)
         rows, tokens = dims.decode_rows, dims.decode_tokens
         if rows:
-            ops.mamba_decode(
-                zxbcdt[:tokens],
+            kind.decode(ops)(
+                projected[:tokens],
                 params,
                 pools,
                 view.step.row_slots[:rows],
@@ -151,7 +158,13 @@ class RecurrentState(PerSlotState):
                 out[:tokens],
             )
         if self._prefill is not None:
-            ops.mamba_prefill(
-                zxbcdt[tokens:], params, pools, self._prefill, after[rows:], self.rule, out[tokens:]
+            kind.prefill(ops)(
+                projected[tokens:],
+                params,
+                pools,
+                self._prefill,
+                after[rows:],
+                self.rule,
+                out[tokens:],
             )
         return out

@@ -9,17 +9,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_async.models.layer_sizes import MambaSizes, kind_parameters
+from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes, kind_parameters
 
 KINDS = {
     "*": "attention",
     "-": "MLP",
     "E": "experts",
     "M": "Mamba-2",
+    "G": "Gated DeltaNet",
 }
-"""Characters of a layer pattern that are served, as Megatron-Core's `HybridModel` has them. Its "G"
-(Gated DeltaNet) is reserved."""
-ATTENTION, MLP, EXPERTS, MAMBA = KINDS
+"""Characters of a layer pattern that are served, as Megatron-Core's `HybridModel` has them."""
+ATTENTION, MLP, EXPERTS, MAMBA, DELTA = KINDS
+RECURRENT = MAMBA + DELTA
+"""Kinds with a state of fixed size for each request."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +37,21 @@ class RopeScaling:
 @dataclass(frozen=True)
 class ModelArchitecture:
     """Shape and conventions of a decoder-only language model: a transformer, dense or a mixture of
-    experts, or a hybrid with Mamba-2 layers.
+    experts, or a hybrid with Mamba-2 or Gated DeltaNet layers.
 
     All sizes are counts of elements; `kv_channels` is the size of one attention head. Where the
     pattern has no layers of a kind, the sizes of that kind mean nothing.
 
     Raises:
-        ValueError: the pattern has unknown characters, or does not fit the number of layers.
+        ValueError: the pattern has unknown characters, or does not fit the number of layers; value
+            heads of Gated DeltaNet are not a multiple of its key heads.
     """
 
     model_type: str
     """Hugging Face family name, such as "llama", "qwen3_moe" or "nemotron_h"."""
     num_layers: int
     """Layers as the family counts them. Each is one character of the pattern (Nemotron-H, Mamba2),
-    or two: a layer of attention or Mamba-2 and an MLP or experts."""
+    or two: a layer of attention, Mamba-2 or Gated DeltaNet and an MLP or experts."""
     hidden_size: int
     num_attention_heads: int
     num_query_groups: int
@@ -66,6 +69,11 @@ class ModelArchitecture:
     """Biases on the q, k and v projections (Qwen2)."""
     qk_layernorm: bool = False
     """RMSNorm on each query and key head before rope (Qwen3)."""
+    attention_output_gate: bool = False
+    """What attention gives is multiplied by the sigmoid of a gate, which `linear_qkv` makes beside
+    the queries (Qwen3-Next)."""
+    layernorm_zero_centered_gamma: bool = False
+    """Norms multiply by 1 + weight (Qwen3-Next)."""
     tie_word_embeddings: bool = False
     """The output projection is the embedding matrix."""
     max_position_embeddings: int = 2048
@@ -103,6 +111,8 @@ class ModelArchitecture:
     """What the chosen experts' weights are multiplied by at last; None: 1."""
     moe_shared_expert_intermediate_size: int = 0
     """Of the expert that every token meets beside those it goes to; 0: there is none."""
+    moe_shared_expert_gate: bool = False
+    """What that expert gives is multiplied by the sigmoid of a gate, one number a token."""
     mamba_num_heads: int = 0
     """Heads of a Mamba-2 layer."""
     mamba_head_dim: int = 0
@@ -112,6 +122,12 @@ class ModelArchitecture:
     """Groups of heads that share B and C; the gated norm is over the elements of a group."""
     mamba_norm_epsilon: float = 1e-5
     """Of the gated norm; Megatron-Core's is fixed."""
+    linear_num_key_heads: int = 0
+    """Heads of queries and keys of a Gated DeltaNet layer."""
+    linear_num_value_heads: int = 0
+    """Heads of values, a multiple of them: each group of value heads shares one query and key."""
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
     embedding_multiplier: float = 1.0
     """Embeddings are multiplied by it (Granite, as all four)."""
     logits_scaling: float = 1.0
@@ -135,6 +151,12 @@ class ModelArchitecture:
                 f"layer pattern {self.pattern!r} has {len(self.pattern)} characters, but "
                 f"num_layers = {self.num_layers}: one or two for each are right."
             )
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        if DELTA in self.pattern and (keys < 1 or values < 1 or values % keys):
+            raise ValueError(
+                f"linear_num_value_heads = {values} must be a multiple of linear_num_key_heads = "
+                f"{keys}, both 1 or more."
+            )
 
     @property
     def layers_per_block(self) -> int:
@@ -153,6 +175,16 @@ class ModelArchitecture:
             self.mamba_head_dim,
             self.mamba_state_dim,
             self.mamba_num_groups,
+        )
+
+    @property
+    def delta(self) -> DeltaSizes:
+        """Sizes of its Gated DeltaNet layers, on all ranks together."""
+        return DeltaSizes(
+            self.linear_num_key_heads,
+            self.linear_key_head_dim,
+            self.linear_num_value_heads,
+            self.linear_value_head_dim,
         )
 
     @property

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
+from megatron_async.models.norm import factors_of
+
 if TYPE_CHECKING:
     from megatron_async.device_state.gpu_view import ContextGPUView
 
@@ -67,9 +69,10 @@ class PagedSelfAttention(SelfAttention):
             self.kv_layer_index,
             # With sequence parallelism rows of padding stand behind the step's tokens.
             mixed_qkv.squeeze(1)[: inference_context.dims.tokens],
-            q_norm.weight if q_norm is not None else None,
-            k_norm.weight if k_norm is not None else None,
+            factors_of(q_norm) if q_norm is not None else None,
+            factors_of(k_norm) if k_norm is not None else None,
             self.config.softmax_scale,
+            self.config.attention_output_gate,
         )
         output, bias = self.linear_proj(context.view(context.size(0), 1, -1))
         return output, bias

@@ -78,6 +78,26 @@ DUMMY_SHAPES: dict[str, ModelArchitecture] = {
         mamba_num_groups=1, embedding_multiplier=12.0, logits_scaling=3.0,
         residual_multiplier=0.246, attention_multiplier=0.015625,
     ),
+    "tiny-gated-delta": ModelArchitecture(
+        "qwen3_next", 3, 64, 4, 2, 16, 96, 512, 1e-6, max_position_embeddings=4096,
+        pattern="GEG-*E", rotary_percent=0.5, qk_layernorm=True, attention_output_gate=True,
+        layernorm_zero_centered_gamma=True, num_moe_experts=8, moe_router_topk=2,
+        moe_ffn_hidden_size=48, moe_shared_expert_intermediate_size=64, moe_shared_expert_gate=True,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    ),
+    "qwen3-next-80b": ModelArchitecture(
+        "qwen3_next", 36, 2048, 16, 2, 256, 0, 151936, 1e-6, 10000000.0,
+        max_position_embeddings=262144, pattern="GEGEGE*E" * 9, rotary_percent=0.25,
+        qk_layernorm=True, attention_output_gate=True, layernorm_zero_centered_gamma=True,
+        num_moe_experts=512, moe_router_topk=10, moe_ffn_hidden_size=512,
+        moe_shared_expert_intermediate_size=512, moe_shared_expert_gate=True,
+        linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
+        linear_value_head_dim=128,
+    ),
 }
 # fmt: on
-"""Shapes for `dummy:SHAPE` models (random weights), from the models' public `config.json` files."""
+"""Shapes for `dummy:SHAPE` models (random weights), from the models' public `config.json` files.
+
+"qwen3-next-80b" has 36 of that model's 48 layers, so that its weights, 120 GB in bfloat16, fit one
+GPU of 141 GB; each layer has its published size."""

@@ -17,15 +17,23 @@ from torch import nn
 from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import PagedSelfAttention
+from megatron_async.models.gated_delta import GatedDeltaMixer
 from megatron_async.models.hybrid_stack import PagedHybridStack
+from megatron_async.models.layer_sizes import CONV_KERNEL, DeltaSizes, MambaSizes
 from megatron_async.models.mamba import Mamba2Mixer
 from megatron_async.models.mlp import UNGATED, InferenceMLP
 from megatron_async.models.moe import MoELayer
-from megatron_async.models.partition import local_heads, mamba_sizes
+from megatron_async.models.norm import InferenceRMSNorm
+from megatron_async.models.partition import (
+    delta_sizes,
+    local_heads,
+    mamba_sizes,
+    recurrent_layers,
+)
 from megatron_async.models.positions import LEARNED, rotary_of
+from megatron_async.models.recurrent_layers import RecurrentMixer
 
 ATTENTION = {
-    "attention_output_gate": False,
     "softmax_type": "vanilla",
     "multi_latent_attention": False,
     "flash_decode": False,
@@ -36,9 +44,11 @@ ATTENTION = {
 """Fields of `TransformerConfig` and the one value of each that `PagedSelfAttention` serves."""
 STACK = {"fp32_residual_connection": False, "apply_residual_connection_post_layernorm": False}
 """Fields of `TransformerConfig` and the one value of each that `PagedHybridStack` serves."""
-NORMS = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False}
+NORMS = {"normalization": "RMSNorm"}
 """Fields and the one value of each that `make_norm` serves: the norms of `PagedHybridStack` itself,
 not of its subclasses."""
+CONVOLUTION = {"linear_conv_kernel_dim": CONV_KERNEL}
+"""The one value of it that `GatedDeltaMixer` serves."""
 GATED = {True: F.silu, False: UNGATED}
 """`gated_linear_unit` and the `activation_func` that is served with it."""
 MLP = {
@@ -49,7 +59,6 @@ MLP = {
 """Fields and the one value of each that `InferenceMLP` and the experts of `MoELayer` serve."""
 EXPERTS = MLP | {
     "moe_router_num_groups": None,
-    "moe_shared_expert_gate": False,
     "moe_latent_size": None,
     "moe_apply_probs_on_input": False,
 }
@@ -99,8 +108,16 @@ def _positions(model: nn.Module, settings: InferenceConfig) -> Iterator[str]:
 
 
 def _modules(model: nn.Module, config: Any, settings: InferenceConfig) -> Iterator[str]:
+    mixers = sum(isinstance(module, RecurrentMixer) for module in model.modules())
+    if mixers and mixers != len(recurrent_layers(config)):
+        yield (
+            f"{mixers} recurrent layers, where the context has room for "
+            f"{len(recurrent_layers(config))}: only a HybridModel's pattern tells of them"
+        )
     for module in model.modules():
         mine: Any = getattr(module, "config", None)
+        if isinstance(module, InferenceRMSNorm):
+            yield from _factors(module, config)
         if isinstance(module, PagedSelfAttention) and mine is not None:
             yield from _unserved(mine, ATTENTION)
             yield from _window(mine, settings)
@@ -111,7 +128,10 @@ def _modules(model: nn.Module, config: Any, settings: InferenceConfig) -> Iterat
             if type(module) is PagedHybridStack:
                 yield from _unserved(mine, NORMS)
         elif isinstance(module, Mamba2Mixer):
-            yield from _mixer(module, config)
+            yield from _mixer(module, "Mamba-2", mamba_sizes(config))
+        elif isinstance(module, GatedDeltaMixer):
+            yield from _mixer(module, "Gated DeltaNet", delta_sizes(config))
+            yield from _unserved(mine, CONVOLUTION)
         elif isinstance(module, InferenceMLP):
             yield from _unserved(mine, MLP)
             yield from _activation(mine)
@@ -146,18 +166,34 @@ def _router(module: MoELayer) -> Iterator[str]:
         yield f"moe_router_score_function={function!r}"
     if has_bias and function != "sigmoid":
         yield f"moe_router_enable_expert_bias=True with moe_router_score_function={function!r}"
+    if config.moe_shared_expert_gate and module.shared_experts is None:
+        yield "moe_shared_expert_gate=True without a shared expert"
     built = module.router.expert_bias is not None, module.shared_experts is not None
     if built != (bool(has_bias), bool(config.moe_shared_expert_intermediate_size)):
         yield "an expert bias or a shared expert that its configuration tells otherwise"
 
 
-def _mixer(module: Mamba2Mixer, config: Any) -> Iterator[str]:
-    ranks = module.tp_group.size()
-    room = mamba_sizes(config).of_rank(ranks)
+def _mixer(
+    module: Mamba2Mixer | GatedDeltaMixer, kind: str, whole: MambaSizes | DeltaSizes
+) -> Iterator[str]:
+    room = whole.of_rank(module.tp_group.size())
     if module.sizes != room:
-        yield f"a layer's Mamba-2 sizes {module.sizes}, where the context has room for {room}"
+        yield f"a layer's {kind} sizes {module.sizes}, where the context has room for {room}"
     if module.config.context_parallel_size != 1:
         yield f"context_parallel_size={module.config.context_parallel_size}"
+
+
+def _is_zero_centered(norm: Any, config: Any) -> bool:
+    """Whether a norm that is not ours multiplies by 1 + weight, by its own word or the model's."""
+    return bool(getattr(norm, "zero_centered_gamma", config.layernorm_zero_centered_gamma))
+
+
+def _factors(module: InferenceRMSNorm, config: Any) -> Iterator[str]:
+    if module.is_zero_centered != config.layernorm_zero_centered_gamma:
+        yield (
+            f"layernorm_zero_centered_gamma={config.layernorm_zero_centered_gamma}, which a norm "
+            "of it was not built for"
+        )
 
 
 def _window(config: Any, settings: InferenceConfig) -> Iterator[str]:
@@ -196,7 +232,7 @@ def _query_and_key_norms(module: PagedSelfAttention, config: Any) -> Iterator[st
         kind, eps = type(norm).__name__, config.layernorm_epsilon
         if not kind.endswith("RMSNorm"):
             yield f"a {kind} of query and key heads, where RMSNorm is served"
-        elif getattr(norm, "zero_centered_gamma", False):
+        elif not isinstance(norm, InferenceRMSNorm) and _is_zero_centered(norm, config):
             yield "layernorm_zero_centered_gamma=True for query and key heads"
         elif getattr(norm, "eps", eps) != eps:
             yield f"an epsilon of {norm.eps} for query and key heads, where the others have {eps}"

@@ -29,7 +29,8 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
 from megatron_async.models.embedding import shard_vocabulary
-from megatron_async.models.hybrid_stack import PagedHybridStack, make_norm
+from megatron_async.models.gated_delta import GatedDeltaMixer
+from megatron_async.models.hybrid_stack import PagedHybridStack
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
@@ -38,6 +39,7 @@ from megatron_async.models.mamba import Mamba2Mixer
 from megatron_async.models.mlp import InferenceMLP
 from megatron_async.models.model_config import transformer_config
 from megatron_async.models.moe import MoELayer
+from megatron_async.models.norm import make_norm
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition, padded_vocab_size
 from megatron_async.models.pipeline import (
@@ -51,8 +53,8 @@ TRANSFORMER_IMPLS = ("local", "transformer_engine")
 
 
 def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
-    """Layer spec of attention (`*`), MLP (`-`), expert (`E`) and Mamba-2 (`M`) layers without any
-    package beyond torch.
+    """Layer spec of attention (`*`), MLP (`-`), expert (`E`), Mamba-2 (`M`) and Gated DeltaNet
+    (`G`) layers without any package beyond torch.
 
     The key maps give norms the names that Megatron's TransformerEngine spec uses inside a
     checkpoint (there the norm is fused into the linear layer), so checkpoints are interchangeable.
@@ -109,6 +111,15 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
             sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
         ),
     )
+    delta_layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=make_norm,
+            self_attention=ModuleSpec(module=GatedDeltaMixer),
+            self_attn_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={"input_layernorm.": "self_attention.in_proj.layer_norm_"},
+        ),
+    )
     return ModuleSpec(
         module=PagedHybridStack,
         submodules=HybridStackSubmodules(
@@ -116,6 +127,7 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
             mlp_layer=mlp_layer,
             moe_layer=moe_layer,
             mamba_layer=mamba_layer,
+            gdn_layer=delta_layer,
         ),
     )
 
@@ -199,22 +211,26 @@ def build_model(
 def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
     """Fill a model with random weights, made on its own device.
 
-    Norms get 1; Mamba-2's own parameters what Megatron-Core begins training with; the rest N(0,
-    0.02), so that activations stay finite and logits differ. A weight
+    Norms multiply by 1; recurrent layers' own parameters are what Megatron-Core begins training
+    with; the rest is N(0, 0.02), so that activations stay finite and logits differ. A weight
     depends on its name in the whole model, so it is the same whatever the pipeline stages.
     """
     stage = stage_of(model.config)
+    zero_centered = bool(getattr(model.config, "layernorm_zero_centered_gamma", False))
     for name, parameter in model.named_parameters():
         is_tied = name == OUTPUT and model.share_embeddings_and_output_weights
         known = EMBEDDING if is_tied else stage.global_name(name)
-        fill_dummy_weight(known, parameter.data, seed)
+        fill_dummy_weight(known, parameter.data, seed, zero_centered)
 
 
-def fill_dummy_weight(name: str, weight: Tensor, seed: int = 0) -> None:
-    """The numbers of `init_dummy_weights` for one whole weight, by its name in the whole model."""
+def fill_dummy_weight(
+    name: str, weight: Tensor, seed: int = 0, zero_centered: bool = False
+) -> None:
+    """The numbers of `init_dummy_weights` for one whole weight, by its name in the whole model,
+    whose norms multiply by 1 + weight if `zero_centered`."""
     generator = torch.Generator(weight.device).manual_seed(seed + crc32(name.encode()))
     if weight.dim() == 1 and ("norm" in name or name.endswith(".D")):
-        weight.fill_(1.0)
+        weight.fill_(0.0 if zero_centered and "norm" in name else 1.0)
     elif name.endswith(".A_log"):
         weight.uniform_(1, 16, generator=generator).log_()
     elif name.endswith(".dt_bias"):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.layer_kinds import LAYER_KINDS
-from megatron_async.models.mamba import stamp_state_layers
+from megatron_async.models.norm import factors_of, make_norm
+from megatron_async.models.recurrent_layers import stamp_state_layers
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.skinny_linear import Unnormed
 from megatron_async.ops.ranks.tensor_collectives import Unreduced, collectives_of
@@ -29,7 +30,7 @@ class PagedHybridStack(HybridStack):
         if unknown:
             raise ConfigurationError(
                 f"layer kinds {sorted(unknown)} are not served yet: build a model of attention "
-                "(*), MLP (-), expert (E) and Mamba-2 (M) layers."
+                "(*), MLP (-), expert (E), Mamba-2 (M) and Gated DeltaNet (G) layers."
             )
         stamp_state_layers(self)
         if self.post_process:
@@ -71,7 +72,7 @@ class PagedHybridStack(HybridStack):
             if product is not None and whole and product.takes_unnormed(output):
                 before = None if residual is None else residual.flatten(0, 1)
                 assert norm.eps is not None, "make_norm sets it"
-                unnormed = Unnormed(output.flatten(0, 1), before, norm.weight, norm.eps)
+                unnormed = Unnormed(output.flatten(0, 1), before, factors_of(norm), norm.eps)
                 output, bias = block(unnormed, inference_context=inference_context)
                 assert unnormed.total is not None
                 residual = unnormed.total[:, None]
@@ -89,12 +90,6 @@ class PagedHybridStack(HybridStack):
         return normed
 
 
-def make_norm(config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> nn.RMSNorm:
-    """An RMSNorm of torch, called as Megatron's `WrappedTorchNorm`, which refuses sequence
-    parallelism for the gradients' sake."""
-    return nn.RMSNorm(hidden_size, eps=eps)
-
-
 def _add_norm(
     x: Tensor | Unreduced, residual: Tensor | None, norm: nn.RMSNorm
 ) -> tuple[Tensor, Tensor]:
@@ -103,7 +98,8 @@ def _add_norm(
     if isinstance(x, Unreduced):
         assert flat is not None, "the embedding is reduced"
         assert norm.eps is not None, "make_norm sets it"
-        normed, total = x.add_rms_norm(x.product, flat, norm.weight, norm.eps)
+        normed, total = x.add_rms_norm(x.product, flat, factors_of(norm), norm.eps)
         return normed[:, None], total[:, None]
-    normed, total = kernels_for(x).add_rms_norm(x.flatten(-3, -2), flat, norm.weight, norm.eps)
+    factors = factors_of(norm)
+    normed, total = kernels_for(x).add_rms_norm(x.flatten(-3, -2), flat, factors, norm.eps)
     return normed[:, None], total[:, None]

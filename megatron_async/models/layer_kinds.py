@@ -56,5 +56,6 @@ LAYER_KINDS = {
     "-": LayerKind("pre_mlp_layernorm", "mlp", "linear_fc1", "linear_fc2"),
     "E": LayerKind("pre_mlp_layernorm", "mlp"),
     "M": LayerKind("norm", "mixer", "in_proj", "out_proj"),
+    "G": LayerKind("input_layernorm", "self_attention", "in_proj", "out_proj"),
 }
 """By the character of Megatron's layer pattern."""

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -25,8 +24,9 @@ from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
 )
-from megatron_async.models.mamba_checkpoint import mixer_sharded_state_dict
+from megatron_async.models.mixer_checkpoint import mamba_sharded_state_dict
 from megatron_async.models.partition import mamba_sizes
+from megatron_async.models.recurrent_layers import RecurrentMixer
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.skinny_linear import Unnormed
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
@@ -74,7 +74,7 @@ class GatedRMSNorm(nn.Module):
         return (gated * (mean + self.eps).rsqrt() * self.weight.float()).to(y.dtype)
 
 
-class Mamba2Mixer(MegatronModule):
+class Mamba2Mixer(RecurrentMixer):
     """The mixer of a Mamba-2 layer, under Megatron's names.
 
     Tensor-parallel ranks share the heads, and with them the groups; a single group's B and C are on
@@ -87,7 +87,6 @@ class Mamba2Mixer(MegatronModule):
 
     Attributes:
         whole_sizes, sizes: of all ranks together, and of this one.
-        state_layer_index: this module's layer in the state pool; see `stamp_state_layers`.
         in_proj.weight: `[sizes.in_proj, hidden]`: the rows of z, x, B, C and dt.
         conv1d_weight, conv1d_bias: `[sizes.conv, 1, 4]` and `[sizes.conv]`, of x, B and C.
         dt_bias: `[sizes.heads]`.
@@ -97,7 +96,6 @@ class Mamba2Mixer(MegatronModule):
     """
 
     float32_parameters = ("A_log", "D")
-    state_layer_index: int = -1
 
     def __init__(
         self,
@@ -178,12 +176,4 @@ class Mamba2Mixer(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """Megatron's form: `in_proj.weight`, `conv1d.weight` and `conv1d.bias` strip by strip."""
-        return mixer_sharded_state_dict(self, prefix, sharded_offsets, metadata)
-
-
-def stamp_state_layers(model: nn.Module) -> int:
-    """Number the Mamba-2 mixers of `model` in execution order; return how many there are."""
-    mixers = [module for module in model.modules() if isinstance(module, Mamba2Mixer)]
-    for index, mixer in enumerate(mixers):
-        mixer.state_layer_index = index
-    return len(mixers)
+        return mamba_sharded_state_dict(self, prefix, sharded_offsets, metadata)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from megatron.core.activations import squared_relu
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from megatron.core.utils import make_sharded_tensor_for_checkpoint
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_async.models.linear import (
@@ -48,7 +51,7 @@ class InferenceMLP(MLP):
 
 class SharedExpertMLP(InferenceMLP):
     """The expert that every token meets, beside those it goes to (DeepSeekMoE, arXiv 2401.06066);
-    Megatron's `SharedExpertMLP` without a gate for its output.
+    Megatron's `SharedExpertMLP`. Where its output has a gate, `MoELayer` applies it.
 
     It takes whole rows and gives this rank's part of the sum over the tensor-parallel ranks, which
     `MoELayer` adds to the other experts' before the ranks add up both.
@@ -56,7 +59,12 @@ class SharedExpertMLP(InferenceMLP):
     Args:
         config: of the model; the inner dimension is `moe_shared_expert_intermediate_size`.
         tp_group: ranks that share it.
+
+    Attributes:
+        gate_weight: `[1, hidden]`, on every rank; None: there is no gate.
     """
+
+    gate_weight: nn.Parameter | None
 
     def __init__(self, config: TransformerConfig, tp_group: ProcessGroup) -> None:
         config = copy.copy(config)
@@ -67,9 +75,30 @@ class SharedExpertMLP(InferenceMLP):
         super().__init__(config, submodules, tp_group=tp_group)
         self.linear_fc1.sequence_parallel = False
         self.linear_fc2.explicit_expert_comm = True
+        gate = None
+        if config.moe_shared_expert_gate:
+            gate = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+        self.register_parameter("gate_weight", gate)
 
     def forward(
         self, hidden_states: Tensor | Unnormed, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """`[tokens, 1, hidden]` -> this rank's summand of the same, and None."""
+        """`[tokens, 1, hidden]` -> this rank's summand of the same before the gate, and None."""
         return super().forward(hidden_states)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """As Megatron's: the gate is stored whole."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.gate_weight is not None:
+            key = f"{prefix}gate_weight"
+            found[key] = make_sharded_tensor_for_checkpoint(
+                self.gate_weight,
+                key,
+                prepend_offsets=sharded_offsets,
+                tp_group=self.tp_group,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+        return found

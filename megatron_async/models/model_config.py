@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_async.models.architecture import MAMBA, ModelArchitecture, RopeScaling
+from megatron_async.models.architecture import (
+    DELTA,
+    MAMBA,
+    RECURRENT,
+    ModelArchitecture,
+    RopeScaling,
+)
+from megatron_async.models.layer_sizes import CONV_KERNEL
 from megatron_async.models.mlp import UNGATED
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.models.pipeline import layer_costs, output_cost, split_pattern
@@ -69,6 +76,8 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=architecture.add_qkv_bias,
         qk_layernorm=architecture.qk_layernorm,
+        attention_output_gate=architecture.attention_output_gate,
+        layernorm_zero_centered_gamma=architecture.layernorm_zero_centered_gamma,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -92,6 +101,7 @@ def transformer_config(
         ),
         # Or a tied embedding's copy would be filled by a collective on GPUs, before it has memory.
         init_model_with_meta_device=stages > 1,
+        is_hybrid_model=architecture.count(RECURRENT) > 0,
         rotary_base=architecture.rotary_base,
         rope_scaling=architecture.rope_scaling,
         position_embedding_type=architecture.position_embedding_type,
@@ -99,6 +109,7 @@ def transformer_config(
         **_multipliers(architecture),
         **_moe_options(architecture),
         **_mamba_options(architecture),
+        **_delta_options(architecture),
     )
 
 
@@ -134,7 +145,18 @@ def _mamba_options(architecture: ModelArchitecture) -> dict[str, Any]:
         "mamba_state_dim": architecture.mamba_state_dim,
         "mamba_num_groups": architecture.mamba_num_groups,
         "mamba_norm_epsilon": architecture.mamba_norm_epsilon,
-        "is_hybrid_model": True,
+    }
+
+
+def _delta_options(architecture: ModelArchitecture) -> dict[str, Any]:
+    if DELTA not in architecture.pattern:
+        return {}
+    return {
+        "linear_num_key_heads": architecture.linear_num_key_heads,
+        "linear_num_value_heads": architecture.linear_num_value_heads,
+        "linear_key_head_dim": architecture.linear_key_head_dim,
+        "linear_value_head_dim": architecture.linear_value_head_dim,
+        "linear_conv_kernel_dim": CONV_KERNEL,
     }
 
 
@@ -151,5 +173,6 @@ def _moe_options(architecture: ModelArchitecture) -> dict[str, Any]:
         "moe_router_enable_expert_bias": architecture.moe_router_enable_expert_bias,
         "moe_router_topk_scaling_factor": architecture.moe_router_topk_scaling_factor,
         "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_gate": architecture.moe_shared_expert_gate,
         "moe_router_load_balancing_type": "none",
     }

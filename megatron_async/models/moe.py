@@ -124,9 +124,19 @@ class MoELayer(MegatronModule):
             return Unreduced(sums, self.dispatcher.combine_add_rms_norm), None
         output = self.dispatcher.combine(sums, x.size(0))[:, None]
         if self.shared_experts is not None:
-            output = output + self.shared_experts(x[:, None])[0]
+            output = self._add_shared(output, x)
         if scatter:
             return collectives.reduce_scatter(output), None
         if self.may_split and collectives.size > 1 and collectives.adds_with_norm(output):
             return Unreduced(output, collectives.all_reduce_add_rms_norm), None
         return collectives.all_reduce(output), None
+
+    def _add_shared(self, output: Tensor, x: Tensor) -> Tensor:
+        """`output`, `[tokens, 1, hidden]`, plus what the shared expert makes of x, `[tokens,
+        hidden]`."""
+        assert self.shared_experts is not None
+        shared, gate = self.shared_experts(x[:, None])[0], self.shared_experts.gate_weight
+        if gate is None:
+            return output + shared
+        add = kernels_for(x).add_shared_expert
+        return add(output.flatten(0, 1), shared.flatten(0, 1), x, gate)[:, None]

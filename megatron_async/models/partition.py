@@ -10,8 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.architecture import ATTENTION, MAMBA, MLP, ModelArchitecture
-from megatron_async.models.layer_sizes import MambaSizes
+from megatron_async.models.architecture import (
+    ATTENTION,
+    DELTA,
+    KINDS,
+    MAMBA,
+    MLP,
+    RECURRENT,
+    ModelArchitecture,
+)
+from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
 from megatron_async.models.pipeline import stage_of
 
 if TYPE_CHECKING:
@@ -47,16 +55,46 @@ def mamba_sizes(model: Any) -> MambaSizes:
     )
 
 
-def recurrent_layers(model: Any) -> int:
-    """Layers with a state for each request on this pipeline stage: those marked `M` in a hybrid
-    pattern."""
-    return stage_of(model).pattern.count(MAMBA)
+def delta_sizes(model: Any) -> DeltaSizes:
+    """Sizes of the Gated DeltaNet layers of a model, on all ranks together; `.of_rank` has one
+    rank's.
+
+    Args:
+        model: Megatron's `TransformerConfig` of a model with such layers.
+    """
+    return DeltaSizes(
+        model.linear_num_key_heads,
+        model.linear_key_head_dim,
+        model.linear_num_value_heads,
+        model.linear_value_head_dim,
+    )
+
+
+def recurrent_layers(model: Any) -> str:
+    """Layers with a state for each request on this pipeline stage, in order: those marked `M` or
+    `G` in a hybrid pattern."""
+    return "".join(kind for kind in stage_of(model).pattern if kind in RECURRENT)
+
+
+def recurrent_sizes(model: Any, kinds: str) -> list[MambaSizes | DeltaSizes]:
+    """Sizes of recurrent layers on one tensor-parallel rank.
+
+    Args:
+        model: Megatron's `TransformerConfig`, or a `ModelArchitecture`, which is on one rank.
+        kinds: of the layers, such as "MMG".
+    """
+    ranks = getattr(model, "tensor_model_parallel_size", 1)
+    return [
+        (mamba_sizes(model) if kind == MAMBA else delta_sizes(model)).of_rank(ranks)
+        for kind in kinds
+    ]
 
 
 def is_recurrent(model: Any) -> bool:
     """Whether any pipeline stage has layers with a state for each request: what scheduling goes by,
     which must be the same on all stages."""
-    return MAMBA in (getattr(model, "hybrid_layer_pattern", None) or "")
+    pattern = getattr(model, "hybrid_layer_pattern", None) or ""
+    return any(kind in pattern for kind in RECURRENT)
 
 
 def check_partition(
@@ -74,9 +112,10 @@ def check_partition(
             "transformer_impl='local', or leave sequence_parallel out."
         )
     a = architecture
-    if transformer_impl != "local" and MAMBA in a.pattern:
+    recurrent = [KINDS[kind] for kind in RECURRENT if kind in a.pattern]
+    if transformer_impl != "local" and recurrent:
         raise ConfigurationError(
-            f"Mamba-2 layers are not served with transformer_impl={transformer_impl!r}: use "
+            f"{recurrent[0]} layers are not served with transformer_impl={transformer_impl!r}: use "
             "transformer_impl='local'."
         )
     counts: dict[str, int] = {}
@@ -87,6 +126,8 @@ def check_partition(
         counts["Mamba-2 heads (mamba_num_heads)"] = a.mamba_num_heads
         if a.mamba_num_groups > 1:  # B and C of a single group are on every rank
             counts["groups of Mamba-2 heads (mamba_num_groups)"] = a.mamba_num_groups
+    if DELTA in a.pattern:
+        counts["Gated DeltaNet key heads (linear_num_key_heads)"] = a.linear_num_key_heads
     if MLP in a.pattern:
         counts["MLP units (ffn_hidden_size)"] = a.ffn_hidden_size
     if a.num_moe_experts:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_async.ops.attention import rope_append
-from megatron_async.ops.experts import expert_mlp, expert_routing
+from megatron_async.ops.attention import output_gate, rope_append
+from megatron_async.ops.experts import expert_mlp, expert_routing, shared_gate
 from megatron_async.ops.linear import rms_norm, skinny_linear, squared_relu, swiglu
 from megatron_async.ops.ranks import vocab_embedding
 from megatron_async.ops.recurrent import (
@@ -42,6 +42,7 @@ class Kernels:
     vocab_embedding: Callable[[Tensor, Tensor, int], Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rope_append: Callable[..., Tensor]
+    output_gate: Callable[[Tensor, Tensor, int], Tensor]
     linear: Callable[..., Tensor]
     linear_swiglu: Callable[..., Tensor]
     linear_squared_relu: Callable[..., Tensor]
@@ -57,6 +58,7 @@ class Kernels:
     apply_token_mask: Callable[[Tensor, Tensor], None]
     route: Callable[..., expert_routing.Routing]
     expert_mlp: Callable[..., Tensor]
+    add_shared_expert: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     next_bases: Callable[..., tuple[Tensor, Tensor]]
     flush: Callable[..., None]
     mamba_decode: Callable[..., Tensor]
@@ -71,6 +73,7 @@ TORCH_KERNELS = Kernels(
     vocab_embedding.vocab_embedding_reference,
     rms_norm.add_rms_norm_reference,
     rope_append.rope_append_reference,
+    output_gate.output_gate_reference,
     skinny_linear.linear_reference,
     skinny_linear.linear_swiglu_reference,
     skinny_linear.linear_squared_relu_reference,
@@ -86,6 +89,7 @@ TORCH_KERNELS = Kernels(
     token_mask.apply_token_mask_reference,
     expert_routing.route_reference,
     expert_mlp.expert_mlp_reference,
+    shared_gate.add_shared_expert_reference,
     bases.next_bases_reference,
     flush.flush_reference,
     mamba_reference.mamba_decode_reference,
@@ -99,6 +103,7 @@ TRITON_KERNELS = Kernels(
     vocab_embedding.vocab_embedding,
     rms_norm.add_rms_norm,
     rope_append.rope_append,
+    output_gate.output_gate,
     skinny_linear.linear,
     skinny_linear.linear_swiglu,
     skinny_linear.linear_squared_relu,
@@ -114,6 +119,7 @@ TRITON_KERNELS = Kernels(
     token_mask.apply_token_mask,
     expert_routing.route,
     expert_mlp.expert_mlp,
+    shared_gate.add_shared_expert,
     bases.next_bases,
     flush.flush,
     mamba_decode.mamba_decode,

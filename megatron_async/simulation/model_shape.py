@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_async.checkpoints.dtypes import parse_dtype
-from megatron_async.models.architecture import ATTENTION, MAMBA, ModelArchitecture
+from megatron_async.models.architecture import ATTENTION, DELTA, MAMBA, ModelArchitecture
 
 if TYPE_CHECKING:
     from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -32,16 +32,24 @@ class ModelShape:
     tensor_model_parallel_size: int = 1
     """Of a recorded run: its ranks held so much less of each block."""
     num_mamba_layers: int = 0
-    """Mamba-2 layers of all pipeline stages. With any, prompts are cut where scans are."""
+    """Mamba-2 layers of all pipeline stages. With any, or any of Gated DeltaNet, prompts are cut
+    where scans are."""
     mamba_num_heads: int = 0
     mamba_head_dim: int = 0
     mamba_state_dim: int = 0
     mamba_num_groups: int = 0
+    num_delta_layers: int = 0
+    """Gated DeltaNet layers of all pipeline stages."""
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
 
     @property
     def hybrid_layer_pattern(self) -> str:
         """Layers that keep something of a request, in any order."""
-        return MAMBA * self.num_mamba_layers + ATTENTION * self.num_layers
+        recurrent = MAMBA * self.num_mamba_layers + DELTA * self.num_delta_layers
+        return recurrent + ATTENTION * self.num_layers
 
     @property
     def params_dtype(self) -> torch.dtype:
@@ -58,8 +66,7 @@ class ModelShape:
             kv_channels=architecture.kv_channels,
             dtype=dtype,
             vocab_size=architecture.vocab_size,
-            num_mamba_layers=architecture.count(MAMBA),
-            **_mamba_fields(architecture),
+            **_recurrent_fields(architecture, architecture.pattern),
         )
 
     @classmethod
@@ -69,7 +76,6 @@ class ModelShape:
         pattern = getattr(model, "hybrid_layer_pattern", None)
         if pattern is None:
             pattern = ATTENTION * model.num_layers
-        mamba_layers = pattern.count(MAMBA)
         return cls(
             num_layers=max(stage.count(ATTENTION) for stage in pattern.split("|")),
             num_attention_heads=model.num_attention_heads,
@@ -79,8 +85,7 @@ class ModelShape:
             vocab_size=vocab_size,
             pipeline_model_parallel_size=getattr(model, "pipeline_model_parallel_size", 1),
             tensor_model_parallel_size=getattr(model, "tensor_model_parallel_size", 1),
-            num_mamba_layers=mamba_layers,
-            **(_mamba_fields(model) if mamba_layers else {}),
+            **_recurrent_fields(model, pattern),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,7 +93,24 @@ class ModelShape:
         return asdict(self)
 
 
-def _mamba_fields(model: Any) -> dict[str, int]:
-    """Of an architecture or Megatron's configuration, under the same names."""
-    names = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
-    return {name: getattr(model, name) for name in names}
+FIELDS = {
+    MAMBA: ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
+    DELTA: (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+    ),
+}
+"""Sizes of a kind of layer, under the names of architectures and of Megatron's configuration."""
+
+
+def _recurrent_fields(model: Any, pattern: str) -> dict[str, int]:
+    """How many recurrent layers there are, and sizes of the kinds that there are."""
+    counts = {
+        "num_mamba_layers": pattern.count(MAMBA),
+        "num_delta_layers": pattern.count(DELTA),
+    }
+    return counts | {
+        name: getattr(model, name) for kind in FIELDS if kind in pattern for name in FIELDS[kind]
+    }

@@ -306,7 +306,11 @@ def read_eos_ids(folder: Path, backend: BackendTokenizer | None = None) -> tuple
         own = _special_id(_read_json(folder / TOKENIZER_CONFIG), "eos_token", backend)
         ids += [] if own is None else [own]
     for name in (GENERATION_CONFIG, "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
+        content = _read_json(folder / name)
+        inside = content.get("text_config")  # of a model with a vision tower
+        value = content.get("eos_token_id")
+        if value is None and isinstance(inside, dict):
+            value = inside.get("eos_token_id")
         values = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token, int) for token in values):
             raise TokenizerError(f"{folder / name}: eos_token_id = {value!r} must be token ids")

@@ -16,6 +16,7 @@ from megatron_async.models.attention import stamp_kv_layers
 from megatron_async.models.embedding import InferenceOutputLayer
 from megatron_async.models.fitness import check_model
 from megatron_async.models.linear import pack_weights
+from megatron_async.models.norm import fold_norms
 from megatron_async.models.parallel_state import ensure_process_groups
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.positions import take_over_positions
@@ -81,6 +82,7 @@ class GPTInferenceWrapper:
         take_over_positions(model, inference_context)
         self._is_last_stage = stage_of(inference_context.model_config).is_last
         pack_weights(model, inference_context.device.free_memory())
+        fold_norms(model)
         self.vocab_size: int = model.vocab_size  # type: ignore[assignment]
         groups = getattr(model, "pg_collection", None) or ensure_process_groups()
         self.collectives = collectives_of(groups.tp)

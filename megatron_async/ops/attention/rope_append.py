@@ -32,6 +32,7 @@ def rope_append(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
+    has_gate: bool = False,
 ) -> Tensor:
     """Rotate queries and keys, append keys and values to the cache, return the queries.
 
@@ -47,6 +48,8 @@ def rope_append(
         key_cache, value_cache: `[blocks, block size, kv_heads, dim]`, contiguous; written in place.
         q_weight, k_weight: `[dim]`, RMSNorm weights of query and key heads; both or neither.
         eps: of those norms.
+        has_gate: the gates of attention's output, as many heads as queries, stand behind each KV
+            head's query heads, where nothing of them is read (`ops/attention/output_gate.py`).
 
     Returns:
         queries `[tokens, kv_heads * group, dim]`, contiguous, dtype of `mixed_qkv`.
@@ -56,8 +59,9 @@ def rope_append(
     """
     kv_heads, dim = key_cache.shape[-2:]
     tokens, width = mixed_qkv.shape
-    group = width // (kv_heads * dim) - 2
-    _check(mixed_qkv, cos, sin, key_cache, value_cache, group)
+    group = (width // (kv_heads * dim) - 2) // (2 if has_gate else 1)
+    gates = group if has_gate else 0
+    _check(mixed_qkv, cos, sin, key_cache, value_cache, group, has_gate)
     if (q_weight is None) != (k_weight is None):
         raise ValueError("rope_append: give both q_weight and k_weight, or neither.")
     query = torch.empty(
@@ -80,6 +84,7 @@ def rope_append(
             eps,
             kv_heads=kv_heads,
             group=group,
+            gates=gates,
             dim=dim,
             rotated=cos.size(1),
             heads=heads,
@@ -102,12 +107,14 @@ def rope_append_reference(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
+    has_gate: bool = False,
 ) -> Tensor:
     """The same in plain torch."""
     kv_heads, dim = key_cache.shape[-2:]
     heads = mixed_qkv.unflatten(1, (kv_heads, -1, dim))
     value = heads[:, :, -1]
-    query = heads[:, :, :-2].flatten(1, 2).to(torch.float32)
+    group = (heads.size(2) - 2) // (2 if has_gate else 1)
+    query = heads[:, :, :group].flatten(1, 2).to(torch.float32)
     key = heads[:, :, -2].to(torch.float32)
     if q_weight is not None and k_weight is not None:
         query = torch.rms_norm(query, (dim,), q_weight.to(torch.float32), eps)
@@ -126,13 +133,16 @@ def _check(
     key_cache: Tensor,
     value_cache: Tensor,
     group: int,
+    has_gate: bool,
 ) -> None:
     """What would read or write the wrong memory."""
     kv_heads, dim = key_cache.shape[-2:]
     width = mixed_qkv.size(1)
-    if group < 1 or width != kv_heads * (group + 2) * dim or dim % 2:
+    heads = group * (2 if has_gate else 1) + 2
+    if group < 1 or width != kv_heads * heads * dim or dim % 2:
+        beside = "query heads, as many gates, and 2" if has_gate else "query heads + 2"
         raise ValueError(
-            f"rope_append: rows of {width} elements are not {kv_heads} KV heads x (query heads + 2)"
+            f"rope_append: rows of {width} elements are not {kv_heads} KV heads x ({beside})"
             f" x an even dim {dim}: pass the output of linear_qkv and this model's KV cache."
         )
     rotated = cos.size(1)
@@ -168,6 +178,7 @@ def _rope_append_kernel(
     eps: tl.tensor,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
+    gates: tl.constexpr,
     dim: tl.constexpr,
     rotated: tl.constexpr,
     heads: tl.constexpr,
@@ -190,7 +201,10 @@ def _rope_append_kernel(
         at_first = tl.where(turns, lane, lane + rotated // 2)
         at_second = tl.where(turns, lane + rotated // 2, lane + dim // 2)
     inside = (head < group + 2) & in_lane
-    source = mixed_qkv + token * qkv_stride + (kv_head * (group + 2) + head) * dim
+    stands = kv_head * (group + gates + 2) + head
+    if gates:
+        stands += tl.where(head < group, 0, gates)
+    source = mixed_qkv + token * qkv_stride + stands * dim
     raw_first = tl.load(source + at_first, mask=inside, other=0.0)
     raw_second = tl.load(source + at_second, mask=inside, other=0.0)
     position = tl.load(position_ids + token)

@@ -30,7 +30,7 @@ def add_rms_norm(
             output's partial sums, float32 `[parts, tokens, hidden]`, contiguous: they are added in
             order and rounded to the residual's dtype, as a product would have been.
         residual: `[tokens, hidden]`, or None: `x` is the whole residual stream.
-        weight: `[hidden]`, the norm's weight.
+        weight: `[hidden]`, the norm's weight, in any dtype.
         eps: added to the mean square.
 
     Returns:
@@ -93,7 +93,9 @@ def add_rms_norm_reference(
     if x.dim() == 3:
         x = x.sum(0) if residual is None else x.sum(0).to(residual.dtype)
     total = x if residual is None else residual + x
-    return F.rms_norm(total, weight.shape, weight, eps), total
+    if weight.dtype == total.dtype:
+        return F.rms_norm(total, weight.shape, weight, eps), total
+    return F.rms_norm(total.to(weight.dtype), weight.shape, weight, eps).to(total.dtype), total
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""Mamba-2 layers in the engine: whatever happens to a request, its tokens are those of a serial
-run.
+"""Recurrent layers in the engine, of Mamba-2 and of Gated DeltaNet: whatever happens to a request,
+its tokens are those of a serial run.
 
-The model is that of the fuzzer, in float64, with states of nobody full of NaN.
+The models are those of the fuzzer, in float64, with states of nobody full of NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from harness import (
     run_at,
     run_together,
 )
-from hybrid_model import HybridAttentionModel
+from hybrid_model import HYBRID_MODELS, DeltaAttentionModel, HybridAttentionModel
 from planted_bugs import Plant
 from planted_recurrent_bugs import ROLLBACK_BUGS
 from poisoned_states import poison_states
@@ -51,9 +51,10 @@ LATER = {0: 4, 3: 1, 4: 3, 30: 2}
 """Arrivals: how many at which step."""
 
 
-@pytest.fixture(scope="module")
-def model() -> HybridAttentionModel:
-    return HybridAttentionModel()
+@pytest.fixture(scope="module", params=HYBRID_MODELS, ids=lambda kind: kind.pattern)
+def model(request: pytest.FixtureRequest) -> HybridAttentionModel:
+    made: HybridAttentionModel = request.param()
+    return made
 
 
 def make(model: HybridAttentionModel, device: Device | None = None, **settings: Any) -> Any:
@@ -199,7 +200,8 @@ def test_the_state_is_written_every_few_tokens_only(model: HybridAttentionModel)
 def test_memory_is_counted(model: HybridAttentionModel) -> None:
     engine = make(model, CpuDevice(), max_requests=4)
     state = engine.context.gpu_view.states.find(RecurrentState)
-    taken = sum(pool.untyped_storage().nbytes() for pool in state._layers[0])
+    pools = {pool.untyped_storage().data_ptr(): pool for pools in state._layers for pool in pools}
+    taken = sum(pool.untyped_storage().nbytes() for pool in pools.values())
     assert taken == 5 * state.bytes_per_slot
     assert engine.context.gpu_view.kv_cache.num_layers == 1
     engine.close()
@@ -218,16 +220,22 @@ def test_a_state_of_bfloat16_is_half_as_large() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "state_dim", "message"),
+    ("kind", "settings", "sizes", "message"),
     [
-        ({"num_speculative_tokens": 8}, 16, "num_speculative_tokens=8 .* at most 7"),
-        ({}, 24, "mamba_state_dim=24 .* power of two"),
-        ({}, 8, "mamba_state_dim=8 .* from 16 on"),
+        (HybridAttentionModel, {"num_speculative_tokens": 8}, {}, "=8 .*Mamba-2.* at most 7"),
+        (HybridAttentionModel, {}, {"mamba_state_dim": 24}, "mamba_state_dim=24 .* power of two"),
+        (HybridAttentionModel, {}, {"mamba_state_dim": 8}, "mamba_state_dim=8 .* from 16 on"),
+        (DeltaAttentionModel, {"num_speculative_tokens": 8}, {}, "=8 .*Gated DeltaNet.* most 7"),
+        (DeltaAttentionModel, {}, {"linear_key_head_dim": 24}, "linear_key_head_dim=24 with"),
+        (DeltaAttentionModel, {}, {"linear_value_head_dim": 8}, "=8 is not served: .* of 16"),
     ],
 )
-def test_sizes_that_are_not_served(settings: dict[str, Any], state_dim: int, message: str) -> None:
+def test_sizes_that_are_not_served(
+    kind: type[HybridAttentionModel], settings: dict[str, Any], sizes: dict[str, int], message: str
+) -> None:
     """Refused when the engine is made, not by a failing step."""
-    other = HybridAttentionModel()
-    other.config.mamba_state_dim = state_dim
+    other = kind()
+    for name, size in sizes.items():
+        setattr(other.config, name, size)
     with pytest.raises(ConfigurationError, match=message):
         make_engine(other, max_requests=2, max_tokens=64, **settings)

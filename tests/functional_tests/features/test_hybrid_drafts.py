@@ -16,7 +16,7 @@ from attention_model import VOCABULARY
 from capturing_cpu import CapturingCpu
 from drafters import DRAFTERS
 from harness import Job, assert_all_is_back, greedy, make_engine, random_prompts, run_at
-from hybrid_model import HybridAttentionModel
+from hybrid_model import HYBRID_MODELS, HybridAttentionModel
 from late_device import LateDevice
 from poisoned_states import poison_states
 
@@ -44,9 +44,10 @@ EVICTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model() -> HybridAttentionModel:
-    return HybridAttentionModel()
+@pytest.fixture(scope="module", params=HYBRID_MODELS, ids=lambda kind: kind.pattern)
+def model(request: pytest.FixtureRequest) -> HybridAttentionModel:
+    made: HybridAttentionModel = request.param()
+    return made
 
 
 @pytest.fixture(scope="module")

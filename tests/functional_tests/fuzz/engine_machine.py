@@ -17,7 +17,7 @@ from attention_model import VOCABULARY, AttentionModel
 from drafters import DRAFTERS
 from fuzz_requests import MAX_SEQUENCE, Ask, Pieces, asks, engine_settings
 from harness import assert_all_is_back, make_engine
-from hybrid_model import HybridAttentionModel
+from hybrid_model import HYBRID_MODELS
 from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -41,7 +41,7 @@ from attention_model import VOCABULARY, AttentionModel
 from drafters import DRAFTERS
 from fuzz_requests import Pieces
 from harness import make_engine
-from hybrid_model import HybridAttentionModel
+from hybrid_model import DeltaAttentionModel, HybridAttentionModel, MixedAttentionModel
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
@@ -71,7 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     counts: ClassVar[Counter[str]] = Counter()
     models: ClassVar[dict[str, AttentionModel]] = {
-        "AttentionModel": AttentionModel(), "HybridAttentionModel": HybridAttentionModel(),
+        "AttentionModel": AttentionModel(), **{kind.__name__: kind() for kind in HYBRID_MODELS},
     }  # fmt: skip
     answers: ClassVar[dict[str, SerialAnswers]] = {
         name: SerialAnswers(model) for name, model in models.items()
@@ -91,7 +91,7 @@ class EngineMachine(RuleBasedStateMachine):
         settings=engine_settings(),
         drafter=st.sampled_from(list(DRAFTERS)),
         sharing=st.sampled_from([None, False, True]),
-        model=st.sampled_from(["AttentionModel", "AttentionModel", "HybridAttentionModel"]),
+        model=st.sampled_from(["AttentionModel"] * 3 + [kind.__name__ for kind in HYBRID_MODELS]),
         requests=st.lists(asks, min_size=2, max_size=4),
     )
     def new_engine(
@@ -104,7 +104,7 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         self.serial = self.answers[model]
         self.counts[model] += 1
-        if model == "HybridAttentionModel":
+        if model != "AttentionModel":
             sharing = None  # whose states nobody remembers
         self.drafter = None
         if settings["num_speculative_tokens"]:

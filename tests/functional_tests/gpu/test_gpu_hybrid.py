@@ -12,13 +12,25 @@ from poisoned_states import poison_states
 
 from megatron_async import SamplingParams
 from megatron_async.devices import CudaDevice
+from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-SHAPE = replace(DUMMY_SHAPES["tiny-hybrid"], kv_channels=32, mamba_head_dim=32, mamba_state_dim=64)
+MAMBA = replace(DUMMY_SHAPES["tiny-hybrid"], kv_channels=32, mamba_head_dim=32, mamba_state_dim=64)
+SHAPES = {
+    "Mamba-2": MAMBA,
+    "Gated DeltaNet": replace(
+        DUMMY_SHAPES["tiny-gated-delta"],
+        kv_channels=32,
+        linear_key_head_dim=32,
+        linear_value_head_dim=64,
+    ),
+}
+VOCABULARY = MAMBA.vocab_size
+"""Of both."""
 LENGTHS = (1, 5, 33, 64, 17, 100, 2, 48, 300, 128, 129, 3)
 TOKENS = 48
 ROOM = {"num_kv_blocks": 128, "max_requests": 12, "block_size_tokens": 16}
@@ -34,22 +46,27 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def jobs(params: SamplingParams | None = None) -> list[Job]:
-    prompts = random_prompts(0, LENGTHS, SHAPE.vocab_size)
+    prompts = random_prompts(0, LENGTHS, VOCABULARY)
     return [Job(prompt, params or greedy(TOKENS)) for prompt in prompts]
 
 
+@pytest.fixture(scope="module", params=SHAPES)
+def shape(request: pytest.FixtureRequest) -> ModelArchitecture:
+    return SHAPES[request.param]
+
+
 @pytest.fixture(scope="module")
-def cpu_tokens() -> list[list[int]]:
-    engine = make_engine(make_model(SHAPE), lookahead=0, max_tokens=512, **ROOM)
+def cpu_tokens(shape: ModelArchitecture) -> list[list[int]]:
+    engine = make_engine(make_model(shape), lookahead=0, max_tokens=512, **ROOM)
     tokens = run_at(engine, {0: jobs()})
     engine.close()
     return tokens
 
 
 @pytest.fixture(scope="module")
-def gpu_model() -> torch.nn.Module:
+def gpu_model(shape: ModelArchitecture) -> torch.nn.Module:
     torch.backends.cuda.matmul.allow_tf32 = False
-    return make_model(SHAPE, torch.device("cuda"))
+    return make_model(shape, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -73,9 +73,10 @@ def test_replays_plan_for_plan(make_tiny_engine, tmp_path, lookahead):
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
-def test_hybrids_replay(tmp_path, lookahead):
+@pytest.mark.parametrize("shape", ["tiny-hybrid", "tiny-gated-delta"])
+def test_hybrids_replay(tmp_path, shape, lookahead):
     """With chunks that end where scans are cut, and requests that pause and are evicted."""
-    path, architecture = tmp_path / "run.rec", DUMMY_SHAPES["tiny-hybrid"]
+    path, architecture = tmp_path / "run.rec", DUMMY_SHAPES[shape]
     engine = make_engine(
         make_model(architecture), lookahead=lookahead, max_requests=4, max_tokens=150,
         block_size_tokens=8, num_kv_blocks=45, paused_buffer_size_gb=5e-5,

@@ -40,6 +40,7 @@ SERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no positions": ({}, {"position_embedding_type": "none"}),
     "q/k norm": ({"qk_layernorm": True}, {"rotary_percent": 0.25}),
     "softmax scale": ({"softmax_scale": 0.6}, {}),
+    "output gate": ({"attention_output_gate": True, "qk_layernorm": True}, {}),
     "layer scaling": ({"apply_query_key_layer_scaling": True}, {}),
     "tied": ({}, {"share_embeddings_and_output_weights": True, "parallel_output": False}),
     "LayerNorm, biases, GELU": (
@@ -152,7 +153,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {},
     ),
     ("softmax_type='off-by-one'", {"softmax_type": "off-by-one"}, {}),
-    ("attention_output_gate=True", {"attention_output_gate": True}, {}),
     ("flash_decode=True", {"flash_decode": True}, {}),
     ("attn_mask_type=no_mask", {}, {"mask": AttnMaskType.no_mask}),
     (
@@ -231,10 +231,9 @@ EXPERTS = DUMMY_SHAPES["tiny-moe"]
     [
         ({"moe_router_score_function": "sqrtsoftplus"}, "score_function='sqrtsoftplus'"),
         ({"moe_router_enable_expert_bias": True}, "expert_bias=True with moe_router_score_funct"),
-        ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate=True"),
+        ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate=True without"),
         ({"moe_router_num_groups": 2}, "moe_router_num_groups=2"),
         ({"normalization": "LayerNorm"}, "normalization='LayerNorm'"),
-        ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma=True"),
         ({"fp32_residual_connection": True}, "fp32_residual_connection=True"),
         ({"activation_func": F.gelu}, "activation_func=gelu"),
         ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value=7.0"),

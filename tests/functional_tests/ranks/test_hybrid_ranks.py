@@ -49,7 +49,13 @@ def check(ranks: list[list[RankRun]], expected: list[list[int]]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "sequence_parallel"),
-    [("attention behind", False), ("attention behind", True), ("one group", False)],
+    [
+        ("attention behind", False),
+        ("attention behind", True),
+        ("one group", False),
+        ("gated delta", False),
+        ("gated delta", True),
+    ],
 )
 def test_tensor_parallel(stored: Stored, name: str, sequence_parallel: bool) -> None:
     folder, expected = stored[name]
@@ -82,8 +88,9 @@ def test_the_stage_with_attention_sizes_the_pool(stored: Stored) -> None:
     assert 0 < first[1] < first[0]
 
 
-def test_experts(stored: Stored) -> None:
-    folder, expected = stored["attention behind"]
+@pytest.mark.parametrize("name", ["attention behind", "gated delta"])
+def test_experts(stored: Stored, name: str) -> None:
+    folder, expected = stored[name]
     ranks = run_ranks(2, serve_mine, folder, timeout_s=200)
     for settings, *pair in zip(CASES, *ranks, strict=True):
         assert pair[0].steps == pair[1].steps, settings

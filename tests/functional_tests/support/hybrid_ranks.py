@@ -28,9 +28,16 @@ MODELS = {
     "attention ahead": replace(TINY, pattern="*-*EMEM", num_layers=7),
     "both on both": replace(TINY, pattern="M*EM-M*E", num_layers=8),
     "one group": replace(TINY, mamba_num_groups=1),
+    "gated delta": replace(DUMMY_SHAPES["tiny-gated-delta"], pattern="GEG-*EGE", num_layers=4),
 }
-"""With experts, and two groups of Mamba-2 heads but for the last."""
-STAGES = {"attention behind": "MEM|*-E", "attention ahead": "*-*E|MEM", "both on both": "M*EM-|M*E"}
+"""With experts, and two groups of Mamba-2 heads but for one; the last has two key heads of Gated
+DeltaNet."""
+STAGES = {
+    "attention behind": "MEM|*-E",
+    "attention ahead": "*-*E|MEM",
+    "both on both": "M*EM-|M*E",
+    "gated delta": "GEG-|*EGE",
+}
 """How two pipeline stages share the layers."""
 TOKENS = 24
 _SAMPLED: dict[str, Any] = {"num_tokens_to_generate": TOKENS, "termination_id": -1}

@@ -12,7 +12,10 @@ from megatron_async.device_state import recurrent_state
 from megatron_async.ops.kernels import TORCH_KERNELS
 from megatron_async.rollback import plan_rollback
 
-PREFILL, NEXT_BASES = TORCH_KERNELS.mamba_prefill, TORCH_KERNELS.next_bases
+PREFILLS = ("mamba_prefill", "delta_prefill")
+NEXT_BASES = TORCH_KERNELS.next_bases
+Change = Callable[..., tuple[Any, ...]]
+"""From arguments of a prefill to those of a wrong one."""
 
 
 def _plant(monkeypatch: pytest.MonkeyPatch, **ops: Callable[..., Any]) -> None:
@@ -20,27 +23,36 @@ def _plant(monkeypatch: pytest.MonkeyPatch, **ops: Callable[..., Any]) -> None:
     monkeypatch.setattr(recurrent_state, "kernels_for", lambda tensor: kernels)
 
 
+def _plant_in_prefill(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+    """In that of every kind of recurrent layer."""
+
+    def changed(op: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: op(*change(*arguments))
+
+    _plant(monkeypatch, **{name: changed(getattr(TORCH_KERNELS, name)) for name in PREFILLS})
+
+
 def state_of_the_last_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request's first chunk goes on from what its slot holds."""
 
-    def goes_on(zxbcdt: Any, params: Any, pools: Any, rows: Any, base: Any, *others: Any) -> Any:
+    def goes_on(inputs: Any, params: Any, pools: Any, rows: Any, base: Any, *others: Any) -> Any:
         # Nothing is read at position 0: this is the same chunk, further behind.
         moved = rows._replace(first_positions=rows.first_positions.clamp(min=128))
-        return PREFILL(zxbcdt, params, pools, moved, base + 128, *others)
+        return inputs, params, pools, moved, base + 128, *others
 
-    _plant(monkeypatch, mamba_prefill=goes_on)
+    _plant_in_prefill(monkeypatch, goes_on)
 
 
 def short_chunks_forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """The convolution's history is lost at chunks of one and two tokens (Megatron-Core 0.19.2)."""
 
-    def forgets(zxbcdt: Any, params: Any, pools: Any, rows: Any, *others: Any) -> Any:
+    def forgets(inputs: Any, params: Any, pools: Any, rows: Any, *others: Any) -> Any:
         lengths = rows.starts.diff()
         for row in rows.read_rows[(lengths > 0) & (lengths < 3)].tolist():
             pools.conv[row] = 0
-        return PREFILL(zxbcdt, params, pools, rows, *others)
+        return inputs, params, pools, rows, *others
 
-    _plant(monkeypatch, mamba_prefill=forgets)
+    _plant_in_prefill(monkeypatch, forgets)
 
 
 def drafts_are_flushed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,24 @@ GRANITE = {
     "residual_multiplier": 0.246,
     "attention_multiplier": 0.125,
 }
+QWEN = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+    },
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
+QWEN_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-3": (
         "NemotronH",
@@ -78,6 +96,12 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "expand": 2,
         },
     ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {**QWEN, **QWEN_EXPERTS, "mlp_only_layers": [1], "intermediate_size": 72},
+    ),
+    "qwen3.5": ("Qwen3_5", {**QWEN, "intermediate_size": 72}),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**QWEN, **QWEN_EXPERTS}),
 }
 
 
@@ -101,7 +125,8 @@ def make_hybrid(name: str) -> Any:
 
     kind, options = (HYBRIDS | ATTENDING)[name]
     torch.manual_seed(1)
-    config = getattr(transformers, f"{kind}Config")(**COMMON | options)
+    config_kind = f"{kind}Text" if kind.startswith("Qwen3_5") else kind
+    config = getattr(transformers, f"{config_kind}Config")(**COMMON | options)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for parameter_name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if parameter_name.endswith("A_log"):
@@ -110,6 +135,8 @@ def make_hybrid(name: str) -> Any:
             parameter.data.normal_(0.0, 0.5)
         elif parameter.dim() == 1 and "inv_freq" not in parameter_name:
             is_norm = "norm" in parameter_name or parameter_name.endswith(".D")
+            if kind.startswith("Qwen"):  # where others multiply by 1 + weight
+                is_norm = "linear_attn.norm" in parameter_name
             parameter.data.normal_(1.0 if is_norm else 0.0, 0.2)
         elif "conv1d" in parameter_name or "router" in parameter_name or "gate" in parameter_name:
             parameter.data.normal_(0.0, 0.5)

@@ -93,10 +93,24 @@ def test_info_of_hybrids() -> None:
     assert f"of {info.state_requests} requests (max_requests), beside a KV pool of one" in text
 
 
+def test_info_of_gated_delta_net() -> None:
+    """The cut shape fits a GPU of 141 GB; a slot has 27 states of 2 MiB, rings and convolution."""
+    info = model_info("dummy:qwen3-next-80b", memory_gb=139, dtype="bfloat16")
+    ring = 17 * (4096 + 2048) * 2 + 17 * 32 * 4
+    assert info.state_bytes_per_request == 27 * (32 * 128 * 128 * 4 + ring + 4 * 8192 * 2)
+    assert info.fits
+    assert info.state_requests > 400
+    text = format_info(info)
+    assert "in 27 layers, 16 key heads of 128, 32 value heads of 128" in text
+    assert "in 9 layers, 16 heads, 2 KV heads, head size 256, rope base 1e+07 on 0.25 of" in text
+    assert "q/k norm, gated attention, zero-centred norms, gated shared expert" in text
+
+
 @pytest.mark.parametrize("memory_gb", [0.004, 0.008])
-def test_info_of_hybrids_is_what_an_engine_finds(memory_gb: float) -> None:
+@pytest.mark.parametrize("shape", ["tiny-hybrid", "tiny-gated-delta"])
+def test_info_of_hybrids_is_what_an_engine_finds(shape: str, memory_gb: float) -> None:
     """Beside the weights: as many requests as it says, or as many blocks, and not one more."""
-    info = model_info("dummy:tiny-hybrid", memory_gb=memory_gb, block_size_tokens=16)
+    info = model_info(f"dummy:{shape}", memory_gb=memory_gb, block_size_tokens=16)
     model = transformer_config(info.architecture, torch.float32)
     device = CpuDevice()
     device.free_memory = partial(int, info.free_bytes - info.weight_bytes)  # type: ignore[method-assign]

@@ -213,11 +213,11 @@ def test_hybrid_model_checkpoints_of_training_load(
     [
         (None, "says nothing about the model's architecture; place an architecture.json"),
         (ARGS | {"num_experts": 8}, "add_qkv_bias together with qk_layernorm or experts"),
-        (ARGS | {"moe_shared_expert_gate": True}, "moe_shared_expert_gate = True"),
+        (ARGS | {"experimental_attention_variant": "dsa"}, "attention_variant = 'dsa'"),
         (ARGS | {"normalization": "LayerNorm"}, "normalization = 'LayerNorm' .*'RMSNorm'"),
         (ARGS | {"hybrid_layer_pattern": "*-*E*-"}, "and 'E' where num_experts says how many"),
         (ARGS | {"qk_layernorm": True}, "add_qkv_bias together with qk_layernorm"),
-        (ARGS | {"hybrid_layer_pattern": "G-G-*-"}, "pattern 'G-G-\\*-' is not supported"),
+        (ARGS | {"hybrid_layer_pattern": "D-D-*-"}, "pattern 'D-D-\\*-' is not supported"),
         (ARGS | {"hidden_size": None}, "hidden_size = None"),
         ({k: v for k, v in ARGS.items() if k != "swiglu"}, "swiglu = False"),
         (ARGS | {"ffn_hidden_size": 64}, r"linear_fc1.weight' .*expected \[128, 64\], found \[256"),

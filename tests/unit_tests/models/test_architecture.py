@@ -54,7 +54,8 @@ def test_a_rank_of_several_holds_a_share_of_heads_and_groups_or_all_of_one_group
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("MG*-E", r"'MG\*-E' has \['G'\]: it may have .*'M' \(Mamba-2\)"),
+        ("MD*-E", r"'MD\*-E' has \['D'\]: it may have .*'M' \(Mamba-2\)"),
+        ("MG*-E", "linear_num_value_heads = 0 must be a multiple of linear_num_key_heads = 0"),
         ("M*", "has 2 characters, but num_layers = 5"),
         ("M*-|*-", r"has \['\|'\]"),
     ],
@@ -70,6 +71,7 @@ def test_patterns_that_are_refused(pattern, message):
         ("nemotron-3-nano-30b", 31.58, 6144, 48.2),
         ("nemotron-h-8b", 8.10, 16384, 100.7),
         ("granite-4.0-h-350m", 0.34, 4096, 22.0),
+        ("qwen3-next-80b", 59.91, 18432, 56.6),  # cut to 36 of 48 layers
     ],
 )
 def test_well_known_hybrids_have_the_sizes_of_their_names(shape, billions, kv_bytes, state_mb):
@@ -78,7 +80,17 @@ def test_well_known_hybrids_have_the_sizes_of_their_names(shape, billions, kv_by
     assert a.kv_bytes_per_token(2) == kv_bytes
     # Without the inputs that states have not taken in yet.
     state = 4 * a.count("M") * math.prod(a.mamba.state_shape)
+    state += 4 * a.count("G") * math.prod(a.delta.state_shape)
     assert state / 1e6 == pytest.approx(state_mb, abs=0.05)
+
+
+def test_the_whole_of_a_cut_shape_has_the_size_of_its_name():
+    """Without the layers of multi-token prediction."""
+    a = DUMMY_SHAPES["qwen3-next-80b"]
+    whole = dataclasses.replace(a, num_layers=48, pattern="GEGEGE*E" * 12)
+    assert whole.num_parameters / 1e9 == pytest.approx(79.67, abs=0.005)
+    assert whole.num_active_parameters / 1e9 == pytest.approx(3.87, abs=0.005)
+    assert a.num_parameters * 2 < 121e9
 
 
 @pytest.mark.parametrize(
@@ -88,6 +100,7 @@ def test_well_known_hybrids_have_the_sizes_of_their_names(shape, billions, kv_by
         dataclasses.replace(HYBRID, activation="silu", moe_router_enable_expert_bias=True),
         DUMMY_SHAPES["tiny-hybrid"],
         DUMMY_SHAPES["tiny-moe"],
+        DUMMY_SHAPES["tiny-gated-delta"],
         dataclasses.replace(DUMMY_SHAPES["granite-4.0-h-350m"], hidden_size=64, vocab_size=99),
     ],
 )

@@ -295,10 +295,10 @@ def test_what_a_stage_needs_room_for() -> None:
     found = []
     for config.pipeline_stage in (0, 1):
         found.append(recurrent_layers(config))
-    assert found == [2, 0]
+    assert found == ["MM", ""]
     rank = mamba_sizes(config).of_rank(2)
     assert (rank.state_shape, rank.conv) == ((4, 16, 16), 96)
-    assert recurrent_layers(transformer_config(DUMMY_SHAPES["tiny"], torch.bfloat16)) == 0
+    assert recurrent_layers(transformer_config(DUMMY_SHAPES["tiny"], torch.bfloat16)) == ""
 
 
 def test_a_context_of_another_model() -> None:

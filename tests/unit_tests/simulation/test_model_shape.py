@@ -21,10 +21,19 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.model_config import ModelConfig, transformer_config
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.simulation.model_less import ModelLessEngine
-from megatron_async.simulation.model_shape import ModelShape
+from megatron_async.simulation.model_shape import FIELDS, ModelShape
 
 HYBRID = DUMMY_SHAPES["tiny-hybrid"]
 RECURRENT = replace(HYBRID, pattern="M-M-M-", num_moe_experts=0)
+MAMBA_LAYER = 8 * 16 * 32 + 17 * (8 * 16 + 2 * 32) + 17 * 8 + 4 * (8 * 16 + 2 * 2 * 32)
+"""8 heads of 16, state 32, two groups; a ring of 17 inputs, and of 4."""
+DELTA_LAYER = 4 * 16 * 16 + 17 * (4 * 16 + 2 * 16) + 17 * 4 + 4 * (4 * 16 + 2 * 2 * 16)
+"""2 key heads and 4 value heads of 16; a ring of 17 pseudo values and keys, and of 4 inputs."""
+DELTA = DUMMY_SHAPES["tiny-gated-delta"]
+MIXED = replace(
+    DELTA, pattern="MGE*-M", num_layers=6,
+    **{name: getattr(HYBRID, name) for name in FIELDS["M"]},
+)  # fmt: skip
 SETTINGS: dict[str, Any] = {"block_size_tokens": 16, "max_tokens": 150, "max_requests": 4}
 
 
@@ -53,10 +62,13 @@ def stages(architecture: ModelArchitecture, tensor: int, pipeline: int) -> list[
     return found
 
 
-@pytest.mark.parametrize(("pattern", "chunks"), [("MEM*-E", [128, 128, 44]), ("*-", [150, 150])])
+@pytest.mark.parametrize(
+    ("pattern", "chunks"),
+    [("MEM*-E", [128, 128, 44]), ("GE*E", [128, 128, 44]), ("*-", [150, 150])],
+)
 def test_prompts_are_cut_where_scans_are(pattern: str, chunks: list[int]) -> None:
     shape = ModelShape.of_architecture(
-        replace(HYBRID, pattern=pattern, num_layers=len(pattern)), "bfloat16"
+        replace(MIXED, pattern=pattern, num_layers=len(pattern)), "bfloat16"
     )
     engine = ModelLessEngine(shape, InferenceConfig(num_kv_blocks=64, **SETTINGS), Ones())
     engine.listeners.append(listener := Chunks())
@@ -76,18 +88,24 @@ def test_a_model_without_attention_needs_no_pool() -> None:
     engine.close()
 
 
-def test_states_are_the_models() -> None:
-    shape = ModelShape.of_architecture(HYBRID, "float32")
+@pytest.mark.parametrize(
+    ("architecture", "elements"),
+    [
+        (HYBRID, 2 * MAMBA_LAYER),
+        (DELTA, 2 * DELTA_LAYER),
+        (MIXED, 2 * MAMBA_LAYER + DELTA_LAYER),
+    ],
+)
+def test_states_are_the_models(architecture: ModelArchitecture, elements: int) -> None:
+    shape = ModelShape.of_architecture(architecture, "float32")
     engine = ModelLessEngine(shape, InferenceConfig(num_kv_blocks=64, **SETTINGS), Ones())
     state = engine.context.gpu_view.states.find(RecurrentState)
     assert state is not None
-    # Two layers of 8 heads of 16, state 32, two groups; a ring of 17 inputs, and of 4.
-    of_inputs = 17 * (8 * 16 + 2 * 32) + 17 * 8 + 4 * (8 * 16 + 2 * 2 * 32)
-    assert state.bytes_per_slot == 2 * 4 * (8 * 16 * 32 + of_inputs)
+    assert state.bytes_per_slot == 4 * elements
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["tiny-hybrid", "tiny", "nemotron-h-8b"])
+@pytest.mark.parametrize("name", ["tiny-hybrid", "tiny", "nemotron-h-8b", "tiny-gated-delta"])
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_ranks_have_blocks_as_large_as_the_largest(name: str, tensor: int, pipeline: int) -> None:
     """By it is reckoned how many of them paused requests may hold."""
@@ -99,4 +117,5 @@ def test_ranks_have_blocks_as_large_as_the_largest(name: str, tensor: int, pipel
         shape = ModelShape.of_context(context, 512)
         assert block_bytes(shape, config) == largest
         assert shape.num_mamba_layers == DUMMY_SHAPES[name].count("M")
+        assert shape.num_delta_layers == DUMMY_SHAPES[name].count("G")
         assert ModelShape(**shape.to_dict()) == shape

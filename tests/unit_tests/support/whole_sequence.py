@@ -15,10 +15,12 @@ from torch import Tensor
 
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import inference_mode_active
 from megatron_async.models.attention import stamp_kv_layers
-from megatron_async.models.layer_sizes import MambaSizes
-from megatron_async.models.partition import mamba_sizes, recurrent_layers
+from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
+from megatron_async.models.norm import fold_norms
+from megatron_async.models.partition import recurrent_layers, recurrent_sizes
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable, described_frequencies
+from megatron_async.ops.recurrent.delta_pools import DeltaParams
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
 
 
@@ -55,6 +57,43 @@ def recurrence(zxbcdt: Tensor, params: MambaParams, sizes: MambaSizes) -> Tensor
     return y.flatten(1)
 
 
+def delta_rule(qkvzba: Tensor, params: DeltaParams, sizes: DeltaSizes) -> Tensor:
+    """Convolution and recurrence of a Gated DeltaNet mixer, token by token.
+
+    Args:
+        qkvzba: `[tokens, in_proj]`, one sequence from its beginning.
+        params: of its convolution and decay.
+        sizes: of the layer.
+
+    Returns:
+        o before the gated norm, float32 `[tokens, values]`.
+    """
+    strips = qkvzba.float().split(list(sizes.strips.values()), dim=1)
+    *_inputs, _z, beta, alpha = strips
+    inputs = torch.cat(strips[:3], dim=1).t()
+    mixed = F.conv1d(F.pad(inputs, (3, 0)), params.conv_weight.float(), groups=sizes.conv)
+    q, k, v = F.silu(mixed).t().split(list(sizes.conv_strips.values()), dim=1)
+    each = sizes.value_heads // sizes.key_heads
+    q, k = (
+        (part * (part.square().sum(2, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(each, 1)
+        for part in (
+            each_head.unflatten(1, (sizes.key_heads, sizes.key_dim)) for each_head in (q, k)
+        )
+    )
+    q = q * sizes.key_dim**-0.5
+    v = v.unflatten(1, (sizes.value_heads, sizes.value_dim))
+    decay = torch.exp(-params.a_log.exp() * F.softplus(alpha + params.dt_bias.float()))
+    beta = beta.sigmoid()
+    state = torch.zeros(sizes.state_shape)
+    o = torch.empty_like(v)
+    for token in range(len(v)):
+        state = decay[token, :, None, None] * state
+        missing = v[token] - torch.einsum("hvk,hk->hv", state, k[token])
+        state = state + torch.einsum("hv,hk->hvk", beta[token, :, None] * missing, k[token])
+        o[token] = torch.einsum("hvk,hk->hv", state, q[token])
+    return o.flatten(1)
+
+
 class WholeSequence:
     """What a model reads of a `ContextGPUView`, for one sequence of so many tokens."""
 
@@ -71,14 +110,18 @@ class WholeSequence:
         self.eps = config.layernorm_epsilon
         self.dim = config.kv_channels
         self._groups = config.num_query_groups // config.tensor_model_parallel_size
-        ranks = config.tensor_model_parallel_size
-        self._sizes = mamba_sizes(config).of_rank(ranks) if recurrent_layers(config) else None
+        self._sizes = recurrent_sizes(config, recurrent_layers(config))
         self.layers: list[int] = []
 
-    def recurrent(self, layer: int, zxbcdt: Tensor, params: MambaParams) -> Tensor:
-        """See `recurrence`."""
+    def recurrent(self, layer: int, projected: Tensor, params: MambaParams | DeltaParams) -> Tensor:
+        """See `recurrence` and `delta_rule`."""
         self.layers.append(layer)
-        return recurrence(zxbcdt, params, self._sizes).to(zxbcdt.dtype)
+        sizes = self._sizes[layer]
+        if isinstance(params, DeltaParams):
+            assert isinstance(sizes, DeltaSizes)
+            return delta_rule(projected, params, sizes).to(projected.dtype)
+        assert isinstance(sizes, MambaSizes)
+        return recurrence(projected, params, sizes).to(projected.dtype)
 
     def attention(
         self,
@@ -87,20 +130,26 @@ class WholeSequence:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         scale: float | None = None,
+        has_gate: bool = False,
     ) -> Tensor:
-        """Causal attention, `[tokens, heads, dim]`; no model here has q/k norms."""
-        assert q_norm is None
-        assert k_norm is None
+        """Causal attention, `[tokens, heads, dim]`."""
         tokens = len(mixed_qkv)
         groups = self._groups
         grouped = mixed_qkv.unflatten(1, (groups, -1, self.dim))
         query, key, value = grouped[:, :, :-2], grouped[:, :, -2:-1], grouped[:, :, -1:]
+        gate = torch.full_like(query, float("inf"))
+        if has_gate:
+            query, gate = query.chunk(2, dim=2)
+        if q_norm is not None:
+            query = F.rms_norm(query, (self.dim,), q_norm, self.eps)
+            key = F.rms_norm(key, (self.dim,), k_norm, self.eps)
         query, key = self._rotate(query), self._rotate(key)
         scores = torch.einsum("tghd,sgxd->ghts", query, key)
         scores = scores * (self.dim**-0.5 if scale is None else scale)
         future = torch.ones(tokens, tokens).triu(1).bool()
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-        return torch.einsum("ghts,sgxd->tghd", weights, value).flatten(1, 2)
+        output = torch.einsum("ghts,sgxd->tghd", weights, value) * gate.sigmoid()
+        return output.flatten(1, 2)
 
     def _rotate(self, x: Tensor) -> Tensor:
         cos, sin = (table[:, None, None] for table in (self.rotary.cos, self.rotary.sin))
@@ -134,6 +183,7 @@ def whole_logits(model: Any, tokens: list[int]) -> Tensor:
     """Logits `[tokens, vocabulary]` of one sequence by a `HybridModel`; of a pipeline stage that is
     not the last, hidden states `[tokens, 1, hidden]`."""
     stamp_kv_layers(model)
+    fold_norms(model)
     view = WholeSequence(model.config, len(tokens))
     with inference_mode_active():
         logits: Tensor = model(
@@ -143,5 +193,5 @@ def whole_logits(model: Any, tokens: list[int]) -> Tensor:
             inference_context=view,
             runtime_gather_output=True,
         )
-    assert view.layers == list(range(recurrent_layers(model.config)))
+    assert view.layers == list(range(len(recurrent_layers(model.config))))
     return logits.squeeze(0) if stage_of(model.config).is_last else logits

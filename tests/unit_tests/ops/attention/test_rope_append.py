@@ -94,6 +94,31 @@ def test_only_the_first_elements_are_rotated(kv_heads, group, dim, rotated, dtyp
         assert rotated == 0 or not torch.equal(query, plain)
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dim", "rotated"), [(2, 3, 64, 16), (1, 1, 16, 16), (2, 8, 32, 8)]
+)
+def test_gates_behind_the_queries_are_passed_over(
+    kv_heads, group, dim, rotated, dtype, norm, device
+):
+    """The same bits as without them, and nothing of them is read."""
+    plain = inputs(5, kv_heads, group, dim, dtype, device, norm, rotated=rotated)
+    expected = check(plain)
+    heads = plain[0].unflatten(1, (kv_heads, group + 2, dim))
+    gates = torch.full((5, kv_heads, group, dim), torch.nan, dtype=dtype, device=device)
+    gated = torch.cat((heads[:, :, :group], gates, heads[:, :, group:]), 2).flatten(1)
+    caches = [cache.clone().fill_(torch.nan) for cache in plain[5:7]]
+    for op in (rope_append, rope_append_reference):
+        norms = dict(zip(("q_weight", "k_weight", "eps"), plain[7:]))
+        query = op(gated, *plain[1:5], *caches, **norms, has_gate=True)
+        torch.testing.assert_close(query, expected)
+        for found, wanted in zip(caches, plain[5:7], strict=True):
+            torch.testing.assert_close(found, wanted, equal_nan=True)
+    with pytest.raises(ValueError, match="as many gates, and 2"):
+        rope_append(gated[:, :-1], *plain[1:5], *caches, has_gate=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", [False, True])
 def test_equals_the_modules(dtype, norm, device):

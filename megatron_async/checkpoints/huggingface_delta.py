@@ -1,0 +1,229 @@
+"""Families with Gated DeltaNet in Hugging Face's `config.json`, read and written: Qwen3-Next,
+Qwen3.5 and Qwen3.5-MoE.
+
+Their layers are two of the pattern: Gated DeltaNet or attention, and an MLP or experts. All have
+norms of 1 + weight, q/k norms, a gate behind attention, and, with experts, one behind the shared
+expert; rope turns a quarter of a head.
+
+Models with a vision tower (`...ForConditionalGeneration`) hold the language model's configuration
+in `text_config` and its tensors under another prefix. The language model is served; what the
+vision tower and the layers of multi-token prediction have is left in its place. Their rope has
+three positions for each token (`mrope_section`), which are the same for text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.huggingface_experts import dense_layers
+from megatron_async.checkpoints.json_files import read_number, read_size
+from megatron_async.models.architecture import ATTENTION, DELTA, EXPERTS, MLP, ModelArchitecture
+from megatron_async.models.layer_sizes import CONV_KERNEL
+
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "linear_conv_kernel_dim": (CONV_KERNEL,),
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),
+    "use_sliding_window": (False,),
+}
+DELTA_FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "qwen3_next": _FIXED,
+    "qwen3_5": _FIXED,
+    "qwen3_5_moe": _FIXED | {"norm_topk_prob": (True,)},
+}
+"""Settings that change the computation, and the values that are supported (None always is)."""
+LAYER_NAMES = {"linear_attention": DELTA, "full_attention": ATTENTION}
+COMPOSITES = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
+"""Classes with a vision tower, and that of the language model inside."""
+MODEL_TYPES = {
+    "qwen3_next": "qwen3_next",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+"""`model_type` in the `config.json` of a model without a vision tower."""
+LEFT_OUT = {
+    "mtp.": "multi-token prediction",
+    "model.visual.": "the vision tower",
+    "visual.": "the vision tower",
+}
+"""Beginnings of names of tensors that a language model does without."""
+INSIDE, ALONE = "model.language_model.", "model."
+"""Prefix of the language model's tensors beside a vision tower, and without one."""
+
+
+def language_model_config(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """The configuration of the language model that a model with a vision tower has; every other
+    configuration as it is.
+
+    Args:
+        config: content of a `config.json`.
+        where: file name for error messages.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    names = config.get("architectures") or []
+    inside = COMPOSITES.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
+    if inside is None:
+        return config
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{where}: text_config = {text!r} must describe the language model")
+    found = {**text, "architectures": [inside]}
+    for key in ("tie_word_embeddings", "quantization_config"):  # of the model as a whole
+        if key in config:
+            found[key] = config[key]
+    return found
+
+
+def language_model_tensors(
+    names: Iterable[str], model_type: str
+) -> tuple[dict[str, str], Counter[str]]:
+    """Tensors of a language model in a folder.
+
+    Args:
+        names: of all tensors that are stored.
+        model_type: `ModelArchitecture.model_type`.
+
+    Returns:
+        the name in a folder of the language model alone -> the name that is stored; and of how
+        many tensors each thing is made that is left out.
+    """
+    if model_type not in MODEL_TYPES:
+        return {name: name for name in names}, Counter()
+    found, left_out = {}, Counter[str]()
+    for name in names:
+        for beginning, what in LEFT_OUT.items():
+            if name.startswith(beginning):
+                left_out[what] += 1
+                break
+        else:
+            is_inside = name.startswith(INSIDE)
+            found[ALONE + name.removeprefix(INSIDE) if is_inside else name] = name
+    return found, left_out
+
+
+def read_delta(config: dict[str, Any], model_type: str, where: str) -> dict[str, Any]:
+    """The fields of `ModelArchitecture` that these families have their own words for, as
+    `huggingface_hybrid.read_hybrid` gives them.
+
+    Args:
+        config: content of a `config.json`, of a language model.
+        model_type: one of `DELTA_FIXED`.
+        where: file name for error messages.
+
+    Raises:
+        CheckpointError: a setting that is not supported, a missing or malformed value.
+    """
+    layers = read_size(config, "num_hidden_layers", where)
+    mixers = _mixers(config, layers, where)
+    dense: tuple[int, ...] = tuple(range(layers))
+    if model_type == "qwen3_next":
+        dense = dense_layers(config, layers, where)
+    elif model_type == "qwen3_5_moe":
+        dense = ()
+    pattern = "".join(
+        mixer + (MLP if layer in dense else EXPERTS) for layer, mixer in enumerate(mixers)
+    )
+    heads = read_size(config, "num_attention_heads", where)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    percent = {**config, **(rope if isinstance(rope, dict) else {})}
+    found: dict[str, Any] = {
+        "num_layers": layers,
+        "pattern": pattern,
+        "num_attention_heads": heads,
+        "num_query_groups": read_size(config, "num_key_value_heads", where, heads),
+        "kv_channels": read_size(config, "head_dim", where, 256),
+        "ffn_hidden_size": read_size(config, "intermediate_size", where) if dense else 0,
+        "layernorm_epsilon": read_number(config, "rms_norm_eps", where, 1e-6),
+        "layernorm_zero_centered_gamma": True,
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+        "rotary_percent": read_number(percent, "partial_rotary_factor", where, 0.25),
+        "linear_num_key_heads": read_size(config, "linear_num_key_heads", where, 16),
+        "linear_num_value_heads": read_size(config, "linear_num_value_heads", where, 32),
+        "linear_key_head_dim": read_size(config, "linear_key_head_dim", where, 128),
+        "linear_value_head_dim": read_size(config, "linear_value_head_dim", where, 128),
+    }
+    keys, values = found["linear_num_key_heads"], found["linear_num_value_heads"]
+    if values % keys:
+        raise CheckpointError(
+            f"{where}: linear_num_value_heads = {values} is not a multiple of linear_num_key_heads "
+            f"= {keys}"
+        )
+    return found | (_read_experts(config, where) if EXPERTS in pattern else {})
+
+
+def _mixers(config: dict[str, Any], layers: int, where: str) -> str:
+    listed = config.get("layer_types")
+    if listed is None:
+        # One of so many layers has attention, the last of them.
+        every = read_size(config, "full_attention_interval", where, 4)
+        return "".join(DELTA if (n + 1) % every else ATTENTION for n in range(layers))
+    if not isinstance(listed, list) or set(map(str, listed)) - LAYER_NAMES.keys():
+        raise CheckpointError(
+            f"{where}: layer_types = {listed!r} must be a list of {', '.join(LAYER_NAMES)}"
+        )
+    if len(listed) != layers:
+        raise CheckpointError(
+            f"{where}: num_hidden_layers = {layers}, but {len(listed)} layers are listed"
+        )
+    return "".join(LAYER_NAMES[name] for name in listed)
+
+
+def _read_experts(config: dict[str, Any], where: str) -> dict[str, Any]:
+    name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    experts = read_size(config, name, where)
+    chosen = read_size(config, "num_experts_per_tok", where)
+    if chosen > experts:
+        raise CheckpointError(
+            f"{where}: num_experts_per_tok = {chosen} is more than {name} = {experts}"
+        )
+    shared = read_size(config, "shared_expert_intermediate_size", where)
+    return {
+        "num_moe_experts": experts,
+        "moe_router_topk": chosen,
+        "moe_ffn_hidden_size": read_size(config, "moe_intermediate_size", where),
+        "moe_router_pre_softmax": not config.get("norm_topk_prob", True),
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_gate": True,
+    }
+
+
+def write_delta(a: ModelArchitecture) -> dict[str, Any]:
+    """Entries of a `config.json` that only these families have."""
+    names = {kind: name for name, kind in LAYER_NAMES.items()}
+    config: dict[str, Any] = {
+        "model_type": MODEL_TYPES[a.model_type],
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "layer_types": [names.get(kind, kind) for kind in a.pattern[::2]],
+        "partial_rotary_factor": a.rotary_percent,
+        "linear_conv_kernel_dim": CONV_KERNEL,
+        "linear_num_key_heads": a.linear_num_key_heads,
+        "linear_num_value_heads": a.linear_num_value_heads,
+        "linear_key_head_dim": a.linear_key_head_dim,
+        "linear_value_head_dim": a.linear_value_head_dim,
+    }
+    if not a.num_moe_experts:
+        return config
+    config |= {
+        "num_experts": a.num_moe_experts,
+        "num_experts_per_tok": a.moe_router_topk,
+        "moe_intermediate_size": a.moe_ffn_hidden_size,
+        "shared_expert_intermediate_size": a.moe_shared_expert_intermediate_size,
+        "output_router_logits": False,
+    }
+    if a.model_type == "qwen3_next":
+        config |= {
+            "norm_topk_prob": not a.moe_router_pre_softmax,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [n for n, kind in enumerate(a.pattern[1::2]) if kind == MLP],
+        }
+    return config

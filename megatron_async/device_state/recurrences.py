@@ -1,0 +1,145 @@
+"""The kinds of recurrent layers: what a slot of each holds, and the ops that read and write it.
+
+`RecurrentState` knows a layer by its `Recurrence` alone; a new kind is a class here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
+from megatron_async.ops.kernels import Kernels
+from megatron_async.ops.recurrent import delta_pools, mamba_pools
+
+
+class PoolWidths(NamedTuple):
+    """What a layer's pools (`RecurrentPools`) hold of one slot, or of one token of it; elements."""
+
+    state: tuple[int, int, int]
+    """Of a slot."""
+    ring_xb: int
+    """Of a token."""
+    ring_gates: tuple[int, int]
+    """Of a token: gates, heads."""
+    conv: int
+    """Of a token."""
+
+
+class Recurrence(Protocol):
+    """One kind of recurrent layer with its sizes on this rank; can be hashed, and equal ones share
+    memory."""
+
+    @property
+    def name(self) -> str:
+        """Of the kind, for messages."""
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token's output."""
+
+    @property
+    def pool_widths(self) -> PoolWidths:
+        """What the layer's pools hold."""
+
+    def check(self) -> None:
+        """Refuse sizes that the ops do not serve.
+
+        Raises:
+            ConfigurationError: one of them; names it and what is served.
+        """
+
+    def decode(self, ops: Kernels) -> Callable[..., Tensor]:
+        """The op of decode rows; arguments are those of `mamba_decode`, with the kind's own input
+        and parameters."""
+
+    def prefill(self, ops: Kernels) -> Callable[..., Tensor]:
+        """The op of prefill chunks, likewise as `mamba_prefill`."""
+
+
+@dataclass(frozen=True)
+class MambaRecurrence:
+    """Mamba-2 (Dao and Gu 2024). Its rings hold x and B, decays and step sizes."""
+
+    sizes: MambaSizes
+    name = "Mamba-2"
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token's output."""
+        return self.sizes.inner
+
+    @property
+    def pool_widths(self) -> PoolWidths:
+        """What the layer's pools hold."""
+        sizes = self.sizes
+        kept = sizes.inner + sizes.groups * sizes.state_dim
+        return PoolWidths(sizes.state_shape, kept, (mamba_pools.GATES, sizes.heads), sizes.conv)
+
+    def check(self) -> None:
+        """Refuse state sizes that the ops do not serve, by a ConfigurationError."""
+        size = self.sizes.state_dim
+        if size < mamba_pools.LEAST_STATE or size & (size - 1):
+            raise ConfigurationError(
+                f"mamba_state_dim={size} is not served: it must be a power of two from "
+                f"{mamba_pools.LEAST_STATE} on."
+            )
+
+    def decode(self, ops: Kernels) -> Callable[..., Tensor]:
+        """The op of decode rows."""
+        return ops.mamba_decode
+
+    def prefill(self, ops: Kernels) -> Callable[..., Tensor]:
+        """The op of prefill chunks."""
+        return ops.mamba_prefill
+
+
+@dataclass(frozen=True)
+class DeltaRecurrence:
+    """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024). Its rings hold pseudo values and keys, and
+    the logarithms of decays."""
+
+    sizes: DeltaSizes
+    name = "Gated DeltaNet"
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token's output."""
+        return self.sizes.values
+
+    @property
+    def pool_widths(self) -> PoolWidths:
+        """What the layer's pools hold."""
+        sizes = self.sizes
+        kept = sizes.values + sizes.keys
+        return PoolWidths(
+            sizes.state_shape, kept, (delta_pools.GATES, sizes.value_heads), sizes.conv
+        )
+
+    def check(self) -> None:
+        """Refuse head sizes that the ops do not serve, by a ConfigurationError."""
+        keys, values = self.sizes.key_dim, self.sizes.value_dim
+        try:
+            delta_pools.check_dims(self.name, keys, values)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"linear_key_head_dim={keys} with linear_value_head_dim={values} is not served: "
+                f"{error}"
+            ) from error
+
+    def decode(self, ops: Kernels) -> Callable[..., Tensor]:
+        """The op of decode rows."""
+        return ops.delta_decode
+
+    def prefill(self, ops: Kernels) -> Callable[..., Tensor]:
+        """The op of prefill chunks."""
+        return ops.delta_prefill
+
+
+def recurrence_of(sizes: MambaSizes | DeltaSizes) -> Recurrence:
+    """The recurrence of a layer of these sizes, which are one rank's."""
+    return MambaRecurrence(sizes) if isinstance(sizes, MambaSizes) else DeltaRecurrence(sizes)

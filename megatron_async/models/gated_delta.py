@@ -1,0 +1,156 @@
+"""The Gated DeltaNet mixer of inference: Megatron's parameters, the recurrence in the engine's
+state pool.
+
+Gated DeltaNet: Yang, Kautz and Hatamizadeh 2024 (arXiv 2412.06464). A projection gives query, key,
+value, z, beta and alpha of every token; query, key and value pass a short causal convolution; the
+recurrence, whose state beta writes and alpha lets decay, turns them into an output, which each
+value head normalises, gates by z and hands to the projection back. What lies between the two
+projections and depends on tokens before, convolution and recurrence, is `ContextGPUView.recurrent`,
+which owns the state.
+
+flash-linear-attention is not needed, which Megatron's own `GatedDeltaNet` asks for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_async.models.layer_sizes import CONV_KERNEL
+from megatron_async.models.linear import (
+    InferenceColumnParallelLinear,
+    InferenceRowParallelLinear,
+)
+from megatron_async.models.mixer_checkpoint import delta_sharded_state_dict
+from megatron_async.models.norm import InferenceRMSNorm
+from megatron_async.models.partition import delta_sizes
+from megatron_async.models.recurrent_layers import RecurrentMixer
+from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.linear.skinny_linear import Unnormed
+from megatron_async.ops.recurrent.delta_pools import DeltaParams
+
+if TYPE_CHECKING:
+    from megatron_async.device_state.gpu_view import ContextGPUView
+
+
+class GatedHeadNorm(InferenceRMSNorm):
+    """RMSNorm of each value head, then the gate: `norm(o) * silu(z)`.
+
+    Its weight is float32: Megatron's zero-centred form of a factor of Hugging Face's, factor - 1,
+    has few bits of a small factor in bfloat16.
+    """
+
+    float32_parameters = ("weight",)
+
+    def gated(self, o: Tensor, z: Tensor) -> Tensor:
+        """`[tokens, value heads * value_dim]` each -> the same; z may have strided rows."""
+        return kernels_for(o).gated_head_norm(o, z, self.factors, self.eps)
+
+
+class GatedDeltaMixer(RecurrentMixer):
+    """The mixer of a Gated DeltaNet layer, under Megatron's names.
+
+    Tensor-parallel ranks share the key heads, and with them the value heads of each.
+
+    Args:
+        config: of the model, with Megatron's `linear_*` fields.
+        pg_collection: process groups; `tp` is used.
+
+    Attributes:
+        whole_sizes, sizes: of all ranks together, and of this one.
+        in_proj.weight: `[sizes.in_proj, hidden]`: the rows of query, key, value, z, beta and alpha.
+        conv1d.weight: `[sizes.conv, 1, 4]`, of query, key and value.
+        dt_bias: `[sizes.value_heads]`.
+        A_log: float32 `[sizes.value_heads]`; a token's decay is
+            `exp(-exp(A_log) * softplus(alpha + dt_bias))`.
+        out_norm.weight: float32 `[sizes.value_dim]`, on every rank.
+        out_proj.weight: `[hidden, sizes.values]`.
+    """
+
+    float32_parameters = ("A_log",)
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        self.whole_sizes = whole = delta_sizes(config)
+        self.tp_group = group = pg_collection.tp
+        self.sizes = sizes = whole.of_rank(group.size())
+        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": group}
+        self.in_proj = InferenceColumnParallelLinear(
+            config.hidden_size,
+            sizes.in_proj * group.size(),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            **linear,
+        )
+        dtype = config.params_dtype
+        # It holds the weight, and is never called.
+        self.conv1d = nn.Conv1d(
+            sizes.conv, sizes.conv, CONV_KERNEL, groups=sizes.conv, bias=False, dtype=dtype
+        )
+        self.dt_bias = nn.Parameter(torch.empty(sizes.value_heads, dtype=dtype))
+        self.A_log = nn.Parameter(torch.empty(sizes.value_heads, dtype=torch.float32))
+        self.out_norm = GatedHeadNorm(
+            sizes.value_dim, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
+        )
+        self.out_proj = InferenceRowParallelLinear(
+            whole.values,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **linear,
+        )
+        self._first_z = sizes.conv
+
+    @property
+    def recurrence(self) -> DeltaParams:
+        """What the recurrence reads of the layer."""
+        return DeltaParams(self.conv1d.weight, self.dt_bias, self.A_log)
+
+    def forward(
+        self,
+        hidden_states: Tensor | Unnormed,
+        inference_context: ContextGPUView | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer's output for one step.
+
+        Args:
+            hidden_states: `[tokens, 1, hidden]`, compute dtype, on the model's device.
+            inference_context: the device view of the step.
+
+        Returns:
+            `[tokens, 1, hidden]`, and None.
+
+        Raises:
+            RuntimeError: called without a view (training and static batching are not served).
+        """
+        if inference_context is None:
+            raise RuntimeError(
+                "GatedDeltaMixer runs only inside the engine: it was called without an "
+                "inference_context. Use Megatron-Core's own GatedDeltaNet to train."
+            )
+        projected, _unused = self.in_proj(hidden_states)
+        # With sequence parallelism rows of padding stand behind the step's tokens.
+        qkvzba = projected.squeeze(1)[: inference_context.dims.tokens]
+        o = inference_context.recurrent(self.state_layer_index, qkvzba, self.recurrence)
+        z = qkvzba[:, self._first_z : self._first_z + self.sizes.values]
+        normed = self.out_norm.gated(o, z)
+        output, bias = self.out_proj(normed[:, None])
+        return output, bias
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Megatron's form: `in_proj.weight` and `conv1d.weight` strip by strip."""
+        return delta_sharded_state_dict(self, prefix, sharded_offsets, metadata)

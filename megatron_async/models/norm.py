@@ -1,0 +1,89 @@
+"""RMSNorm for inference: Megatron's weight, and the factors that a step multiplies by.
+
+With Megatron's `layernorm_zero_centered_gamma` a norm multiplies by 1 + weight (Qwen3-Next, as
+Gemma before). Checkpoints and parameters hold the weight, so that converting keeps its bits; steps
+read the sum, which is made once, in float32 at least, when the model is wrapped.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+
+class InferenceRMSNorm(nn.RMSNorm):
+    """torch's RMSNorm (Zhang and Sennrich 2019), whose factors may be 1 + weight.
+
+    Args:
+        size: elements that are normalised together.
+        eps: added to the mean square.
+        is_zero_centered: whether it multiplies by 1 + weight.
+
+    Attributes:
+        weight: `[size]`, as checkpoints hold it.
+    """
+
+    def __init__(self, size: int, eps: float, is_zero_centered: bool) -> None:
+        super().__init__(size, eps=eps)
+        self.is_zero_centered = is_zero_centered
+        self._folded: Tensor | None = None
+
+    @property
+    def factors(self) -> Tensor:
+        """`[size]`: what normed elements are multiplied by; float32 or wider where it is 1 +
+        weight.
+
+        Raises:
+            RuntimeError: `fold_norms` has not been called.
+        """
+        if not self.is_zero_centered:
+            return self.weight
+        if self._folded is None:
+            raise RuntimeError(
+                "a norm with layernorm_zero_centered_gamma=True was used before fold_norms(model) "
+                "was called: wrap the model in GPTInferenceWrapper, which calls it."
+            )
+        return self._folded
+
+    def fold(self) -> None:
+        """Make the factors from the weight, in the place where they were before."""
+        if not self.is_zero_centered:
+            return
+        weight = self.weight.detach()
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
+        if self._folded is None or self._folded.device != wide.device:
+            self._folded = wide
+        else:
+            self._folded.copy_(wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., size]` -> the same, by factors."""
+        factors = self.factors
+        wide = torch.rms_norm(x.to(factors.dtype), (x.size(-1),), factors, self.eps)
+        return wide.to(x.dtype)
+
+
+def make_norm(config: TransformerConfig, hidden_size: int, eps: float, **_: object) -> nn.RMSNorm:
+    """A norm of our layer spec, called as Megatron's `WrappedTorchNorm`, which refuses sequence
+    parallelism for the gradients' sake."""
+    return InferenceRMSNorm(hidden_size, eps, config.layernorm_zero_centered_gamma)
+
+
+def factors_of(norm: nn.Module) -> Tensor:
+    """What a norm multiplies by, `[size]`: of ours its factors, of others their weight."""
+    if isinstance(norm, InferenceRMSNorm):
+        return norm.factors
+    weight = norm.weight
+    assert isinstance(weight, Tensor), "fitness has refused others"
+    return weight
+
+
+def fold_norms(model: nn.Module) -> None:
+    """Make the factors of all norms of `model`; call it again when its weights have changed.
+
+    Captured steps read the same memory, so they need not be captured again.
+    """
+    for module in model.modules():
+        if isinstance(module, InferenceRMSNorm):
+            module.fold()

@@ -1,0 +1,233 @@
+"""Families with Gated DeltaNet: long prompts in odd chunks, vision towers, both forms of experts,
+bits that stay, refusals. What they share with other hybrids is in `test_hybrid_folders.py`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_models import assert_same_weights
+from hybrid_families import COMMON, HYBRIDS, make_hybrid, their_logits
+from safetensors.torch import load_file, save_file
+from whole_sequence import whole_logits
+
+from megatron_async import LLM, SamplingParams
+from megatron_async.checkpoints import CheckpointError, load_model, open_model
+from megatron_async.checkpoints.convert import convert
+from megatron_async.checkpoints.huggingface_config import write_config
+
+CPU = torch.device("cpu")
+FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
+TOKENS = torch.randint(0, 128, (400,), generator=torch.Generator().manual_seed(4)).tolist()
+PROMPTS = [TOKENS[:300], TOKENS[300:303], TOKENS[100:229], TOKENS[399:]]
+VISION = {
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "patch_size": 4,
+    "out_hidden_size": 64, "num_position_embeddings": 16,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def delta_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def make(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        make_hybrid(name).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@cache
+def reference(name: str) -> Any:
+    return make_hybrid(name)
+
+
+@cache
+def reference_log_probs(name: str, tokens: tuple[int, ...]) -> torch.Tensor:
+    return their_logits(reference(name), list(tokens)).log_softmax(-1)
+
+
+def check_engine(folder: Path, name: str, prompts: list[list[int]], **settings: Any) -> None:
+    """Log probs of all tokens are transformers', and each generated token is its choice, or as good
+    as it."""
+    params = SamplingParams(
+        num_tokens_to_generate=20,
+        temperature=0.0,
+        termination_id=-1,
+        return_log_probs=True,
+        skip_prompt_log_probs=False,
+    )
+    with LLM(str(folder), device="cpu", block_size_tokens=64, num_kv_blocks=32, **settings) as llm:
+        found = llm.generate(prompts, params)
+    for request, prompt in zip(found, prompts, strict=True):
+        tokens = [*prompt, *request.generated_tokens]
+        expected = reference_log_probs(name, tuple(tokens))
+        of_tokens = expected.gather(1, torch.tensor([*tokens[1:], 0])[:, None])[:-1, 0]
+        told = torch.tensor([*request.prompt_log_probs, *request.generated_log_probs])
+        torch.testing.assert_close(told, of_tokens, rtol=0, atol=1e-3)
+        first = len(prompt) - 1
+        best = expected[first:-1].max(1).values
+        assert (best - of_tokens[first:] < 1e-3).all(), "a choice that was no near tie"
+        assert len(set(request.generated_tokens)) > 5, "a dull model hides wrong states"
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 127, 128, 129])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_in_chunks(name: str, chunk: int, delta_folder: Any) -> None:
+    lookahead = chunk % 3
+    settings = {"max_requests": 1, "max_tokens": chunk, "lookahead": lookahead}
+    check_engine(delta_folder(name), name, [TOKENS[:300]], **settings)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_beside_others(name: str, lookahead: int, delta_folder: Any) -> None:
+    """Chunks and decode rows in the same steps; fewer slots than requests."""
+    settings = {"max_requests": 3, "max_tokens": 140, "lookahead": lookahead}
+    check_engine(delta_folder(name), name, PROMPTS, **settings)
+
+
+def with_vision(name: str, folder: Path) -> Any:
+    """A model with a vision tower, as transformers saves it, and tensors of multi-token prediction,
+    as published folders have them."""
+    import transformers
+
+    kind, options = HYBRIDS[name]
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=COMMON | options | {"tie_word_embeddings": False},
+        vision_config=VISION,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(2)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    text = make_hybrid(name).model.state_dict()
+    model.model.language_model.load_state_dict(text)
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {"mtp.fc.weight": torch.zeros(64, 128), "mtp.norm.weight": torch.zeros(64)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
+def test_the_language_model_beside_a_vision_tower(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = with_vision(name, tmp_path / "m")
+    names = load_file(tmp_path / "m" / "model.safetensors").keys()
+    assert any(key.startswith("model.language_model.layers.0.") for key in names)
+    with caplog.at_level(logging.WARNING, "megatron_async"):
+        loaded = load_model(tmp_path / "m", torch.float32, CPU)
+    towers = sum(key.startswith("model.visual.") for key in names)
+    said = sorted(record.getMessage() for record in caplog.records)
+    assert said == [
+        f"{tmp_path / 'm'}: multi-token prediction (2 tensors) is not loaded.",
+        f"{tmp_path / 'm'}: the vision tower ({towers} tensors) is not loaded.",
+    ]
+    assert loaded.architecture.tie_word_embeddings
+    assert loaded.architecture.eos_token_ids == (2,)
+    assert loaded.architecture.bos_token_id == 1
+    expected = their_logits(model, TOKENS[:45])
+    torch.testing.assert_close(whole_logits(loaded.model, TOKENS[:45]), expected, rtol=0, atol=1e-4)
+    convert(tmp_path / "m", tmp_path / "text", to="huggingface")
+    config = json.loads((tmp_path / "text" / "config.json").read_text())
+    assert config["architectures"] == [f"{HYBRIDS[name][0]}ForCausalLM"]
+    again = load_model(tmp_path / "text", torch.float32, CPU)
+    assert again.architecture == loaded.architecture
+    assert_same_weights(*(dict(m.model.named_parameters()) for m in (again, loaded)))
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5-moe"])
+def test_both_forms_of_experts(name: str, delta_folder: Any, tmp_path: Path) -> None:
+    """Published folders have a tensor for each expert, or, as transformers' modules, one of all."""
+    state = make_hybrid(name).state_dict()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in state
+    stored = load_file(delta_folder(name) / "model.safetensors")
+    assert "model.layers.0.mlp.experts.5.gate_proj.weight" in stored
+    shutil.copytree(delta_folder(name), tmp_path / "m")
+    save_file(dict(state), tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    found, expected = (
+        load_model(folder, torch.float32, CPU).model
+        for folder in (tmp_path / "m", delta_folder(name))
+    )
+    assert_same_weights(dict(found.named_parameters()), dict(expected.named_parameters()))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bits_of_bfloat16_stay(name: str, tmp_path: Path) -> None:
+    """Also of tiny weights of norms, and of factors that Megatron stores less 1."""
+    model = make_hybrid(name).to(torch.bfloat16)
+    for key, parameter in model.named_parameters():
+        if "norm" in key:
+            scale = 2.0 ** -torch.arange(parameter.numel()).remainder(12)
+            parameter.data.mul_(scale)
+    model.save_pretrained(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back", to="huggingface")
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    expected = load_file(tmp_path / "m" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    wide = {key for key in expected if found[key].dtype == torch.float32}
+    assert wide == {key for key in expected if key.endswith(("A_log", "linear_attn.norm.weight"))}
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor.to(found[key].dtype)), key
+
+
+def test_layers_by_an_interval(delta_folder: Any, tmp_path: Path) -> None:
+    """Older configurations do not list them."""
+    shutil.copytree(delta_folder("qwen3.5"), tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    config = json.loads(file.read_text()) | {"full_attention_interval": 2}
+    del config["layer_types"]
+    file.write_text(json.dumps(config))
+    assert open_model(tmp_path / "m").architecture.pattern == "G-*-G-*-"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3-next", {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim = 3 is not supp"),
+        ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ("qwen3-next", {"use_sliding_window": True}, "use_sliding_window = True"),
+        ("qwen3-next", {"attention_bias": True}, "attention_bias = True"),
+        ("qwen3-next", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than"),
+        ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate = False"),
+        ("qwen3.5", {"layer_types": ["linear_attention", "mamba"]}, "layer_types = .* must be a"),
+        ("qwen3.5", {"layer_types": ["linear_attention"]}, "num_hidden_layers = 4, but 1 layers"),
+        ("qwen3.5", {"linear_num_value_heads": 3}, "linear_num_value_heads = 3 is not a multiple"),
+        ("qwen3.5", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e7}},
+         "rope_type = 'yarn' is not supported"),
+        ("qwen3.5", {"architectures": ["Qwen3_5ForConditionalGeneration"]}, "text_config = None"),
+        ("qwen3.5-moe", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+    ],
+)  # fmt: skip
+def test_folders_that_are_refused(
+    name: str, changes: dict[str, Any], message: str, delta_folder: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(delta_folder(name), tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path / "m", torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layernorm_zero_centered_gamma": False}, "layernorm_zero_centered_gamma = False"),
+        ({"pattern": "GG*G-**-"}, "layer_types = "),
+        ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function = 'sigmoid'"),
+    ],
+)
+def test_what_has_no_folder(change: dict[str, Any], message: str, delta_folder: Any) -> None:
+    """A model that transformers' class would compute otherwise is not written as if it were it."""
+    architecture = replace(open_model(delta_folder("qwen3.5")).architecture, **change)
+    with pytest.raises(CheckpointError, match=message):
+        write_config(architecture, "float32")
