@@ -25,9 +25,9 @@ from megatron_async.ops.recurrent.step_arguments import check_decode_rows, outpu
 
 CHANNELS = 256
 """Channels of v in a program of the convolution."""
-LANES = 16
+LANES = 8
 """Of a value that a program takes: with more, fewer bytes of states are on their way at a time."""
-WARPS = 2
+WARPS = 1
 
 
 def delta_decode(

@@ -24,7 +24,13 @@ from torch import Tensor
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.delta_pools import DeltaPools, DeltaShape
 from megatron_async.ops.recurrent.recurrent_pools import PrefillRows
-from megatron_async.ops.recurrent.scan_history import BORDERS, keep_inputs, scan_chunks_before
+from megatron_async.ops.recurrent.scan_history import (
+    BORDERS,
+    keep_inputs,
+    scan_chunks_before,
+    scan_cut,
+    scan_turns,
+)
 
 MANY_PROGRAMS = 128
 """A chunk's programs that fill an H200: with fewer, each takes half as much of a value."""
@@ -236,17 +242,21 @@ def _scan_kernel(
         # Nothing of the row is read where a request begins: its former owner's numbers lie there.
         loaded = in_state & (first > 0)
         s = tl.load(state + read_row * state_stride + cell, mask=loaded, other=0.0)
-        s = tl.trans(s.to(tl.float32))
         target = state + write_row * state_stride + cell
+        if base == first:
+            # No token of the chunk is in the state yet.
+            tl.store(target, s, mask=in_state)
+        s = tl.trans(s.to(tl.float32))
         values = ring_xb + write_row * xb_stride
         offset = tl.arange(0, tile)
         dest = chunk_dest
         if has_dest:
             number = scan_chunks_before(starts, first_positions, row, BORDERS, chunks_tile)
             dest = chunk_dest + number - first // BORDERS
-        for begin in range(first // tile * tile, end, tile):
+        for turn in range(scan_turns(first, end, base, tile)):
+            begin, lower, upper = scan_cut(turn, first, end, base, tile)
             position = begin + offset
-            exists = (position >= first) & (position < end)
+            exists = (position >= lower) & (position < upper)
             token = (start - first + position).to(tl.int64)
             source = qkv + token[:, None] * conv_dim
             place = source + key_head * key_dim + column[None, :]
@@ -270,10 +280,7 @@ def _scan_kernel(
             o = tl.dot(p, u, o, input_precision="ieee")
             place = out + token[:, None] * out_stride + channel
             tl.store(place, o.to(out.dtype.element_ty), mask=in_tile)
-            if (base >= begin) & (base < begin + tile) & (base < end):
-                at_base = _advance(s, u, k, g, decay, position < base, is_exact)
-                tl.store(target, tl.trans(at_base).to(state.dtype.element_ty), mask=in_state)
-            if begin + tile > base:
+            if upper > base:
                 # What decode steps add to the state themselves.
                 is_later = exists & (position >= base)
                 entry = position % ring
@@ -285,11 +292,13 @@ def _scan_kernel(
                         tl.store(key_slot, k, mask=is_later[:, None])
                     gate_slot = ring_gates + write_row * gates_stride + entry * value_heads + head
                     tl.store(gate_slot, g, mask=is_later)
-            s = _advance(s, u, k, g, decay, exists | (position < first), is_exact)
+            s = _advance(s, u, k, g, decay, exists, is_exact)
+            if upper == base:
+                tl.store(target, tl.trans(s).to(state.dtype.element_ty), mask=in_state)
             if has_dest:
-                border = begin + tile
-                if (border % BORDERS == 0) & (border <= end):
-                    row_of = tl.load(dest + border // BORDERS - 1).to(tl.int64)
+                border = upper // BORDERS
+                if upper == border * BORDERS:
+                    row_of = tl.load(dest + border - 1).to(tl.int64)
                     if row_of >= 0:
                         snapshot = state + row_of * state_stride + cell
                         tl.store(snapshot, tl.trans(s).to(state.dtype.element_ty), mask=in_state)
@@ -300,7 +309,7 @@ def _scan_kernel(
                             conv_stride,
                             start,
                             first,
-                            border,
+                            upper,
                             read_row,
                             row_of,
                             0,
@@ -309,8 +318,6 @@ def _scan_kernel(
                             share,
                             share_tile,
                         )
-        if base == end:
-            tl.store(target, tl.trans(s).to(state.dtype.element_ty), mask=in_state)
         keep_inputs(
             qkvzba,
             input_stride,

@@ -22,7 +22,13 @@ from torch import Tensor
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaPools, MambaShape
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
-from megatron_async.ops.recurrent.scan_history import BORDERS, keep_inputs, scan_chunks_before
+from megatron_async.ops.recurrent.scan_history import (
+    BORDERS,
+    keep_inputs,
+    scan_chunks_before,
+    scan_cut,
+    scan_turns,
+)
 
 MANY_PROGRAMS = 128
 """Programs that fill an H200: with fewer, each takes half as much of a head."""
@@ -252,16 +258,20 @@ def _scan_kernel(
         # Nothing of the row is read where a request begins: its former owner's numbers lie there.
         loaded = in_state & (first > 0)
         s = tl.load(state + read_row * state_stride + cell, mask=loaded, other=0.0)
-        s = tl.trans(s.to(tl.float32))
         target = state + write_row * state_stride + cell
+        if base == first:
+            # No token of the chunk is in the state yet.
+            tl.store(target, s, mask=in_state)
+        s = tl.trans(s.to(tl.float32))
         offset = tl.arange(0, tile)
         dest = chunk_dest
         if has_dest:
             number = scan_chunks_before(starts, first_positions, row, BORDERS, chunks_tile)
             dest = chunk_dest + number - first // BORDERS
-        for begin in range(first // tile * tile, end, tile):
+        for turn in range(scan_turns(first, end, base, tile)):
+            begin, lower, upper = scan_cut(turn, first, end, base, tile)
             position = begin + offset
-            exists = (position >= first) & (position < end)
+            exists = (position >= lower) & (position < upper)
             token = (start - first + position).to(tl.int64)
             source = xbc + token[:, None] * conv_dim
             place = source + d_inner + group * d_state + column[None, :]
@@ -281,14 +291,13 @@ def _scan_kernel(
             y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
             place = out + token[:, None] * out_stride + head * head_dim + lane[None, :]
             tl.store(place, y.to(out.dtype.element_ty), mask=in_tile)
-            if (base >= begin) & (base < begin + tile) & (base < end):
-                at_base = _advance(s, x, b, dt, decay, rate, position < base, is_exact)
-                tl.store(target, tl.trans(at_base).to(state.dtype.element_ty), mask=in_state)
-            s = _advance(s, x, b, dt, decay, rate, exists | (position < first), is_exact)
+            s = _advance(s, x, b, dt, decay, rate, exists, is_exact)
+            if upper == base:
+                tl.store(target, tl.trans(s).to(state.dtype.element_ty), mask=in_state)
             if has_dest:
-                border = begin + tile
-                if (border % BORDERS == 0) & (border <= end):
-                    row_of = tl.load(dest + border // BORDERS - 1).to(tl.int64)
+                border = upper // BORDERS
+                if upper == border * BORDERS:
+                    row_of = tl.load(dest + border - 1).to(tl.int64)
                     if row_of >= 0:
                         snapshot = state + row_of * state_stride + cell
                         tl.store(snapshot, tl.trans(s).to(state.dtype.element_ty), mask=in_state)
@@ -299,7 +308,7 @@ def _scan_kernel(
                             conv_stride,
                             start,
                             first,
-                            border,
+                            upper,
                             read_row,
                             row_of,
                             d_inner,
@@ -308,8 +317,6 @@ def _scan_kernel(
                             share,
                             share_tile,
                         )
-        if base == end:
-            tl.store(target, tl.trans(s).to(state.dtype.element_ty), mask=in_state)
         # What decode steps add to the state themselves.
         later = base + tl.arange(0, window)
         is_later = later < end

@@ -1,5 +1,5 @@
-"""Device functions that the scans of recurrent layers share: where snapshots go, and the inputs
-that the next chunk's convolution needs."""
+"""Device functions that the scans of recurrent layers share: their turns, where snapshots go, and
+the inputs that the next chunk's convolution needs."""
 
 from __future__ import annotations
 
@@ -64,3 +64,30 @@ def keep_inputs(
         value = tl.where(in_batch, raw, old)
         stored = inside & (in_batch | is_kept)
         tl.store(conv + target_row * conv_stride + entry, value, mask=stored)
+
+
+@triton.jit
+def scan_turns(first: tl.tensor, end: tl.tensor, base: tl.tensor, tile: tl.constexpr) -> tl.tensor:
+    """How often a scan of tokens `first` to `end` - 1 turns: once for each tile, and once more if
+    `base` lies inside one (see `scan_cut`)."""
+    tiles = (end + tile - 1) // tile - first // tile
+    return tiles + ((base > first) & (base < end) & (base % tile > 0)).to(tl.int32)
+
+
+@triton.jit
+def scan_cut(
+    turn: tl.tensor, first: tl.tensor, end: tl.tensor, base: tl.tensor, tile: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Where the tile of a turn begins, and its tokens: from the second to before the third.
+
+    The tile that `base` lies inside is taken in two turns, so that the state at `base` is that
+    behind a turn. A product in a branch of the loop would find it too, but Triton 3.6 lets the next
+    turn's loads overwrite what such a branch reads (seen on an H200: states of zeros).
+    """
+    at_base = base // tile - first // tile
+    is_cut = (base > first) & (base < end) & (base % tile > 0)
+    number = turn - (is_cut & (turn > at_base)).to(tl.int32)
+    begin = (first // tile + number) * tile
+    start = tl.where(is_cut & (turn == at_base + 1), base, tl.maximum(begin, first))
+    stop = tl.where(is_cut & (turn == at_base), base, tl.minimum(begin + tile, end))
+    return begin, start, stop

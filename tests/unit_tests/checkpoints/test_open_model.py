@@ -80,7 +80,7 @@ def test_info_of_hybrids() -> None:
     info = model_info("dummy:granite-4.0-h-350m", memory_gb=2, dtype="bfloat16")
     assert info.kv_bytes_per_token == 4096
     # x and B in a ring of 17 tokens, dt too, in float32; the convolution's inputs in one of 4.
-    rings = 17 * (48 * 32 + 128) * 2 + 17 * 48 * 4 + 4 * (48 * 32 + 2 * 128) * 2
+    rings = 17 * (48 * 32 + 128) * 2 + 17 * 2 * 48 * 4 + 4 * (48 * 32 + 2 * 128) * 2
     assert info.state_bytes_per_request == 28 * (48 * 32 * 128 * 4 + rings)
     used = info.weight_bytes + 2 * info.state_bytes_per_request
     used += (info.kv_blocks + 1) * info.kv_bytes_per_block

@@ -25,7 +25,7 @@ from megatron_async.simulation.model_shape import FIELDS, ModelShape
 
 HYBRID = DUMMY_SHAPES["tiny-hybrid"]
 RECURRENT = replace(HYBRID, pattern="M-M-M-", num_moe_experts=0)
-MAMBA_LAYER = 8 * 16 * 32 + 17 * (8 * 16 + 2 * 32) + 17 * 8 + 4 * (8 * 16 + 2 * 2 * 32)
+MAMBA_LAYER = 8 * 16 * 32 + 17 * (8 * 16 + 2 * 32) + 17 * 2 * 8 + 4 * (8 * 16 + 2 * 2 * 32)
 """8 heads of 16, state 32, two groups; a ring of 17 inputs, and of 4."""
 DELTA_LAYER = 4 * 16 * 16 + 17 * (4 * 16 + 2 * 16) + 17 * 4 + 4 * (4 * 16 + 2 * 2 * 16)
 """2 key heads and 4 value heads of 16; a ring of 17 pseudo values and keys, and of 4 inputs."""

@@ -218,7 +218,7 @@ def check_equal_tokens(layer, ops, tokens=200):
 def check_replays_in_a_graph(layer, kernels, references):
     """A graph of a step serves any positions, lengths and rows that fit its shape."""
     rule = FlushRule()
-    pools = poisoned_pools(layer, 9, 17, 4)
+    pools = poisoned_pools(layer, 9, rule.ring_length(1), rule.conv_length(1))
     index = torch.zeros(4, dtype=torch.int64, device="cuda")
     positions, base = index.clone(), torch.zeros(9, dtype=torch.int32, device="cuda")
     numbers = torch.zeros(5, 5, dtype=torch.int32, device="cuda")
@@ -228,7 +228,8 @@ def check_replays_in_a_graph(layer, kernels, references):
     def step(ops, base, pools):
         before, after = ops.next_bases(base, index, positions, 1, prefill, rule)
         arguments = (layer.params, pools)
-        y = ops.decode(projected[:4], *arguments, index, positions, before, after, 1, rule)
+        ops.flush(type(pools)(*(pool[None] for pool in pools)), index, before, after, rule)
+        y = ops.decode(projected[:4], *arguments, index, positions, after, 1, rule)
         return y, ops.prefill(projected[4:], *arguments, prefill, after[4:], rule)
 
     def write(rows, at, lengths, firsts, last):

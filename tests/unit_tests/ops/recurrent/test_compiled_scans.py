@@ -1,0 +1,69 @@
+"""The scans as Triton compiles them for a GPU, which needs none."""
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton_interpreter import INTERPRETED
+
+from megatron_async.ops.recurrent import delta_scan, mamba_scan
+
+HOPPER = GPUTarget("cuda", 90, 32)
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")
+NUMBERS = {"tokens", "input_stride", "state_stride", "xb_stride", "gates_stride", "conv_stride"}
+FLOATS = {"dt_in", "gates", "state", "ring_gates", "a_log", "d"}
+INTEGERS = {"starts", "first_positions", "read_rows", "write_rows", "base_after", "chunk_dest"}
+SIZES = {"ring": 17, "conv_ring": 4, "share": 107, "share_tile": 128, "chunks_tile": 16}
+
+
+def compiled(kernel, constants, warps, stages):
+    """Triton's last form of a kernel of bfloat16 activations before machine code."""
+    signature, attributes = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        number = name in NUMBERS or name == "out_stride"
+        kind = "*fp32" if name in FLOATS else "*i32" if name in INTEGERS else "*bf16"
+        signature[name] = "i32" if number else kind
+        attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
+    return triton.compile(source, target=HOPPER, options=options).asm["ttgir"]
+
+
+def products(text):
+    """How many products stand in loops, and how many of these in branches of theirs."""
+    regions, in_loops, in_branches = [], 0, 0
+    for line in text.splitlines():
+        code = line.strip()
+        if code.startswith("}"):
+            regions.pop()
+        if "warp_group_dot " in code or "tt.dot " in code:
+            in_loops += "scf.for" in regions
+            in_branches += "scf.for" in regions and "scf.if" in regions[regions.index("scf.for") :]
+        if code.endswith("{"):
+            regions.append(next((kind for kind in ("scf.for", "scf.if") if kind in code), ""))
+    return in_loops, in_branches
+
+
+@pytest.mark.parametrize("has_dest", [False, True])
+@pytest.mark.parametrize(("lanes", "stages"), [(64, 2), (32, 3)])
+def test_mamba(has_dest, lanes, stages):
+    """A product in a branch of a pipelined loop reads what the next turn's loads have overwritten
+    (Triton 3.6; seen on an H200 as states of zeros)."""
+    constants = SIZES | {"heads": 64, "head_dim": 64, "d_state": 128, "d_inner": 4096}
+    constants |= {"bc_dim": 1024, "tile": 64, "lanes": lanes, "window": 16, "is_exact": False}
+    constants |= {"has_dest": has_dest, "overlap": True}
+    in_loops, in_branches = products(compiled(mamba_scan._scan_kernel, constants, 4, stages))
+    assert in_loops >= 5
+    assert in_branches == 0
+
+
+@pytest.mark.parametrize("has_dest", [False, True])
+def test_gated_delta(has_dest):
+    constants = SIZES | {"key_heads": 16, "key_dim": 128, "value_heads": 32, "value_dim": 128}
+    constants |= {"tile": 64, "lanes": 32, "has_dest": has_dest, "is_exact": False, "overlap": True}
+    in_loops, in_branches = products(compiled(delta_scan._scan_kernel, constants, 4, 2))
+    assert in_loops >= 6
+    assert in_branches == 0
