@@ -75,11 +75,11 @@ def delta_prefill(
     op = "delta_prefill"
     shape = shape_of(op, qkvzba, params, pools, rule, 1)
     check_chunks(op, rows, base_after)
-    tokens = qkvzba.size(0)
+    tokens, chunks = qkvzba.size(0), rows.write_rows.numel()
     out = output_for(op, out, qkvzba, tokens, shape.value_inner)
-    if tokens and rows.write_rows.numel():
+    if tokens and chunks:
         qkv, gates = _convolve(qkvzba, params, pools, rows, out, shape)
-        tile = scan_tile(qkvzba.dtype, shape)
+        tile = scan_tile(qkvzba.dtype, shape, chunks)
         factors = tile_factors(qkv, gates, rows, shape, tile.tokens)
         scan_chunks(
             qkvzba, qkv, gates, factors, pools, rows, base_after, out, chunk_dest, shape, tile

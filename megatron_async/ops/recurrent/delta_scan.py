@@ -33,7 +33,7 @@ from megatron_async.ops.recurrent.scan_history import (
 )
 
 MANY_PROGRAMS = 128
-"""A chunk's programs that fill an H200: with fewer, each takes half as much of a value."""
+"""Programs that fill an H200: with fewer, each takes half as much of a value."""
 
 
 class Tile(NamedTuple):
@@ -43,23 +43,28 @@ class Tile(NamedTuple):
     """A divisor of 128."""
     lanes: int
     """Of a value."""
+    warps: int
     stages: int
 
 
-def scan_tile(dtype: torch.dtype, shape: DeltaShape) -> Tile:
-    """The tile for a layer. It may depend on the layer only: another cut is another order of sums,
-    and a prompt must give the same bits whatever the batch.
+def scan_tile(dtype: torch.dtype, shape: DeltaShape, chunks: int) -> Tile:
+    """The tile for a step.
+
+    Its tokens depend on the layer only: another cut is another order of sums, and a prompt must
+    give the same bits whatever the batch. Lanes do not meet in a sum: narrow ones fill the device
+    where chunks are few.
 
     Args:
         dtype: of the inputs.
         shape: sizes of the layer.
+        chunks: of the step.
     """
     if dtype == torch.float32:
-        return Tile(16, 16, 1)
-    lanes = 64
-    while lanes > 16 and (lanes >= 2 * shape.value_dim or _programs(shape, lanes) < MANY_PROGRAMS):
-        lanes //= 2
-    return Tile(64, lanes, 2) if shape.key_dim <= 128 else Tile(64, 16, 1)
+        return Tile(16, 16, 4, 1)
+    if shape.key_dim > 128:
+        return Tile(64, 16, 4, 1)
+    is_wide = shape.value_dim > 16 and chunks * _programs(shape, 32) >= MANY_PROGRAMS
+    return Tile(64, 32 if is_wide else 16, 4, 2)
 
 
 def _programs(shape: DeltaShape, lanes: int) -> int:
@@ -133,7 +138,7 @@ def scan_chunks(
         chunks_tile=max(triton.next_power_of_2(chunks), 16),
         has_dest=chunk_dest is not None,
         is_exact=qkv.dtype == torch.float32,
-        num_warps=4,
+        num_warps=tile.warps,
         num_stages=tile.stages,
         **launch_options(qkv),
     )

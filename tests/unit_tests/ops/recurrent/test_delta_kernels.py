@@ -7,6 +7,7 @@ import torch
 from delta_cases import KERNELS, REFERENCES, Layer
 from triton_interpreter import INTERPRETED
 
+from megatron_async.ops.recurrent import delta_scan
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -70,6 +71,14 @@ def test_bfloat16(device):
 def test_other_key_sizes(key_dim, device):
     layer = Layer(1, key_dim, 1, 32, dtype=SIXTEEN_BITS, device=device)
     checks.check_split(layer, KERNELS, (65, 2, 70), steps=3)
+
+
+def test_wide_lanes(device, monkeypatch):
+    """As large layers and many chunks have them; here with lanes behind the value's end."""
+    monkeypatch.setattr(delta_scan, "MANY_PROGRAMS", 1)
+    layer = Layer(key_heads=1, value_heads=2, value_dim=48, dtype=SIXTEEN_BITS, device=device)
+    assert delta_scan.scan_tile(layer.dtype, layer.shape, 1).lanes == 32
+    checks.check_split(layer, KERNELS, (127, 2, 1, 67), steps=3)
 
 
 def test_packed_batch(layer):
