@@ -5,11 +5,20 @@ from pathlib import Path
 import pytest
 from triton_interpreter import INTERPRETED, run_in_interpreter
 
+GROUPS = {
+    "a-l": "test_[a-l]*.py", "m-r": "test_[m-r]*.py", "s-z": "test_[s-z]*.py",
+    "delta": "recurrent/test_d*.py", "recurrent": "recurrent/test_[!d]*.py",
+}  # fmt: skip
+"""Files that one process runs; scans of prompts take longest, and have two to themselves."""
+
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(INTERPRETED, reason="starts this very run")
-@pytest.mark.parametrize("names", ["test_[a-l]*.py", "test_[m-r]*.py", "test_[s-z]*.py"])
-def test_in_interpreter(names: str) -> None:
+@pytest.mark.parametrize("group", GROUPS)
+def test_in_interpreter(group: str) -> None:
     # Few processes, not one for each file: imports take longer than most kernels.
-    files = sorted(map(str, Path(__file__).parent.rglob(names)))
-    run_in_interpreter(*files)
+    names, folder = GROUPS[group], Path(__file__).parent
+    files = folder.glob(names) if "/" in names else folder.rglob(names)
+    is_scan = "/" in names
+    run_in_interpreter(*sorted(str(f) for f in files if ("recurrent" in f.parts) == is_scan))

@@ -18,6 +18,8 @@ SPLITS = [
     (250,),
 ]
 """Prompts, and how they are cut into chunks."""
+FEW_SPLITS = SPLITS[::3]
+"""Of these for the interpreter, which takes a second for a hundred tokens."""
 
 
 def check_split(layer, ops, splits, steps=45, **options):
