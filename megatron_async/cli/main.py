@@ -22,12 +22,13 @@ from megatron_async import __version__
 from megatron_async.cli.answers import print_as_it_is_made, printer_of_ended
 from megatron_async.cli.files import check_writable, written_as
 from megatron_async.cli.options import (
-    ENGINE_OPTIONS,
     MODEL_HELP,
     PROGRAM,
     HelpFormatter,
     add_dtype,
+    add_engine_options,
     add_parallel,
+    engine_options,
     flag,
     metrics_server,
     parallel_sizes,
@@ -121,8 +122,7 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     add_sampling_options(generate)
 
     engine = generate.add_argument_group("engine")
-    for name, type_, metavar, text in ENGINE_OPTIONS:
-        engine.add_argument(flag(name), type=type_, metavar=metavar, help=text)
+    add_engine_options(engine)
     add_dtype(engine)
     engine.add_argument(
         "--transformer-impl", choices=("local", "transformer_engine"), default="local",
@@ -212,8 +212,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     from megatron_async.llm import LLM
     from megatron_async.simulation.recording import RecordingError
 
-    fields = {name: getattr(arguments, name) for name, *_ in ENGINE_OPTIONS}
-    options = {name: value for name, value in fields.items() if value is not None}
+    options = engine_options(arguments)
     if arguments.no_chunked_prefill:
         options["enable_chunked_prefill"] = False
     progress = not arguments.no_progress and is_first_rank()

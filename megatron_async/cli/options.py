@@ -38,6 +38,12 @@ ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
         "prefill on a GPU: triton, flash_attn_4, flash_attn_3 or torch (default: the fastest)",
     ),
     (
+        "enable_prefix_caching",
+        bool,
+        "",
+        "keep KV blocks of requests that have ended, and let requests that begin alike share them",
+    ),
+    (
         "mamba_ssm_states_dtype",
         str,
         "DTYPE",
@@ -45,7 +51,22 @@ ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
     ),
     ("logging_step_interval", int, "N", "log a line every N steps (default: 0, none)"),
 )
-"""Options of `generate` that are fields of `InferenceConfig`; those not given keep its defaults."""
+"""Options that are fields of `InferenceConfig`; those not given keep its defaults."""
+
+
+def add_engine_options(group: Any) -> None:
+    """The options of `ENGINE_OPTIONS`."""
+    for name, type_, metavar, text in ENGINE_OPTIONS:
+        if type_ is bool:
+            group.add_argument(flag(name), action="store_true", default=None, help=text)
+        else:
+            group.add_argument(flag(name), type=type_, metavar=metavar, help=text)
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Those that were given, as `InferenceConfig` takes them."""
+    fields = {name: getattr(arguments, name) for name, *_ in ENGINE_OPTIONS}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 PARALLEL_OPTIONS: tuple[tuple[str, str], ...] = (

@@ -9,12 +9,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.options import (
-    ENGINE_OPTIONS,
     MODEL_HELP,
     PROGRAM,
     add_dtype,
+    add_engine_options,
     add_parallel,
-    flag,
+    engine_options,
     metrics_server,
     parallel_sizes,
 )
@@ -103,8 +103,7 @@ def _add_replica(commands: Any, common: argparse.ArgumentParser, formatter: Any)
     replica.add_argument("--coordinator", default=ADDRESS, metavar="ADDRESS", help="its address")
     replica.add_argument("--name", help="unique among the replicas (default: host and process id)")
     engine = replica.add_argument_group("engine")
-    for name, type_, metavar, text in ENGINE_OPTIONS:
-        engine.add_argument(flag(name), type=type_, metavar=metavar, help=text)
+    add_engine_options(engine)
     add_dtype(engine)
     add_parallel(replica)
     replica.add_argument(
@@ -166,8 +165,7 @@ def run_replica(arguments: argparse.Namespace) -> int:
     from megatron_async.llm import LLM
     from megatron_async.serving.replica import serve_replica
 
-    fields = {name: getattr(arguments, name) for name, *_ in ENGINE_OPTIONS}
-    options = {name: value for name, value in fields.items() if value is not None}
+    options = engine_options(arguments)
     _log_to_stderr()
     options |= parallel_sizes(arguments)
     progress, port = not arguments.no_progress and is_first_rank(), arguments.metrics_port

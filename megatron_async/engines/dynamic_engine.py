@@ -306,11 +306,10 @@ class DynamicInferenceEngine:
     def pause(self) -> None:
         """Launch no further step, until `unpause`; a paused engine stays as it is.
 
-        Waits for the steps in flight (at most lookahead + 1) and books their tokens: futures and
-        streams see them, and the next step's report carries their outputs. Meanwhile requests may
-        be added and aborted, `async_step` waits until there is something to do or to report, and
-        `step_modern` and `generate` raise `EngineStopped` where they would wait for ever. With
-        experts on other ranks, each must call this, and it returns when all have stopped.
+        Waits for the steps in flight and books their tokens; the next step's report carries them.
+        Meanwhile requests may be added and aborted, `async_step` waits, and `step_modern` and
+        `generate` raise `EngineStopped` where they would wait for ever. With experts on other
+        ranks, each must call this, and it returns when all have stopped.
         """
         self.thread.check()
         self.pausing.pause(self)
@@ -326,13 +325,11 @@ class DynamicInferenceEngine:
 
         Args:
             free_kv_cache: give the device memory of the KV cache back, and that of captured graphs,
-                which hold its addresses. Running requests are evicted: they keep their tokens, and
-                prefill them again after `resume`. An engine that is suspended already may be
-                suspended again to this end.
+                also when suspended already. Running requests are evicted: they keep their tokens,
+                and prefill them again after `resume`.
 
         Returns:
-            bytes given back; on a GPU as the driver counts them. 0 without `free_kv_cache`, and
-            when they were given back before.
+            bytes given back, on a GPU as the driver counts them; 0 where nothing was.
         """
         self.thread.check()
         return self.pausing.suspend(self, free_kv_cache)
@@ -348,9 +345,7 @@ class DynamicInferenceEngine:
         self.pausing.resume(self)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what KV blocks hold, as after a change of the model's weights: requests that come
-        from now on compute their prompts. Requests that hold a slot go on, and share nothing more.
-        """
+        """Forget what KV blocks hold, as after a change of weights (docs/prefix_caching.md)."""
         self.thread.check()
         self.group.controlled("reset_prefix_cache")
         self.context.reset_prefix_cache()
@@ -382,8 +377,7 @@ class DynamicInferenceEngine:
             return run_to_end(self, prompts, sampling_params, on_step)
 
     def follow(self) -> bool:
-        """Do what the leader of this rank's group does, until it releases its followers (the end of
-        its `LLM.generate`) or closes its engine.
+        """Do what the leader of this rank's group does, until it releases its followers or closes.
 
         Returns:
             whether it goes on: False when it has closed its engine, or if this rank leads.
@@ -398,8 +392,7 @@ class DynamicInferenceEngine:
         return self.statistics.as_dict(self.lookahead, self.context)
 
     def close(self) -> None:
-        """Finish what is launched, free the device's threads, and fail the requests that are
-        unfinished, so that nobody waits for them for ever; they keep the tokens that are booked."""
+        """Finish what is launched, free the device's threads, and fail unfinished requests."""
         self.group.close()
         self.context.device.close(wait=not self.job.is_lost)
         self.tracer.collect()
