@@ -307,9 +307,8 @@ class DynamicInferenceEngine:
         """Launch no further step, until `unpause`; a paused engine stays as it is.
 
         Waits for the steps in flight and books their tokens; the next step's report carries them.
-        Meanwhile requests may be added and aborted, `async_step` waits, and `step_modern` and
-        `generate` raise `EngineStopped` where they would wait for ever. With experts on other
-        ranks, each must call this, and it returns when all have stopped.
+        Meanwhile requests come and go, `async_step` waits, and `step_modern` and `generate` raise
+        `EngineStopped`. With experts on other ranks, each must call this; all stop together.
         """
         self.thread.check()
         self.pausing.pause(self)
