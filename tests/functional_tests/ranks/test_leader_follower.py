@@ -52,7 +52,10 @@ class Pair:
             assert mine.generated_tokens == request.generated_tokens
             assert mine.finish_reason == request.finish_reason
         assert_all_is_back(self.follower)
-        counted = "steps", "pauses", "evictions", "zombie_rows", "failed_steps", "aborted_requests"
+        counted = (
+            "steps", "pauses", "evictions", "zombie_rows", "failed_steps", "aborted_requests",
+            "prefix_cache_hits", "prefix_cache_evictions",
+        )  # fmt: skip
         ours, theirs = self.leader.stats(), self.follower.stats()
         assert {name: ours[name] for name in counted} == {name: theirs[name] for name in counted}
 
@@ -99,6 +102,29 @@ def test_a_follower_does_the_same(pair_of, lookahead, settings):
     outputs = pair.leader.generate(PROMPTS, PARAMS)
     assert all(output.error is None for output in outputs)
     drain(pair.leader)
+    pair.end()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_a_follower_finds_the_same_blocks(pair_of, lookahead):
+    """In a pool that is too small for all, with salts, and after the cache was reset."""
+    pair = pair_of(
+        lookahead=lookahead, num_kv_blocks=14, block_size_tokens=4, max_requests=4,
+        enable_prefix_caching=True, check_ranks_agree=True,
+    )  # fmt: skip
+    leader, start = pair.leader, PROMPTS[1][:22]
+    for turn in range(3):
+        for number in range(6):
+            params = greedy(14, cache_salt="ab"[number % 2])
+            leader.add_request(10 * turn + number, [*start, number], params)
+            leader.step_modern()
+        if turn == 1:
+            leader.reset_prefix_cache()
+        while leader.has_unfinished_requests():
+            leader.step_modern()
+    assert leader.stats()["prefix_cache_hits"] > 200
+    assert leader.stats()["evictions"] > 0
+    drain(leader)
     pair.end()
 
 
