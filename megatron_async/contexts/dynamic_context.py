@@ -188,8 +188,6 @@ class DynamicInferenceContext:
         plan = builder.build(decode, prefill, shape)
         if prefill:
             self.scheduler.forget_prefilled()
-        if self.prefix_cache is not None:
-            self.prefix_cache.fed(plan)
         return plan
 
     def prepare_dummy_step(self, agree: Agree = alone) -> StepPlan | None:

@@ -6,8 +6,9 @@ follows from the plans: no clock and no order of a dictionary decides, so ranks 
 and a replay of a recording, find the same.
 
 A block of a prompt is entered when the step that writes it is planned: steps run in the order of
-their launch, so any later one may read it. A block with generated tokens is entered when its tokens
-are known and a step that feeds the last of them is planned.
+their launch, so any later one may read it. A block with generated tokens may be entered once its
+tokens are known and a step that feeds the last of them is planned. That is done when somebody looks
+for blocks, or its request leaves: steps in which nobody comes or goes pay nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.prefix_hashes import block_hashes
-from megatron_async.contexts.request_slots import NO_SLOTS, RequestSlots, SlotState
+from megatron_async.contexts.request_slots import ALL, NO_SLOTS, RequestSlots, SlotState
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.ops.sampling.slot_records import Header, RowFeature
 
@@ -80,6 +81,7 @@ class PrefixCache:
         self._take_notice()
         if not _takes_hits(request):
             return NO_SLOTS, False
+        self._catch_up(step - 1)
         found: list[int] = []
         for each in request.block_hashes[: (num_known - 1) // self._size]:
             block = self._block_of.get(each)
@@ -103,23 +105,16 @@ class PrefixCache:
         if not self._is_stale[slot]:
             self._enter(slot, end // self._size, step)
 
-    def fed(self, plan: StepPlan) -> None:
-        """A plan was built: enter the blocks whose last token is fed by then, and known."""
-        rows = plan.slots[: plan.num_decode]
-        held = self._held(rows)
-        due = held > self._entered[rows]
-        if np.count_nonzero(due):
-            for slot, count in zip(rows[due].tolist(), held[due].tolist()):  # sync-ok: NumPy
-                if not self._is_stale[slot]:
-                    self._enter(slot, count, plan.step)
-
     def leaves(self, slot: int, step: int) -> None:
         """The request in `slot` is about to give its blocks back; `step` was planned last."""
         if self._slots.state[slot] >= SlotState.DECODING and not self._is_stale[slot]:
             self._enter(slot, int(self._held(slot)), step)
 
     def failed(self, plan: StepPlan) -> None:
-        """A step has failed: what it and later ones were to write is not there."""
+        """A step has failed: what it and later ones were to write is not there, and its requests
+        enter nothing more."""
+        held = self._slots.generation[plan.slots] == plan.generations
+        self._is_stale[plan.slots[held]] = True
         self._take_notice()
         known = np.fromiter(self._block_of.values(), dtype=np.int32, count=len(self._block_of))
         self._forget(known[self._written_by[known] >= plan.step])
@@ -131,7 +126,16 @@ class PrefixCache:
         self._forget(known)
         self._is_stale[:] = True
 
-    def _held(self, slots: IntArray | int) -> IntArray:
+    def _catch_up(self, step: int) -> None:
+        """Enter what decoding requests have filled; `step` was planned last."""
+        held = self._held(ALL)
+        due = (held > self._entered) & (self._slots.state >= SlotState.DECODING) & ~self._is_stale
+        if np.count_nonzero(due):
+            slots = np.flatnonzero(due)
+            for slot, count in zip(slots.tolist(), held[slots].tolist()):  # sync-ok: NumPy
+                self._enter(slot, count, step)
+
+    def _held(self, slots: IntArray | slice | int) -> IntArray:
         """Blocks of decoding `slots` whose tokens are known, and fed by the steps in flight at the
         latest: the token that the last of these yields is not, nor a sequence's last token."""
         books = self._slots

@@ -53,7 +53,13 @@ def make_tokenizer(name: str | None) -> Any:
 
 
 def measure(
-    rows: int, lookahead: int, steps: int, warmup: int, stop_words: str | None = None
+    rows: int,
+    lookahead: int,
+    steps: int,
+    warmup: int,
+    stop_words: str | None = None,
+    block_size: int = 16,
+    prefix_caching: bool = False,
 ) -> dict[str, float]:
     """Median CPU microseconds a step at `rows` decoding requests."""
     config = InferenceConfig(
@@ -61,9 +67,10 @@ def measure(
         lookahead=lookahead,
         max_requests=max(rows, 1),
         max_tokens=max(4096, rows * 16),
-        block_size_tokens=16,
+        block_size_tokens=block_size,
         max_sequence_length=16 + steps + warmup + 64,
-        num_kv_blocks=rows * ((16 + steps + warmup + 64) // 16 + 1),
+        num_kv_blocks=rows * ((16 + steps + warmup + 64) // block_size + 1),
+        enable_prefix_caching=prefix_caching,
     )
     model_config = transformer_config(DUMMY_SHAPES["tiny"], torch.float32)
     context = DynamicInferenceContext(model_config, config)
@@ -99,6 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=1000, help="measured steps (default 1000)")
     parser.add_argument("--stop-words", choices=["letters", "smollm2"], help="tokenizer of them")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens (default 16)")
+    parser.add_argument("--prefix-caching", action="store_true")
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
     print(f"CPU microseconds of the engine's thread a step, median of {args.steps}")
@@ -107,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures = []
     for rows in args.rows:
         for lookahead in args.lookahead:
-            result = measure(rows, lookahead, args.steps, 20, args.stop_words)
+            asked = (args.stop_words, args.block_size, args.prefix_caching)
+            result = measure(rows, lookahead, args.steps, 20, *asked)
             figures.append({"rows": rows, "lookahead": lookahead, **result})
             values = (result[k] for k in ("prepare", "launch", "resolve", "total", "p99"))
             print(f"{rows:>11}{lookahead:>11}" + "".join(f"{v:>11.1f}" for v in values))

@@ -127,7 +127,7 @@ def test_a_conversation_computes_what_is_new(
     Break one of these, and it fails:
 
     - `PrefixCache.leaves`: enter nothing
-    - `PrefixCache.fed`: enter a block whose last token no step feeds
+    - `PrefixCache._held`: count a token that no step feeds
     """
     engine, prompt, kept = caching(model, lookahead=lookahead), TEXT[:9], 0
     for number, answer in itertools.product(range(4), range(4, 12)):
