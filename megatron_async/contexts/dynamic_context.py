@@ -53,6 +53,8 @@ class DynamicInferenceContext:
         device: the device to run on; made from `inference_config.device` when None.
         timeline: where the named ranges of this context, its controller and its engine are kept,
             or None.
+        keeps_tokens: keep token ids beside the keys, so that a request which begins behind blocks
+            of others counts the tokens in them (4 bytes a token).
 
     Attributes:
         gpu_view: the device's snapshot of the running step.
@@ -69,6 +71,7 @@ class DynamicInferenceContext:
         inference_config: InferenceConfig,
         device: Device | None = None,
         timeline: Timeline | None = None,
+        keeps_tokens: bool = False,
     ) -> None:
         self.config = inference_config
         self.model_config = model_config
@@ -79,7 +82,7 @@ class DynamicInferenceContext:
         self.max_tokens = inference_config.max_tokens
         self.max_sequence_length = inference_config.max_sequence_length
 
-        self.gpu_view = make_gpu_view(model_config, inference_config, self.device)
+        self.gpu_view = make_gpu_view(model_config, inference_config, self.device, keeps_tokens)
         dummy_block = self.gpu_view.kv_cache.dummy_block
         self.blocks = KVBlockAllocator(dummy_block)
         max_blocks = -(-self.max_sequence_length // self.block_size_tokens)
@@ -111,7 +114,9 @@ class DynamicInferenceContext:
             self.blocks,
             self._plan_builder,
             self.tracer,
-            max_paused_blocks(model_config, inference_config, self.blocks.total, self.device),
+            max_paused_blocks(
+                model_config, inference_config, self.blocks.total, self.device, keeps_tokens
+            ),
             GRID if self._is_recurrent else 1,
         )
         self._arrivals = 0
