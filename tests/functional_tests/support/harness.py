@@ -65,6 +65,7 @@ def make_engine(
     device: Device | None = None,
     timeline: Timeline | None = None,
     drafter: Drafter | None = None,
+    keeps_tokens: bool = False,
     **config: Any,
 ) -> DynamicInferenceEngine:
     """The trio around `model`, its books checked after every step."""
@@ -73,7 +74,7 @@ def make_engine(
         config = {"num_kv_blocks": 256, **config}
     settings = InferenceConfig(**{"check_integrity": True, "max_sequence_length": 512, **config})
     device = device or CpuDevice()
-    context = DynamicInferenceContext(model.config, settings, device, timeline)
+    context = DynamicInferenceContext(model.config, settings, device, timeline, keeps_tokens)
     wrapped = GPTInferenceWrapper(model, context)
     controller = TextGenerationController(wrapped, tokenizer, drafter)
     return DynamicInferenceEngine(controller, context)

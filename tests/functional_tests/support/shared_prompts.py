@@ -20,24 +20,31 @@ from megatron_async.ops.sampling.slot_records import Header, RowFeature
 
 class SharedPrompts:
     """A prefix cache of the simplest kind, for tests: a dictionary by all tokens before a block's
-    end. Only prompts are shared.
+    end.
 
-    A request finds nothing whose prompt tokens must pass through its own steps: those that
-    repetition penalties look at, or whose log probs are wanted.
+    A request finds nothing whose prompt tokens must pass through its own steps: those whose log
+    probs are wanted, and, where the engine keeps no tokens beside the keys, those that repetition
+    penalties look at.
 
     Args:
         engine: an idle one.
         remembers: keep blocks without an owner; else those of requests that hold a slot are found.
+        answers: share generated tokens too, which an evicted request finds again; else prompts
+            alone. Only where the engine keeps tokens.
 
     Attributes:
         hits: blocks that were shared.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine, remembers: bool = False) -> None:
+    def __init__(
+        self, engine: DynamicInferenceEngine, remembers: bool = False, answers: bool = False
+    ) -> None:
         context = engine.context
         self._slots, self._blocks = context.slots, context.blocks
         self._size = context.block_size_tokens
-        self._remembers = remembers
+        self._remembers, self._answers = remembers, answers
+        self._keeps_tokens = context.gpu_view.kv_cache.block_tokens is not None
+        assert self._keeps_tokens or not answers
         self._block_of: dict[tuple[int, ...], int] = {}
         self.hits = 0
         context.scheduler.cached_blocks = self.cached_blocks  # type: ignore[method-assign]
@@ -55,26 +62,29 @@ class SharedPrompts:
         record, params = request.record, request.sampling_params
         assert record is not None
         repetition = float(record.words.view(np.float32)[Header.REPETITION])
-        if record.words[Header.FEATURES] & RowFeature.PENALTIES and repetition != 1.0:
+        looks_back = record.words[Header.FEATURES] & RowFeature.PENALTIES and repetition != 1.0
+        if looks_back and not self._keeps_tokens:
             return NO_SLOTS
         if params.return_log_probs and not params.skip_prompt_log_probs:
             return NO_SLOTS
-        self._learn()
-        prompt, found = tuple(map(int, request.prompt_tokens)), []
-        for end in range(size, min(len(prompt), waiting.num_known - 1) + 1, size):
-            if prompt[:end] not in self._block_of:
+        self.learn()
+        tokens, found = tuple(map(int, request.prompt_tokens)), []
+        if self._answers:
+            tokens += tuple(map(int, request.generated_tokens))
+        for end in range(size, min(len(tokens), waiting.num_known - 1) + 1, size):
+            if tokens[:end] not in self._block_of:
                 break
-            found.append(self._block_of[prompt[:end]])
+            found.append(self._block_of[tokens[:end]])
         return np.array(found, dtype=np.int32)
 
     def forget_all(self) -> None:
         """What the cache held is lost."""
-        self._learn()
+        self.learn()
         if self._remembers:
             self._blocks.forget(np.array(list(self._block_of.values()), dtype=np.int32))
         self._block_of.clear()
 
-    def _learn(self) -> None:
+    def learn(self) -> None:
         """Take notice of the blocks whose contents earlier plans have written, or will before the
         step that is planned."""
         slots, blocks, size = self._slots, self._blocks, self._size
@@ -84,14 +94,17 @@ class SharedPrompts:
         self._block_of = {key: b for key, b in self._block_of.items() if b not in lost}
         for slot in np.flatnonzero(slots.state != SlotState.FREE):
             begins = slots.state[slot] == SlotState.PREFILLING
-            written = slots.num_prefilled[slot] if begins else slots.prompt_length[slot]
-            written = min(int(written), int(slots.prompt_length[slot]))
-            prompt = tuple(slots.tokens[slot, :written].tolist())
-            for end in range(size, written + 1, size):
+            # Of the generated tokens the last may not have been fed yet.
+            fed = max(slots.num_known[slot] - 1, slots.prompt_length[slot])
+            written = slots.num_prefilled[slot] if begins else fed
+            if not self._answers:
+                written = min(written, slots.prompt_length[slot])
+            tokens = tuple(slots.tokens[slot, :written].tolist())
+            for end in range(size, int(written) + 1, size):
                 block = int(slots.block_table[slot, end // size - 1])
-                if prompt[:end] in self._block_of:
+                if tokens[:end] in self._block_of:
                     continue
-                self._block_of[prompt[:end]] = block
+                self._block_of[tokens[:end]] = block
                 if self._remembers:
                     blocks.remember(np.array([block], dtype=np.int32))
 
