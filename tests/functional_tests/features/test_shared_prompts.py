@@ -130,7 +130,8 @@ def test_random_schedules(
     model: torch.nn.Module, serial: DynamicInferenceEngine, remembers: bool
 ) -> None:
     """Pauses, evictions, aborts and ends of requests that share blocks, with drafts and without, at
-    lookahead 0 to 3, on a device whose work is late.
+    lookahead 0 to 3, on a device whose work is late. Where tokens are kept beside the keys, requests
+    share generated tokens too, and have repetition penalties.
 
     Break one of these, and it fails:
 
@@ -140,16 +141,17 @@ def test_random_schedules(
     seen: Counter[str] = Counter()
     for seed in range(SCHEDULES):
         drafts = seed % 3
-        schedule = sharing_schedule(seed, drafts + 1)
+        keeps = seed // 4 % 2 == 1
+        schedule = sharing_schedule(seed, drafts + 1, looks_back=keeps)
         plain = Schedule(schedule.jobs, {0: list(range(len(schedule.jobs)))})
         expected = [tokens for tokens, _ in run_schedule(serial, plain)]
         answers = [[*job.prompt, *tokens] for job, tokens in zip(schedule.jobs, expected)]
         config = {**schedule.config, "lookahead": seed % 4, "num_speculative_tokens": drafts}
         device = CpuDevice(Chaos(seed, 0.2, 0.001)) if seed % 2 else LateDevice()
         drafter = DRAFTERS["fickle"](answers, VOCABULARY) if drafts else None
-        engine = make_engine(model, device=device, drafter=drafter, **config)
+        engine = make_engine(model, device=device, drafter=drafter, keeps_tokens=keeps, **config)
         blocks = poison_blocks(engine)
-        shared = SharedPrompts(engine, remembers)
+        shared = SharedPrompts(engine, remembers, answers=keeps)
         try:
             found = run_schedule(engine, schedule)
             assert_all_is_back(engine)

@@ -15,6 +15,7 @@ from harness import Job, assert_all_is_back, greedy, make_engine, run_alone
 from late_device import LateDevice
 from pieces import Pieces
 from poisoned_blocks import poison_blocks
+from schedules import MAX_STEPS
 from shared_prompts import SharedPrompts
 
 from megatron_async import DynamicInferenceEngine, StructuredOutput
@@ -121,7 +122,8 @@ def test_skipped_tokens_count(
 
     Break one of these, and it fails:
 
-    - `begin_chunks_reference`: count the chunk alone, or the skipped tokens of another row
+    - `begin_chunks_reference`: count the chunk alone, or do not reset the counts of a slot whose
+      owner begins behind cached tokens
     - `unpack_step_reference`: do not keep the tokens of prefill chunks
     """
     answers = [[*job.prompt, *tokens] for job, tokens in zip(later, expected, strict=True)]
@@ -144,6 +146,7 @@ def test_skipped_tokens_count(
     assert shared.hits == 0
     assert serve(engine, later) == expected
     assert shared.hits >= 5 * (LATER - 2)
+    assert bool(engine.stats()["captured_steps"]) == device.captures_graphs
     shared.forget_all()
     assert_all_is_back(engine)
     blocks.check_free_blocks()
@@ -167,8 +170,8 @@ def test_evicted_requests_find_their_own_tokens(
     Break one of these, and it fails:
 
     - `unpack_step_reference`: do not keep the tokens of decode rows
-    - `begin_chunks_reference`: take the window of bad words from the chunk alone, or mark all
-      skipped tokens as the prompt's
+    - `begin_chunks_reference`: take the window of bad words from the chunk alone, the skipped
+      tokens from another row's table, or mark them all as the prompt's
     """
     answers = [[*job.prompt, *tokens] for job, tokens in zip(later, expected, strict=True)]
     engine = make_engine(
@@ -184,10 +187,11 @@ def test_evicted_requests_find_their_own_tokens(
     blocks = poison_blocks(engine)
     shared = SharedPrompts(engine, remembers=True, answers=True)
     futures = [engine.add_request(n, job.prompt, job.params) for n, job in enumerate(later)]
-    steps = evicted = 0
-    while engine.has_unfinished_requests():
+    evicted = 0
+    for steps in range(1, MAX_STEPS):
+        if not engine.has_unfinished_requests():
+            break
         engine.step_modern()
-        steps += 1
         # A request must get a token between two evictions, and lookahead delays that.
         if steps % (every + lookahead) == 0:
             shared.learn()
@@ -206,7 +210,9 @@ def test_evicted_requests_find_their_own_tokens(
 def serve(engine: DynamicInferenceEngine, jobs: list[Job], first_id: int = 0) -> list[list[int]]:
     """Tokens of jobs of which one arrives with every step."""
     futures: list[Any] = []
-    while len(futures) < len(jobs) or engine.has_unfinished_requests():
+    for _ in range(MAX_STEPS):
+        if len(futures) == len(jobs) and not engine.has_unfinished_requests():
+            break
         if len(futures) < len(jobs):
             job = jobs[len(futures)]
             futures.append(engine.add_request(first_id + len(futures), job.prompt, job.params))

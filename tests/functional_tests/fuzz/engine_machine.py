@@ -115,7 +115,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.script.append(f"drafter = {made}")
         self.script.append(
             f"engine = make_engine({model}(), device=device, tokenizer=Pieces(), "
-            f"drafter=drafter{arguments})"
+            f"drafter=drafter, keeps_tokens={sharing is not None}{arguments})"
         )
         self.script.append("poison_blocks(engine); poison_states(engine)")
         self.device = LateDevice()
@@ -124,6 +124,7 @@ class EngineMachine(RuleBasedStateMachine):
             device=self.device,
             tokenizer=Pieces(),
             drafter=self.drafter,
+            keeps_tokens=sharing is not None,
             **settings,
         )
         self.blocks = poison_blocks(self.engine)

@@ -109,8 +109,9 @@ class SharedPrompts:
                     blocks.remember(np.array([block], dtype=np.int32))
 
 
-def sharing_schedule(seed: int, width: int) -> Schedule:
-    """A random schedule of prompts that begin alike, in a pool as small as ever."""
+def sharing_schedule(seed: int, width: int, looks_back: bool = False) -> Schedule:
+    """A random schedule of prompts that begin alike, in a pool as small as ever; with repetition
+    penalties, if `looks_back`."""
     schedule, chooser = random_schedule(seed), random.Random(seed)
     texts = [[chooser.randrange(VOCABULARY) for _ in range(30)] for _ in range(2)]
     jobs = []
@@ -124,6 +125,8 @@ def sharing_schedule(seed: int, width: int) -> Schedule:
         params.stop_token_ids = [token % VOCABULARY for token in params.stop_token_ids]
         if chooser.random() < 0.5:
             params.frequency_penalty = 0.9
+        if looks_back and number % 3 == 0:
+            params.repetition_penalty = 1.7
     schedule.jobs = jobs
     schedule.config["max_tokens"] += schedule.config["max_requests"] * (width - 1)
     return schedule
