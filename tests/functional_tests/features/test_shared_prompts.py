@@ -130,8 +130,8 @@ def test_random_schedules(
     model: torch.nn.Module, serial: DynamicInferenceEngine, remembers: bool
 ) -> None:
     """Pauses, evictions, aborts and ends of requests that share blocks, with drafts and without, at
-    lookahead 0 to 3, on a device whose work is late. Where tokens are kept beside the keys, requests
-    share generated tokens too, and have repetition penalties.
+    lookahead 0 to 3, on a device whose work is late. Where tokens are kept beside the keys,
+    requests share generated tokens too, and have repetition penalties.
 
     Break one of these, and it fails:
 
