@@ -60,6 +60,7 @@ class DynamicInferenceContext:
         gpu_view: the device's snapshot of the running step.
         slots: per-request state.
         blocks: ownership of KV blocks.
+        keeps_tokens: as given, on every pipeline stage: the tokens themselves are on the last one.
         scheduler: decides who runs in the next step; it counts pauses and evictions.
         graph_shapes: padded shapes that have, or will have, a captured graph.
     """
@@ -81,6 +82,7 @@ class DynamicInferenceContext:
         self.max_requests = inference_config.max_requests
         self.max_tokens = inference_config.max_tokens
         self.max_sequence_length = inference_config.max_sequence_length
+        self.keeps_tokens = keeps_tokens
 
         self.gpu_view = make_gpu_view(model_config, inference_config, self.device, keeps_tokens)
         dummy_block = self.gpu_view.kv_cache.dummy_block

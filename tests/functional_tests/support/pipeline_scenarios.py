@@ -11,6 +11,7 @@ from zlib import crc32
 import torch
 from capturing_cpu import CapturingCpu
 from harness import CPU, Job, assert_all_is_back, drain, greedy, make_engine, random_prompts
+from shared_prompts import SharedPrompts
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -172,6 +173,24 @@ def stops(engine: DynamicInferenceEngine) -> list[Result]:
     return everything(future.result() for future in futures)
 
 
+def shared(engine: DynamicInferenceEngine) -> list[Result]:
+    """Prompts begin alike; on several stages their first chunks begin behind blocks of others, and
+    evicted requests behind their own. The last stage alone knows the tokens there."""
+    is_split = stage_of(engine.context.model_config).count > 1
+    cache = SharedPrompts(engine, remembers=True, answers=True) if is_split else None
+    futures = []
+    for number, job in enumerate(JOBS):
+        prompt = [*PROMPTS[3][:30], *job.prompt[:9]]
+        futures.append(engine.add_request(number, prompt, job.params))
+        for _ in range(2):
+            engine.step_modern()
+    drain(engine)
+    if cache is not None:
+        assert cache.hits > 20, cache.hits
+        cache.forget_all()
+    return everything(future.result() for future in futures)
+
+
 ROOM = {"num_kv_blocks": 64, "block_size_tokens": 16}
 CASES: dict[str, tuple[Callable[[DynamicInferenceEngine], list[Result]], dict[str, Any]]] = {
     "all at once": (all_at_once, {"max_tokens": 16, "max_requests": 5, **ROOM}),
@@ -180,6 +199,8 @@ CASES: dict[str, tuple[Callable[[DynamicInferenceEngine], list[Result]], dict[st
     "one request": (one_request, {"max_tokens": 8, "max_requests": 2, **ROOM}),
     "arrivals": (arrivals, {"max_tokens": 32, "max_requests": 6, **ROOM}),
     "aborts": (aborts, {"max_tokens": 12, "max_requests": 4, **ROOM}),
+    "shared": (shared, {"num_kv_blocks": 20, "block_size_tokens": 4, "max_tokens": 32,
+                        "max_requests": 7, "max_sequence_length": 80, "keeps_tokens": True}),
     "stops": (stops, {"max_tokens": 24, "max_requests": 5, **ROOM}),
     "grammars": (grammars, {"max_tokens": 64, "max_requests": 8, **ROOM}),
 }  # fmt: skip

@@ -43,7 +43,7 @@ class SharedPrompts:
         self._slots, self._blocks = context.slots, context.blocks
         self._size = context.block_size_tokens
         self._remembers, self._answers = remembers, answers
-        self._keeps_tokens = context.gpu_view.kv_cache.block_tokens is not None
+        self._keeps_tokens = context.keeps_tokens
         assert self._keeps_tokens or not answers
         self._block_of: dict[tuple[int, ...], int] = {}
         self.hits = 0
