@@ -131,8 +131,8 @@ class EngineMachine(RuleBasedStateMachine):
         poison_states(self.engine)
         self.shared = None
         if sharing is not None and settings["invalidation"] == "reconcile":
-            self.script.append(f"shared = SharedPrompts(engine, {sharing})")
-            self.shared = SharedPrompts(self.engine, sharing)
+            self.script.append(f"shared = SharedPrompts(engine, {sharing}, answers=True)")
+            self.shared = SharedPrompts(self.engine, sharing, answers=True)
         self.watch = StepWatch(self.engine)
         self.add_requests(requests)
 

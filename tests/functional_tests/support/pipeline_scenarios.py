@@ -181,7 +181,9 @@ def shared(engine: DynamicInferenceEngine) -> list[Result]:
     futures = []
     for number, job in enumerate(JOBS):
         prompt = [*PROMPTS[3][:30], *job.prompt[:9]]
-        futures.append(engine.add_request(number, prompt, job.params))
+        penalties = {"repetition_penalty": (3.0, 0.4)[number % 2], "frequency_penalty": 2.0}
+        params = sampled(number, 30, temperature=number % 3, **penalties)
+        futures.append(engine.add_request(number, prompt, params))
         for _ in range(2):
             engine.step_modern()
     drain(engine)
