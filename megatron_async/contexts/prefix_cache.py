@@ -21,7 +21,6 @@ from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.prefix_hashes import block_hashes
 from megatron_async.contexts.request_slots import ALL, NO_SLOTS, RequestSlots, SlotState
 from megatron_async.contexts.step_plan import IntArray, StepPlan
-from megatron_async.ops.sampling.slot_records import Header, RowFeature
 
 if TYPE_CHECKING:
     from megatron_async.requests.inference_request import DynamicInferenceRequest
@@ -184,10 +183,5 @@ class PrefixCache:
 
 def _takes_hits(request: DynamicInferenceRequest) -> bool:
     """Whether a request may begin behind tokens that its own steps do not see: not if log probs of
-    its prompt are wanted, or repetition penalties look at it."""
-    if request.log_probs is not None and request.log_probs.num_prompt_missing:
-        return False
-    assert request.record is not None
-    words = request.record.words
-    has_penalties = bool(words[Header.FEATURES] & RowFeature.PENALTIES)
-    return not has_penalties or float(words.view(np.float32)[Header.REPETITION]) == 1.0
+    its prompt are wanted."""
+    return request.log_probs is None or not request.log_probs.num_prompt_missing

@@ -37,13 +37,17 @@ from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.recurrent.recurrent_pools import MAX_WIDTH
 
 
-def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> ContextGPUView:
+def make_gpu_view(
+    model: Any, config: InferenceConfig, device: Device, keeps_tokens: bool = False
+) -> ContextGPUView:
     """Allocate KV cache, per-slot state and bookkeeping buffer, and the view that spans them.
 
     Args:
         model: Megatron's `TransformerConfig`; a `HybridModel`'s carries `hybrid_layer_pattern`.
         config: settings of the engine.
         device: where it all goes.
+        keeps_tokens: keep token ids beside the keys where the model samples, on the last pipeline
+            stage: requests may begin behind blocks that others have filled.
 
     Raises:
         OutOfMemoryError: the states of the slots do not fit, or the KV pool beside them.
@@ -59,7 +63,7 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
         sizes = recurrent_sizes(model, layers)
         states.add(recurrent_state(sizes, config, model.params_dtype, device.torch_device))
     # What each slot takes comes first; blocks share what is left.
-    num_blocks = _num_blocks(model, config, device, states)
+    num_blocks = _num_blocks(model, config, device, states, keeps_tokens)
     states.allocate()
     kv_cache = PagedKVCache(
         attention_layers(model),
@@ -69,6 +73,7 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
         model.kv_channels,
         model.params_dtype,
         device.torch_device,
+        keeps_tokens and stage_of(model).is_last,
     )
     slots = DeviceSlots(
         config.max_requests,
@@ -99,19 +104,18 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
     return view
 
 
-def _num_blocks(model: Any, config: InferenceConfig, device: Device, states: SlotStates) -> int:
+def _num_blocks(
+    model: Any, config: InferenceConfig, device: Device, states: SlotStates, keeps_tokens: bool
+) -> int:
     """Usable KV blocks: as many as fit, beside the states of all slots, on each of the ranks that
     hold the model between them."""
-    failure, num_blocks, size = None, 0, block_bytes(model, config)
+    failure, num_blocks, size = None, 0, block_bytes(model, config, keeps_tokens)
+    wanted = config.num_kv_blocks
+    if not attention_layers(model):
+        wanted = wanted or blocks_for_all(config)  # of no keys and values: none is short
     try:
         free = _free_beside(states, config.max_requests, device)
-        num_blocks = (
-            blocks_that_fit(
-                size, free, device.torch_device, config.num_kv_blocks, config.buffer_size_gb
-            )
-            if size
-            else config.num_kv_blocks or blocks_for_all(config)  # of no memory: none is short
-        )
+        num_blocks = blocks_that_fit(size, free, device.torch_device, wanted, config.buffer_size_gb)
     except OutOfMemoryError as error:
         failure = error
     num_blocks = _agree_on_least(num_blocks, device)
@@ -143,11 +147,17 @@ def _free_beside(states: SlotStates, max_requests: int, device: Device) -> int:
     )
 
 
-def max_paused_blocks(model: Any, config: InferenceConfig, num_blocks: int, device: Device) -> int:
+def max_paused_blocks(
+    model: Any,
+    config: InferenceConfig,
+    num_blocks: int,
+    device: Device,
+    keeps_tokens: bool = False,
+) -> int:
     """Blocks that paused requests may hold: `paused_buffer_size_gb`, or the whole pool."""
     if config.paused_buffer_size_gb is None:
         return num_blocks
-    size = block_bytes(model, config)
+    size = block_bytes(model, config, keeps_tokens)
     blocks = int(config.paused_buffer_size_gb * GIB) // size if size else num_blocks
     return _agree_on_least(blocks, device)
 
@@ -160,14 +170,16 @@ def _agree_on_least(value: int, device: Device) -> int:
     return agree_on_least(value)
 
 
-def block_bytes(model: Any, config: InferenceConfig) -> int:
-    """Bytes of one KV block over all layers, on one rank."""
+def block_bytes(model: Any, config: InferenceConfig, keeps_tokens: bool = False) -> int:
+    """Bytes of one KV block over all layers, on one rank; with its token ids, where `keeps_tokens`
+    and the rank samples."""
     return bytes_per_block(
         attention_layers(model),
         config.block_size_tokens,
         local_heads(model)[1],
         model.kv_channels,
         model.params_dtype,
+        keeps_tokens and stage_of(model).is_last,
     )
 
 

@@ -143,7 +143,16 @@ class ContextGPUView:
         self.dims = dims
         self.step = step = self._tensors.head(dims)
         block_size = self.config.block_size_tokens
-        unpack_step(self.bookkeeping, self._next_entry, dims, self.slots, block_size, step, lengths)
+        unpack_step(
+            self.bookkeeping,
+            self._next_entry,
+            dims,
+            self.slots,
+            block_size,
+            step,
+            lengths,
+            self.kv_cache.block_tokens,
+        )
         starts = step.prefill_starts if dims.prefill_rows else None
         self._attention.begin_step(dims, step.block_tables, step.kv_lengths, starts, step.positions)
         self.states.begin_step(self)

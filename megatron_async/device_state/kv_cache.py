@@ -1,4 +1,4 @@
-"""The paged KV cache: one tensor for all layers, and how large it may be."""
+"""The paged KV cache: one tensor for all layers, the tokens beside it, and how large it may be."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ MIB = 1024**2
 GIB = 1024**3
 DEFAULT_CPU_POOL_GB = 1.0
 DEFAULT_GPU_SHARE = 0.8
+TOKEN_BYTES = torch.int32.itemsize
+"""Of a token id beside the keys."""
 
 
 class PagedKVCache:
@@ -29,10 +31,14 @@ class PagedKVCache:
         head_dim: size of a head.
         dtype: of keys and values.
         device: where the cache lives.
+        keeps_tokens: keep token ids beside the keys, for requests that begin behind shared blocks.
 
     Attributes:
         num_layers: as given.
         dummy_block: id of the dummy block.
+        block_tokens: int32 `[blocks, block size]`: the token whose keys stand at the same place.
+            Written by the unpacking of each step, before the keys are. None where no tokens are
+            kept, and while the cache is released.
     """
 
     def __init__(
@@ -44,29 +50,37 @@ class PagedKVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        keeps_tokens: bool = False,
     ) -> None:
         self.num_layers = num_layers
         self.dummy_block = num_blocks
         self.block_size = block_size
         self._shape = (num_layers, 2, num_blocks + 1, block_size, num_heads, head_dim)
         self._dtype, self._device = dtype, device
+        self._keeps_tokens = keeps_tokens
         self._data: Tensor | None = None
+        self.block_tokens: Tensor | None = None
         self.allocate()
 
     @property
     def num_bytes(self) -> int:
         """Size of the whole cache, also while it is released."""
-        return math.prod(self._shape) * self._dtype.itemsize
+        tokens = math.prod(self._shape[2:4]) * TOKEN_BYTES if self._keeps_tokens else 0
+        return math.prod(self._shape) * self._dtype.itemsize + tokens
 
     @makes_ordinary_tensors
     def allocate(self) -> None:
         """Take the memory."""
         # Zeroed because a masked position has weight 0, and 0 times a stray NaN is NaN.
         self._data = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        if self._keeps_tokens:
+            self.block_tokens = torch.zeros(
+                self._shape[2:4], dtype=torch.int32, device=self._device
+            )
 
     def release(self) -> None:
         """Give the memory back, contents and all; no step may run until `allocate`."""
-        self._data = None
+        self._data = self.block_tokens = None
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Key and value cache of a layer, each `[blocks, block size, heads, dim]`."""
@@ -76,10 +90,16 @@ class PagedKVCache:
 
 
 def bytes_per_block(
-    num_layers: int, block_size: int, num_heads: int, head_dim: int, dtype: torch.dtype
+    num_layers: int,
+    block_size: int,
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    keeps_tokens: bool = False,
 ) -> int:
-    """Bytes of one block over all layers."""
-    return 2 * num_layers * block_size * num_heads * head_dim * dtype.itemsize
+    """Bytes of one block over all layers, its token ids included where they are kept."""
+    tokens = block_size * TOKEN_BYTES if keeps_tokens else 0
+    return 2 * num_layers * block_size * num_heads * head_dim * dtype.itemsize + tokens
 
 
 def blocks_that_fit(

@@ -10,7 +10,12 @@ from torch import Tensor
 from megatron_async.device_state.slot_states import PerSlotState
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.sampling.logits_processing import ChunkTensors, DraftTensors, ProcessingRows
+from megatron_async.ops.sampling.logits_processing import (
+    CachedTokens,
+    ChunkTensors,
+    DraftTensors,
+    ProcessingRows,
+)
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.ops.sampling.slot_records import PROMPT_TOKEN, WINDOW
 
@@ -73,16 +78,20 @@ class SamplingState(PerSlotState):
         )  # fmt: skip
 
     def begin_chunks(self, view: ContextGPUView, mode: SamplingMode) -> None:
-        """Count the tokens of prefill chunks, those of requests that start from zero."""
+        """Count the tokens of prefill chunks, those of requests that start from zero; of a request
+        that begins behind cached tokens these too."""
         if mode != SamplingMode.PROCESSED:
             return
-        dims = view.dims
+        dims, block_tokens = view.dims, view.kv_cache.block_tokens
         chunks = ChunkTensors(
             first_row=dims.decode_tokens,
             starts=view.step.prefill_starts,
             token_ids=view.step.token_ids[dims.decode_tokens :],
             max_query_length=dims.max_query_length,
-        )
+            cached=None if block_tokens is None else CachedTokens(
+                view.step.block_tables[dims.decode_rows :], block_tokens
+            ),
+        )  # fmt: skip
         kernels_for(self.counts).begin_chunks(self.rows(view), chunks)
 
     def rebuild(self, known: KnownTokens) -> None:

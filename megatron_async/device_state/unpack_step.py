@@ -51,6 +51,7 @@ def unpack_step(
     block_size: int,
     out: StepTensors,
     lengths: Tensor | None = None,
+    block_tokens: Tensor | None = None,
 ) -> None:
     """Apply block-table updates and records of requests that start to `slots`, and fill `out`.
 
@@ -66,9 +67,11 @@ def unpack_step(
             in the last slot's first block; the former id 0.
         lengths: int32 `[decode rows]` of the sequences, where another rank knows them; None: those
             of `slots`.
+        block_tokens: int32 `[blocks, block size]`: where each token goes, to the place of its keys;
+            None where tokens are not kept.
     """
     unpack = unpack_step_kernels if words.is_cuda else unpack_step_reference
-    unpack(words, next_entry, dims, slots, block_size, out, lengths)
+    unpack(words, next_entry, dims, slots, block_size, out, lengths, block_tokens)
 
 
 def unpack_step_kernels(
@@ -79,6 +82,7 @@ def unpack_step_kernels(
     block_size: int,
     out: StepTensors,
     lengths: Tensor | None = None,
+    block_tokens: Tensor | None = None,
 ) -> None:
     """`unpack_step` by Triton kernels."""
     layout = BookkeepingLayout.for_batch(dims, 0)
@@ -86,6 +90,7 @@ def unpack_step_kernels(
     table = (slots.block_table, slots.block_table.stride(0))
     options = launch_options(words)
     blocks = out.block_tables.size(1)
+    kept = out.token_ids if block_tokens is None else block_tokens  # any tensor, where none is kept
     _unpack_kernel[(dims.rows, triton.cdiv(blocks, TILE))](
         *ring,
         next_entry,
@@ -116,6 +121,7 @@ def unpack_step_kernels(
         out.token_ids,
         out.positions,
         out.write_index,
+        kept,
         dims.decode_rows,
         blocks,
         len(slots.last_token) - 1,
@@ -123,6 +129,7 @@ def unpack_step_kernels(
         dims.width,
         lengths is not None,
         dims.prefill_rows > 0,
+        block_tokens is not None,
         TILE,
         **options,
     )
@@ -138,12 +145,14 @@ def unpack_step_kernels(
             out.token_ids,
             out.positions,
             out.write_index,
+            kept,
             dims.decode_rows,
             dims.decode_tokens,
             dims.prefill_rows,
             dims.prefill_tokens,
             len(slots.last_token) - 1,
             block_size,
+            block_tokens is not None,
             TILE,
             dims.prefill_rows.bit_length(),
             **options,
@@ -203,6 +212,7 @@ def _unpack_kernel(
     out_tokens: tl.tensor,
     out_positions: tl.tensor,
     out_write: tl.tensor,
+    kept: tl.tensor,
     decode_rows: tl.tensor,
     num_blocks: tl.tensor,
     dummy_slot: tl.tensor,
@@ -210,6 +220,7 @@ def _unpack_kernel(
     width: tl.constexpr,
     by_row: tl.constexpr,
     has_prefill: tl.constexpr,
+    keeps: tl.constexpr,
     tile: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
@@ -271,6 +282,8 @@ def _unpack_kernel(
                 tl.store(out_tokens + sample, token)
                 tl.store(out_positions + sample, position)
                 tl.store(out_write + sample, write)
+                if keeps:
+                    tl.store(kept + write, token.to(tl.int32))
         elif has_prefill:
             chunk = row - decode_rows
             sample = decode_rows * width + chunk
@@ -326,12 +339,14 @@ def _unpack_tokens_kernel(
     out_tokens: tl.tensor,
     out_positions: tl.tensor,
     out_write: tl.tensor,
+    kept: tl.tensor,
     decode_rows: tl.tensor,
     decode_tokens: tl.tensor,
     prefill_rows: tl.tensor,
     prefill_tokens: tl.tensor,
     dummy_slot: tl.tensor,
     block_size: tl.tensor,
+    keeps: tl.constexpr,
     tile: tl.constexpr,
     halvings: tl.constexpr,
     overlap: tl.constexpr,
@@ -360,3 +375,5 @@ def _unpack_tokens_kernel(
     tl.store(out_positions + decode_tokens + token, position, mask=exists)
     write = block * block_size + position % block_size
     tl.store(out_write + decode_tokens + token, write, mask=exists)
+    if keeps:
+        tl.store(kept + write, given.to(tl.int32), mask=exists)

@@ -21,6 +21,7 @@ def unpack_step_reference(
     block_size: int,
     out: StepTensors,
     lengths: Tensor | None = None,
+    block_tokens: Tensor | None = None,
 ) -> None:
     """`unpack_step` in plain torch. It reads numbers back, so it is for the CPU and for tests."""
     entry = int(next_entry)
@@ -44,6 +45,8 @@ def unpack_step_reference(
         _unpack_decode_rows(fields, dims, slots, block_size, out, lengths)
     if dims.prefill_rows:
         _unpack_chunks(fields, dims, slots, block_size, out)
+    if block_tokens is not None:
+        block_tokens.view(-1)[out.write_index] = out.token_ids.int()
 
 
 def _unpack_decode_rows(

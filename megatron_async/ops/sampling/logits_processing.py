@@ -84,6 +84,26 @@ class ProcessingRows(SamplingRows):
 
 
 @dataclass
+class CachedTokens:
+    """Tokens in the blocks of a step's chunks, also those before the chunks.
+
+    Attributes:
+        block_tables: int32 `[chunks, blocks of a row]`; rows may be strided, elements not.
+        block_tokens: int32 `[blocks, block size]`, contiguous; what nobody has written there is
+            anything.
+    """
+
+    block_tables: Tensor
+    block_tokens: Tensor
+
+    def first(self, chunk: int, count: int) -> Tensor:
+        """The first `count` tokens of a chunk's sequence, int64 `[count]`."""
+        size = self.block_tokens.size(1)
+        blocks = self.block_tables[chunk, : -(-count // size)].long()
+        return self.block_tokens[blocks].flatten()[:count].long()
+
+
+@dataclass
 class ChunkTensors:
     """The prefill chunks of a step.
 
@@ -92,12 +112,14 @@ class ChunkTensors:
         starts: int32 `[chunks + 1]`: where each begins in `token_ids`, and its end.
         token_ids: int64 `[prefill tokens]`, perhaps padded.
         max_query_length: no chunk has more tokens.
+        cached: tokens by block; None where every sequence begins with a chunk at 0.
     """
 
     first_row: int
     starts: Tensor
     token_ids: Tensor
     max_query_length: int
+    cached: CachedTokens | None = None
 
     @property
     def count(self) -> int:
@@ -108,8 +130,9 @@ class ChunkTensors:
 def begin_chunks_reference(rows: ProcessingRows, chunks: ChunkTensors) -> None:
     """Count the chunks' tokens, those of requests that start from zero.
 
-    Every known token of a request passes here once since it got its slot, also those that it
-    generated before an eviction.
+    Every known token of a request is counted once since it got its slot, also those that it
+    generated before an eviction. Tokens before a request's first chunk, whose keys and values were
+    in the cache already, are counted with that chunk, from the blocks.
 
     Args:
         rows: their `state` is changed.
@@ -125,6 +148,9 @@ def begin_chunks_reference(rows: ProcessingRows, chunks: ChunkTensors) -> None:
         start, end = chunks.starts[chunk : chunk + 2].tolist()  # sync-ok: CPU
         tokens = chunks.token_ids[start:end]
         position = int(rows.positions[row]) - (end - start)
+        if chunks.cached is not None and features & RowFeature.STARTS:
+            tokens = torch.cat((chunks.cached.first(chunk, position), tokens))
+            position = 0
         in_prompt = max(int(record[Header.PROMPT_LENGTH]) - position, 0)
         if features & RowFeature.PENALTIES:
             prompt, generated = tokens[:in_prompt], tokens[in_prompt:]

@@ -24,7 +24,10 @@ from megatron_async.ops.sampling.tile_scores import float_of, record_of
 TILE = 2048
 """Tokens of the vocabulary of one program."""
 CHUNK_TILE = 1024
-"""Tokens of a chunk, of one program."""
+"""Tokens of a chunk, of one program at a time."""
+CACHED_PROGRAMS = 16
+"""Least programs of a chunk where its row may begin behind cached tokens: how many these are is
+known on the device alone. 100,000 tokens are 7 tiles for each."""
 ROW_TILE = 128
 
 PENALTIES = tl.constexpr(int(RowFeature.PENALTIES))
@@ -48,14 +51,20 @@ NOTHING = tl.constexpr(NO_TOKEN)
 
 def begin_chunks(rows: ProcessingRows, chunks: ChunkTensors) -> None:
     """As `begin_chunks_reference`."""
-    counts, recent = rows.state.counts, rows.state.recent
-    vocab = counts.size(1)
+    counts, recent, cached = rows.state.counts, rows.state.recent, chunks.cached
+    vocab, programs = counts.size(1), triton.cdiv(chunks.max_query_length, CHUNK_TILE)
+    tables = tokens = chunks.starts  # any tensors, where there are none
+    if cached is not None:
+        tables, tokens = cached.block_tables, cached.block_tokens
+        programs = max(programs, CACHED_PROGRAMS)
     _reset_counts[(chunks.count, triton.cdiv(vocab, TILE))](
         rows.features, rows.slots, chunks.first_row, counts, vocab, TILE
     )
-    _count_chunks[(chunks.count, triton.cdiv(chunks.max_query_length, CHUNK_TILE))](
+    _count_chunks[(chunks.count, programs)](
         rows.features, rows.slots, rows.positions, chunks.first_row,
-        chunks.starts, chunks.token_ids, rows.records, counts, vocab, recent, CHUNK_TILE,
+        chunks.starts, chunks.token_ids, rows.records, counts, vocab, recent,
+        tables, tables.stride(0), tokens, 1 if cached is None else tokens.size(1),
+        cached is not None, CHUNK_TILE,
     )  # fmt: skip
 
 
@@ -118,7 +127,7 @@ def _reset_counts(
         tl.store(counts + tl.load(slots + row) * vocab + token, zero, mask=token < vocab)
 
 
-@triton.jit(do_not_specialize=["first_row"])
+@triton.jit(do_not_specialize=["first_row", "table_stride"])
 def _count_chunks(
     features: tl.tensor,
     slots: tl.tensor,
@@ -130,27 +139,47 @@ def _count_chunks(
     counts: tl.tensor,
     vocab: tl.constexpr,
     recent: tl.tensor,
+    tables: tl.tensor,
+    table_stride: tl.tensor,
+    block_tokens: tl.tensor,
+    block_size: tl.constexpr,
+    has_cached: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     chunk = tl.program_id(0)
     row = first_row + chunk
     asked = tl.load(features + row)
-    start, end = tl.load(starts + chunk), tl.load(starts + chunk + 1)
-    index = start + tl.program_id(1) * tile + tl.arange(0, tile)
-    inside = index < end
     if (asked & (PENALTIES | BAD_WORDS)) != 0:
-        slot = tl.load(slots + row)
-        token = tl.load(token_ids + index, mask=inside, other=0)
-        position = tl.load(positions + row) - end + index
-        in_prompt = position < tl.load(record_of(records, slots, row) + PROMPT_LENGTH)
-        if (asked & PENALTIES) != 0:
-            # A token may be in the chunk many times, in the prompt and in what was generated.
-            place = counts + slot * vocab + token
-            tl.atomic_or(place, IN_PROMPT, mask=inside & in_prompt, sem="relaxed")
-            tl.atomic_add(place, 1, mask=inside & (in_prompt == 0), sem="relaxed")
-        if (asked & BAD_WORDS) != 0:
-            last = inside & (index >= end - LONGEST)
-            tl.store(recent + slot * LONGEST + position % LONGEST, token.to(tl.int32), mask=last)
+        start, end = tl.load(starts + chunk), tl.load(starts + chunk + 1)
+        slot, length = tl.load(slots + row), tl.load(positions + row)
+        prompt_length = tl.load(record_of(records, slots, row) + PROMPT_LENGTH)
+        begins = length - (end - start)  # position of the chunk's first token
+        first = begins
+        if has_cached:
+            first = tl.where((asked & STARTS) != 0, 0, begins)
+        first += tl.program_id(1) * tile
+        while first < length:
+            position = first + tl.arange(0, tile)
+            inside = position < length
+            given = inside & (position >= begins)
+            token = tl.load(token_ids + start - begins + position, mask=given, other=0)
+            if has_cached:
+                skipped = inside & (position < begins)
+                entry = tables + chunk.to(tl.int64) * table_stride + position // block_size
+                block = tl.load(entry, mask=skipped, other=0).to(tl.int64)
+                kept = block_tokens + block * block_size + position % block_size
+                token += tl.load(kept, mask=skipped, other=0)
+            in_prompt = position < prompt_length
+            if (asked & PENALTIES) != 0:
+                # A token may be there many times, in the prompt and in what was generated.
+                place = counts + slot * vocab + token
+                tl.atomic_or(place, IN_PROMPT, mask=inside & in_prompt, sem="relaxed")
+                tl.atomic_add(place, 1, mask=inside & (in_prompt == 0), sem="relaxed")
+            if (asked & BAD_WORDS) != 0:
+                last = inside & (position >= length - LONGEST)
+                window = recent + slot * LONGEST + position % LONGEST
+                tl.store(window, token.to(tl.int32), mask=last)
+            first += tl.num_programs(1) * tile
 
 
 @triton.jit(do_not_specialize=["decode_rows"])

@@ -245,6 +245,36 @@ def test_a_failed_steps_blocks_are_not_found(
     engine.close()
 
 
+@pytest.mark.parametrize("failing", range(1, 12))
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_failed_step_feeds_no_token(
+    model: torch.nn.Module,
+    serial: DynamicInferenceEngine,
+    lookahead: int,
+    failing: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Break `PrefixCache.failed` so that its requests still enter what they leave, and it fails."""
+    answer = run_alone(serial, [Job(TEXT[:6], greedy(30))])[0]
+    late = Job([*TEXT[:6], *answer[:20], 5], greedy(6))
+    expected = run_alone(serial, [late])[0]
+    engine = caching(model, lookahead=lookahead)
+    launch = engine.controller.launch_step
+
+    def fail_once(plan: Any) -> Any:
+        if plan.step == failing:
+            raise RuntimeError("planted")
+        return launch(plan)
+
+    monkeypatch.setattr(engine.controller, "launch_step", fail_once)
+    future = engine.add_request(0, TEXT[:6], greedy(30))
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    assert future.result().error is not None
+    assert run_at(engine, {0: [late]}, first_id=1)[0] == expected
+    engine.close()
+
+
 def test_salts_keep_tenants_apart(model: torch.nn.Module) -> None:
     engine = caching(model)
     for salt, hits in (("a", 0), ("b", 0), (None, 0), ("a", 36), (None, 36)):

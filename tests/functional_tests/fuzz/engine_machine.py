@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 import pytest
 from attention_model import VOCABULARY, AttentionModel
 from drafters import DRAFTERS
-from fuzz_requests import MAX_SEQUENCE, Ask, Pieces, asks, engine_settings
+from fuzz_requests import MAX_SEQUENCE, Ask, asks, engine_settings
 from harness import assert_all_is_back, make_engine
 from hybrid_model import HYBRID_MODELS
 from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from late_device import LateDevice
+from pieces import Pieces
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
 from serial_answers import SerialAnswers
@@ -38,7 +39,7 @@ PREAMBLE = """\
 import asyncio
 from attention_model import VOCABULARY, AttentionModel
 from drafters import DRAFTERS
-from fuzz_requests import Pieces
+from pieces import Pieces
 from harness import make_engine
 from hybrid_model import DeltaAttentionModel, HybridAttentionModel, MixedAttentionModel
 from late_device import LateDevice

@@ -5,7 +5,6 @@ A new sampling parameter is one line of its group; a new output is one line of `
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 
 from attention_model import VOCABULARY
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_async import StructuredOutput
 from megatron_async.requests.inference_request import DynamicInferenceRequest
@@ -74,37 +72,6 @@ COMPARED: dict[str, Callable[[DynamicInferenceRequest], Any]] = {
 """Outputs of a finished request that must be what the serial engine gives (numbers with a point,
 nearly). Of an aborted one, those in `CUT_SHORT` must be the beginning of it."""
 CUT_SHORT = ("tokens", "log probs", "alternatives")
-
-
-class Pieces:
-    """A tokenizer whose tokens are one or two of the letters a to d, so that stop words come often,
-    and across tokens."""
-
-    eod = -1
-    eos_ids = (VOCABULARY - 1,)
-
-    def __init__(self) -> None:
-        self.backend = _backend()
-
-    def tokenize(self, text: str) -> list[int]:
-        return ["abcd".index(letter) for letter in text]
-
-    def detokenize(self, tokens: list[int]) -> str:
-        return "".join(PIECES[token] for token in tokens)
-
-
-PIECES = ["".join(letters) for n in (1, 2, 3) for letters in itertools.product("abcd", repeat=n)]
-PIECES = PIECES[:VOCABULARY]
-
-
-def _backend() -> Tokenizer:
-    """The same tokens for grammars; the last one ends a text there."""
-    vocabulary = {piece: token for token, piece in enumerate(PIECES[:-1])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<end>"])
-    return backend
 
 
 def _prompts() -> st.SearchStrategy[list[int]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from attention_model import AttentionModel
-from fuzz_requests import MAX_DRAFTS, MAX_SEQUENCE, STOPPING, Ask, Pieces
+from fuzz_requests import MAX_DRAFTS, MAX_SEQUENCE, STOPPING, Ask
 from harness import drain, make_engine
 from late_device import LateDevice
+from pieces import Pieces
 
 from megatron_async import SamplingParams
 from megatron_async.requests.inference_request import DynamicInferenceRequest

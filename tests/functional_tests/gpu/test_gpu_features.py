@@ -123,6 +123,62 @@ def test_answers_equal_the_cpus(
     assert bool(stats["evictions"]) == bool(memory)
 
 
+def sharing_jobs() -> list[Job]:
+    """What `feature_jobs` ask for, behind prompts that begin alike."""
+    (text,) = random_prompts(9, (70,), SHAPE.vocab_size)
+    return [Job([*text, number], job.params) for number, job in enumerate(feature_jobs())]
+
+
+@pytest.fixture(scope="module")
+def cpu_sharing_answers() -> Iterator[list[DynamicInferenceRequest]]:
+    engine = make_engine(make_model(SHAPE), lookahead=0, num_kv_blocks=128, max_requests=8)
+    yield serve(engine, sharing_jobs())
+    engine.close()
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_tokens_before_the_first_chunk_count(
+    make_gpu_engine: EngineFactory,
+    cpu_sharing_answers: list[DynamicInferenceRequest],
+    lookahead: int,
+    evicts: bool,
+) -> None:
+    """First chunks begin behind blocks of others, in slots that others have left; evicted requests
+    begin behind their own generated tokens."""
+    engine = make_gpu_engine(
+        lookahead=lookahead, enable_prefix_caching=True, block_size_tokens=16, max_requests=4
+    )
+    serve(engine, feature_jobs()[:4])
+    evicted = check_sharing(engine, cpu_sharing_answers, evicts)
+    assert engine.stats()["captured_steps"] >= 0.5 * engine.stats()["steps"]
+    assert engine.stats()["prefix_cache_hits"] >= 16 * (20 + 2 * evicted)
+    assert (evicted > 8) == evicts
+
+
+def check_sharing(
+    engine: DynamicInferenceEngine,
+    answers: list[DynamicInferenceRequest],
+    evicts: bool,
+) -> int:
+    """Serve `sharing_jobs`, one of which arrives with every step, and compare; the number of
+    evictions."""
+    jobs, futures, evicted = sharing_jobs(), [], 0
+    for step in range(2000):
+        if len(futures) == len(jobs) and not engine.has_unfinished_requests():
+            break
+        if len(futures) < len(jobs):
+            job = jobs[len(futures)]
+            futures.append(engine.add_request(100 + len(futures), job.prompt, job.params))
+        engine.step_modern()
+        if evicts and step % 9 == 8:
+            evicted += engine.context.max_requests - engine.context.slots.num_free
+            engine.context.scheduler.evict_all()
+    for future, expected in zip(futures, answers, strict=True):
+        check_same(future.result(), expected)
+    return evicted
+
+
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_structured_output(
     make_gpu_engine: EngineFactory, ascii_tokenizer: Any, lookahead: int

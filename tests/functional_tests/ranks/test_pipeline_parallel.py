@@ -21,6 +21,7 @@ RUNS = {
     "one request": [2],
     "arrivals": [1, 2],
     "aborts": [2],
+    "shared": [1, 2],
     "stops": [2],
     "grammars": [2, 5],
 }
@@ -69,10 +70,11 @@ def test_ranks_took_the_same_steps(two_stages: list[Found]) -> None:
 
 
 def test_requests_paused_and_were_evicted(two_stages: list[Found]) -> None:
-    for lookahead in RUNS["small pool"]:
-        stats = two_stages[0]["small pool", lookahead][1]
-        assert stats["pauses"] > 0
-        assert stats["evictions"] > 0
+    for name in ("small pool", "shared"):
+        for lookahead in RUNS[name]:
+            stats = two_stages[0][name, lookahead][1]
+            assert stats["pauses"] > 0
+            assert stats["evictions"] > 0
 
 
 def test_the_pipeline_fills_with_enough_lookahead(two_stages: list[Found]) -> None:

@@ -172,6 +172,24 @@ def stops(engine: DynamicInferenceEngine) -> list[Result]:
     return everything(future.result() for future in futures)
 
 
+def shared(engine: DynamicInferenceEngine) -> list[Result]:
+    """Prompts begin alike; on several stages their first chunks begin behind blocks of others, and
+    evicted requests behind their own. The last stage alone knows the tokens there."""
+    is_split = stage_of(engine.context.model_config).count > 1
+    futures = []
+    for number, job in enumerate(JOBS):
+        prompt = [*PROMPTS[3][:30], *job.prompt[:9]]
+        penalties = {"repetition_penalty": (3.0, 0.4)[number % 2], "frequency_penalty": 2.0}
+        params = sampled(number, 30, temperature=number % 3, **penalties)
+        futures.append(engine.add_request(number, prompt, params))
+        for _ in range(2):
+            engine.step_modern()
+    drain(engine)
+    if is_split:
+        assert engine.stats()["prefix_cache_hits"] > 80, engine.stats()
+    return everything(future.result() for future in futures)
+
+
 ROOM = {"num_kv_blocks": 64, "block_size_tokens": 16}
 CASES: dict[str, tuple[Callable[[DynamicInferenceEngine], list[Result]], dict[str, Any]]] = {
     "all at once": (all_at_once, {"max_tokens": 16, "max_requests": 5, **ROOM}),
@@ -180,6 +198,9 @@ CASES: dict[str, tuple[Callable[[DynamicInferenceEngine], list[Result]], dict[st
     "one request": (one_request, {"max_tokens": 8, "max_requests": 2, **ROOM}),
     "arrivals": (arrivals, {"max_tokens": 32, "max_requests": 6, **ROOM}),
     "aborts": (aborts, {"max_tokens": 12, "max_requests": 4, **ROOM}),
+    "shared": (shared, {"num_kv_blocks": 20, "block_size_tokens": 4, "max_tokens": 32,
+                        "max_requests": 7, "max_sequence_length": 80,
+                        "enable_prefix_caching": True}),
     "stops": (stops, {"max_tokens": 24, "max_requests": 5, **ROOM}),
     "grammars": (grammars, {"max_tokens": 64, "max_requests": 8, **ROOM}),
 }  # fmt: skip

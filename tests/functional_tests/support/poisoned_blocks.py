@@ -1,4 +1,5 @@
-"""`PoisonedBlocks`: KV blocks that nobody owns hold NaN, and whoever writes there is found out."""
+"""`PoisonedBlocks`: KV blocks that nobody owns hold NaN, and no tokens, and whoever writes there is
+found out."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from megatron_async.contexts.step_plan import IntArray
 UNWRITTEN = 1e6
 """Fills a block that is handed out: a finite value, as an earlier owner's, that would change every
 token if it were read."""
+NOBODYS_TOKEN, UNWRITTEN_TOKEN = 2**30, 2**30 + 1
+"""Fill the tokens of such blocks: a step that counts one of them fails."""
 
 
 class PoisonedBlocks(KVBlockAllocator):
@@ -61,15 +64,25 @@ class PoisonedBlocks(KVBlockAllocator):
         data = self._cache._data
         if data is not None:  # else the engine is suspended, and `poison_free_blocks` follows
             data[:, :, torch.from_numpy(blocks)] = torch.nan
+            self._fill_tokens(blocks, NOBODYS_TOKEN)
 
     def _hand_out(self, blocks: IntArray) -> None:
         self._check(blocks)
         self._cache._data[:, :, torch.from_numpy(blocks)] = UNWRITTEN
+        self._fill_tokens(blocks, UNWRITTEN_TOKEN)
+
+    def _fill_tokens(self, blocks: IntArray, token: int) -> None:
+        if self._cache.block_tokens is not None:
+            self._cache.block_tokens[torch.from_numpy(blocks)] = token
 
     def _check(self, blocks: IntArray) -> None:
         data = self._cache._data[:, :, torch.from_numpy(blocks)]
         clean = data.isnan().all(-1).all(-1).all(-1)
-        written = blocks[~clean.all(0).all(0).numpy()]
+        clean = clean.all(0).all(0)
+        if self._cache.block_tokens is not None:
+            tokens = self._cache.block_tokens[torch.from_numpy(blocks)]
+            clean &= (tokens == NOBODYS_TOKEN).all(1)
+        written = blocks[~clean.numpy()]
         assert not len(written), f"blocks {written} were written while nobody owned them"
 
 

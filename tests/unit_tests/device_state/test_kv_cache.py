@@ -67,6 +67,21 @@ def test_no_block_fits_at_all():
         blocks_that_fit(MIB, 2 * MIB - 1, CPU, 1, None)
 
 
+@pytest.mark.parametrize("layers", [0, 3])
+def test_tokens_are_a_part_of_the_cache(layers):
+    cache = PagedKVCache(layers, 5, 4, 2, 8, torch.float32, CPU, keeps_tokens=True)
+    each = bytes_per_block(layers, 4, 2, 8, torch.float32, keeps_tokens=True)
+    assert each == bytes_per_block(layers, 4, 2, 8, torch.float32) + 16
+    assert cache.num_bytes == 6 * each
+    assert cache.block_tokens is not None
+    assert (cache.block_tokens.shape, cache.block_tokens.dtype) == ((6, 4), torch.int32)
+    cache.release()
+    assert cache.block_tokens is None
+    cache.allocate()
+    assert cache.block_tokens is not None
+    assert not cache.block_tokens.any()
+
+
 def test_layers_are_separate_views_with_a_dummy_block():
     cache = PagedKVCache(3, 5, 4, 2, 8, torch.float32, CPU)
     parts = [part for layer in range(3) for part in cache.layer(layer)]

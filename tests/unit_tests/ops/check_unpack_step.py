@@ -108,6 +108,25 @@ def fill(words, dims, count, blocks, block_size, query_lengths, updates):
     fields["block_update_blocks"][:] = rng.integers(0, 1000, updates)
 
 
+def check_kept(kept, truth_kept, truth, keeps):
+    """Each token stands at its place, and nothing elsewhere. The tables are random, so several
+    tokens may share a place: any of them may stay."""
+    kept, truth_kept = kept.flatten().cpu(), truth_kept.flatten().cpu()
+    places, tokens = truth.write_index.cpu(), truth.token_ids.cpu().int()
+    _, inverse, counts = places.unique(return_inverse=True, return_counts=True)
+    alone = counts[inverse] == 1
+    if keeps:
+        assert torch.equal(truth_kept[places[alone]], tokens[alone])
+        for place in places[~alone].unique():
+            its = set(tokens[places == place].tolist())
+            assert {int(kept[place]), int(truth_kept[place])} <= its
+    kept[places[~alone]] = truth_kept[places[~alone]]
+    assert torch.equal(kept, truth_kept)
+    untouched = torch.ones(len(kept), dtype=torch.bool)
+    untouched[places if keeps else places[:0]] = False
+    assert (kept[untouched] == -5).all()
+
+
 if where == "cpu":
     for module in (ops, feed_back_ops):
         for name, kernel in list(vars(module).items()):
@@ -173,8 +192,16 @@ for (decode, query_lengths, dummies, padding, count, blocks, block_size), share 
     told = None
     if rng.random() < 0.3:  # as on a later pipeline stage
         told = torch.from_numpy(rng.integers(0, blocks * block_size, decode)).int().to(where)
-    ops.unpack_step_reference(*arguments, truth_slots, block_size, truth, told)
-    ops.unpack_step_kernels(*arguments, slots, block_size, found, told)
+    kept, truth_kept = (
+        torch.full((DUMMY_BLOCK + 1, block_size), -5, dtype=torch.int32, device=where)
+        for _ in range(2)
+    )
+    keeps = rng.random() < 0.8
+    ops.unpack_step_reference(
+        *arguments, truth_slots, block_size, truth, told, truth_kept if keeps else None
+    )
+    ops.unpack_step_kernels(*arguments, slots, block_size, found, told, kept if keeps else None)
+    check_kept(kept, truth_kept, truth, keeps)
     for name in vars(truth_whole):
         assert torch.equal(getattr(whole, name), getattr(truth_whole, name)), (name, dims)
     for name in vars(slots):

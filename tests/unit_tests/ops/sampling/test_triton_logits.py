@@ -10,7 +10,7 @@ from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.ops.sampling import log_probs as plain_log_probs
 from megatron_async.ops.sampling import logits_processing as plain
 from megatron_async.ops.sampling import token_mask, triton_log_probs, triton_logits, triton_sampling
-from megatron_async.ops.sampling.logits_processing import ChunkTensors, ProcessingRows
+from megatron_async.ops.sampling.logits_processing import CachedTokens, ChunkTensors, ProcessingRows
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.ops.sampling.slot_records import (
     FOREVER,
@@ -41,6 +41,7 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(module, "TILE", 256)
     monkeypatch.setattr(triton_sampling, "TILE", 512)
     monkeypatch.setattr(triton_logits, "CHUNK_TILE", 64)
+    monkeypatch.setattr(triton_logits, "CACHED_PROGRAMS", 2)
     monkeypatch.setattr(triton_sampling, "SEARCH_TILE", 512)
 
 
@@ -159,7 +160,8 @@ def test_samples_are_counted(rng, device):
     same_state(on_cpu(rows), expected)
 
 
-def test_chunks_are_counted(rng, device):
+@pytest.mark.parametrize("has_cached", [False, True])
+def test_chunks_are_counted(rng, device, has_cached):
     vocab, decode = rng.choice([7, 130, 1003]), rng.randint(0, 3)
     lengths = [rng.choice([1, 3, 17, 200]) for _ in range(rng.randint(1, 4))]
     dummies = rng.choice([0, 2])
@@ -169,7 +171,7 @@ def test_chunks_are_counted(rng, device):
     rows.slots[decode + len(lengths) :] = len(rows.records) - 1
     for chunk, length in enumerate(lengths):
         row = decode + chunk
-        rows.positions[row] = length + rng.choice([0, 4])
+        rows.positions[row] = length + rng.choice([0, 4, *[90, 400] * has_cached])
         if rng.random() < 0.6:
             rows.features[row] |= int(RowFeature.STARTS)
     starts = [0]
@@ -181,17 +183,67 @@ def test_chunks_are_counted(rng, device):
         "token_ids": torch.randint(vocab, (starts[-1] + 5,)),
     }
     longest = max(lengths)
+    cached = random_blocks(rng, rows.positions[decode:].cpu(), vocab) if has_cached else None
     expected = on_cpu(rows)
-    plain.begin_chunks_reference(expected, ChunkTensors(**given, max_query_length=longest))
+    plain.begin_chunks_reference(
+        expected, ChunkTensors(**given, max_query_length=longest, cached=cached)
+    )
     moved = {
         name: value if isinstance(value, int) else value.to(device) for name, value in given.items()
     }
-    triton_logits.begin_chunks(rows, ChunkTensors(**moved, max_query_length=longest))
+    if cached is not None:
+        cached = CachedTokens(cached.block_tables.to(device), cached.block_tokens.to(device))
+    triton_logits.begin_chunks(rows, ChunkTensors(**moved, max_query_length=longest, cached=cached))
     found = on_cpu(rows)
     # The dummy slot's state is nobody's.
     for state in (found.state, expected.state):
         state.counts[-1], state.recent[-1] = 0, 0
     same_state(found, expected)
+
+
+def random_blocks(rng, lengths, vocab):
+    """Tokens of sequences so long, in blocks that some share; what is behind them is no token."""
+    size = rng.choice([1, 3, 16])
+    wide = -(-int(lengths.max()) // size) + rng.choice([0, 3])
+    tables = torch.randint(wide, (len(lengths), wide + 2), dtype=torch.int32)[:, :wide]
+    tokens = torch.randint(vocab, (wide + 1, size), dtype=torch.int32)
+    for chunk, length in enumerate(lengths.tolist()):
+        tables[chunk, -(-length // size) :] = wide
+    tokens[wide] = -1
+    return CachedTokens(tables, tokens)
+
+
+def test_counted_from_blocks_as_from_the_start(rng, device):
+    """However much of a sequence was in the cache, its slot is the same behind its first chunk."""
+    vocab, length = rng.choice([7, 130, 1003]), rng.choice([1, 5, 33, 260])
+    cached = random_blocks(rng, torch.tensor([length]), vocab)
+    sequence = cached.first(0, length)
+    cached = CachedTokens(cached.block_tables.to(device), cached.block_tokens.to(device))
+    states = []
+    for first in {0, 1, length // 2, max(length - 17, 0), max(length - 16, 0), length - 1}:
+        if first >= length:
+            continue
+        torch.manual_seed(0)  # the same former owners
+        rows = random_rows(random.Random(0), vocab, 2, device)
+        wanted = RowFeature.PENALTIES | RowFeature.BAD_WORDS | RowFeature.STARTS
+        rows.features[0], rows.positions[0] = int(wanted), length
+        rows.records[rows.slots[0], Header.PROMPT_LENGTH] = length // 3
+        chunks = ChunkTensors(
+            first_row=0,
+            starts=torch.tensor([0, length - first], dtype=torch.int32, device=device),
+            token_ids=sequence[first:].to(device),
+            max_query_length=length - first,
+            cached=cached,
+        )
+        triton_logits.begin_chunks(rows, chunks)
+        states.append(on_cpu(rows))
+    for other in states[1:]:
+        same_state(states[0], other)
+    counts = states[0].state.counts[states[0].slots[0]]
+    generated = torch.bincount(sequence[length // 3 :], minlength=vocab)
+    assert torch.equal(counts & (PROMPT_TOKEN - 1), generated.int())
+    marked = torch.bincount(sequence[: length // 3], minlength=vocab) > 0
+    assert torch.equal((counts & PROMPT_TOKEN) != 0, marked)
 
 
 def test_log_probs(rng, device):
