@@ -259,6 +259,7 @@ def test_a_failed_step_feeds_no_token(
     late = Job([*TEXT[:6], *answer[:20], 5], greedy(6))
     expected = run_alone(serial, [late])[0]
     engine = caching(model, lookahead=lookahead)
+    poison_blocks(engine)
     launch = engine.controller.launch_step
 
     def fail_once(plan: Any) -> Any:
