@@ -50,6 +50,10 @@ class InferenceConfig:
     its tokens and is prefilled again later. (Never the request first in rank, which runs on to its
     end.) None: no such limit; requests are evicted only when nothing else could run."""
 
+    enable_prefix_caching: bool = False
+    """Keep the blocks of requests that have ended, and let requests that begin alike share them. A
+    request may compute less of its prompt; its tokens are the same."""
+
     # ---- Recurrent layers -------------------------------------------------------------------
     mamba_ssm_states_dtype: str = "float32"
     """Of the states of recurrent layers, whatever their kind: "float32", or "bfloat16" for half the
@@ -177,6 +181,11 @@ class InferenceConfig:
             raise ConfigurationError(
                 f"invalidation={self.invalidation!r} is unknown: use one of "
                 f"{', '.join(INVALIDATION_POLICIES)}."
+            )
+        if self.invalidation == "rollback" and self.enable_prefix_caching:
+            raise ConfigurationError(
+                "invalidation='rollback' is not served with enable_prefix_caching=True: others may "
+                "have begun behind blocks of a step that is taken back. Use 'reconcile'."
             )
         if self.invalidation == "rollback" and self.decode_width > 1:
             raise ConfigurationError(

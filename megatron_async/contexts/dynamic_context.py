@@ -18,6 +18,7 @@ from megatron_async.contexts.integrity import check_integrity
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.micro_batches import MicroBatches
 from megatron_async.contexts.plan_builder import PlanBuilder, dummy_plan
+from megatron_async.contexts.prefix_cache import PrefixCache
 from megatron_async.contexts.request_slots import NO_DECODE, RequestSlots
 from megatron_async.contexts.scheduler import Scheduler
 from megatron_async.contexts.step_output import StepOutput, book_samples
@@ -27,6 +28,7 @@ from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_buffer import HostStaging
 from megatron_async.device_state.device_memory import make_gpu_view, max_paused_blocks
 from megatron_async.devices import Device, make_device, makes_ordinary_tensors
+from megatron_async.errors import ConfigurationError
 from megatron_async.models.partition import is_recurrent
 from megatron_async.observe.timeline import Timeline
 from megatron_async.observe.tracer import Tracer
@@ -60,6 +62,7 @@ class DynamicInferenceContext:
         blocks: ownership of KV blocks.
         scheduler: decides who runs in the next step; it counts pauses and evictions.
         graph_shapes: padded shapes that have, or will have, a captured graph.
+        prefix_cache: finds what blocks hold; None without `enable_prefix_caching`.
     """
 
     @makes_ordinary_tensors
@@ -104,7 +107,15 @@ class DynamicInferenceContext:
             self.gpu_view.captures_prefill,
         )
         self._is_recurrent = is_recurrent(model_config)
+        if self._is_recurrent and inference_config.enable_prefix_caching:
+            raise ConfigurationError(
+                "enable_prefix_caching=True is not served with recurrent layers yet, whose states "
+                "are not kept: leave it False."
+            )
         self._plan_builder = PlanBuilder(self.slots, self.graph_shapes)
+        self.prefix_cache = None
+        if inference_config.enable_prefix_caching:
+            self.prefix_cache = PrefixCache(self.slots, self.blocks, self.block_size_tokens)
         self.scheduler = Scheduler(
             inference_config,
             self.slots,
@@ -113,6 +124,7 @@ class DynamicInferenceContext:
             self.tracer,
             max_paused_blocks(model_config, inference_config, self.blocks.total, self.device),
             GRID if self._is_recurrent else 1,
+            self.prefix_cache,
         )
         self._arrivals = 0
 
@@ -125,6 +137,8 @@ class DynamicInferenceContext:
             request: with its prompt tokens and its record.
             max_length: sequence length, tokens, at which it ends.
         """
+        if self.prefix_cache is not None:
+            self.prefix_cache.prepare(request)
         rank = rank_of(self._arrivals, request.priority)
         self.waiting.add(WaitingRequest(request, rank, max_length))
         self._arrivals += 1
@@ -174,6 +188,8 @@ class DynamicInferenceContext:
         plan = builder.build(decode, prefill, shape)
         if prefill:
             self.scheduler.forget_prefilled()
+        if self.prefix_cache is not None:
+            self.prefix_cache.fed(plan)
         return plan
 
     def prepare_dummy_step(self, agree: Agree = alone) -> StepPlan | None:
@@ -183,8 +199,19 @@ class DynamicInferenceContext:
         return None if shape.is_empty else builder.build(NO_DECODE, [], shape)
 
     def evict_all(self) -> None:
-        """Evict every request that holds a slot."""
+        """Evict every request that holds a slot, and forget what blocks hold: it is lost."""
+        self.reset_prefix_cache()
         self.scheduler.evict_all()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what blocks hold; requests that hold a slot go on, and share nothing more."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.reset()
+
+    def step_failed(self, plan: StepPlan) -> None:
+        """What a plan was to write is not there; its requests are about to end."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.failed(plan)
 
     def take_back(self, plans: list[StepPlan]) -> None:
         """Undo `plans`, the last ones built, whose steps are over and will not be resolved."""

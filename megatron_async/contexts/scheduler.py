@@ -11,6 +11,7 @@ from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.micro_batches import MicroBatches
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
+from megatron_async.contexts.prefix_cache import PrefixCache
 from megatron_async.contexts.request_slots import (
     ALL,
     NO_DECODE,
@@ -40,6 +41,8 @@ class Scheduler:
         max_paused_blocks: blocks that paused requests may hold.
         chunk_border: prefill chunks that leave some of a prompt end at multiples of this position,
             where the step's budget reaches one: there a scan's result depends on no schedule.
+        prefix_cache: finds blocks for new requests, and is told which are filled; None: nobody
+            looks.
 
     Attributes:
         waiting: requests without a slot.
@@ -58,6 +61,7 @@ class Scheduler:
         tracer: Tracer,
         max_paused_blocks: int,
         chunk_border: int = 1,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self._config = config
         self._slots = slots
@@ -66,6 +70,7 @@ class Scheduler:
         self._tracer = tracer
         self._max_paused_blocks = max_paused_blocks
         self._chunk_border = chunk_border
+        self.prefix_cache = prefix_cache
         self.waiting = AdmissionQueue()
         self.prefilling: list[int] = []
         self.micro_batches = MicroBatches(slots, config.steps_in_flight - 1)
@@ -76,6 +81,8 @@ class Scheduler:
     def release(self, slot: int) -> None:
         """Take slot and blocks from a request; its generated tokens stay with it."""
         slots = self._slots
+        if self.prefix_cache is not None:
+            self.prefix_cache.leaves(slot, self._builder.next_step - 1)
         slots.request_at(slot).generated_tokens = slots.generated_tokens(slot)
         if slots.state[slot] == SlotState.PREFILLING:
             self.prefilling.remove(slot)
@@ -191,6 +198,8 @@ class Scheduler:
             end = border
         if end > start:
             chunks.append(PrefillChunk(slot, start, end))
+            if self.prefix_cache is not None:
+                self.prefix_cache.written(slot, end, self._builder.next_step)
         return max(end - start, 0)
 
     def _may_admit(self, micro_batch: int, budget: int) -> bool:
@@ -206,6 +215,8 @@ class Scheduler:
         wanted = -(-waiting.num_known // size)
         if self._builder.num_updates + wanted > self._blocks.total:
             return False  # shared blocks stand in several tables: the next step has room for them
+        if self._is_being_written(waiting):
+            return False
         horizon = ADMISSION_HORIZON * slots.max_width
         soon = slots.num_known + slots.in_flight_tokens + horizon > slots.num_blocks * size
         reserve = int(np.count_nonzero((slots.state == SlotState.DECODING) & soon))
@@ -215,8 +226,17 @@ class Scheduler:
 
     def cached_blocks(self, waiting: WaitingRequest) -> IntArray:
         """Blocks, integers, that hold the keys and values of a request's first tokens, but not of
-        all of them. None: nothing looks for them yet."""
-        return NO_SLOTS
+        all of them."""
+        return NO_SLOTS if self.prefix_cache is None else self._look_up(waiting)[0]
+
+    def _is_being_written(self, waiting: WaitingRequest) -> bool:
+        """Whether the step that is planned writes what a request would have to compute next."""
+        return self.prefix_cache is not None and self._look_up(waiting)[1]
+
+    def _look_up(self, waiting: WaitingRequest) -> tuple[IntArray, bool]:
+        assert self.prefix_cache is not None
+        step = self._builder.next_step
+        return self.prefix_cache.find(waiting.request, waiting.num_known, step)
 
     def _admit(self, micro_batch: int) -> int:
         """Give who waits first a slot and the blocks of all its tokens; if that raises, nothing."""
@@ -246,7 +266,12 @@ class Scheduler:
             self.release(slot)
             raise
         self.waiting.pop()
-        self.recomputed_tokens += waiting.num_computed
+        found = int(slots.num_cached[slot])
+        if self.prefix_cache is not None:
+            self.prefix_cache.begin(slot, waiting.num_known)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = found
+        self.recomputed_tokens += max(waiting.num_computed - found, 0)
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
         return slot
 

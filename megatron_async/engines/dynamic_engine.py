@@ -347,6 +347,14 @@ class DynamicInferenceEngine:
         self.thread.check()
         self.pausing.resume(self)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what KV blocks hold, as after a change of the model's weights: requests that come
+        from now on compute their prompts. Requests that hold a slot go on, and share nothing more.
+        """
+        self.thread.check()
+        self.group.controlled("reset_prefix_cache")
+        self.context.reset_prefix_cache()
+
     # ---- Conveniences ------------------------------------------------------------------------
 
     def generate(

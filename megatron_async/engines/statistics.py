@@ -206,6 +206,7 @@ class EngineStatistics:
             "generated_tokens": self.generated_tokens,
             "prefill_tokens": self.prefill_tokens,
             "recomputed_tokens": context.scheduler.recomputed_tokens,
+            **_prefix_cache(context),
             "tokens_per_second": self.generated_tokens / self.busy_s if self.busy_s else 0.0,
             "busy_seconds": self.busy_s,
             "pauses": context.scheduler.pauses,
@@ -232,6 +233,16 @@ class EngineStatistics:
             **_percentiles("resolve", self.resolve_times),
             **_percentiles("step", self.step_times),
         }
+
+
+def _prefix_cache(context: DynamicInferenceContext) -> dict[str, int]:
+    cache = context.prefix_cache
+    return {
+        "prefix_cache_queries": 0 if cache is None else cache.queries,
+        "prefix_cache_hits": 0 if cache is None else cache.hits,
+        "prefix_cache_blocks": context.blocks.cached,
+        "prefix_cache_evictions": 0 if cache is None else cache.evictions,
+    }
 
 
 def _percentiles(stage: str, times: TimeHistogram) -> dict[str, float]:

@@ -211,6 +211,7 @@ class StepBooking:
         error = StepFailed(f"step {step.plan.step} failed: {cause!r}")
         error.__cause__ = cause
         self._statistics.failed_steps += 1
+        self._context.step_failed(step.plan)
         slots = self._context.slots
         held = slots.generation[step.plan.slots] == step.plan.generations
         for slot in step.plan.slots[held]:

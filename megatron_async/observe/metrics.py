@@ -42,6 +42,9 @@ COUNTERS = {
     "recomputed_tokens": "Tokens that evictions took from the cache and that are prefilled again.",
     "pauses": "Times a request sat out for want of a KV block.",
     "evictions": "Times a paused request lost its blocks.",
+    "prefix_cache_queries": "Tokens of admitted requests, looked up in the prefix cache.",
+    "prefix_cache_hits": "Of these, tokens that were found.",
+    "prefix_cache_evictions": "Blocks of the prefix cache that were handed out anew.",
     "engine_pauses": "Times the engine was paused.",
     "engine_suspends": "Times the engine was suspended.",
     "busy_seconds": "Wall time in steps while there was work.",
@@ -55,6 +58,7 @@ GAUGES = {
     "slots_in_use": "Slots held by requests.",
     "slots_in_use_peak": "Most slots held at once so far.",
     "kv_blocks": "KV blocks in the pool.",
+    "prefix_cache_blocks": "KV blocks that no request holds, kept for what they hold.",
     "kv_blocks_in_use": "KV blocks held by requests.",
     "kv_blocks_in_use_peak": "Most KV blocks held at once so far.",
 }

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 10
 """A follower lets a grammar compile so many times as long as its leader does."""
-METHODS = ("pause", "unpause", "suspend", "resume")
+METHODS = ("pause", "unpause", "suspend", "resume", "reset_prefix_cache")
 
 
 class Follower(ConnectedGroup):

@@ -74,6 +74,9 @@ class DynamicInferenceRequest:
         stop_words_from: see `StopWords.counts_from`.
         log_probs: what was booked of them, or None if they were not asked for; the properties
             below give them in Megatron's form.
+        num_cached_tokens: of its prompt, those that were found in the cache when it was admitted;
+            None before that.
+        block_hashes: of its sequence's first blocks; see `PrefixCache`.
     """
 
     request_id: int
@@ -94,6 +97,8 @@ class DynamicInferenceRequest:
     watch_row: int = field(default=0, repr=False)
     stop_words_from: int = field(default=0, repr=False)
     log_probs: RequestLogProbs | None = field(default=None, repr=False)
+    num_cached_tokens: int | None = None
+    block_hashes: list[bytes] = field(default_factory=list, repr=False)
     _text: str | None = field(default=None, init=False, repr=False)
 
     @property

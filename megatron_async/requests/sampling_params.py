@@ -94,6 +94,9 @@ class SamplingParams:
     """Strings that end the request as soon as its generated text contains one; they are matched on
     text, across the borders of tokens. At most 64 of at most 256 characters. Needs a tokenizer."""
 
+    cache_salt: str | None = None
+    """Requests share blocks of equal beginnings only with requests of the same salt, such as a
+    tenant's name: whether a prompt was seen before can be told by its time to the first token."""
     structured_output: StructuredOutput | None = None
     """JSON schema, regular expression, grammar or choice that the text is held to; the request ends
     where nothing may follow. Needs the model's tokenizer."""

@@ -77,4 +77,6 @@ def poison_blocks(engine: DynamicInferenceEngine) -> PoisonedBlocks:
     """Give a new engine blocks that are watched."""
     context = engine.context
     context.blocks = context.scheduler._blocks = PoisonedBlocks(engine)
+    if context.prefix_cache is not None:
+        context.prefix_cache._blocks = context.blocks
     return context.blocks

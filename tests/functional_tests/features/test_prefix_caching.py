@@ -1,0 +1,308 @@
+"""Requests that begin alike share blocks, and get the tokens that they would get alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_model import VOCABULARY, AttentionModel
+from drafters import DRAFTERS
+from harness import Job, assert_all_is_back, greedy, make_engine, run_alone, run_at
+from hybrid_model import HybridAttentionModel
+from late_device import LateDevice
+from poisoned_blocks import poison_blocks
+from schedules import Schedule, run_schedule
+from shared_prompts import sharing_schedule
+
+from megatron_async import DynamicInferenceEngine, InferenceConfig
+from megatron_async.devices import Chaos, CpuDevice
+from megatron_async.errors import ConfigurationError
+
+SCHEDULES = 40
+TEXT = [(7 * n * n + 3) % VOCABULARY for n in range(64)]
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return AttentionModel()
+
+
+@pytest.fixture(scope="module")
+def serial(model: torch.nn.Module) -> Iterator[DynamicInferenceEngine]:
+    """Plain decoding, with room for all, and nothing shared."""
+    engine = make_engine(model, lookahead=0, max_requests=16, block_size_tokens=16)
+    yield engine
+    engine.close()
+
+
+def caching(model: torch.nn.Module, **config: Any) -> DynamicInferenceEngine:
+    return make_engine(
+        model, enable_prefix_caching=True, **{"block_size_tokens": 4, "max_requests": 8, **config}
+    )
+
+
+@pytest.mark.parametrize("budget", [200, 13])
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_equal_prompts_cost_one_prefill(
+    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, budget: int
+) -> None:
+    """They arrive together; the prompt takes one step, or several.
+
+    Break one of these, and it fails:
+
+    - `Scheduler._may_admit`: do not wait for what the planned step writes
+    - `PrefixCache.find`: find what this very plan writes
+    """
+    jobs = [Job(TEXT[:40], greedy(6)) for _ in range(8)]
+    expected = run_alone(serial, jobs)
+    engine = caching(model, lookahead=lookahead, max_tokens=budget)
+    assert run_at(engine, {0: jobs}) == expected
+    # One computes 40 tokens; 9 blocks are found by the others, which compute at least one token.
+    stats = engine.stats()
+    assert stats["prefill_tokens"] == 40 + 7 * 4
+    assert (stats["prefix_cache_queries"], stats["prefix_cache_hits"]) == (8 * 40, 7 * 36)
+    assert_all_is_back(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("length", range(15, 26))
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_warm_equals_cold(
+    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, length: int
+) -> None:
+    """A prompt that ends at each place of a block, and parts from the one before at each."""
+    jobs = [Job([*TEXT[:length], number], greedy(9)) for number in (1, 2, 1)]
+    expected = run_alone(serial, jobs)
+    engine = caching(model, lookahead=lookahead)
+    assert [run_at(engine, {0: [job]})[0] for job in jobs] == expected
+    assert engine.stats()["prefix_cache_hits"] == 2 * (length // 4 * 4)
+    engine.close()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_a_conversation_computes_what_is_new(
+    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int
+) -> None:
+    """Turn after turn, answers included, also where an answer ends with a block.
+
+    Break one of these, and it fails:
+
+    - `PrefixCache.leaves`: enter nothing
+    - `PrefixCache.fed`: enter a block whose last token no step feeds
+    """
+    engine, prompt = caching(model, lookahead=lookahead), TEXT[:9]
+    for number, answer in itertools.product(range(4), range(4, 12)):
+        before = engine.stats()["prefill_tokens"]
+        job = Job(prompt, greedy(answer))
+        tokens = run_at(engine, {0: [job]})[0]
+        assert tokens == run_alone(serial, [job])[0], (number, answer)
+        new = 9 if prompt == TEXT[:9] else 3
+        assert engine.stats()["prefill_tokens"] - before <= new + 2 * 4
+        prompt = [*prompt, *tokens, *TEXT[number : number + 3]]
+        if len(prompt) > 300:
+            prompt = TEXT[:9]
+    engine.close()
+
+
+def test_answers_are_found_while_they_grow(
+    model: torch.nn.Module, serial: DynamicInferenceEngine
+) -> None:
+    """A second request takes what a first one has generated so far."""
+    first = Job(TEXT[:6], greedy(40))
+    answer = run_alone(serial, [first])[0]
+    second = Job([*TEXT[:6], *answer[:30], 5], greedy(6))
+    engine = caching(model, lookahead=2)
+    found = run_at(engine, {0: [first], 38: [second]})
+    assert found == [answer, run_alone(serial, [second])[0]]
+    assert engine.stats()["prefix_cache_hits"] >= 32
+    engine.close()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_an_evicted_request_finds_its_own_blocks(
+    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int
+) -> None:
+    jobs = [Job(TEXT[number : number + 20], greedy(30)) for number in (0, 20, 40)]
+    expected = run_alone(serial, jobs)
+    engine = caching(model, lookahead=lookahead, num_kv_blocks=24, paused_buffer_size_gb=1e-9)
+    assert run_at(engine, {0: jobs}) == expected
+    stats = engine.stats()
+    assert stats["evictions"] > 0
+    assert stats["prefix_cache_hits"] > 0
+    assert_all_is_back(engine)
+    engine.close()
+
+
+def test_more_shared_entries_than_blocks(
+    model: torch.nn.Module, serial: DynamicInferenceEngine
+) -> None:
+    jobs = [Job([*TEXT, number], greedy(3)) for number in range(8)]
+    expected = run_alone(serial, jobs)
+    engine = caching(model, num_kv_blocks=34, max_tokens=200)
+    assert run_at(engine, {0: jobs[:1], 1: jobs[1:]}) == expected
+    assert engine.stats()["prefix_cache_hits"] == 7 * 64
+    engine.close()
+
+
+@pytest.mark.parametrize("steps", range(1, 6))
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_the_donor_goes(
+    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, steps: int
+) -> None:
+    """It is aborted while steps of it are in flight and others have its blocks."""
+    jobs = [Job([*TEXT[:30], number], greedy(9)) for number in range(4)]
+    expected = run_alone(serial, jobs)
+    engine = caching(model, device=LateDevice(), lookahead=lookahead, block_size_tokens=3,
+                     max_requests=4, num_kv_blocks=30, max_tokens=14)  # fmt: skip
+    blocks = poison_blocks(engine)
+    futures = [engine.add_request(0, jobs[0].prompt, jobs[0].params)]
+    for _ in range(steps):
+        engine.step_modern()
+    for number, job in enumerate(jobs[1:], 1):
+        futures.append(engine.add_request(number, job.prompt, job.params))
+    engine.step_modern()
+    engine.abort_request(0)
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    assert [future.result().generated_tokens for future in futures[1:]] == expected[1:]
+    assert engine.stats()["prefix_cache_hits"] > 0
+    assert_all_is_back(engine)
+    blocks.check_free_blocks()
+    engine.close()
+
+
+@pytest.mark.parametrize("failing", range(6))
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_a_failed_steps_blocks_are_not_found(
+    model: torch.nn.Module,
+    serial: DynamicInferenceEngine,
+    lookahead: int,
+    failing: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Break `PrefixCache.failed` so that it forgets nothing, and it fails."""
+    jobs = [Job([*TEXT[:30], number], greedy(5)) for number in range(6)]
+    expected = run_alone(serial, jobs)
+    engine = caching(model, lookahead=lookahead, max_tokens=14)
+    launch = engine.controller.launch_step
+
+    def fail_once(plan: Any) -> Any:
+        if plan.step == failing:
+            raise RuntimeError("planted")
+        return launch(plan)
+
+    monkeypatch.setattr(engine.controller, "launch_step", fail_once)
+    futures = [engine.add_request(n, job.prompt, job.params) for n, job in enumerate(jobs)]
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    ended = [future.result() for future in futures]
+    assert sum(request.error is not None for request in ended) > 0
+    for request, tokens in zip(ended, expected):
+        assert request.error is not None or request.generated_tokens == tokens
+    # Whoever comes later finds what was written, and nothing else.
+    late = [engine.add_request(10 + n, job.prompt, job.params) for n, job in enumerate(jobs)]
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    assert [future.result().generated_tokens for future in late] == expected
+    assert_all_is_back(engine)
+    engine.close()
+
+
+def test_salts_keep_tenants_apart(model: torch.nn.Module) -> None:
+    engine = caching(model)
+    for salt, hits in (("a", 0), ("b", 0), (None, 0), ("a", 36), (None, 36)):
+        job = Job(TEXT[:40], replace(greedy(3), cache_salt=salt))
+        before = engine.stats()["prefix_cache_hits"]
+        future = engine.add_request(0, job.prompt, job.params)
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+        assert engine.stats()["prefix_cache_hits"] - before == hits
+        assert future.result().num_cached_tokens == hits
+    engine.close()
+
+
+def test_log_probs_of_a_prompt_are_computed(
+    model: torch.nn.Module, serial: DynamicInferenceEngine
+) -> None:
+    """A request that wants them finds nothing, and others find what it leaves."""
+    job = Job(TEXT[:40], greedy(3, return_log_probs=True))
+    engine = caching(model)
+    futures = []
+    for number in range(2):
+        futures.append(engine.add_request(number, job.prompt, job.params))
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+    assert engine.stats()["prefix_cache_hits"] == 0
+    first, second = (future.result().prompt_log_probs for future in futures)
+    assert first == second
+    assert len(first) == 39
+    run_at(engine, {0: [Job(TEXT[:40], greedy(3))]}, first_id=5)
+    assert engine.stats()["prefix_cache_hits"] == 36
+    engine.close()
+
+
+@pytest.mark.parametrize("way", ["reset", "suspend", "in flight"])
+def test_what_is_forgotten(
+    model: torch.nn.Module, serial: DynamicInferenceEngine, way: str
+) -> None:
+    """By `reset_prefix_cache`, or with the cache's memory; requests from before leave nothing."""
+    job, engine = Job(TEXT[:40], greedy(12)), caching(model)
+    expected = run_alone(serial, [job])[0]
+    future = engine.add_request(0, job.prompt, job.params)
+    while engine.has_unfinished_requests() and (way != "in flight" or engine.stats()["steps"] < 4):
+        engine.step_modern()
+    if way == "suspend":
+        engine.suspend(free_kv_cache=True)
+        engine.resume()
+    else:
+        engine.reset_prefix_cache()
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    assert future.result().generated_tokens == expected
+    assert run_at(engine, {0: [job]}, first_id=1)[0] == expected
+    assert engine.stats()["prefix_cache_hits"] == 0
+    assert run_at(engine, {0: [job]}, first_id=2)[0] == expected
+    assert engine.stats()["prefix_cache_hits"] == 36
+    assert_all_is_back(engine)
+    engine.close()
+
+
+def test_random_schedules(model: torch.nn.Module, serial: DynamicInferenceEngine) -> None:
+    """Pauses, evictions, aborts and ends, with drafts and without, at lookahead 0 to 3, on a device
+    whose work is late."""
+    seen: Counter[str] = Counter()
+    for seed in range(SCHEDULES):
+        drafts = seed % 3
+        schedule = sharing_schedule(seed, drafts + 1)
+        plain = Schedule(schedule.jobs, {0: list(range(len(schedule.jobs)))})
+        expected = [tokens for tokens, _ in run_schedule(serial, plain)]
+        answers = [[*job.prompt, *tokens] for job, tokens in zip(schedule.jobs, expected)]
+        config = {**schedule.config, "lookahead": seed % 4, "num_speculative_tokens": drafts}
+        device = CpuDevice(Chaos(seed, 0.2, 0.001)) if seed % 2 else LateDevice()
+        drafter = DRAFTERS["fickle"](answers, VOCABULARY) if drafts else None
+        engine = caching(model, device=device, drafter=drafter, **config)
+        try:
+            found = run_schedule(engine, schedule)
+            assert_all_is_back(engine)
+        finally:
+            engine.close()
+        for number, ((tokens, aborted), want) in enumerate(zip(found, expected, strict=True)):
+            assert tokens == (want[: len(tokens)] if aborted else want), (seed, number)
+        stats = engine.stats()
+        for name in ("pauses", "evictions", "accepted_tokens", "zombie_rows", "prefix_cache_hits",
+                     "prefix_cache_evictions"):  # fmt: skip
+            seen[name] += int(stats[name])
+    assert seen["prefix_cache_hits"] > 200
+    assert min(seen.values()) > 0, seen
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="rollback.*enable_prefix_caching"):
+        InferenceConfig(enable_prefix_caching=True, invalidation="rollback")
+    with pytest.raises(ConfigurationError, match="recurrent layers yet"):
+        caching(HybridAttentionModel())
