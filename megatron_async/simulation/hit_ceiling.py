@@ -19,8 +19,8 @@ class HitCeiling:
         requests: how many.
         prompt_tokens: of all prompts.
         shared_tokens: of these, the ones that an earlier request's prompt or answer began with too.
-        found_tokens: of these, the ones that an engine finds: whole blocks of one engine, never a
-            prompt's last token, never an answer's last token, whose keys and values nobody computes.
+        found_tokens: of these, the ones that an engine finds: whole blocks, never a
+            prompt's last token, and never an answer's, whose keys and values nobody computes.
         longest: tokens of the longest prompt with its answer.
     """
 

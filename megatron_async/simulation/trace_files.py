@@ -71,7 +71,7 @@ def write_trace(path: str | Path, trace: Trace) -> int:
     """
     count = 0
     with Path(path).open("w") as file:
-        for count, request in enumerate(trace, start=1):
+        for request in trace:
             ids, pieces = request.ids.tolist(), request.prompt_pieces
             line = {
                 "timestamp": round(1e3 * request.arrival_s, 3),
@@ -82,6 +82,7 @@ def write_trace(path: str | Path, trace: Trace) -> int:
             if min(ids[pieces:], default=-1) >= 0:
                 line["output_hash_ids"] = ids[pieces:]
             file.write(json.dumps(line) + "\n")
+            count += 1
     return count
 
 
