@@ -98,6 +98,7 @@ def run_simulate_fleet(arguments: argparse.Namespace) -> int:
     from megatron_async.simulation.hit_ceiling import hit_ceiling
     from megatron_async.simulation.trace_files import write_trace
 
+    check_options(arguments)
     source = TraceSource(arguments.trace, arguments.rate, arguments.num_requests, arguments.seed)
     if arguments.write_trace:
         count = write_trace(arguments.write_trace, source.open())
@@ -123,6 +124,25 @@ def run_simulate_fleet(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def check_options(arguments: argparse.Namespace) -> None:
+    """What is wrong is told before a long trace is read.
+
+    Raises:
+        ValueError: an option that cannot be honoured.
+    """
+    from megatron_async.serving.routing import POLICIES
+
+    for name in arguments.policy:
+        if name not in POLICIES:
+            raise ValueError(f"--policy {name} is unknown: use {', '.join(POLICIES)}.")
+    for name in ("replicas", "block_size_tokens"):
+        least = min(getattr(arguments, name))
+        if least < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {least} must be at least 1.")
+    if arguments.processes < 1:
+        raise ValueError(f"--processes {arguments.processes} must be at least 1.")
+
+
 def make_jobs(arguments: argparse.Namespace, source: Any, longest: int) -> list[Any]:
     """A `FleetJob` for every combination.
 
@@ -130,19 +150,10 @@ def make_jobs(arguments: argparse.Namespace, source: Any, longest: int) -> list[
         arguments: of the command.
         source: of the trace.
         longest: tokens of its longest sequence.
-
-    Raises:
-        ValueError: an option that cannot be honoured.
     """
     from megatron_async.config import InferenceConfig
-    from megatron_async.serving.routing import POLICIES
     from megatron_async.simulation.fleet_jobs import FleetJob
 
-    for name in arguments.policy:
-        if name not in POLICIES:
-            raise ValueError(f"--policy {name} is unknown: use {', '.join(POLICIES)}.")
-    if min(arguments.replicas) < 1:
-        raise ValueError(f"--replicas {min(arguments.replicas)} must be at least 1.")
     shape, machine = load_machine(arguments.machine)
     options = {name: getattr(arguments, name) for name, *_ in ENGINE_OPTIONS}
     grid = itertools.product(

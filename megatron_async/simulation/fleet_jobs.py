@@ -94,10 +94,8 @@ def run_jobs(jobs: Sequence[FleetJob], processes: int = 1) -> Iterator[dict[str,
 
     Args:
         jobs: independent of one another.
-        processes: that work at the same time; 1: this one alone.
+        processes: that work at the same time, at least 1; 1: this one alone.
     """
-    if processes < 1:
-        raise ConfigurationError(f"processes={processes} must be at least 1.")
     if processes == 1:
         yield from (job.run() for job in jobs)
         return
