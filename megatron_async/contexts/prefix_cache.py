@@ -119,9 +119,7 @@ class PrefixCache:
             self._enter(slot, int(self._held(slot)), step)
 
     def failed(self, plan: StepPlan) -> None:
-        """A step has failed: what it and later ones were to write is not there, and its requests
-        enter nothing more."""
-        self._is_stale[plan.slots] = True
+        """A step has failed: what it and later ones were to write is not there."""
         self._take_notice()
         known = np.fromiter(self._block_of.values(), dtype=np.int32, count=len(self._block_of))
         self._forget(known[self._written_by[known] >= plan.step])

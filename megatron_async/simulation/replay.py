@@ -46,8 +46,7 @@ class Replay:
         config: settings to replay it with, which must plan as the recorded ones do; None: those.
 
     Attributes:
-        engine: as it stands. Where the recorded engine shared blocks, who looks for cached ones
-            is to be put into this one before `run`.
+        engine: as it stands.
 
     Raises:
         RecordingError: `config` differs from the recorded one; the message names the setting.
@@ -180,8 +179,7 @@ class _PlanComparer(EngineListener):
             raise RecordingError(
                 f"step {plan.step} differs from the recording: requests found {cached[0]} tokens "
                 f"in the cache and it keeps {cached[1]} blocks, instead of {expected.cached[0]} "
-                f"and {expected.cached[1]}. A recording does not say what is cached: the engine of "
-                "the replay needs the `Scheduler.cached_blocks` that the recorded engine had."
+                f"and {expected.cached[1]}: replay it with the version that recorded it."
             )
         pairs = zip(PLAN_FIELDS, plan_checksums(plan), expected.checksums, strict=True)
         for name, found, recorded in pairs:

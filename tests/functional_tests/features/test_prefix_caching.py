@@ -17,7 +17,7 @@ from hybrid_model import HybridAttentionModel
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks
 from schedules import Schedule, run_schedule
-from shared_prompts import sharing_schedule
+from sharing_schedules import sharing_schedule
 
 from megatron_async import DynamicInferenceEngine, InferenceConfig
 from megatron_async.devices import Chaos, CpuDevice
@@ -25,6 +25,16 @@ from megatron_async.errors import ConfigurationError
 
 SCHEDULES = 40
 TEXT = [(7 * n * n + 3) % VOCABULARY for n in range(64)]
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.1},
+    {"frequency_penalty": 1.5, "presence_penalty": 0.7},
+    {"logit_bias": {3: 5.0, 8: -4.0}, "temperature": 0.9},
+    {"min_tokens": 7, "stop_token_ids": list(range(24))},
+    {"bad_words": [[3], [5, 7], [9, 2, 4], [1, 1]], "temperature": 1.3},
+    {"return_log_probs": True, "skip_prompt_log_probs": True, "frequency_penalty": 0.8},
+]
+"""What the slots' former owners ask for, and then, in another order, those who share."""
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +63,7 @@ def test_equal_prompts_cost_one_prefill(
 ) -> None:
     """They arrive together; the prompt takes one step, or several.
 
-    Break one of these, and it fails:
-
-    - `Scheduler._may_admit`: do not wait for what the planned step writes
-    - `PrefixCache.find`: find what this very plan writes
+    Break it, and it fails: `Scheduler._may_admit` does not wait for what the planned step writes.
     """
     jobs = [Job(TEXT[:40], greedy(6)) for _ in range(8)]
     expected = run_alone(serial, jobs)
@@ -85,6 +92,33 @@ def test_warm_equals_cold(
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_slots_are_begun_anew(
+    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int
+) -> None:
+    """Every slot had another owner, with other wishes, and first chunks begin behind 0.
+
+    Break one of these, and it fails:
+
+    - `PlanBuilder.build`: STARTS only where a chunk begins at 0
+    - `begin_chunks_reference`: do not reset the counts where a chunk begins behind 0
+    """
+
+    def asking(number: int, length: int, tokens: int) -> Job:
+        prompt = [*TEXT[:length], number % VOCABULARY]
+        return Job(prompt, greedy(tokens, seed=number, **ASKED[number % len(ASKED)]))
+
+    earlier = [asking(number, 2, 12) for number in range(len(ASKED))]
+    later = [asking(11 + 3 * number, 24 + number, 20) for number in range(2 * len(ASKED))]
+    jobs = [*earlier, *later]
+    expected = run_alone(serial, jobs)
+    engine = caching(model, lookahead=lookahead, max_requests=len(ASKED), max_tokens=40)
+    assert run_at(engine, {step: [job] for step, job in enumerate(jobs)}) == expected
+    # The first one's prompt is computed, of the others the end alone.
+    assert engine.stats()["prefix_cache_hits"] >= 24 * (len(later) - 1)
+    engine.close()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_a_conversation_computes_what_is_new(
     model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int
 ) -> None:
@@ -95,17 +129,15 @@ def test_a_conversation_computes_what_is_new(
     - `PrefixCache.leaves`: enter nothing
     - `PrefixCache.fed`: enter a block whose last token no step feeds
     """
-    engine, prompt = caching(model, lookahead=lookahead), TEXT[:9]
+    engine, prompt, kept = caching(model, lookahead=lookahead), TEXT[:9], 0
     for number, answer in itertools.product(range(4), range(4, 12)):
         before = engine.stats()["prefill_tokens"]
         job = Job(prompt, greedy(answer))
         tokens = run_at(engine, {0: [job]})[0]
         assert tokens == run_alone(serial, [job])[0], (number, answer)
-        new = 9 if prompt == TEXT[:9] else 3
-        assert engine.stats()["prefill_tokens"] - before <= new + 2 * 4
+        assert engine.stats()["prefill_tokens"] - before == len(prompt) - kept // 4 * 4
+        kept = len(prompt) + len(tokens) - 1  # the last token's keys are written by nobody
         prompt = [*prompt, *tokens, *TEXT[number : number + 3]]
-        if len(prompt) > 300:
-            prompt = TEXT[:9]
     engine.close()
 
 
@@ -302,7 +334,7 @@ def test_random_schedules(model: torch.nn.Module, serial: DynamicInferenceEngine
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="rollback.*enable_prefix_caching"):
+    with pytest.raises(ConfigurationError, match=r"rollback.*enable_prefix_caching"):
         InferenceConfig(enable_prefix_caching=True, invalidation="rollback")
     with pytest.raises(ConfigurationError, match="recurrent layers yet"):
         caching(HybridAttentionModel())

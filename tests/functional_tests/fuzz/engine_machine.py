@@ -25,7 +25,6 @@ from late_device import LateDevice
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
 from serial_answers import SerialAnswers
-from shared_prompts import SharedPrompts
 from step_watch import StepWatch
 from tracked_request import TrackedRequest
 
@@ -45,13 +44,13 @@ from hybrid_model import DeltaAttentionModel, HybridAttentionModel, MixedAttenti
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
-from shared_prompts import SharedPrompts
 from megatron_async import SamplingParams
 device, loop = LateDevice(), asyncio.new_event_loop()"""
 ROOM = (8, MAX_SEQUENCE)
 """Of a drafter: answers, and tokens of one."""
 COUNTED = (
     "steps", "pauses", "evictions", "zombie_rows", "discarded_steps", "accepted_tokens",
+    "prefix_cache_hits", "prefix_cache_evictions",
 )  # fmt: skip
 """Of an engine's statistics."""
 some_request = st.integers(0, 5)
@@ -90,7 +89,7 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         settings=engine_settings(),
         drafter=st.sampled_from(list(DRAFTERS)),
-        sharing=st.sampled_from([None, False, True]),
+        sharing=st.booleans(),
         model=st.sampled_from(["AttentionModel"] * 3 + [kind.__name__ for kind in HYBRID_MODELS]),
         requests=st.lists(asks, min_size=2, max_size=4),
     )
@@ -98,14 +97,15 @@ class EngineMachine(RuleBasedStateMachine):
         self,
         settings: dict[str, Any],
         drafter: str,
-        sharing: bool | None,
+        sharing: bool,
         model: str,
         requests: list[Ask],
     ) -> None:
         self.serial = self.answers[model]
         self.counts[model] += 1
-        if model != "AttentionModel":
-            sharing = None  # whose states nobody remembers
+        # Of recurrent layers nobody keeps the states.
+        if sharing and model == "AttentionModel" and settings["invalidation"] == "reconcile":
+            settings = {**settings, "enable_prefix_caching": True}
         self.drafter = None
         if settings["num_speculative_tokens"]:
             self.drafter = DRAFTERS[drafter]([], VOCABULARY, ROOM)
@@ -127,10 +127,6 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.blocks = poison_blocks(self.engine)
         poison_states(self.engine)
-        self.shared = None
-        if sharing is not None and settings["invalidation"] == "reconcile":
-            self.script.append(f"shared = SharedPrompts(engine, {sharing})")
-            self.shared = SharedPrompts(self.engine, sharing)
         self.watch = StepWatch(self.engine)
         self.add_requests(requests)
 
@@ -204,9 +200,6 @@ class EngineMachine(RuleBasedStateMachine):
     def suspend(self, free_kv_cache: bool) -> None:
         self.script.append(f"engine.suspend({free_kv_cache})")
         self.engine.suspend(free_kv_cache)
-        if free_kv_cache and self.shared is not None:
-            self.script.append("shared.forget_all()")
-            self.shared.forget_all()
         self._deliver()
 
     @rule()
@@ -332,9 +325,7 @@ class EngineMachine(RuleBasedStateMachine):
         for tracked in self.streamed:
             tracked.check_readers()
         assert_all_is_back(self.engine)
-        if self.shared is not None:
-            self.counts["hits"] += self.shared.hits
-            self.shared.forget_all()
+        self.engine.reset_prefix_cache()
         self.blocks.check_free_blocks()
         self.engine.close()
         stats = self.engine.stats()

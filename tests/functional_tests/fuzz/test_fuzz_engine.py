@@ -75,7 +75,7 @@ def test_random_schedules_give_the_serial_answers(part: int) -> None:
     # The schedules are worth their name.
     assert counts["schedules"] >= SCHEDULES // TESTS
     wanted = ("pauses", "evictions", "zombie_rows", "readers", "aborted", "grammar")
-    for event in (*wanted, "accepted_tokens", "hits", *EngineMachine.models):
+    for event in (*wanted, "accepted_tokens", "prefix_cache_hits", *EngineMachine.models):
         assert counts[event] > 0, counts
     assert counts["overlapped_steps"] > counts["steps"] / 3, counts  # serial engines among them
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,77 +11,66 @@ import torch
 from attention_model import VOCABULARY
 from harness import greedy, make_engine
 from schedules import run_schedule
-from shared_prompts import SharedPrompts, sharing_schedule
+from sharing_schedules import sharing_schedule
 
 from megatron_async.config import InferenceConfig
+from megatron_async.contexts.prefix_cache import PrefixCache
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.profiling.arrival_trace import TraceRequest
 from megatron_async.simulation import simulator
 from megatron_async.simulation.device_times import MACHINES
-from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.model_shape import ModelShape
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import Launched, RecordingError, load_recording
 from megatron_async.simulation.replay import Replay
 
-SCHEDULES = 6
+SCHEDULES = 8
 
 
-@pytest.mark.parametrize("remembers", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
-def test_replays_with_the_same_cache(
-    tiny_model: torch.nn.Module, tmp_path: Path, lookahead: int, remembers: bool
-) -> None:
+def test_replays_find_the_same(tiny_model: torch.nn.Module, tmp_path: Path, lookahead: int) -> None:
     """Pauses, evictions and aborts of requests that share blocks."""
     hits = evictions = 0
     for seed in range(SCHEDULES):
         path, schedule = tmp_path / f"{seed}.rec", sharing_schedule(seed, 1)
-        engine = make_engine(tiny_model, **{**schedule.config, "lookahead": lookahead})
-        shared = SharedPrompts(engine, remembers)
+        config = {**schedule.config, "lookahead": lookahead, "enable_prefix_caching": True}
+        engine = make_engine(tiny_model, **config)
         recorder = Recorder(engine, path)
         run_schedule(engine, schedule)
         recorder.close()
         engine.close()
-        recording = load_recording(path)
+        recording, stats = load_recording(path), engine.stats()
         replay = Replay(recording)
-        found = SharedPrompts(replay.engine, remembers)
         assert replay.run() == engine.statistics.steps
-        assert found.hits == shared.hits
+        assert replay.engine.stats()["prefix_cache_hits"] == stats["prefix_cache_hits"]
         launches = [event for event in recording.events if isinstance(event, Launched)]
-        size = schedule.config["block_size_tokens"]
-        assert sum(launched.cached[0] for launched in launches) == shared.hits * size
-        if shared.hits:
-            with pytest.raises(
-                RecordingError, match=r"`Scheduler.cached_blocks` that the recorded"
-            ):
-                Replay(recording).run()
-        hits, evictions = hits + shared.hits, evictions + engine.context.scheduler.evictions
+        found = sum(launched.cached[0] for launched in launches)
+        assert found == stats["prefix_cache_hits"]
+        hits, evictions = hits + found, evictions + stats["evictions"]
     assert hits > 0
     assert evictions > 0
 
 
-@pytest.mark.parametrize("is_kept", [False, True], ids=["found", "kept"])
-def test_a_replay_without_the_cache_says_so(
-    tiny_model: torch.nn.Module, tmp_path: Path, is_kept: bool
+def test_another_cache_is_noticed(
+    tiny_model: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks that a cache finds, and blocks that it keeps and nobody has asked for yet, which other
-    requests do not get."""
     path, prompt = tmp_path / "run.rec", list(range(13))
-    engine = make_engine(tiny_model, lookahead=0, block_size_tokens=4, max_requests=2)
-    SharedPrompts(engine, remembers=is_kept)
+    engine = make_engine(
+        tiny_model, lookahead=0, block_size_tokens=4, max_requests=2, enable_prefix_caching=True
+    )
     recorder = Recorder(engine, path)
-    engine.add_request(0, prompt, greedy(3 if is_kept else 9))
-    engine.step_modern()
-    engine.generate([[20, 21, 22] if is_kept else prompt], greedy(9))
+    for request_id in range(2):
+        engine.add_request(request_id, prompt, greedy(3))
+        while engine.has_unfinished_requests():
+            engine.step_modern()
     recorder.close()
     engine.close()
-    step, tokens, blocks = (3, 0, 3) if is_kept else (1, 12, 0)
-    numbers = f"found 0 tokens in the cache and it keeps 0 blocks, instead of {tokens} and {blocks}"
-    with pytest.raises(RecordingError, match=f"step {step} differs .*requests {numbers}"):
+    monkeypatch.setattr(PrefixCache, "find", lambda *_: (np.empty(0, np.int32), False))
+    with pytest.raises(RecordingError, match=r"found 0 tokens in the cache .* instead of 12 and"):
         Replay(load_recording(path)).run()
 
 
-def test_a_simulation_shares_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulation_shares_blocks() -> None:
     """What is found in the cache takes no time, and is not counted as computed twice."""
     prompt = np.arange(600, dtype=np.int32) % VOCABULARY
     trace = [TraceRequest(at, prompt, 20) for at in (0.0, 0.01, 0.02)]
@@ -91,16 +80,7 @@ def test_a_simulation_shares_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     machine = MACHINES["h200:llama-3.1-8b"]
     plain = simulator.simulate(trace, shape, config, machine)
-    caches: list[SharedPrompts] = []
-
-    def sharing(*args: Any) -> ModelLessEngine:
-        engine = ModelLessEngine(*args)
-        caches.append(SharedPrompts(engine))
-        return engine
-
-    monkeypatch.setattr(simulator, "ModelLessEngine", sharing)
-    cached = simulator.simulate(trace, shape, config, machine)
-    assert caches[0].hits == 2 * (600 // 16)
+    cached = simulator.simulate(trace, shape, replace(config, enable_prefix_caching=True), machine)
     assert (plain.recomputed_tokens, cached.recomputed_tokens) == (0, 0)
     assert cached.served.requests[0].ttft_s == plain.served.requests[0].ttft_s
     for with_cache, without in zip(cached.served.requests[1:], plain.served.requests[1:]):

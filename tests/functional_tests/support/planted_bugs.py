@@ -11,6 +11,7 @@ from planted_recurrent_bugs import RECURRENT_BUGS
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
+from megatron_async.contexts.prefix_cache import PrefixCache
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.contexts.scheduler import Scheduler
 from megatron_async.contexts.step_plan import StepPlan
@@ -250,6 +251,20 @@ def shared_blocks_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVBlockAllocator, "release", release_for_all)
 
 
+def blocks_entered_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of generated tokens is found before a step feeds the last of them."""
+
+    def all_that_is_known(cache: PrefixCache, slots: Any) -> Any:
+        return cache._slots.num_known[slots] // cache._size
+
+    monkeypatch.setattr(PrefixCache, "_held", all_that_is_known)
+
+
+def lost_blocks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block can be found under the tokens that it held for its last owner."""
+    monkeypatch.setattr(PrefixCache, "_take_notice", lambda cache: None)
+
+
 BUGS: list[Plant] = [
     one_staging_buffer,
     one_sample_buffer,
@@ -268,5 +283,7 @@ BUGS: list[Plant] = [
     surplus_and_one_more,
     starts_at_zero_alone,
     shared_blocks_are_freed,
+    blocks_entered_too_early,
+    lost_blocks_are_found,
     *RECURRENT_BUGS,
 ]
