@@ -114,5 +114,3 @@ def test_a_request_that_nobody_can_serve_is_told():
     with pytest.raises(RuntimeError, match=r"request 0 failed: .*max_sequence_length") as error:
         serve([TracedRequest(0.0, 5000, 5, np.arange(10))])
     assert isinstance(error.value.__cause__, RequestError)
-
-
