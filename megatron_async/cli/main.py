@@ -1,5 +1,5 @@
 """The command line: `megatron-async generate`, `convert`, `info`, `profile`, `replay`,
-`simulate`, `coordinator`, `replica` and `replicas`.
+`simulate`, `simulate-fleet`, `coordinator`, `replica` and `replicas`.
 
 Everything heavy (torch, Megatron-Core) is imported inside the commands, so that `--help` and a
 mistyped option answer at once. A user's error ends in one line on stderr and exit status 2; with
@@ -56,6 +56,7 @@ from megatron_async.cli.ranks import (
 from megatron_async.cli.sampling import add_sampling_options, sampling_params
 from megatron_async.cli.serving import add_serving
 from megatron_async.cli.simulate import add_record_option, add_replay_and_simulate
+from megatron_async.cli.simulate_fleet import add_simulate_fleet
 
 USER_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
 """What a value, a file or a machine of the user's can cause; anything else is a bug of ours."""
@@ -87,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_info(commands, common)
     add_profile(commands, common)
     add_replay_and_simulate(commands, common, HelpFormatter)
+    add_simulate_fleet(commands, common, HelpFormatter)
     add_serving(commands, common, HelpFormatter)
     return parser
 

@@ -1,5 +1,19 @@
 """The CPU's truth about requests and memory, and the device's view of one step."""
 
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 
 __all__ = ["DynamicInferenceContext"]
+
+
+# Imported on first use: the coordinator needs `prefix_hashes`, and no torch.
+def __getattr__(name: str) -> Any:
+    if name != "DynamicInferenceContext":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+
+    return DynamicInferenceContext

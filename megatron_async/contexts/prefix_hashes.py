@@ -1,33 +1,64 @@
-"""Hashes of blocks of tokens: each stands for its block and all blocks before it."""
+"""`block_hashes`: names of KV blocks by what they hold, so that equal beginnings have equal names.
+
+The hash of a block covers its own tokens and, by the hash of the block before, all tokens before
+them. The engine's prefix cache and the coordinator's routing (`serving/routing.py`) use the same
+function, so both mean the same by a block. Chained hashes of full blocks are vLLM's idea (its
+design page "Automatic Prefix Caching"). 128 bits make a collision by chance impossible in
+practice, and blake2b one that is made on purpose.
+"""
 
 from __future__ import annotations
 
-from hashlib import blake2b
+import hashlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_async.contexts.step_plan import IntArray
+from megatron_async.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.step_plan import IntArray
 
 DIGEST_BYTES = 16
-"""128 bits: two different prefixes among 2^40 blocks have the same hash with a chance of 2^-49."""
+"""Of a hash."""
 
 
 def block_hashes(
     tokens: IntArray, block_size: int, salt: bytes = b"", parent: bytes = b""
 ) -> list[bytes]:
-    """Hashes of the full blocks of a sequence, 16 bytes each.
+    """A hash of each full block of a sequence, in order; a partial block at the end has none.
+
+    A hash is blake2b, 16 bytes, of the hash before and the block's token ids as int32, little
+    endian. The hash before the first block is that of the salt.
 
     Args:
-        tokens: integers `[n]`; what is behind the last full block is left out.
-        block_size: tokens of a block.
-        salt: sequences of different salts have no hash in common.
-        parent: hash of the block before `tokens`; empty: they begin the sequence.
+        tokens: token ids `[tokens]` on the CPU, any integer type; each must fit int32.
+        block_size: tokens in a block.
+        salt: sequences of different salts share no hash.
+        parent: hash of the block before `tokens`, where these continue a sequence; the salt is
+            then part of it already, and not looked at. b"": `tokens` begin the sequence.
+
+    Raises:
+        ConfigurationError: block_size is below 1, or `parent` is no hash.
     """
-    data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    if block_size < 1:
+        raise ConfigurationError(f"block_size={block_size} must be at least 1 token.")
+    if parent and len(parent) != DIGEST_BYTES:
+        raise ConfigurationError(
+            f"parent={parent!r} has {len(parent)} bytes: give a hash of {DIGEST_BYTES} bytes that "
+            'this function returned, or b"" at the beginning of a sequence.'
+        )
+    before = parent or _digest(salt)
+    data = memoryview(np.ascontiguousarray(tokens, dtype="<i4")).cast("B")
     size = 4 * block_size
-    last = parent or blake2b(salt, digest_size=DIGEST_BYTES).digest()
-    found = []
-    for begin in range(0, len(data) - size + 1, size):
-        last = blake2b(last + data[begin : begin + size], digest_size=DIGEST_BYTES).digest()
-        found.append(last)
+    found: list[bytes] = []
+    for start in range(0, len(data) - size + 1, size):
+        block = hashlib.blake2b(before, digest_size=DIGEST_BYTES)
+        block.update(data[start : start + size])
+        before = block.digest()
+        found.append(before)
     return found
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()

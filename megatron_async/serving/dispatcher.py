@@ -279,17 +279,15 @@ class Dispatcher:
         self.queue.discard(request)
         by_name = {replica.name: replica for replica in ready}
         # Replicas of one model have one block size, or a prefix would not be comparable.
-        chosen, match = self._config.policy.choose(
-            [replica.candidate() for replica in ready],
-            ready[0].hashes_of(request),
-            ready[0].blocks_of(request),
-        )
+        hashes, blocks = ready[0].hashes_of(request), ready[0].blocks_of(request)
+        candidates = [replica.candidate() for replica in ready]
+        chosen, match = self._config.policy.choose(candidates, hashes, blocks)
         replica = by_name[chosen.name]
         self.counters["prefix_blocks"] += match
         request.give_to(replica)
         if not replica.requests:
             replica.last_progress = now
-        replica.given(request)
+        replica.given(request, hashes)
         self._send(replica.identity, request.run())
 
     def _has_room(self, replica: ReplicaRecord, for_suspect: bool) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -22,7 +22,7 @@ from megatron_async.serving.routing import (
     Candidate,
     PrefixTable,
     RoutingPolicy,
-    block_hashes,
+    prompt_hashes,
     prompt_length,
 )
 
@@ -247,14 +247,14 @@ class ReplicaRecord:
 
     def hashes_of(self, request: RoutedRequest) -> list[bytes]:
         """Hashes of the blocks that its prompt begins with."""
-        return block_hashes(request.asked.prompt, self.info.block_size_tokens)
+        return prompt_hashes(request.asked.prompt, self.info.block_size_tokens)
 
-    def given(self, request: RoutedRequest) -> None:
-        """It was sent a request."""
+    def given(self, request: RoutedRequest, hashes: Sequence[bytes]) -> None:
+        """It was sent a request, whose prompt begins with blocks of these hashes."""
         self.requests[request.number] = request
         self._runs += 1
         self._unseen.append((self._runs, request.tokens, self.blocks_of(request)))
-        self.prefix.add(self.hashes_of(request))
+        self.prefix.add(hashes)
 
     def heard(self, status: ReplicaStatus, now: float) -> None:
         """It has told how it is."""

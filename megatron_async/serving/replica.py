@@ -5,19 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import secrets
 import signal
-import socket
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
-from megatron_async.contexts.request_slots import SlotState
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigurationError, CoordinatorLost, JobFailed
 from megatron_async.requests.inference_request import DynamicInferenceRequest
@@ -38,7 +33,6 @@ from megatron_async.serving.messages import (
     Leave,
     Leaving,
     ReplicaHello,
-    ReplicaInfo,
     ReplicaStatus,
     Run,
     SetPaused,
@@ -47,6 +41,7 @@ from megatron_async.serving.messages import (
     completion_of,
     decode_for_replica,
 )
+from megatron_async.serving.replica_status import describe, status_of
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM
@@ -315,20 +310,7 @@ class Replica:
             self._engine.unpause()
 
     def _status(self) -> ReplicaStatus:
-        engine, slots = self._engine, self._engine.context.slots
-        held = slots.state != SlotState.FREE
-        # Of a prompt under way, what is prefilled counts less; of an answer, what is booked.
-        done = np.where(slots.state == SlotState.PREFILLING, slots.num_prefilled, slots.num_known)
-        running = int((slots.max_length - done)[held].sum())
-        waiting = sum(entry.max_length for entry in engine.context.waiting.in_order())
-        return ReplicaStatus(
-            runs_seen=self._runs_seen,
-            unfinished_tokens=running + waiting,
-            free_blocks=engine.context.blocks.allocatable,
-            resolved_steps=engine.statistics.resolved_steps,
-            is_stopped=engine.is_stopped,
-            engine=dict(engine.stats()),
-        )
+        return status_of(self._engine, self._runs_seen, dict(self._engine.stats()))
 
 
 def serve_replica(llm: LLM, address: str, model: str, name: str | None = None) -> None:
@@ -367,25 +349,3 @@ def serve_replica(llm: LLM, address: str, model: str, name: str | None = None) -
 
     with frozen_heap():
         asyncio.run(serve())
-
-
-def describe(
-    engine: DynamicInferenceEngine, model: str, name: str | None, shares_experts: bool
-) -> ReplicaInfo:
-    """What a replica tells the coordinator of itself."""
-    config = engine.context.config
-    return ReplicaInfo(
-        name=name or f"{socket.gethostname()}:{os.getpid()}",
-        instance=secrets.token_hex(8),
-        model={
-            "model": model,
-            "vocab_size": engine.controller.vocab_size,
-            "max_sequence_length": config.max_sequence_length,
-            "inference_sampling_seed": config.inference_sampling_seed,
-            "block_size_tokens": config.block_size_tokens,
-        },
-        slots=engine.context.max_requests,
-        kv_blocks=engine.context.blocks.total,
-        block_size_tokens=config.block_size_tokens,
-        shares_experts=shares_experts,
-    )

@@ -1,22 +1,28 @@
 """Which replica serves a request: pure decisions, no sockets and no clock.
 
-A request whose prompt begins like prompts that a replica has served lately goes there, where the
-blocks may still be in a cache, unless that replica is much more loaded than another. Otherwise the
-replica with the fewest unfinished tokens takes it.
+By default (`RoutingPolicy`), a request whose prompt begins like prompts that a replica has served
+lately goes there, where the blocks may still be in its cache, unless that replica is much more
+loaded than another. Otherwise the replica with the fewest unfinished tokens takes it. The other
+policies of `POLICIES` do not look at prompts.
 """
 
 from __future__ import annotations
 
 import hashlib
-from array import array
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_async.contexts.prefix_hashes import DIGEST_BYTES, block_hashes
 
 BYTES_PER_TOKEN = 4
 """Of a text, about: the coordinator has no tokenizer, and estimates are enough."""
-MOST_PREFIX_BLOCKS = 64
-"""Blocks at the beginning of a prompt that are looked at."""
+MOST_PREFIX_BLOCKS = 1024
+"""Blocks at the beginning of a prompt that are looked at: at the engine's 256 tokens a block more
+than any context, at 16 still past the long prompts that agents share."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RoutingPolicy:
-    """See above.
+    """Shared prefix first, then load.
 
     Attributes:
         slack_tokens: how much more than the least loaded replica one may have unfinished and still
@@ -58,7 +64,7 @@ class RoutingPolicy:
 
         Args:
             candidates: not empty.
-            prompt: hashes of the blocks that its prompt begins with; see `block_hashes`.
+            prompt: hashes of the blocks that its prompt begins with; see `prompt_hashes`.
             blocks: that it may take in all.
 
         Returns:
@@ -66,11 +72,7 @@ class RoutingPolicy:
         """
 
         def load(candidate: Candidate) -> tuple[bool, int, int]:
-            return (
-                candidate.free_blocks < blocks,
-                candidate.unfinished_tokens,
-                candidate.unfinished_requests,
-            )
+            return load_of(candidate, blocks)
 
         least = min(candidates, key=load)
         allowed = least.unfinished_tokens + max(
@@ -89,6 +91,51 @@ class RoutingPolicy:
         return least, next(match for match, candidate in matches if candidate is least)
 
 
+@dataclass(frozen=True)
+class LeastLoaded(RoutingPolicy):
+    """Load alone: the replica with the fewest unfinished tokens of those where the request fits."""
+
+    def choose(
+        self, candidates: Sequence[Candidate], prompt: Sequence[bytes], blocks: int
+    ) -> tuple[Candidate, int]:
+        """See `RoutingPolicy.choose`."""
+        least = min(candidates, key=lambda candidate: load_of(candidate, blocks))
+        return least, least.prefix.match(prompt)
+
+
+@dataclass(frozen=True)
+class RoundRobin(RoutingPolicy):
+    """In turn: the replica whose last request is the longest ago, whatever it has to do. An object
+    of this policy serves one coordinator."""
+
+    _turns: dict[str, int] = field(default_factory=dict)
+
+    def choose(
+        self, candidates: Sequence[Candidate], prompt: Sequence[bytes], blocks: int
+    ) -> tuple[Candidate, int]:
+        """See `RoutingPolicy.choose`."""
+        chosen = min(candidates, key=lambda candidate: self._turns.get(candidate.name, -1))
+        self._turns[chosen.name] = max(self._turns.values(), default=-1) + 1
+        return chosen, chosen.prefix.match(prompt)
+
+
+POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
+    "prefix": RoutingPolicy,
+    "least-loaded": LeastLoaded,
+    "round-robin": RoundRobin,
+}
+"""By the names that users type."""
+
+
+def load_of(candidate: Candidate, blocks: int) -> tuple[bool, int, int]:
+    """What a replica has to do, to be compared: first whether `blocks` more do not fit its pool."""
+    return (
+        candidate.free_blocks < blocks,
+        candidate.unfinished_tokens,
+        candidate.unfinished_requests,
+    )
+
+
 class PrefixTable:
     """Blocks that prompts began with, the latest ones.
 
@@ -105,10 +152,8 @@ class PrefixTable:
 
     def match(self, hashes: Sequence[bytes]) -> int:
         """How many of a prompt's first blocks are remembered, in a row."""
-        for count, each in enumerate(hashes):
-            if each not in self._hashes:
-                return count
-        return len(hashes)
+        # A block is never forgotten before those behind it, so the remembered ones come first.
+        return bisect_left(hashes, True, key=lambda each: each not in self._hashes)
 
     def add(self, hashes: Sequence[bytes]) -> None:
         """Remember a prompt's blocks, and forget the oldest beyond the capacity."""
@@ -120,26 +165,34 @@ class PrefixTable:
             self._hashes.popitem(last=False)
 
 
-def block_hashes(prompt: str | Sequence[int], block_size_tokens: int) -> list[bytes]:
-    """A hash of each full block at a prompt's beginning that covers all blocks before it too.
+def prompt_hashes(prompt: str | Sequence[int], block_size_tokens: int) -> list[bytes]:
+    """A hash of each of the first `MOST_PREFIX_BLOCKS` full blocks of a prompt.
+
+    Of token ids, the blocks and hashes are those of the engine's prefix cache (`block_hashes`). A
+    text is known in tokens only to the replicas, so its blocks are estimates: `BYTES_PER_TOKEN`
+    bytes count as a token. A text and its token ids have no hash in common.
 
     Args:
-        prompt: token ids, or a text, of which `BYTES_PER_TOKEN` bytes count as a token.
+        prompt: token ids, or a text.
         block_size_tokens: tokens in a block.
+
+    Returns:
+        16 bytes for each block; none where an id is no int32, which a replica tells the client.
     """
     if isinstance(prompt, str):
-        data, size = prompt.encode(errors="replace"), block_size_tokens * BYTES_PER_TOKEN
-    else:
-        try:
-            data = array("q", prompt).tobytes()
-        except OverflowError:  # no token of any model; a replica tells the client
-            return []
-        size = block_size_tokens * array("q").itemsize
+        return _text_hashes(prompt.encode(errors="replace"), block_size_tokens * BYTES_PER_TOKEN)
+    try:
+        tokens = np.array(prompt[: MOST_PREFIX_BLOCKS * block_size_tokens], dtype=np.int32)
+    except OverflowError:
+        return []
+    return block_hashes(tokens, block_size_tokens)
+
+
+def _text_hashes(data: bytes, size: int) -> list[bytes]:
     found: list[bytes] = []
     for start in range(0, min(len(data) // size, MOST_PREFIX_BLOCKS) * size, size):
-        before = found[-1] if found else type(prompt).__name__.encode()
-        block = before + data[start : start + size]
-        found.append(hashlib.blake2b(block, digest_size=16).digest())
+        block = (found[-1] if found else b"text") + data[start : start + size]
+        found.append(hashlib.blake2b(block, digest_size=DIGEST_BYTES).digest())
     return found
 
 

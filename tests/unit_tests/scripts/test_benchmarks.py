@@ -54,6 +54,21 @@ def run_script(name, tmp_path, *arguments):
     return record
 
 
+def test_a_fleet_that_is_large_enough_is_named(tmp_path, capsys):
+    options = ["--machine", "h200:smollm2-135m", "--rate", 8, "--num-requests", 40]
+    options += ["--replicas", 2, 1, "--policy", "round-robin", "prefix", "--kv-gb", 4]
+    record = run_script("benchmark_fleet", tmp_path, *options, "--ttft-ms", 50)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("| KV GiB | block | policy | 1 replicas | 2 replicas | enough")
+    assert [line.split(" | ")[2] for line in lines[2:4]] == ["round-robin", "prefix"]
+    assert [line.split(" | ")[-1] for line in lines[2:4]] == ["1 |", "1 |"]
+    assert lines[5].startswith("ceiling, blocks of 64: ")
+    alone = [row for row in record["figures"] if row["replicas"] == 1]
+    assert len({row["hit_ratio"] for row in alone}) == 1
+    run_script("benchmark_fleet", tmp_path, *options, "--ttft-ms", 0.001)
+    assert capsys.readouterr().out.count(" - |") == 2
+
+
 def tiny(lookahead=1, **settings):
     sizes = {"max_requests": 8, "max_tokens": 256, "max_sequence_length": 256} | settings
     return LLM(

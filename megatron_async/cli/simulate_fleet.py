@@ -1,0 +1,194 @@
+"""The command `megatron-async simulate-fleet`: memory, routing and replicas for a trace."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_async.cli.simulate import MACHINE_HELP, load_machine
+
+TRACE_HELP = """requests, and which prompts begin alike (default: chats):
+  chats       made up: users who come back, behind a few system prompts
+  agents      made up: programs with tools, on contexts that grow
+  PATH.jsonl  a file in the format of Mooncake's public traces"""
+
+TRACE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
+    ("rate", float, 8.0, "requests a second, in the mean, of a made-up trace"),
+    ("num_requests", int, 1000, "requests of a made-up trace"),
+    ("seed", int, 0, "of a made-up trace"),
+)
+ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
+    ("max_requests", int, None, "requests that a replica serves at once"),
+    ("max_tokens", int, 2048, "token budget of one step"),
+    ("lookahead", int, 1, "steps in flight"),
+)
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("KV GiB", "kv_gb", "{:g}"),
+    ("block", "block_size_tokens", "{}"),
+    ("replicas", "replicas", "{}"),
+    ("policy", "policy", "{}"),
+    ("hits %", "hit_percent", "{:.1f}"),
+    ("TTFT p50", "ttft_p50_ms", "{:.0f}"),
+    ("p99 ms", "ttft_p99_ms", "{:.0f}"),
+    ("TPOT p50", "tpot_p50_ms", "{:.1f}"),
+    ("served/s", "requests_per_second", "{:.1f}"),
+    ("tok/s in", "tokens_in_per_second", "{:.0f}"),
+    ("tok/s out", "tokens_out_per_second", "{:.0f}"),
+    ("evictions", "evictions", "{}"),
+    ("sim req/s", "simulator_requests_per_cpu_second", "{:.0f}"),
+)
+"""The table: title, key of a row, format."""
+
+
+def add_simulate_fleet(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+    """Options of `simulate-fleet`."""
+    fleet = commands.add_parser(
+        "simulate-fleet",
+        parents=[common],
+        help="serve a trace with shared prompts by simulated replicas",
+        description="Serve a trace by replicas behind the coordinator's own routing, in virtual\n"
+        "time: how much KV memory, which policy, how many replicas. Every combination\n"
+        "of the options that take several values is a row.",
+        formatter_class=formatter,
+        epilog="""examples:
+  megatron-async simulate-fleet --trace chats --rate 60 --replicas 4 8 --kv-gb 4 16
+  megatron-async simulate-fleet --trace toolagent_trace.jsonl --replicas 16 --policy prefix
+  megatron-async simulate-fleet --trace agents --write-trace agents.jsonl""",
+    )
+    fleet.set_defaults(run=run_simulate_fleet)
+    fleet.add_argument("--machine", default="h200:llama-3.1-8b", help=MACHINE_HELP)
+    trace = fleet.add_argument_group("trace")
+    trace.add_argument("--trace", default="chats", metavar="TRACE", help=TRACE_HELP)
+    trace.add_argument("--write-trace", metavar="FILE", help="write the trace, and do no more")
+    group = fleet.add_argument_group("fleet")
+    group.add_argument("--replicas", type=int, nargs="+", default=[1], metavar="N", help="how many")
+    group.add_argument(
+        "--policy", nargs="+", default=["prefix"], metavar="NAME",
+        help="who serves a request: prefix (the coordinator's default), least-loaded, round-robin",
+    )  # fmt: skip
+    engine = fleet.add_argument_group("engine")
+    engine.add_argument(
+        "--kv-gb", type=float, nargs="+", default=[40.0], metavar="GIB",
+        help="KV pool of a replica, GiB",
+    )  # fmt: skip
+    engine.add_argument(
+        "--block-size-tokens", type=int, nargs="+", default=[64], metavar="N",
+        help="tokens in a KV block",
+    )  # fmt: skip
+    engine.add_argument(
+        "--no-prefix-caching", action="store_true", help="keep no blocks, for comparison"
+    )
+    for place, options in ((trace, TRACE_OPTIONS), (engine, ENGINE_OPTIONS)):
+        for name, type_, default, text in options:
+            option = "--" + name.replace("_", "-")
+            place.add_argument(option, type=type_, default=default, metavar="N", help=text)
+    fleet.add_argument("--processes", type=int, default=1, metavar="N", help="rows at a time")
+    fleet.add_argument("--json", metavar="FILE", help="write the figures as JSON")
+    fleet.add_argument("--no-progress", action="store_true", help="no progress bar")
+
+
+def run_simulate_fleet(arguments: argparse.Namespace) -> int:
+    """Print the table and, with --json, write the figures."""
+    from tqdm import tqdm
+
+    from megatron_async.profiling.benchmark_record import write_record
+    from megatron_async.simulation.fleet_jobs import TraceSource, run_jobs
+    from megatron_async.simulation.hit_ceiling import hit_ceiling
+    from megatron_async.simulation.trace_files import write_trace
+
+    check_options(arguments)
+    source = TraceSource(arguments.trace, arguments.rate, arguments.num_requests, arguments.seed)
+    if arguments.write_trace:
+        count = write_trace(arguments.write_trace, source.open())
+        print(f"{count} requests in {arguments.write_trace}")
+        return 0
+    ceilings = {size: hit_ceiling(source.open(), size) for size in arguments.block_size_tokens}
+    first = next(iter(ceilings.values()))
+    jobs = make_jobs(arguments, source, first.longest)
+    bar = tqdm(run_jobs(jobs, arguments.processes), total=len(jobs), unit="row",
+               disable=arguments.no_progress)  # fmt: skip
+    figures = [{**row, "ceiling": ceilings[row["block_size_tokens"]].found_ratio} for row in bar]
+    print(
+        f"{first.requests} requests, {first.prompt_tokens / max(first.requests, 1):.0f} prompt "
+        f"tokens each, {100 * first.shared_ratio:.1f} % of them seen before"
+    )
+    for size, ceiling in ceilings.items():
+        print(f"a cache without limits, blocks of {size}: {100 * ceiling.found_ratio:.1f} % hits")
+    print(f"steps take the time of: {jobs[0].machine.source}\n")
+    print("\n".join(fleet_lines(figures)))
+    if arguments.json:
+        settings = {k: v for k, v in vars(arguments).items() if k not in ("run", "command")}
+        write_record(arguments.json, "simulate-fleet", {"device": "cpu", **settings}, figures)
+    return 0
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    """What is wrong is told before a long trace is read.
+
+    Raises:
+        ValueError: an option that cannot be honoured.
+    """
+    from megatron_async.serving.routing import POLICIES
+
+    for name in arguments.policy:
+        if name not in POLICIES:
+            raise ValueError(f"--policy {name} is unknown: use {', '.join(POLICIES)}.")
+    for name in ("replicas", "block_size_tokens"):
+        least = min(getattr(arguments, name))
+        if least < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {least} must be at least 1.")
+    if arguments.processes < 1:
+        raise ValueError(f"--processes {arguments.processes} must be at least 1.")
+
+
+def make_jobs(arguments: argparse.Namespace, source: Any, longest: int) -> list[Any]:
+    """A `FleetJob` for every combination.
+
+    Args:
+        arguments: of the command.
+        source: of the trace.
+        longest: tokens of its longest sequence.
+    """
+    from megatron_async.config import InferenceConfig
+    from megatron_async.simulation.fleet_jobs import FleetJob
+
+    shape, machine = load_machine(arguments.machine)
+    options = {name: getattr(arguments, name) for name, *_ in ENGINE_OPTIONS}
+    grid = itertools.product(
+        arguments.kv_gb, arguments.block_size_tokens, arguments.replicas, arguments.policy
+    )
+    return [
+        FleetJob(
+            source,
+            shape,
+            machine,
+            InferenceConfig(
+                buffer_size_gb=kv_gb,
+                block_size_tokens=size,
+                max_sequence_length=max(longest, 1),
+                enable_prefix_caching=not arguments.no_prefix_caching,
+                **options,
+            ),
+            replicas,
+            policy,
+        )
+        for kv_gb, size, replicas, policy in grid
+    ]
+
+
+def fleet_lines(figures: Sequence[dict[str, Any]]) -> list[str]:
+    """The table, a line for each row of figures."""
+    rows = [[title for title, *_ in COLUMNS]]
+    for row in figures:
+        shown = {
+            **row,
+            "hit_percent": 100 * row["hit_ratio"],
+            "ttft_p50_ms": row["ttft_ms"]["p50"],
+            "ttft_p99_ms": row["ttft_ms"]["p99"],
+            "tpot_p50_ms": row["tpot_ms"]["p50"] or float("nan"),
+        }
+        rows.append([layout.format(shown[key]) for _, key, layout in COLUMNS])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]

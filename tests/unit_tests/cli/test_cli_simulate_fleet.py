@@ -1,0 +1,84 @@
+"""`simulate-fleet` on the command line."""
+
+import json
+
+import pytest
+
+from megatron_async.cli import main as cli
+
+QUICK = ["--machine", "h200:smollm2-135m", "--num-requests", "40", "--rate", "2", "--no-progress"]
+
+
+def test_a_row_for_every_combination(tmp_path, capsys):
+    path = tmp_path / "figures.json"
+    grid = ["--replicas", "1", "2", "--policy", "prefix", "round-robin", "--kv-gb", "4"]
+    options = [*QUICK, *grid, "--block-size-tokens", "16", "64", "--json", str(path)]
+    assert cli.main(["simulate-fleet", *options]) == 0
+    output = capsys.readouterr().out
+    record = json.loads(path.read_text())
+    assert record["benchmark"] == "simulate-fleet"
+    figures = record["figures"]
+    assert len(figures) == 8
+    assert len(output.split("\n\n")[1].splitlines()) == 9
+    assert "a cache without limits, blocks of 16: " in output
+    for row in figures:
+        assert 0.5 < row["hit_ratio"] <= row["ceiling"] < 1
+        assert f"{100 * row['hit_ratio']:.1f}" in output
+    by_key = {(r["block_size_tokens"], r["replicas"], r["policy"]): r for r in figures}
+    assert by_key[16, 1, "prefix"]["hit_ratio"] == by_key[16, 1, "round-robin"]["hit_ratio"]
+    assert by_key[16, 2, "prefix"]["hit_ratio"] > by_key[16, 2, "round-robin"]["hit_ratio"]
+    assert by_key[16, 1, "prefix"]["hit_ratio"] > by_key[64, 1, "prefix"]["hit_ratio"]
+
+
+def test_a_trace_is_written_and_served_from_its_file(tmp_path, capsys):
+    file, records = str(tmp_path / "trace.jsonl"), [tmp_path / "made.json", tmp_path / "read.json"]
+    assert cli.main(["simulate-fleet", *QUICK, "--write-trace", file]) == 0
+    assert capsys.readouterr().out == f"40 requests in {file}\n"
+    for source, record in zip(("chats", file), records):
+        assert cli.main(["simulate-fleet", *QUICK, "--trace", source, "--json", str(record)]) == 0
+    made, read = (json.loads(record.read_text())["figures"][0] for record in records)
+    assert made["cached_tokens"] == read["cached_tokens"] > 0
+    assert made["ttft_ms"]["p50"] == pytest.approx(read["ttft_ms"]["p50"], rel=1e-3)
+
+
+def test_processes_give_the_same_rows(tmp_path):
+    rows = []
+    for number in ("1", "2"):
+        path = tmp_path / f"{number}.json"
+        options = [*QUICK, "--replicas", "1", "2", "--processes", number, "--json", str(path)]
+        assert cli.main(["simulate-fleet", *options]) == 0
+        figures = json.loads(path.read_text())["figures"]
+        rows.append([{k: v for k, v in f.items() if "simulator" not in k} for f in figures])
+    assert rows[0] == rows[1]
+
+
+def test_without_a_cache(tmp_path):
+    path = tmp_path / "figures.json"
+    assert cli.main(["simulate-fleet", *QUICK, "--no-prefix-caching", "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["figures"]
+    assert row["cached_tokens"] == 0
+    assert row["enable_prefix_caching"] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--trace", "nowhere.jsonl"],
+            "trace nowhere.jsonl is neither a file nor one of chats, ag",
+        ),
+        (["--policy", "best"], "--policy best is unknown: use prefix, least-loaded, round-robin"),
+        (["--replicas", "0"], "--replicas 0 must be at least 1"),
+        (["--rate", "0"], "rate=0.0"),
+        (["--kv-gb", "-1"], "buffer_size_gb=-1.0"),
+        (["--block-size-tokens", "0"], "--block-size-tokens 0 must be at least 1"),
+        (["--kv-gb", "0.0001"], "holds no usable KV block"),
+        (["--processes", "0"], "--processes 0 must be at least 1"),
+        (["--machine", "h100"], "--machine h100 is neither"),
+    ],
+)
+def test_bad_options(options, message, capsys):
+    assert cli.main(["simulate-fleet", *QUICK, *options]) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("megatron-async: error: ")
+    assert message in line
