@@ -38,6 +38,7 @@ class PrefixCache:
         queries: tokens of admitted requests.
         hits: of these, the ones that were found.
         evictions: blocks that were handed out to others while they could be found.
+        losses: blocks that can be found no more, for whatever reason.
     """
 
     def __init__(self, slots: RequestSlots, blocks: KVBlockAllocator, block_size: int) -> None:
@@ -53,6 +54,7 @@ class PrefixCache:
         self.queries = 0
         self.hits = 0
         self.evictions = 0
+        self.losses = 0
 
     def __len__(self) -> int:
         """Blocks that can be found."""
@@ -174,6 +176,7 @@ class PrefixCache:
         self._blocks.forget(blocks)
 
     def _drop(self, blocks: list[int]) -> None:
+        self.losses += len(blocks)
         for block in blocks:
             each = self._hash_of[block]
             if each is not None:

@@ -71,6 +71,9 @@ class Scheduler:
         self._max_paused_blocks = max_paused_blocks
         self._chunk_border = chunk_border
         self.prefix_cache = prefix_cache
+        self._found: tuple[tuple[int, int, int], tuple[IntArray, bool]] | None = None
+        """What was found in the cache last: for which plan and request, and how many blocks the
+        cache had lost by then."""
         self.waiting = AdmissionQueue()
         self.prefilling: list[int] = []
         self.micro_batches = MicroBatches(slots, config.steps_in_flight - 1)
@@ -235,8 +238,14 @@ class Scheduler:
 
     def _look_up(self, waiting: WaitingRequest) -> tuple[IntArray, bool]:
         assert self.prefix_cache is not None
-        step = self._builder.next_step
-        return self.prefix_cache.find(waiting.request, waiting.num_known, step)
+        step, cache = self._builder.next_step, self.prefix_cache
+        # Asked several times for one admission; between two of them blocks may be handed out.
+        request_id, forgotten = waiting.request.request_id, len(self._blocks.forgotten)
+        now = step, request_id, cache.losses + forgotten
+        if self._found is None or self._found[0] != now:
+            found = cache.find(waiting.request, waiting.num_known, step)
+            self._found = (step, request_id, cache.losses), found
+        return self._found[1]
 
     def _admit(self, micro_batch: int) -> int:
         """Give who waits first a slot and the blocks of all its tokens; if that raises, nothing."""
