@@ -64,7 +64,7 @@ def add_engine_options(group: Any) -> None:
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Those that were given, as `InferenceConfig` takes them."""
+    """Engine options that were given, as `InferenceConfig` takes them."""
     fields = {name: getattr(arguments, name) for name, *_ in ENGINE_OPTIONS}
     return {name: value for name, value in fields.items() if value is not None}
 

@@ -82,9 +82,7 @@ class DynamicInferenceContext:
         self.max_tokens = inference_config.max_tokens
         self.max_sequence_length = inference_config.max_sequence_length
 
-        # Beside the keys: a request that begins behind blocks of others counts the tokens in them.
-        keeps_tokens = inference_config.enable_prefix_caching
-        self.gpu_view = make_gpu_view(model_config, inference_config, self.device, keeps_tokens)
+        self.gpu_view = make_gpu_view(model_config, inference_config, self.device)
         dummy_block = self.gpu_view.kv_cache.dummy_block
         self.blocks = KVBlockAllocator(dummy_block)
         max_blocks = -(-self.max_sequence_length // self.block_size_tokens)
@@ -124,9 +122,7 @@ class DynamicInferenceContext:
             self.blocks,
             self._plan_builder,
             self.tracer,
-            max_paused_blocks(
-                model_config, inference_config, self.blocks.total, self.device, keeps_tokens
-            ),
+            max_paused_blocks(model_config, inference_config, self.blocks.total, self.device),
             GRID if self._is_recurrent else 1,
             self.prefix_cache,
         )

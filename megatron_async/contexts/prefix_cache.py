@@ -62,8 +62,7 @@ class PrefixCache:
 
     def prepare(self, request: DynamicInferenceRequest) -> None:
         """Hash a new request's prompt, off the way of any step."""
-        salt = (request.sampling_params.cache_salt or "").encode()
-        request.block_hashes = block_hashes(request.prompt_tokens, self._size, salt)
+        request.block_hashes = block_hashes(request.prompt_tokens, self._size, _salt(request))
 
     def find(
         self, request: DynamicInferenceRequest, num_known: int, step: int
@@ -116,15 +115,12 @@ class PrefixCache:
         enter nothing more."""
         held = self._slots.generation[plan.slots] == plan.generations
         self._is_stale[plan.slots[held]] = True
-        self._take_notice()
-        known = np.fromiter(self._block_of.values(), dtype=np.int32, count=len(self._block_of))
+        known = self._findable()
         self._forget(known[self._written_by[known] >= plan.step])
 
     def reset(self) -> None:
         """Forget everything; requests that hold a slot enter nothing more."""
-        self._take_notice()
-        known = np.fromiter(self._block_of.values(), dtype=np.int32, count=len(self._block_of))
-        self._forget(known)
+        self._forget(self._findable())
         self._is_stale[:] = True
 
     def _catch_up(self, step: int) -> None:
@@ -149,9 +145,9 @@ class PrefixCache:
         request, size = self._slots.request_at(slot), self._size
         hashes, begin = request.block_hashes, int(self._entered[slot])
         if count > len(hashes):
-            salt = (request.sampling_params.cache_salt or "").encode()
             tokens = self._slots.tokens[slot, len(hashes) * size : count * size]
-            hashes += block_hashes(tokens, size, salt, hashes[-1] if hashes else b"")
+            parent = hashes[-1] if hashes else b""
+            hashes += block_hashes(tokens, size, _salt(request), parent)
         blocks = self._slots.block_table[slot, begin:count]
         new = []
         for block, each in zip(blocks.tolist(), hashes[begin:count]):  # sync-ok: NumPy
@@ -164,6 +160,11 @@ class PrefixCache:
             self._blocks.remember(np.array(new, dtype=np.int32))
             self._written_by[new] = step
         self._entered[slot] = max(count, begin)
+
+    def _findable(self) -> IntArray:
+        """Blocks that can be found, int32."""
+        self._take_notice()
+        return np.fromiter(self._block_of.values(), dtype=np.int32, count=len(self._block_of))
 
     def _take_notice(self) -> None:
         """Of blocks that were handed out to others."""
@@ -182,6 +183,10 @@ class PrefixCache:
             if each is not None:
                 del self._block_of[each]
                 self._hash_of[block] = None
+
+
+def _salt(request: DynamicInferenceRequest) -> bytes:
+    return (request.sampling_params.cache_salt or "").encode()
 
 
 def _takes_hits(request: DynamicInferenceRequest) -> bool:

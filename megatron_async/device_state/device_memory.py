@@ -37,17 +37,13 @@ from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.recurrent.recurrent_pools import MAX_WIDTH
 
 
-def make_gpu_view(
-    model: Any, config: InferenceConfig, device: Device, keeps_tokens: bool = False
-) -> ContextGPUView:
+def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> ContextGPUView:
     """Allocate KV cache, per-slot state and bookkeeping buffer, and the view that spans them.
 
     Args:
         model: Megatron's `TransformerConfig`; a `HybridModel`'s carries `hybrid_layer_pattern`.
         config: settings of the engine.
         device: where it all goes.
-        keeps_tokens: keep token ids beside the keys where the model samples, on the last pipeline
-            stage: requests may begin behind blocks that others have filled.
 
     Raises:
         OutOfMemoryError: the states of the slots do not fit, or the KV pool beside them.
@@ -63,7 +59,7 @@ def make_gpu_view(
         sizes = recurrent_sizes(model, layers)
         states.add(recurrent_state(sizes, config, model.params_dtype, device.torch_device))
     # What each slot takes comes first; blocks share what is left.
-    num_blocks = _num_blocks(model, config, device, states, keeps_tokens)
+    num_blocks = _num_blocks(model, config, device, states)
     states.allocate()
     kv_cache = PagedKVCache(
         attention_layers(model),
@@ -73,7 +69,7 @@ def make_gpu_view(
         model.kv_channels,
         model.params_dtype,
         device.torch_device,
-        keeps_tokens and stage_of(model).is_last,
+        keeps_tokens(model, config),
     )
     slots = DeviceSlots(
         config.max_requests,
@@ -104,12 +100,10 @@ def make_gpu_view(
     return view
 
 
-def _num_blocks(
-    model: Any, config: InferenceConfig, device: Device, states: SlotStates, keeps_tokens: bool
-) -> int:
+def _num_blocks(model: Any, config: InferenceConfig, device: Device, states: SlotStates) -> int:
     """Usable KV blocks: as many as fit, beside the states of all slots, on each of the ranks that
     hold the model between them."""
-    failure, num_blocks, size = None, 0, block_bytes(model, config, keeps_tokens)
+    failure, num_blocks, size = None, 0, block_bytes(model, config)
     wanted = config.num_kv_blocks
     if not attention_layers(model):
         wanted = wanted or blocks_for_all(config)  # of no keys and values: none is short
@@ -147,17 +141,11 @@ def _free_beside(states: SlotStates, max_requests: int, device: Device) -> int:
     )
 
 
-def max_paused_blocks(
-    model: Any,
-    config: InferenceConfig,
-    num_blocks: int,
-    device: Device,
-    keeps_tokens: bool = False,
-) -> int:
+def max_paused_blocks(model: Any, config: InferenceConfig, num_blocks: int, device: Device) -> int:
     """Blocks that paused requests may hold: `paused_buffer_size_gb`, or the whole pool."""
     if config.paused_buffer_size_gb is None:
         return num_blocks
-    size = block_bytes(model, config, keeps_tokens)
+    size = block_bytes(model, config)
     blocks = int(config.paused_buffer_size_gb * GIB) // size if size else num_blocks
     return _agree_on_least(blocks, device)
 
@@ -170,16 +158,22 @@ def _agree_on_least(value: int, device: Device) -> int:
     return agree_on_least(value)
 
 
-def block_bytes(model: Any, config: InferenceConfig, keeps_tokens: bool = False) -> int:
-    """Bytes of one KV block over all layers, on one rank; with its token ids, where `keeps_tokens`
-    and the rank samples."""
+def keeps_tokens(model: Any, config: InferenceConfig) -> bool:
+    """Whether token ids lie beside the keys: requests may begin behind blocks that others have
+    filled, and the model samples here, on the last pipeline stage."""
+    return config.enable_prefix_caching and stage_of(model).is_last
+
+
+def block_bytes(model: Any, config: InferenceConfig) -> int:
+    """Bytes of one KV block over all layers, on one rank; with its token ids, where these are
+    kept."""
     return bytes_per_block(
         attention_layers(model),
         config.block_size_tokens,
         local_heads(model)[1],
         model.kv_channels,
         model.params_dtype,
-        keeps_tokens and stage_of(model).is_last,
+        keeps_tokens(model, config),
     )
 
 

@@ -80,7 +80,7 @@ class _Maker:
         self._replicas = self._metadata["dp_cp_group"]
 
     def linear(self, **layers: Any) -> dict[str, Any]:
-        """Those of linear layers, which know themselves."""
+        """Sharded tensors of linear layers, which make them themselves."""
         found: dict[str, Any] = {}
         for name, layer in layers.items():
             prefix = f"{self._prefix}{name}."

@@ -89,7 +89,7 @@ class SharedExpertMLP(InferenceMLP):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """As Megatron's: the gate is stored whole."""
+        """Megatron's form of the MLP, and the gate, which every rank stores whole."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.gate_weight is not None:

@@ -50,7 +50,7 @@ class ForcedTokens(GPTInferenceWrapper):
         self.log_probs = torch.empty(shape, dtype=torch.float32, device=device)
 
     def forward(self, view: ContextGPUView) -> Tensor:
-        """See `GPTInferenceWrapper.forward`."""
+        """Logits as `GPTInferenceWrapper.forward` gives them; their log probs are kept."""
         logits = super().forward(view)
         slots, positions = view.step.slots, view.step.sample_positions.long()
         # A chunk that ends inside its prompt writes what a later one writes again.

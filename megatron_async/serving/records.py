@@ -250,7 +250,7 @@ class ReplicaRecord:
         return prompt_hashes(request.asked.prompt, self.info.block_size_tokens)
 
     def given(self, request: RoutedRequest, hashes: Sequence[bytes]) -> None:
-        """It was sent a request, whose prompt begins with blocks of these hashes."""
+        """Count a request that the replica was sent; `hashes` are its prompt's blocks."""
         self.requests[request.number] = request
         self._runs += 1
         self._unseen.append((self._runs, request.tokens, self.blocks_of(request)))

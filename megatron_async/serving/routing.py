@@ -98,7 +98,7 @@ class LeastLoaded(RoutingPolicy):
     def choose(
         self, candidates: Sequence[Candidate], prompt: Sequence[bytes], blocks: int
     ) -> tuple[Candidate, int]:
-        """See `RoutingPolicy.choose`."""
+        """Choose the replica for a request; arguments as for `RoutingPolicy.choose`."""
         least = min(candidates, key=lambda candidate: load_of(candidate, blocks))
         return least, least.prefix.match(prompt)
 
@@ -113,7 +113,7 @@ class RoundRobin(RoutingPolicy):
     def choose(
         self, candidates: Sequence[Candidate], prompt: Sequence[bytes], blocks: int
     ) -> tuple[Candidate, int]:
-        """See `RoutingPolicy.choose`."""
+        """Choose the replica for a request; arguments as for `RoutingPolicy.choose`."""
         chosen = min(candidates, key=lambda candidate: self._turns.get(candidate.name, -1))
         self._turns[chosen.name] = max(self._turns.values(), default=-1) + 1
         return chosen, chosen.prefix.match(prompt)

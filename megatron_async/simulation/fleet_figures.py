@@ -58,7 +58,7 @@ class FleetRun:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests."""
+        """Figures of all requests together."""
         return sum(request.input_tokens for request in self.served)
 
     @property

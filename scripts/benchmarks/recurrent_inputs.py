@@ -16,7 +16,7 @@ def random(*size: int, dtype: torch.dtype = DTYPE) -> Tensor:
 
 
 def layers_that_fit(state_bytes: int) -> int:
-    """As many layers as fit, so that no layer's state stays in a cache.
+    """Number of layers that fit, so many that no layer's state stays in a cache.
 
     Args:
         state_bytes: of one layer, all rows.

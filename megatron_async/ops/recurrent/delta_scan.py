@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.delta_pools import DeltaPools, DeltaShape
+from megatron_async.ops.recurrent.recurrent_math import add_products
 from megatron_async.ops.recurrent.recurrent_pools import PrefillRows
 from megatron_async.ops.recurrent.scan_history import (
     BORDERS,
@@ -158,15 +159,7 @@ def _advance(
     total = tl.sum(tl.where(counts, g, 0.0), 0)
     weight = tl.where(counts, tl.exp(tl.where(counts, total - decay, 0.0)), 0.0)
     added = u.to(tl.float32) * weight[:, None]
-    state = state * tl.exp(total)
-    if is_exact:
-        state = tl.dot(tl.trans(k), added, state, input_precision="ieee")
-    else:
-        high = added.to(u.dtype)
-        low = (added - high.to(tl.float32)).to(u.dtype)
-        state = tl.dot(tl.trans(k), low, state)
-        state = tl.dot(tl.trans(k), high, state)
-    return state
+    return add_products(state * tl.exp(total), tl.trans(k), added, is_exact)
 
 
 # Where prefill rows begin among a step's rows varies, and with it what is aligned.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaPools, MambaShape
+from megatron_async.ops.recurrent.recurrent_math import add_products
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
 from megatron_async.ops.recurrent.scan_history import (
     BORDERS,
@@ -167,15 +168,7 @@ def _advance(
     total = tl.sum(gain * rate, 0)
     weight = tl.exp(tl.where(counts, total - decay, 0.0)) * gain
     added = x.to(tl.float32) * weight[:, None]
-    state = state * tl.exp(total)
-    if is_exact:
-        state = tl.dot(tl.trans(b), added, state, input_precision="ieee")
-    else:
-        high = added.to(x.dtype)
-        low = (added - high.to(tl.float32)).to(x.dtype)
-        state = tl.dot(tl.trans(b), low, state)
-        state = tl.dot(tl.trans(b), high, state)
-    return state
+    return add_products(state * tl.exp(total), tl.trans(b), added, is_exact)
 
 
 # Where prefill rows begin among a step's rows varies, and with it what is aligned.

@@ -3,14 +3,12 @@
 import contextlib
 import io
 import json
-import socket
 import subprocess
 import sys
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from cli_runs import TINY, fails
 
 from megatron_async import __main__
 from megatron_async.cli import main as cli
@@ -20,23 +18,9 @@ from megatron_async.errors import RequestError
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 from megatron_async.requests.sampling_params import SamplingParams
 
-TINY = ["generate", "--model", "dummy:tiny", "--device", "cpu", "--no-progress"]
-"""Random weights, no tokenizer: prompts are token ids."""
-
 
 def parse(*arguments):
     return cli.build_parser().parse_args(["generate", "--model", "m", *arguments])
-
-
-def fails(capsys, *arguments):
-    """Run a command that must fail as a user's error; return its one line on stderr."""
-    assert cli.main(arguments) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    line = output.err.strip().splitlines()[-1]
-    assert line.startswith("megatron-async: error: ")
-    assert "Traceback" not in output.err
-    return line
 
 
 def test_help_needs_no_torch():
@@ -377,42 +361,3 @@ def test_convert_and_generate_from_the_result(capsys, tmp_path):
         answers.append(json.loads(capsys.readouterr().out)["results"][0]["generated_tokens"])
     assert answers[0] == answers[1]
     assert "--overwrite" in fails(capsys, "convert", "dummy:tiny", str(target))
-
-
-def test_the_progress_line_says_what_there_is_to_say():
-    stats = {"overlap_ratio": 0.987, "waiting_requests": 0, "pauses": 0, "evictions": 0}
-    line = cli_output.progress_line(stats, rows=7, tokens=90, seconds=2.0)
-    assert line == "90 tokens, 45 tokens/s, 7 rows, overlap 0.99"
-    stats |= {"waiting_requests": 3, "evictions": 2}
-    line = cli_output.progress_line(stats, rows=7, tokens=90, seconds=0.0)
-    assert line == "90 tokens, 0 tokens/s, 7 rows, overlap 0.99, 3 waiting, 2 evictions"
-
-
-def test_logged_steps_and_progress_are_on_stderr(capsys):
-    command = [a for a in TINY if a != "--no-progress"]
-    logged = ["--logging-step-interval", "4"]
-    assert cli.main([*command, "--prompt", "1 2", "--max-new-tokens", "9", "--json", *logged]) == 0
-    output = capsys.readouterr()
-    json.loads(output.out)
-    assert "step 3: device" in output.err
-    assert "step 7: device" in output.err
-    assert "9 tokens" in output.err
-    assert "overlap 1.00" in output.err
-
-
-def test_metrics_are_served_while_prompts_are_answered(capsys):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    page = f"http://127.0.0.1:{port}/metrics"
-    command = [*TINY, "--prompt", "1", "--max-new-tokens", "600", "--metrics-port", str(port)]
-    with ThreadPoolExecutor() as pool:
-        run = pool.submit(cli.main, command)
-        text = ""
-        while not run.done() and "megatron_async_steps_total" not in text:
-            with contextlib.suppress(OSError), urllib.request.urlopen(page, timeout=20) as answer:
-                text = answer.read().decode()
-        assert run.result() == 0
-    assert "megatron_async_steps_total" in text
-    capsys.readouterr()
-    assert "choose a free port" in fails(capsys, *TINY, "--prompt", "1", "--metrics-port", "70000")

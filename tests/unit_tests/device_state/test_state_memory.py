@@ -61,12 +61,21 @@ def test_tokens_beside_the_keys_are_counted() -> None:
 def test_only_the_stage_that_samples_keeps_tokens(stage: int) -> None:
     model = make_model(100)
     model.hybrid_layer_pattern, model.pipeline_stage = "*-|*-", stage
-    config = InferenceConfig(device="cpu", max_requests=7, num_kv_blocks=5, block_size_tokens=4)
-    view = make_gpu_view(model, config, CpuDevice(), keeps_tokens=True)
+    config, kept = (
+        InferenceConfig(
+            device="cpu",
+            max_requests=7,
+            num_kv_blocks=5,
+            block_size_tokens=4,
+            enable_prefix_caching=keeps,
+        )
+        for keeps in (False, True)
+    )
+    view = make_gpu_view(model, kept, CpuDevice())
     assert (view.kv_cache.block_tokens is not None) == (stage == 1)
-    more = block_bytes(model, config, keeps_tokens=True) - block_bytes(model, config)
+    more = block_bytes(model, kept) - block_bytes(model, config)
     assert more == 16 * stage
-    assert view.kv_cache.num_bytes == 6 * block_bytes(model, config, keeps_tokens=True)
+    assert view.kv_cache.num_bytes == 6 * block_bytes(model, kept)
 
 
 def test_states_that_do_not_fit_are_refused_with_what_fits() -> None:
