@@ -155,7 +155,7 @@ def _advance(
     counts: tl.tensor,
     is_exact: tl.constexpr,
 ) -> tl.tensor:
-    """The state `[key_dim, lanes]` behind those tokens of a tile that count, its first ones."""
+    """The state `[key_dim, lanes]` behind those tokens of a tile that count."""
     total = tl.sum(tl.where(counts, g, 0.0), 0)
     weight = tl.where(counts, tl.exp(tl.where(counts, total - decay, 0.0)), 0.0)
     added = u.to(tl.float32) * weight[:, None]

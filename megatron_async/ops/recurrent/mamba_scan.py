@@ -163,7 +163,7 @@ def _advance(
     counts: tl.tensor,
     is_exact: tl.constexpr,
 ) -> tl.tensor:
-    """The state `[d_state, lanes]` behind those tokens of a tile that count, its first ones."""
+    """The state `[d_state, lanes]` behind those tokens of a tile that count."""
     gain = tl.where(counts, dt, 0.0)
     total = tl.sum(gain * rate, 0)
     weight = tl.exp(tl.where(counts, total - decay, 0.0)) * gain
