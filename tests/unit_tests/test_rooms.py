@@ -1,6 +1,8 @@
-"""Rooms, the folders of the package, do not import each other in a circle."""
+"""Rooms, the folders of the package, do not import each other in a circle; files of tests have names
+of their own."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_async"
@@ -48,3 +50,9 @@ def test_no_circles():
         "rooms import each other: import types under TYPE_CHECKING, or move what both need below "
         f"both: {circle}"
     )
+
+
+def test_no_name_twice():
+    """pytest imports files of tests by their names alone, and collects only one of two like ones."""
+    files = [file.name for file in (PACKAGE.parent / "tests").rglob("*.py")]
+    assert [name for name, times in Counter(files).items() if times > 1] in ([], ["conftest.py"])
