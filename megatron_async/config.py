@@ -59,6 +59,19 @@ class InferenceConfig:
     """Of the states of recurrent layers, whatever their kind: "float32", or "bfloat16" for half the
     memory and traffic and other roundings."""
 
+    prefix_caching_mamba_gb: float | None = None
+    """Memory (GiB on each rank) for snapshots of recurrent states, beside the states of
+    `max_requests` requests. None: snapshots take the rows that no running request needs. Ignored
+    when `num_state_snapshots` is given."""
+
+    num_state_snapshots: int | None = None
+    """Snapshots of recurrent states that the prefix cache holds at most, exactly. Overrides
+    `prefix_caching_mamba_gb`."""
+
+    prefix_caching_mamba_interval: int | None = None
+    """Tokens between two snapshots inside a prompt, beside those at its end and where prompts part.
+    None: as many as take the memory of one snapshot as KV cache. 0: none."""
+
     # ---- Limits of a step --------------------------------------------------------------------
     max_requests: int = None  # type: ignore[assignment]  # an integer after __post_init__
     """Requests that may hold a slot (be active or paused) at once; others wait in order. None: 256,
@@ -158,10 +171,18 @@ class InferenceConfig:
         if self.num_cuda_graphs is not None:
             self._require_int("num_cuda_graphs", 0)
         self._require_int("cuda_graph_mixed_prefill_count", 1)
-        for name in ("buffer_size_gb", "paused_buffer_size_gb"):
+        for name in ("num_state_snapshots", "prefix_caching_mamba_interval"):
+            if getattr(self, name) is not None:
+                self._require_int(name, 0)
+        for name in ("buffer_size_gb", "paused_buffer_size_gb", "prefix_caching_mamba_gb"):
             value = getattr(self, name)
             if value is not None and not _is_positive(value):
                 raise ConfigurationError(f"{name}={value!r} must be a number of GiB above 0.")
+            if name == "prefix_caching_mamba_gb" and value and not self.enable_prefix_caching:
+                raise ConfigurationError(
+                    f"prefix_caching_mamba_gb={value} is for snapshots of the prefix cache: set "
+                    "enable_prefix_caching=True too, or leave it out."
+                )
         # Megatron's own dtype is accepted too.
         self.mamba_ssm_states_dtype = str(self.mamba_ssm_states_dtype).removeprefix("torch.")
         if self.mamba_ssm_states_dtype not in STATE_DTYPES:

@@ -21,14 +21,15 @@ from megatron_async.contexts.plan_builder import PlanBuilder, dummy_plan
 from megatron_async.contexts.prefix_cache import PrefixCache
 from megatron_async.contexts.request_slots import NO_DECODE, RequestSlots
 from megatron_async.contexts.scheduler import Scheduler
+from megatron_async.contexts.state_rows import StateRows
 from megatron_async.contexts.step_output import StepOutput, book_samples
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.contexts.step_shape import StepShape
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_buffer import HostStaging
 from megatron_async.device_state.device_memory import make_gpu_view, max_paused_blocks
+from megatron_async.device_state.state_sharing import share_states
 from megatron_async.devices import Device, make_device, makes_ordinary_tensors
-from megatron_async.errors import ConfigurationError
 from megatron_async.models.partition import is_recurrent
 from megatron_async.observe.timeline import Timeline
 from megatron_async.observe.tracer import Tracer
@@ -82,7 +83,8 @@ class DynamicInferenceContext:
         self.max_tokens = inference_config.max_tokens
         self.max_sequence_length = inference_config.max_sequence_length
 
-        self.gpu_view = make_gpu_view(model_config, inference_config, self.device)
+        sharing = share_states(model_config, inference_config, self.device)
+        self.gpu_view = make_gpu_view(model_config, inference_config, self.device, sharing)
         dummy_block = self.gpu_view.kv_cache.dummy_block
         self.blocks = KVBlockAllocator(dummy_block)
         max_blocks = -(-self.max_sequence_length // self.block_size_tokens)
@@ -107,15 +109,22 @@ class DynamicInferenceContext:
             self.gpu_view.captures_prefill,
         )
         self._is_recurrent = is_recurrent(model_config)
-        if self._is_recurrent and inference_config.enable_prefix_caching:
-            raise ConfigurationError(
-                "enable_prefix_caching=True is not served with recurrent layers yet, whose states "
-                "are not kept: leave it False."
-            )
         self._plan_builder = PlanBuilder(self.slots, self.graph_shapes)
         self.prefix_cache = None
         if inference_config.enable_prefix_caching:
-            self.prefix_cache = PrefixCache(self.slots, self.blocks, self.block_size_tokens)
+            states = None
+            if sharing is not None:
+                states = StateRows(
+                    self.slots,
+                    self.max_requests + sharing.snapshots,
+                    self.block_size_tokens,
+                    GRID,
+                    sharing.interval,
+                    sharing.limit,
+                )
+            self.prefix_cache = PrefixCache(self.slots, self.blocks, self.block_size_tokens, states)
+            if states is not None:
+                self._plan_builder.plan_states = self.prefix_cache.plan_states
         self.scheduler = Scheduler(
             inference_config,
             self.slots,
@@ -275,5 +284,7 @@ class DynamicInferenceContext:
         return book_samples(plan, self.slots, sampled, counts, log_probs)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every block and slot has exactly one owner."""
+        """Raise AssertionError unless every block, slot and state row is accounted for once."""
         check_integrity(self.slots, self.blocks, self.scheduler.prefilling)
+        if self.prefix_cache is not None and self.prefix_cache.states is not None:
+            self.prefix_cache.states.check_integrity()

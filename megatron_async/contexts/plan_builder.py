@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from megatron_async.contexts.graph_shapes import GraphShapes
 from megatron_async.contexts.plan_features import NO_FEATURES, plan_features
 from megatron_async.contexts.request_slots import NO_SLOTS, DecodeRows, RequestSlots, SlotState
-from megatron_async.contexts.step_plan import BlockUpdates, IntArray, StepPlan
+from megatron_async.contexts.step_plan import BlockUpdates, IntArray, StatePlan, StepPlan
 from megatron_async.contexts.step_shape import StepShape
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.sampling import SamplingMode
@@ -28,6 +29,11 @@ class PrefillChunk(NamedTuple):
     end: int
 
 
+PlanStates = Callable[[DecodeRows, list[PrefillChunk], int], StatePlan | None]
+"""From a step's decode rows and chunks and its number: what they read and write of recurrent
+states."""
+
+
 class PlanBuilder:
     """Collects block-table updates while a step is scheduled, then builds its plan.
 
@@ -38,12 +44,14 @@ class PlanBuilder:
 
     Attributes:
         next_step: number of the plan that is built next.
+        plan_states: asked for each plan; None where recurrent states are not shared.
     """
 
     def __init__(self, slots: RequestSlots, graph_shapes: GraphShapes | None = None) -> None:
         self._slots = slots
         self._graph_shapes = graph_shapes or GraphShapes()
         self.next_step = 0
+        self.plan_states: PlanStates | None = None
         self._updates: list[tuple[IntArray, IntArray, IntArray]] = []
         # Of steps in which every row yields one token: never written.
         self._ones = np.ones(slots.capacity, dtype=np.int32)
@@ -98,6 +106,9 @@ class PlanBuilder:
             widths = widths.copy()
             widths[:num_decode] = slots.widths_of(rows, width)
         # Decode rows: their last token goes in, and drafts; one to `widths` tokens come out.
+        states = None
+        if self.plan_states is not None:
+            states = self.plan_states(decode, chunks, self.next_step)
         slots.count_launched(rows, widths[:num_decode])
         starts, token_ids = _NO_STARTS, _NONE
         step_features = following = _NONE
@@ -144,6 +155,7 @@ class PlanBuilder:
             prefill_features=step_features,
             prefill_following=following,
             features=plan_features(slots, rows, produces, chunks, mode),
+            states=states,
         )
         self.next_step += 1
         return plan

@@ -13,17 +13,49 @@ for blocks, or its request leaves: steps in which nobody comes or goes pay nothi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.prefix_hashes import block_hashes
-from megatron_async.contexts.request_slots import ALL, NO_SLOTS, RequestSlots, SlotState
-from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.contexts.request_slots import (
+    ALL,
+    NO_SLOTS,
+    DecodeRows,
+    RequestSlots,
+    SlotState,
+)
+from megatron_async.contexts.state_rows import NO_ROW, StateRows
+from megatron_async.contexts.step_plan import IntArray, StatePlan, StepPlan
 
 if TYPE_CHECKING:
     from megatron_async.requests.inference_request import DynamicInferenceRequest
+
+REMEMBERED = 4
+"""Hashes of lost blocks that are kept, in sizes of the pool."""
+
+
+class Found(NamedTuple):
+    """What is kept of a sequence's beginning."""
+
+    blocks: IntArray
+    """Integers `[n]`: they hold the keys and values of the first tokens, but never of all of them:
+    one is computed."""
+    is_being_written: bool = False
+    """Whether what comes behind them is written by the very plan that is made: then the request
+    does best to wait for the next one."""
+    matched: int = 0
+    """Tokens whose blocks are kept: those of `blocks`, and others for which there is no state."""
+    state_row: int = NO_ROW
+    """The state behind `blocks`; -1: none, the request begins at 0."""
+    was_lost: bool = False
+    """Whether the block behind the matched ones was kept once, and has been handed out since."""
+
+
+NOTHING = Found(NO_SLOTS)
 
 
 class PrefixCache:
@@ -33,26 +65,43 @@ class PrefixCache:
         slots: the books.
         blocks: their allocator.
         block_size: tokens of a block.
+        states: rows of the states, with recurrent layers; else None.
 
     Attributes:
+        states: as given.
         queries: tokens of admitted requests.
         hits: of these, the ones that were found.
+        lost_states: of these, the ones whose keys and values were found, but no state behind them.
+        lost_blocks: of these, the ones in whole blocks that were kept once, and were handed out.
         evictions: blocks that were handed out to others while they could be found.
         losses: blocks that can be found no more, for whatever reason.
     """
 
-    def __init__(self, slots: RequestSlots, blocks: KVBlockAllocator, block_size: int) -> None:
+    def __init__(
+        self,
+        slots: RequestSlots,
+        blocks: KVBlockAllocator,
+        block_size: int,
+        states: StateRows | None = None,
+    ) -> None:
         self._slots, self._blocks, self._size = slots, blocks, block_size
+        self.states = states
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * blocks.total
+        self._handed_out: OrderedDict[bytes, None] = OrderedDict()
+        """Hashes of lost blocks, the latest ones: what a larger pool would have found."""
         self._written_by = np.zeros(blocks.total, dtype=np.int64)
         """The plan that a block was entered with."""
         self._entered = np.zeros(slots.capacity, dtype=np.int32)
         """Blocks of a slot's request, from its beginning, that were entered or need not be."""
         self._is_stale = np.zeros(slots.capacity, dtype=np.bool_)
         """Whether the slot's request began before `reset`."""
+        self._last: tuple[tuple[int, int, int], Found] | None = None
+        """What was found last: for which plan and request, and how much had been lost by then."""
         self.queries = 0
         self.hits = 0
+        self.lost_states = 0
+        self.lost_blocks = 0
         self.evictions = 0
         self.losses = 0
 
@@ -64,51 +113,119 @@ class PrefixCache:
         """Hash a new request's prompt, off the way of any step."""
         request.block_hashes = block_hashes(request.prompt_tokens, self._size, _salt(request))
 
-    def find(
-        self, request: DynamicInferenceRequest, num_known: int, step: int
-    ) -> tuple[IntArray, bool]:
-        """The blocks that hold a request's first tokens, but never all of them: one is computed.
+    # ---- Who begins --------------------------------------------------------------------------
+
+    def look_up(self, request: DynamicInferenceRequest, num_known: int, step: int) -> Found:
+        """What is kept of a request's beginning.
 
         Args:
             request: that waits.
             num_known: its tokens.
             step: number of the plan that is made.
-
-        Returns:
-            int32 `[n]`, and whether the block behind them is written by this very plan: then the
-            request does best to wait for the next one.
         """
+        # Asked several times for one admission; between two of them blocks may be handed out.
+        now = step, request.request_id, self._all_losses + len(self._blocks.forgotten)
+        if self._last is None or self._last[0] != now:
+            found = self._find(request, num_known, step)
+            self._last = (step, request.request_id, self._all_losses), found
+        return self._last[1]
+
+    def _find(self, request: DynamicInferenceRequest, num_known: int, step: int) -> Found:
         self._take_notice()
         if not _takes_hits(request):
-            return NO_SLOTS, False
-        self._catch_up(step - 1)
+            return NOTHING
+        self._catch_up(step)
         found: list[int] = []
+        is_being_written = was_lost = False
         for each in request.block_hashes[: (num_known - 1) // self._size]:
             block = self._block_of.get(each)
             if block is None:
+                was_lost = each in self._handed_out
                 break
             if self._written_by[block] >= step:
-                return np.array(found, dtype=np.int32), True
+                is_being_written = True
+                break
             found.append(block)
-        return np.array(found, dtype=np.int32), False
+        matched, row = len(found) * self._size, NO_ROW
+        if self.states is not None:
+            state = self.states.find(request.block_hashes[: len(found)], step)
+            del found[state.tokens // self._size :]
+            is_being_written, row = is_being_written or state.is_being_written, state.row
+        blocks = np.array(found, dtype=np.int32)
+        return Found(blocks, is_being_written, matched, row, was_lost)
 
-    def begin(self, slot: int, num_known: int) -> None:
-        """A request was given `slot`, with blocks that were found or without."""
-        cached = int(self._slots.num_cached[slot])
-        self._entered[slot] = cached // self._size
+    def has_row(self, found: Found, step: int) -> bool:
+        """Whether a request that was found this much can have a state's row in plan `step`."""
+        return self.states is None or self.states.can_begin(found.state_row, step)
+
+    def begin(self, slot: int, found: Found, step: int) -> None:
+        """A request was given `slot` in plan `step`, with what was found."""
+        self._entered[slot] = len(found.blocks)
         self._is_stale[slot] = False
+        if self.states is not None:
+            self.states.begin(slot, found.state_row, found.matched, step)
+
+    def count(self, num_known: int, found: Found) -> None:
+        """Count a request of so many tokens that has begun with what was found."""
+        cached = len(found.blocks) * self._size
         self.queries += num_known
         self.hits += cached
+        self.lost_states += found.matched - cached
+        if found.was_lost:
+            self.lost_blocks += (num_known - 1) // self._size * self._size - found.matched
 
-    def written(self, slot: int, end: int, step: int) -> None:
-        """A chunk that reaches to token `end` - 1 of `slot` is in plan `step`."""
+    # ---- What steps write --------------------------------------------------------------------
+
+    def written(self, slot: int, start: int, end: int, step: int) -> None:
+        """A chunk of tokens `start` to `end` - 1 of `slot` is in plan `step`."""
         if not self._is_stale[slot]:
             self._enter(slot, end // self._size, step)
+            if self.states is not None:
+                hashes = self._slots.request_at(slot).block_hashes
+                self.states.written(slot, start, end, hashes, step)
+
+    def plan_states(
+        self, decode: DecodeRows, chunks: Sequence[tuple[int, int, int]], step: int
+    ) -> StatePlan | None:
+        """What a plan's rows read and write of recurrent states; None: what their slots say.
+
+        Args:
+            decode: the rows that decode, not yet counted as launched.
+            chunks: slot, start and end of each prefill chunk.
+            step: number of the plan.
+        """
+        if self.states is None:
+            return None
+        saves = []
+        at_border = (decode.kv_at_most - 1) % self.states.unit == 0
+        if np.count_nonzero(at_border):
+            saves = self._saves(decode, np.flatnonzero(at_border), step)
+        return self.states.plan(saves, chunks) if chunks or saves else None
+
+    def _saves(self, decode: DecodeRows, rows: IntArray, step: int) -> list[tuple[int, int]]:
+        """Slots, and rows for snapshots, of those decode rows whose token comes behind a border."""
+        assert self.states is not None
+        books, slots = self._slots, decode.slots[rows]
+        # Of rows with drafts the host does not know in which step they pass the border.
+        is_exact = books.in_flight_tokens[slots] == books.in_flight_steps[slots]
+        keeps = is_exact & ~self._is_stale[slots]
+        saves = []
+        for row in rows[keeps].tolist() if decode.width == 1 else ():  # sync-ok: NumPy
+            slot, end = int(decode.slots[row]), int(decode.kv_at_most[row]) - 1
+            place = self.states.decoded(slot, end, step)
+            if place != NO_ROW:
+                saves.append((slot, place))
+        return saves
 
     def leaves(self, slot: int, step: int) -> None:
-        """The request in `slot` is about to give its blocks back; `step` was planned last."""
+        """The request in `slot` is about to give its blocks back; `step` is planned next."""
         if self._slots.state[slot] >= SlotState.DECODING and not self._is_stale[slot]:
-            self._enter(slot, int(self._held(slot)), step)
+            self._enter(slot, int(self._held(slot)), step - 1)
+            self._settle([slot], step)
+        if self.states is not None:
+            self.states.leave(slot)
+
+    # ---- What is lost ------------------------------------------------------------------------
 
     def failed(self, plan: StepPlan) -> None:
         """A step has failed: what it and later ones were to write is not there, and its requests
@@ -117,20 +234,35 @@ class PrefixCache:
         self._is_stale[plan.slots[held]] = True
         known = self._findable()
         self._forget(known[self._written_by[known] >= plan.step])
+        if self.states is not None:
+            self.states.failed(plan.step)
 
     def reset(self) -> None:
         """Forget everything; requests that hold a slot enter nothing more."""
         self._forget(self._findable())
+        self._handed_out.clear()
         self._is_stale[:] = True
+        if self.states is not None:
+            self.states.reset()
 
     def _catch_up(self, step: int) -> None:
-        """Enter what decoding requests have filled; `step` was planned last."""
+        """Enter what decoding requests have filled; `step` is planned next."""
         held = self._held(ALL)
         due = (held > self._entered) & (self._slots.state >= SlotState.DECODING) & ~self._is_stale
         if np.count_nonzero(due):
             slots = np.flatnonzero(due)
             for slot, count in zip(slots.tolist(), held[slots].tolist()):  # sync-ok: NumPy
-                self._enter(slot, count, step)
+                self._enter(slot, count, step - 1)
+        if self.states is not None:
+            self._settle(self.states.pending.tolist(), step)  # sync-ok: NumPy
+
+    def _settle(self, slots: list[int], step: int) -> None:
+        """Enter the states that decoding has left, where the blocks before them are entered."""
+        if self.states is None:
+            return
+        for slot in slots:
+            hashes = self._slots.request_at(slot).block_hashes[: int(self._entered[slot])]
+            self.states.settle(slot, hashes, step)
 
     def _held(self, slots: IntArray | slice | int) -> IntArray:
         """Blocks of decoding `slots` whose tokens are known, and fed by the steps in flight at the
@@ -166,11 +298,20 @@ class PrefixCache:
         self._take_notice()
         return np.fromiter(self._block_of.values(), dtype=np.int32, count=len(self._block_of))
 
+    @property
+    def _all_losses(self) -> int:
+        return self.losses + (0 if self.states is None else self.states.losses)
+
     def _take_notice(self) -> None:
         """Of blocks that were handed out to others."""
         lost, self._blocks.forgotten = self._blocks.forgotten, []
-        self.evictions += len(lost)
-        self._drop(lost)
+        if lost:
+            self.evictions += len(lost)
+            hashes = [self._hash_of[block] for block in lost]
+            self._handed_out.update((each, None) for each in hashes if each is not None)
+            while len(self._handed_out) > REMEMBERED * self._blocks.total:
+                self._handed_out.popitem(last=False)
+            self._drop(lost)
 
     def _forget(self, blocks: IntArray) -> None:
         self._drop(blocks.tolist())  # sync-ok: NumPy
@@ -183,6 +324,8 @@ class PrefixCache:
             if each is not None:
                 del self._block_of[each]
                 self._hash_of[block] = None
+                if self.states is not None:
+                    self.states.drop(each)
 
 
 def _salt(request: DynamicInferenceRequest) -> bytes:

@@ -11,7 +11,7 @@ from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.micro_batches import MicroBatches
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
-from megatron_async.contexts.prefix_cache import PrefixCache
+from megatron_async.contexts.prefix_cache import NOTHING, Found, PrefixCache
 from megatron_async.contexts.request_slots import (
     ALL,
     NO_DECODE,
@@ -71,9 +71,6 @@ class Scheduler:
         self._max_paused_blocks = max_paused_blocks
         self._chunk_border = chunk_border
         self.prefix_cache = prefix_cache
-        self._found: tuple[tuple[int, int, int], tuple[IntArray, bool]] | None = None
-        """What was found in the cache last: for which plan and request, and how many blocks the
-        cache had lost by then."""
         self.waiting = AdmissionQueue()
         self.prefilling: list[int] = []
         self.micro_batches = MicroBatches(slots, config.steps_in_flight - 1)
@@ -85,7 +82,7 @@ class Scheduler:
         """Take slot and blocks from a request; its generated tokens stay with it."""
         slots = self._slots
         if self.prefix_cache is not None:
-            self.prefix_cache.leaves(slot, self._builder.next_step - 1)
+            self.prefix_cache.leaves(slot, self._builder.next_step)
         slots.request_at(slot).generated_tokens = slots.generated_tokens(slot)
         if slots.state[slot] == SlotState.PREFILLING:
             self.prefilling.remove(slot)
@@ -202,7 +199,7 @@ class Scheduler:
         if end > start:
             chunks.append(PrefillChunk(slot, start, end))
             if self.prefix_cache is not None:
-                self.prefix_cache.written(slot, end, self._builder.next_step)
+                self.prefix_cache.written(slot, start, end, self._builder.next_step)
         return max(end - start, 0)
 
     def _may_admit(self, micro_batch: int, budget: int) -> bool:
@@ -218,40 +215,34 @@ class Scheduler:
         wanted = -(-waiting.num_known // size)
         if self._builder.num_updates + wanted > self._blocks.total:
             return False  # shared blocks stand in several tables: the next step has room for them
-        if self._is_being_written(waiting):
+        found = self._look_up(waiting)
+        if found.is_being_written or not self._has_row(found):
             return False
         horizon = ADMISSION_HORIZON * slots.max_width
         soon = slots.num_known + slots.in_flight_tokens + horizon > slots.num_blocks * size
         reserve = int(np.count_nonzero((slots.state == SlotState.DECODING) & soon))
         # A cached block that nobody owns is taken from the allocatable ones like a fresh one.
-        wanted -= int(np.count_nonzero(self._blocks.owners[self.cached_blocks(waiting)]))
+        wanted -= int(np.count_nonzero(self._blocks.owners[found.blocks]))
         return wanted + reserve <= self._blocks.allocatable
 
-    def cached_blocks(self, waiting: WaitingRequest) -> IntArray:
-        """Blocks, integers, that hold the keys and values of a request's first tokens, but not of
-        all of them."""
-        return NO_SLOTS if self.prefix_cache is None else self._look_up(waiting)[0]
+    def _look_up(self, waiting: WaitingRequest) -> Found:
+        """What is kept of a request's beginning."""
+        if self.prefix_cache is None:
+            return NOTHING
+        step = self._builder.next_step
+        return self.prefix_cache.look_up(waiting.request, waiting.num_known, step)
 
-    def _is_being_written(self, waiting: WaitingRequest) -> bool:
-        """Whether the step that is planned writes what a request would have to compute next."""
-        return self.prefix_cache is not None and self._look_up(waiting)[1]
-
-    def _look_up(self, waiting: WaitingRequest) -> tuple[IntArray, bool]:
-        assert self.prefix_cache is not None
-        step, cache = self._builder.next_step, self.prefix_cache
-        # Asked several times for one admission; between two of them blocks may be handed out.
-        request_id, forgotten = waiting.request.request_id, len(self._blocks.forgotten)
-        now = step, request_id, cache.losses + forgotten
-        if self._found is None or self._found[0] != now:
-            found = cache.find(waiting.request, waiting.num_known, step)
-            self._found = (step, request_id, cache.losses), found
-        return self._found[1]
+    def _has_row(self, found: Found) -> bool:
+        """Whether there is a row for the state of a request that was found this much."""
+        cache = self.prefix_cache
+        return cache is None or cache.has_row(found, self._builder.next_step)
 
     def _admit(self, micro_batch: int) -> int:
         """Give who waits first a slot and the blocks of all its tokens; if that raises, nothing."""
         waiting, slots, size = self.waiting.first(), self._slots, self._config.block_size_tokens
         request, count = waiting.request, -(-waiting.num_known // size)
-        cached = self.cached_blocks(waiting)
+        found = self._look_up(waiting)
+        cached = found.blocks
         slot = slots.acquire(
             request,
             waiting.rank,
@@ -261,6 +252,8 @@ class Scheduler:
         )
         self.prefilling.append(slot)
         try:
+            if self.prefix_cache is not None:
+                self.prefix_cache.begin(slot, found, self._builder.next_step)
             # Shared before fresh ones are taken, which could be cached ones too.
             slots.block_table[slot, : len(cached)] = cached
             self._blocks.share(cached)
@@ -275,12 +268,12 @@ class Scheduler:
             self.release(slot)
             raise
         self.waiting.pop()
-        found = int(slots.num_cached[slot])
         if self.prefix_cache is not None:
-            self.prefix_cache.begin(slot, waiting.num_known)
+            self.prefix_cache.count(waiting.num_known, found)
+        tokens = int(slots.num_cached[slot])
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = found
-        self.recomputed_tokens += max(waiting.num_computed - found, 0)
+            request.num_cached_tokens = tokens
+        self.recomputed_tokens += max(waiting.num_computed - tokens, 0)
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
         return slot
 

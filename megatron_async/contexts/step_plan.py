@@ -26,6 +26,23 @@ class BlockUpdates:
 
 
 @dataclass(frozen=True)
+class StatePlan:
+    """Rows of the state pools that a step reads and writes, where recurrent states may be shared.
+    All int32."""
+
+    write_rows: IntArray
+    """`[prefill chunks]`: the row of each chunk's request."""
+    read_rows: IntArray
+    """`[prefill chunks]`: where the state before each chunk is: in that row, or in a snapshot's."""
+    chunk_dest: IntArray
+    """`[scan chunks]`: rows that get the state behind each, -1 for none (`mamba_prefill`)."""
+    save_slots: IntArray
+    """`[saves]`: slots of decode rows whose state, as it is before their token, is kept."""
+    save_rows: IntArray
+    """`[saves]`: where."""
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """One step: which slots run, on what, and what may be done with the result.
 
@@ -65,6 +82,8 @@ class StepPlan:
     """int32 `[prefill chunks]`: the known token behind each chunk, or -1."""
     features: PlanFeatures
     """What requests of its rows ask for beyond tokens."""
+    states: StatePlan | None = None
+    """None where recurrent states are not shared, or nothing is new about their rows."""
 
     @property
     def num_rows(self) -> int:

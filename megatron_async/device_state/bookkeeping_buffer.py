@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
+from megatron_async.device_state.state_table import pack_states
 from megatron_async.devices import Device
 from megatron_async.ops.sampling.slot_records import NO_TOKEN, RowFeature
 
@@ -50,15 +51,19 @@ class HostStaging:
         _fill(row_slots[:decode], plan.slots[: plan.num_decode], self._dummy_slot)
         fields["num_block_updates"][0] = len(updates.slots)
         fields["decode_width"][0] = plan.width
+        fields["states"][0] = 0
         fields["block_update_slots"][:] = updates.slots
         fields["block_update_indices"][:] = updates.indices
         fields["block_update_blocks"][:] = updates.blocks
+        end = layout.size
         if not plan.dims.is_decode_only:
             _fill(row_slots[decode:], plan.slots[plan.num_decode :], self._dummy_slot)
             _pack_prefill(fields, plan)
-            end = _pack_records(self._arrays[entry], layout.size, fields, plan, slots)
-            return self._tensors[entry][:end]
-        return self._tensors[entry][: layout.size]
+            end = _pack_records(self._arrays[entry], end, fields, plan, slots)
+        if plan.states is not None:
+            fields["states"][0] = end
+            end = pack_states(self._arrays[entry], end, plan.states)
+        return self._tensors[entry][:end]
 
 
 def _pack_prefill(fields: dict[str, np.ndarray], plan: StepPlan) -> None:

@@ -5,7 +5,8 @@ Host and device build their views from the same table, so they cannot disagree. 
 int32, which keeps the buffer one array. The list of block-table updates comes last and its length
 first, so that a captured step, whose addresses are fixed, serves any number of them. Behind it lie
 the records of requests that start (`ops/sampling/slot_records.py`); a prefill row says where its
-own begins, or -1 where the device has it.
+own begins, or -1 where the device has it. Last comes the section of recurrent states
+(`device_state/state_table.py`), which begins at word `states`; 0: there is none.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron_async.ops.sampling.slot_records import RECORD_WORDS
 FIELDS: tuple[tuple[str, str], ...] = (
     ("num_block_updates", "one"),
     ("decode_width", "one"),
+    ("states", "one"),
     ("row_slots", "rows"),
     ("prefill_starts", "prefill_bounds"),
     ("prefill_kv_lengths", "prefill_rows"),
@@ -64,6 +66,8 @@ class BookkeepingLayout:
             max_rows: rows of a step, padding included.
             max_tokens: prefill tokens of a step, padding included.
             num_blocks: blocks of the pool; admission stops where a step would have more updates.
+
+        The section of recurrent states is not counted.
         """
         return _layout(max_rows, max_rows, max_tokens, num_blocks).size + max_rows * RECORD_WORDS
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,7 @@ from megatron_async.device_state.recurrences import recurrence_of
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.device_state.slot_states import FeedbackState, SlotStates
+from megatron_async.device_state.state_table import StateTable, words_of_states
 from megatron_async.device_state.step_tensors import StepTensors
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
@@ -36,14 +37,20 @@ from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.recurrent.recurrent_pools import MAX_WIDTH
 
+if TYPE_CHECKING:
+    from megatron_async.device_state.state_sharing import StateSharing
 
-def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> ContextGPUView:
+
+def make_gpu_view(
+    model: Any, config: InferenceConfig, device: Device, sharing: StateSharing | None = None
+) -> ContextGPUView:
     """Allocate KV cache, per-slot state and bookkeeping buffer, and the view that spans them.
 
     Args:
         model: Megatron's `TransformerConfig`; a `HybridModel`'s carries `hybrid_layer_pattern`.
         config: settings of the engine.
         device: where it all goes.
+        sharing: of recurrent states; None: each request has its slot's row.
 
     Raises:
         OutOfMemoryError: the states of the slots do not fit, or the KV pool beside them.
@@ -57,7 +64,7 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
     takes_back = config.invalidation == "rollback"
     if layers := recurrent_layers(model):
         sizes = recurrent_sizes(model, layers)
-        states.add(recurrent_state(sizes, config, model.params_dtype, device.torch_device))
+        states.add(recurrent_state(sizes, config, model.params_dtype, device.torch_device, sharing))
     # What each slot takes comes first; blocks share what is left.
     num_blocks = _num_blocks(model, config, device, states)
     states.allocate()
@@ -81,7 +88,8 @@ def make_gpu_view(model: Any, config: InferenceConfig, device: Device) -> Contex
     states.add(FeedbackState(slots, config.steps_in_flight if takes_back else 0))
     view = ContextGPUView(
         config,
-        BookkeepingLayout.capacity(config.max_rows, config.max_tokens, num_blocks),
+        BookkeepingLayout.capacity(config.max_rows, config.max_tokens, num_blocks)
+        + (words_of_states(config.max_rows, config.max_tokens) if sharing else 0),
         StepTensors.empty(
             config.max_rows,
             config.max_requests * config.decode_width + config.max_tokens,
@@ -112,7 +120,7 @@ def _num_blocks(model: Any, config: InferenceConfig, device: Device, states: Slo
         num_blocks = blocks_that_fit(size, free, device.torch_device, wanted, config.buffer_size_gb)
     except OutOfMemoryError as error:
         failure = error
-    num_blocks = _agree_on_least(num_blocks, device)
+    num_blocks = agree_on_least(num_blocks, device)
     if failure is not None:
         raise failure
     if num_blocks == 0:
@@ -147,15 +155,16 @@ def max_paused_blocks(model: Any, config: InferenceConfig, num_blocks: int, devi
         return num_blocks
     size = block_bytes(model, config)
     blocks = int(config.paused_buffer_size_gb * GIB) // size if size else num_blocks
-    return _agree_on_least(blocks, device)
+    return agree_on_least(blocks, device)
 
 
-def _agree_on_least(value: int, device: Device) -> int:
+def agree_on_least(value: int, device: Device) -> int:
+    """The least of a number over the ranks that hold a model between them."""
     if device.torch_device.type == "meta":
         return value  # a simulation has no ranks beside it, and starts without Megatron's imports
-    from megatron_async.models.parallel_state import agree_on_least
+    from megatron_async.models import parallel_state
 
-    return agree_on_least(value)
+    return parallel_state.agree_on_least(value)
 
 
 def keeps_tokens(model: Any, config: InferenceConfig) -> bool:
@@ -195,6 +204,7 @@ def recurrent_state(
     config: InferenceConfig,
     dtype: torch.dtype,
     device: torch.device,
+    sharing: StateSharing | None = None,
 ) -> RecurrentState:
     """What an engine's recurrent layers remember; without memory as yet.
 
@@ -203,6 +213,7 @@ def recurrent_state(
         config: settings of the engine.
         dtype: of activations.
         device: where it goes; "meta" to learn how large it is.
+        sharing: of states; None: each request has its slot's row.
 
     Raises:
         ConfigurationError: sizes or settings that the ops of these layers do not serve.
@@ -215,6 +226,10 @@ def recurrent_state(
         )
     for kind in kinds:
         kind.check()
+    table = None
+    if sharing is not None:
+        slots, rows = config.max_requests, config.max_requests + sharing.snapshots
+        table = StateTable(slots, rows, config.max_rows, config.max_tokens, device)
     return RecurrentState(
         kinds,
         config.max_requests,
@@ -223,6 +238,8 @@ def recurrent_state(
         config.decode_width,
         config.steps_in_flight if config.invalidation == "rollback" else 0,
         device,
+        sharing.snapshots if sharing else 0,
+        table,
     )
 
 
@@ -237,7 +254,7 @@ def _make_attention(
             )
         return TorchPagedAttention(config.block_size_tokens, max_blocks, device.torch_device)
     # Megatron's imports take seconds, and simulations do without them.
-    from megatron_async.models.parallel_state import agree_on_least
+    from megatron_async.models import parallel_state
 
     dim = model.kv_channels
     if not HEAD_TILE <= dim <= MAX_DIM or dim % 2:
@@ -263,6 +280,6 @@ def _make_attention(
         kv_heads,
         dim,
         device.torch_device,
-        choose_prefill(config.attention_backend, shape, device, agree_on_least),
+        choose_prefill(config.attention_backend, shape, device, parallel_state.agree_on_least),
         config.decode_width,
     )

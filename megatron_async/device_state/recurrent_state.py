@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_async.device_state.recurrences import Recurrence
 from megatron_async.device_state.slot_states import PerSlotState
+from megatron_async.device_state.state_table import StateTable
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.recurrent.recurrent_pools import (
@@ -33,11 +34,13 @@ if TYPE_CHECKING:
 
 
 class RecurrentState(PerSlotState):
-    """The pools of all recurrent layers of a stage; one row more than there are slots, for rows
-    without a request. Without memory until `allocate`.
+    """The pools of all recurrent layers of a stage. Without memory until `allocate`.
 
-    A slot's new owner finds what the last one left, and reads none of it: a sequence begins at
-    position 0, where the scan starts from nothing.
+    A slot's row is its own number. With a `table` it may be any, and others hold snapshots, from
+    which requests begin (`contexts/state_rows.py`). The last row is for rows without a request.
+
+    A row's new owner finds what the last one left, and reads none of it: a sequence begins at
+    position 0, where the scan starts from nothing, or at a snapshot.
 
     Args:
         layers: the recurrent layers in their order, of any kinds; the kinds share their bases.
@@ -47,9 +50,11 @@ class RecurrentState(PerSlotState):
         width: most query tokens of a decode row.
         lag: tokens that may be taken back behind a step: the state stays so far behind.
         device: where the pools live.
+        snapshots: rows beside those of the slots.
+        table: which row is whose; None: the slots' own.
 
     Attributes:
-        base: int32 `[slots + 1]`: tokens that are in each slot's state.
+        base: int32 `[rows]`: tokens that are in each row's state.
     """
 
     def __init__(
@@ -61,9 +66,12 @@ class RecurrentState(PerSlotState):
         width: int,
         lag: int,
         device: torch.device,
+        snapshots: int = 0,
+        table: StateTable | None = None,
     ) -> None:
         self.rule = rule = FlushRule(lag=lag)
-        self._device, self._rows = device, capacity + 1
+        self._device, self._rows = device, capacity + snapshots + 1
+        self._snapshots, self._table = snapshots, table
         if dtype == torch.float64:
             state_dtype = dtype
         self._kinds = tuple(layers)
@@ -81,6 +89,8 @@ class RecurrentState(PerSlotState):
         self._layers: list[RecurrentPools] = []
         self.base = torch.zeros(self._rows, dtype=torch.int32, device=device)
         self._prefill: PrefillRows | None = None
+        self._chunk_dest: Tensor | None = None
+        self._decode_rows = self.base[:0]
         self._after: Tensor | None = None
 
     @property
@@ -90,6 +100,10 @@ class RecurrentState(PerSlotState):
             for kind in self._kinds
             for sizes, dtype in self._pools[kind]
         )
+
+    @property
+    def bytes_of_snapshots(self) -> int:
+        return self._snapshots * self.bytes_per_slot
 
     @makes_ordinary_tensors
     def allocate(self) -> None:
@@ -114,18 +128,24 @@ class RecurrentState(PerSlotState):
         """Bring the states of the step's decode rows to where they stand in it."""
         step, dims = view.step, view.dims
         decode = dims.decode_rows
+        rows, saves = step.row_slots, None
+        reads = rows[decode:]
+        if self._table is not None:
+            states = self._table.unpack(view.bookkeeping, step.entry, dims, step.row_slots)
+            rows, reads, saves = states.rows, states.read_rows, states.saves
+            self._chunk_dest = states.chunk_dest
         self._prefill = None
         if dims.prefill_rows:
-            slots, starts = step.row_slots[decode:], step.prefill_starts
+            starts = step.prefill_starts
             is_last = (step.features[dims.decode_tokens :] & int(RowFeature.PRODUCES)) != 0
             first = step.lengths[decode:] - starts.diff()
-            self._prefill = PrefillRows(starts, first, slots, slots, is_last)
-        ops, slots = kernels_for(self.base), step.row_slots[:decode]
+            self._prefill = PrefillRows(starts, first, reads, rows[decode:], is_last)
+        ops, self._decode_rows = kernels_for(self.base), rows[:decode]
         before, self._after = ops.next_bases(
-            self.base, slots, step.positions, dims.width, self._prefill, self.rule
+            self.base, self._decode_rows, step.positions, dims.width, self._prefill, self.rule
         )
         for pools in self._by_kind:
-            ops.flush(pools, slots, before, self._after, self.rule)
+            ops.flush(pools, self._decode_rows, before, self._after, self.rule, saves)
 
     def run(self, view: ContextGPUView, layer: int, projected: Tensor, params: Any) -> Tensor:
         """Convolution and recurrence of one layer.
@@ -150,7 +170,7 @@ class RecurrentState(PerSlotState):
                 projected[:tokens],
                 params,
                 pools,
-                view.step.row_slots[:rows],
+                self._decode_rows,
                 view.step.positions,
                 after,
                 dims.width,
@@ -166,5 +186,6 @@ class RecurrentState(PerSlotState):
                 after[rows:],
                 self.rule,
                 out[tokens:],
+                self._chunk_dest,
             )
         return out

@@ -35,6 +35,11 @@ class PerSlotState:
         """Device memory of one slot that `allocate` takes."""
         return 0
 
+    @property
+    def bytes_of_snapshots(self) -> int:
+        """Device memory that `allocate` takes beside that of slots."""
+        return 0
+
     def allocate(self) -> None:
         """Take the memory: at first once the sum of all states is known to fit, and again after a
         `release`."""
@@ -90,8 +95,13 @@ class SlotStates:
         return sum(state.bytes_per_slot for state in self._states)
 
     def num_bytes(self, slots: int) -> int:
-        """Device memory that `allocate` takes: of these slots, and of the dummy slot."""
-        return (slots + 1) * self.bytes_per_slot
+        """Device memory that `allocate` takes: of these slots, of the dummy slot, of snapshots."""
+        return (slots + 1) * self.bytes_per_slot + self.bytes_of_snapshots
+
+    @property
+    def bytes_of_snapshots(self) -> int:
+        """Device memory that `allocate` takes beside that of slots, over all states."""
+        return sum(state.bytes_of_snapshots for state in self._states)
 
     def allocate(self) -> None:
         """Take the memory."""

@@ -1,5 +1,5 @@
-"""Rooms, the folders of the package, do not import each other in a circle; files of tests have names
-of their own."""
+"""Rooms, the folders of the package, do not import each other in a circle; files of tests have
+names of their own."""
 
 import ast
 from collections import Counter
@@ -53,6 +53,6 @@ def test_no_circles():
 
 
 def test_no_name_twice():
-    """pytest imports files of tests by their names alone, and collects only one of two like ones."""
+    """pytest imports test files by their names alone, and collects only one of two like ones."""
     files = [file.name for file in (PACKAGE.parent / "tests").rglob("*.py")]
     assert [name for name, times in Counter(files).items() if times > 1] in ([], ["conftest.py"])

@@ -42,8 +42,9 @@ def flush(
     base_before: Tensor,
     base_after: Tensor,
     rule: FlushRule,
+    saves: Tensor | None = None,
 ) -> None:
-    """Bring the states of a step's decode rows to their new bases.
+    """Bring the states of a step's decode rows to their new bases, and keep some of them.
 
     Args:
         pools: of all layers, each `[layers, rows, ...]`; `state` is changed in place.
@@ -53,6 +54,9 @@ def flush(
             tokens before the one, and the rings those from there to the other.
         rule: when inputs move into the state; that of `next_bases`. From one step to the next
             a base moves by a period, or by a row's query tokens if they are more.
+        saves: int32 `[decode rows]` or more: pool row that gets a copy of the row's state at its
+            new base, and of the inputs of its convolution; -1: none does. They are no decode row's.
+            A copy is of use where the row's first query token stands at the new base.
     """
     rows, (layers, _rows, heads, size, columns) = row_index.numel(), pools.state.shape
     if not rows:
@@ -69,6 +73,9 @@ def flush(
         row_index,
         base_before,
         base_after,
+        base_after if saves is None else saves,
+        pools.conv,
+        *pools.conv.stride()[:2],
         heads=heads,
         head_dim=size,
         columns=columns,
@@ -79,6 +86,8 @@ def flush(
         lanes=lanes,
         entries=ENTRIES,
         turns=triton.cdiv(max(rule.period, MAX_WIDTH), ENTRIES),
+        inputs=pools.conv.size(2) * pools.conv.size(3),
+        has_saves=saves is not None,
         is_exact=pools.ring_xb.dtype == torch.float32,
         num_warps=4,
         **launch_options(row_index),
@@ -91,14 +100,23 @@ def flush_reference(
     base_before: Tensor,
     base_after: Tensor,
     rule: FlushRule,
+    saves: Tensor | None = None,
 ) -> None:
     """`flush` in plain torch: layer by layer, for the rows that are due."""
     rows = row_index.numel()
     before, after = base_before[:rows], base_after[:rows]
     due = after > before
-    if not due.any():
-        return
-    row, before, after = row_index[due].to(torch.int64), before[due, None], after[due, None]
+    if due.any():
+        row = row_index[due].to(torch.int64)
+        _flush_rows(pools, row, before[due, None], after[due, None])
+    if saves is not None:
+        kept = saves[:rows] >= 0
+        source, target = row_index[kept].to(torch.int64), saves[:rows][kept].to(torch.int64)
+        for pool in (pools.state, pools.conv):
+            pool[:, target] = pool[:, source]
+
+
+def _flush_rows(pools: RecurrentPools, row: Tensor, before: Tensor, after: Tensor) -> None:
     for state, ring, gates in zip(pools.state, pools.ring_xb, pools.ring_gates):
         wide = wide_dtype(ring.dtype)
         left, right, decay, gain = ring_inputs((state, ring, gates), row[:, None], before, after)
@@ -109,7 +127,7 @@ def flush_reference(
         state[row] = (kept + added).to(state.dtype)
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_index", "base_before", "base_after"])
+@triton.jit(do_not_specialize_on_alignment=["row_index", "base_before", "base_after", "saves"])
 def _flush_kernel(
     state: tl.tensor,
     state_layer: tl.tensor,
@@ -123,6 +141,10 @@ def _flush_kernel(
     row_index: tl.tensor,
     base_before: tl.tensor,
     base_after: tl.tensor,
+    saves: tl.tensor,
+    conv: tl.tensor,
+    conv_layer: tl.tensor,
+    conv_row: tl.tensor,
     heads: tl.constexpr,
     head_dim: tl.constexpr,
     columns: tl.constexpr,
@@ -133,17 +155,24 @@ def _flush_kernel(
     lanes: tl.constexpr,
     entries: tl.constexpr,
     turns: tl.constexpr,
+    inputs: tl.constexpr,
+    has_saves: tl.constexpr,
     is_exact: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     wait_for_previous(overlap)
     row = tl.program_id(1)
     before, after = tl.load(base_before + row), tl.load(base_after + row)
-    if after > before:
+    save_row = tl.full((), -1, tl.int64)
+    if has_saves:
+        save_row = tl.load(saves + row).to(tl.int64)
+    if (after > before) | (save_row >= 0):
         pool_row = tl.load(row_index + row).to(tl.int64)
         layer = (tl.program_id(0) // parts).to(tl.int64)
         part = tl.program_id(0) % parts
-        state += layer * state_layer + pool_row * state_row
+        state += layer * state_layer
+        kept = state + save_row * state_row
+        state += pool_row * state_row
         ring_xb += layer * xb_layer + pool_row * xb_row
         ring_gates += layer * gates_layer + pool_row * gates_row
         group_heads: tl.constexpr = heads * columns // (channels - heads * head_dim)
@@ -179,3 +208,13 @@ def _flush_kernel(
                 weighed = right.to(tl.float32) * weight[:, None]
                 s = add_products(s * tl.exp(tl.sum(decay, 0)), left, weighed, is_exact)
             tl.store(place, s.to(stored.dtype), mask=in_state)
+            if has_saves:
+                copy = kept + (head * head_dim + lane)[:, None] * columns + column[None, :]
+                tl.store(copy, s.to(stored.dtype), mask=in_state & (save_row >= 0))
+        if save_row >= 0:
+            conv += layer * conv_layer
+            for first in range(part * lanes * 16, inputs, parts * lanes * 16):
+                number = first + tl.arange(0, lanes * 16)
+                there = number < inputs
+                given = tl.load(conv + pool_row * conv_row + number, mask=there)
+                tl.store(conv + save_row * conv_row + number, given, mask=there)

@@ -13,7 +13,6 @@ import torch
 from attention_model import VOCABULARY, AttentionModel
 from drafters import DRAFTERS
 from harness import Job, assert_all_is_back, greedy, make_engine, run_alone, run_at
-from hybrid_model import HybridAttentionModel
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks
 from schedules import Schedule, run_schedule
@@ -367,5 +366,5 @@ def test_random_schedules(model: torch.nn.Module, serial: DynamicInferenceEngine
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"rollback.*enable_prefix_caching"):
         InferenceConfig(enable_prefix_caching=True, invalidation="rollback")
-    with pytest.raises(ConfigurationError, match="recurrent layers yet"):
-        caching(HybridAttentionModel())
+    with pytest.raises(ConfigurationError, match=r"mamba_gb=2.*enable_prefix_caching"):
+        InferenceConfig(prefix_caching_mamba_gb=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from attention_model import VOCABULARY
@@ -14,7 +13,7 @@ from schedules import run_schedule
 from sharing_schedules import sharing_schedule
 
 from megatron_async.config import InferenceConfig
-from megatron_async.contexts.prefix_cache import PrefixCache
+from megatron_async.contexts.prefix_cache import NOTHING, PrefixCache
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.profiling.arrival_trace import TraceRequest
 from megatron_async.simulation import simulator
@@ -65,7 +64,7 @@ def test_another_cache_is_noticed(
             engine.step_modern()
     recorder.close()
     engine.close()
-    monkeypatch.setattr(PrefixCache, "find", lambda *_: (np.empty(0, np.int32), False))
+    monkeypatch.setattr(PrefixCache, "look_up", lambda *_: NOTHING)
     with pytest.raises(RecordingError, match=r"found 0 tokens in the cache .* instead of 12 and"):
         Replay(load_recording(path)).run()
 

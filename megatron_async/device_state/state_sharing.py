@@ -1,0 +1,64 @@
+"""`share_states`: how many snapshots of recurrent states an engine has room for, and how close they
+stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_async.config import InferenceConfig
+from megatron_async.device_state.device_memory import (
+    agree_on_least,
+    block_bytes,
+    recurrent_state,
+)
+from megatron_async.device_state.kv_cache import GIB
+from megatron_async.devices import Device
+from megatron_async.models.partition import is_recurrent, recurrent_layers, recurrent_sizes
+
+MOST_INTERVAL = 8192
+"""Tokens between snapshots of a prompt at most: without keys and values there is nothing to weigh
+them against."""
+
+
+@dataclass(frozen=True)
+class StateSharing:
+    """Settings of shared recurrent states; the same on all ranks of a model."""
+
+    snapshots: int
+    """Rows beside those of the slots."""
+    limit: int
+    """Most snapshots at once."""
+    interval: int
+    """Tokens between snapshots inside a prompt; 0: none."""
+
+
+def share_states(model: Any, config: InferenceConfig, device: Device) -> StateSharing | None:
+    """How an engine shares recurrent states; None where it does not.
+
+    Args:
+        model: Megatron's `TransformerConfig`; a `HybridModel`'s carries `hybrid_layer_pattern`.
+        config: settings of the engine.
+        device: of the engine.
+    """
+    if not config.enable_prefix_caching or not is_recurrent(model):
+        return None
+    snapshots, interval = config.num_state_snapshots, config.prefix_caching_mamba_interval
+    budget = config.prefix_caching_mamba_gb
+    # A stage without recurrent layers has room for any number.
+    most, spacing = 2**31 - 1, MOST_INTERVAL
+    if layers := recurrent_layers(model):
+        sizes, nowhere = recurrent_sizes(model, layers), torch.device("meta")
+        each = recurrent_state(sizes, config, model.params_dtype, nowhere).bytes_per_slot
+        most = int((budget or 0) * GIB) // each
+        if block := block_bytes(model, config):
+            spacing = min(spacing, -(-each * config.block_size_tokens // block))
+    most, spacing = agree_on_least(most, device), agree_on_least(spacing, device)
+    interval = spacing if interval is None else interval
+    if snapshots is None and budget is None:
+        # They live in rows that no request needs.
+        return StateSharing(0, config.max_requests, interval)
+    snapshots = most if snapshots is None else snapshots
+    return StateSharing(snapshots, snapshots, interval)

@@ -1,0 +1,260 @@
+"""`StateTable`: which rows of the state pools a step reads and writes, where states are shared.
+
+A request's row stands by slot, as its block table does. The plan names it with each prefill chunk,
+and with it where the chunk begins from, and where its scan and the decode rows leave snapshots
+(`contexts/state_rows.py`). One kernel takes that from the step's bookkeeping, because a captured
+step's addresses are fixed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.recurrent.recurrent_pools import GRID
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.step_plan import StatePlan
+
+COUNTS = 3
+"""Words in front of a step's section: saves, prefill chunks, scan chunks."""
+TILE = 128
+
+
+@dataclass
+class StepStates:
+    """Of one step; int32, padded to its shape."""
+
+    rows: Tensor
+    """`[rows]`: the pool row of each row's request."""
+    read_rows: Tensor
+    """`[prefill rows]`: where the state before each chunk is."""
+    saves: Tensor
+    """`[decode rows]`: the pool row that gets the state before the row's token, -1 for none."""
+    chunk_dest: Tensor
+    """`[scan chunks]`: see `mamba_prefill`."""
+
+    def head(self, dims: BatchDimensions) -> StepStates:
+        """Views for a step of this shape."""
+        return StepStates(
+            self.rows[: dims.rows],
+            self.read_rows[: dims.prefill_rows],
+            self.saves[: dims.decode_rows],
+            self.chunk_dest[: _scan_chunks(dims.prefill_rows, dims.prefill_tokens)],
+        )
+
+
+class StateTable:
+    """A slot's row, and what a step's bookkeeping says of rows.
+
+    Writer and reader: steps, on the compute stream.
+
+    Args:
+        slots: of the engine; one more is for rows without a request.
+        dummy_row: theirs.
+        max_rows: rows of the largest step.
+        max_tokens: prefill tokens of the largest step.
+        device: where it lives.
+    """
+
+    def __init__(
+        self, slots: int, dummy_row: int, max_rows: int, max_tokens: int, device: torch.device
+    ) -> None:
+        self._dummy_row = dummy_row
+        self._row_of_slot = torch.full((slots + 1,), dummy_row, dtype=torch.int32, device=device)
+        counts = (max_rows, max_rows, max_rows, _scan_chunks(max_rows, max_tokens))
+        self._largest = StepStates(
+            *(torch.zeros(count, dtype=torch.int32, device=device) for count in counts)
+        )
+
+    def unpack(
+        self, words: Tensor, entry: Tensor, dims: BatchDimensions, row_slots: Tensor
+    ) -> StepStates:
+        """Take a step's section from its bookkeeping.
+
+        Args:
+            words: int32 `[ring, words]`: packed bookkeeping of the steps in flight.
+            entry: int32 `[1]`: entry of this step.
+            dims: shape of the step.
+            row_slots: int64 `[rows]`.
+        """
+        out = self._largest.head(dims)
+        take = unpack_states if words.is_cuda else unpack_states_reference
+        take(words, entry, dims, row_slots, self._row_of_slot, self._dummy_row, out)
+        return out
+
+
+def words_of_states(max_rows: int, max_tokens: int) -> int:
+    """Words of bookkeeping that no step's section exceeds."""
+    return COUNTS + 4 * max_rows + _scan_chunks(max_rows, max_tokens)
+
+
+def pack_states(words: np.ndarray, end: int, states: StatePlan) -> int:
+    """Append a step's section at word `end`; returns the words in use."""
+    parts = (
+        (len(states.save_slots), len(states.write_rows), len(states.chunk_dest)),
+        states.save_slots,
+        states.save_rows,
+        states.write_rows,
+        states.read_rows,
+        states.chunk_dest,
+    )
+    for part in parts:
+        words[end : end + len(part)] = part
+        end += len(part)
+    return end
+
+
+def _scan_chunks(rows: int, tokens: int) -> int:
+    """The most scan chunks of so many prefill rows with so many tokens."""
+    return tokens // GRID + 2 * rows
+
+
+def unpack_states(
+    words: Tensor,
+    entry: Tensor,
+    dims: BatchDimensions,
+    row_slots: Tensor,
+    row_of_slot: Tensor,
+    dummy_row: int,
+    out: StepStates,
+) -> None:
+    """Store the rows of requests that prefill by slot, and fill `out`; see `StateTable.unpack`.
+
+    Args:
+        words, entry, dims, row_slots: of the step.
+        row_of_slot: int32 `[slots + 1]`, changed in place.
+        dummy_row: of chunks without a request.
+        out: of the step's size, written.
+    """
+    _unpack_states_kernel[(dims.rows,)](
+        words,
+        words.stride(0),
+        entry,
+        BookkeepingLayout.for_batch(dims, 0).start("states"),
+        row_slots,
+        row_of_slot,
+        out.rows,
+        out.read_rows if dims.prefill_rows else out.rows,
+        out.saves if dims.decode_rows else out.rows,
+        out.chunk_dest if dims.prefill_rows else out.rows,
+        dims.decode_rows,
+        dims.prefill_rows,
+        out.chunk_dest.numel(),
+        dummy_row,
+        COUNTS,
+        TILE,
+        **launch_options(words),
+    )
+
+
+def unpack_states_reference(
+    words: Tensor,
+    entry: Tensor,
+    dims: BatchDimensions,
+    row_slots: Tensor,
+    row_of_slot: Tensor,
+    dummy_row: int,
+    out: StepStates,
+) -> None:
+    """`unpack_states` in plain torch; it reads numbers back, so it is for the CPU and for tests."""
+    given = words[int(entry)]
+    start = int(given[BookkeepingLayout.for_batch(dims, 0).start("states")])
+    saves = chunks = scans = 0
+    if start:
+        saves, chunks, scans = given[start : start + COUNTS].tolist()  # sync-ok: CPU
+    sizes = (saves, saves, chunks, chunks, scans)
+    section = given[start + COUNTS : start + COUNTS + sum(sizes)]
+    slots, places, write_rows, read_rows, chunk_dest = section.split(sizes)
+    decode = dims.decode_rows
+    own = row_slots[decode : decode + chunks]
+    row_of_slot[own] = write_rows
+    out.rows.copy_(row_of_slot[row_slots])
+    out.rows[decode + chunks :] = dummy_row
+    out.read_rows.fill_(dummy_row)
+    out.read_rows[:chunks] = read_rows
+    out.chunk_dest.fill_(-1)
+    out.chunk_dest[:scans] = chunk_dest
+    saved = row_slots[:decode, None] == slots
+    out.saves.copy_(torch.where(saved, places, -1).amax(1) if saves else row_slots.new_tensor(-1))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "words_stride",
+        "section_field",
+        "decode_rows",
+        "prefill_rows",
+        "num_dests",
+        "dummy_row",
+    ],
+    do_not_specialize_on_alignment=["row_slots"],
+)
+def _unpack_states_kernel(
+    words: tl.tensor,
+    words_stride: tl.tensor,
+    entry: tl.tensor,
+    section_field: tl.tensor,
+    row_slots: tl.tensor,
+    row_of_slot: tl.tensor,
+    out_rows: tl.tensor,
+    out_reads: tl.tensor,
+    out_saves: tl.tensor,
+    out_dests: tl.tensor,
+    decode_rows: tl.tensor,
+    prefill_rows: tl.tensor,
+    num_dests: tl.tensor,
+    dummy_row: tl.tensor,
+    counts: tl.constexpr,
+    tile: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    wait_for_previous(overlap)
+    row = tl.program_id(0)
+    step = words + tl.load(entry).to(tl.int64) * words_stride
+    start = tl.load(step + section_field)
+    section = step + start
+    has_section = start > 0
+    saves = tl.load(section, mask=has_section, other=0)
+    chunks = tl.load(section + 1, mask=has_section, other=0)
+    scans = tl.load(section + 2, mask=has_section, other=0)
+    slot = tl.load(row_slots + row)
+    section += counts
+    each = tl.arange(0, tile)
+    if row < decode_rows:
+        tl.store(out_rows + row, tl.load(row_of_slot + slot))
+        place = tl.full((), -1, tl.int32)
+        first = 0
+        while first < saves:
+            number = first + each
+            exists = number < saves
+            own = exists & (tl.load(section + number, exists, other=-1) == slot)
+            found = tl.load(section + saves + number, own, other=-1)
+            place = tl.maximum(place, tl.max(found, 0))
+            first += tile
+        tl.store(out_saves + row, place)
+    else:
+        chunk = row - decode_rows
+        exists = chunk < chunks
+        section += 2 * saves
+        own = tl.load(section + chunk, mask=exists, other=0)
+        read = tl.load(section + chunks + chunk, mask=exists, other=0)
+        tl.store(row_of_slot + slot, own, mask=exists)
+        tl.store(out_rows + row, tl.where(exists, own, dummy_row))
+        tl.store(out_reads + chunk, tl.where(exists, read, dummy_row))
+        section += 2 * chunks
+        first = chunk * tile
+        while first < num_dests:
+            number = first + each
+            dest = tl.load(section + number, mask=number < scans, other=-1)
+            tl.store(out_dests + number, dest, mask=number < num_dests)
+            first += prefill_rows * tile
