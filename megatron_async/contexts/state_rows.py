@@ -54,6 +54,7 @@ class StateRows:
     Attributes:
         unit: snapshots stand at multiples of this position, which ends a block.
         of_slot: int32 `[slots]`: the row of each slot's request, -1 where there is none.
+        hits: requests that have begun from a snapshot.
         losses: snapshots that can be found no more, for whatever reason.
         evictions: of these, the ones whose row was given to others.
     """
@@ -92,6 +93,7 @@ class StateRows:
         self._reads: dict[int, int] = {}
         self._marks: dict[int, list[int]] = {}
         self._dests: dict[int, list[tuple[int, int]]] = {}
+        self.hits = 0
         self.losses = 0
         self.evictions = 0
 
@@ -143,6 +145,7 @@ class StateRows:
             self.evictions += 1
         self.of_slot[slot] = row
         self._reads[slot] = row if found == NO_ROW else found
+        self.hits += found != NO_ROW
         if found not in (NO_ROW, row):
             self._read_by[found] = step
             self._decoder[found] = -1

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 from attention_model import VOCABULARY, AttentionModel
 from drafters import DRAFTERS
-from fuzz_requests import MAX_SEQUENCE, Ask, asks, engine_settings
+from fuzz_requests import MAX_SEQUENCE, Ask, asks, engine_settings, snapshot_settings
 from harness import assert_all_is_back, make_engine
 from hybrid_model import HYBRID_MODELS
 from hypothesis import note
@@ -26,6 +26,7 @@ from pieces import Pieces
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
 from serial_answers import SerialAnswers
+from small_grid import use_small_grid
 from step_watch import StepWatch
 from tracked_request import TrackedRequest
 
@@ -33,6 +34,7 @@ from megatron_async import SamplingParams
 from megatron_async.errors import EngineStopped, RequestError
 from megatron_async.ops.sampling.slot_records import Header
 
+use_small_grid()
 MAX_STEPS = 1000
 """More than any schedule takes to its end; beyond it an engine is stuck."""
 PREAMBLE = """\
@@ -45,13 +47,15 @@ from hybrid_model import DeltaAttentionModel, HybridAttentionModel, MixedAttenti
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
+from small_grid import use_small_grid
 from megatron_async import SamplingParams
+use_small_grid()
 device, loop = LateDevice(), asyncio.new_event_loop()"""
 ROOM = (8, MAX_SEQUENCE)
 """Of a drafter: answers, and tokens of one."""
 COUNTED = (
     "steps", "pauses", "evictions", "zombie_rows", "discarded_steps", "accepted_tokens",
-    "prefix_cache_hits", "prefix_cache_evictions",
+    "prefix_cache_hits", "prefix_cache_evictions", "prefix_cache_snapshot_hits",
 )  # fmt: skip
 """Of an engine's statistics."""
 some_request = st.integers(0, 5)
@@ -91,6 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
         settings=engine_settings(),
         drafter=st.sampled_from(list(DRAFTERS)),
         sharing=st.booleans(),
+        snapshots=snapshot_settings,
         model=st.sampled_from(["AttentionModel"] * 3 + [kind.__name__ for kind in HYBRID_MODELS]),
         requests=st.lists(asks, min_size=2, max_size=4),
     )
@@ -99,14 +104,14 @@ class EngineMachine(RuleBasedStateMachine):
         settings: dict[str, Any],
         drafter: str,
         sharing: bool,
+        snapshots: dict[str, Any],
         model: str,
         requests: list[Ask],
     ) -> None:
         self.serial = self.answers[model]
         self.counts[model] += 1
-        # Of recurrent layers nobody keeps the states.
-        if sharing and model == "AttentionModel" and settings["invalidation"] == "reconcile":
-            settings = {**settings, "enable_prefix_caching": True}
+        if sharing and settings["invalidation"] == "reconcile":
+            settings = {**settings, **snapshots, "enable_prefix_caching": True}
         self.drafter = None
         if settings["num_speculative_tokens"]:
             self.drafter = DRAFTERS[drafter]([], VOCABULARY, ROOM)
