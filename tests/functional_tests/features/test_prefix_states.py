@@ -20,6 +20,7 @@ from hybrid_model import HYBRID_MODELS, HybridAttentionModel
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
+from state_plans import watch_state_plans
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import Chaos, CpuDevice
@@ -50,6 +51,7 @@ def caching(model: HybridAttentionModel, **config: Any) -> DynamicInferenceEngin
     settings = {**LIMITS, "block_size_tokens": 16, "max_requests": 8, **config}
     engine = make_engine(model, enable_prefix_caching=True, **settings)
     poison_states(engine)
+    watch_state_plans(engine)
     return engine
 
 
@@ -168,7 +170,7 @@ def test_a_conversation_computes_what_is_new(
     Break one of these, and it fails:
 
     - `flush_reference`: keep no inputs of the convolution
-    - `PrefixCache._saves`: keep the states of a step later
+    - `PrefixCache.plan_states`: keep the states of two steps later
     """
     engine, prompt = caching(model, lookahead=lookahead), TEXT[:90]
     known = 0
@@ -274,7 +276,7 @@ def test_the_donor_goes(
     engine.close()
 
 
-@pytest.mark.parametrize("failing", range(6))
+@pytest.mark.parametrize("failing", range(8))
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_a_failed_steps_states_are_not_found(
     model: HybridAttentionModel,
@@ -283,10 +285,11 @@ def test_a_failed_steps_states_are_not_found(
     failing: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Break `StateRows.failed` so that it forgets nothing, and it fails."""
-    jobs = [Job([*TEXT[:400], number], greedy(5)) for number in range(5)]
+    """Break `StateRows.failed` so that it forgets nothing, and it fails: the keys and values where
+    prompts part are older than the state there."""
+    jobs = [Job([*TEXT[:300], *OTHER[n : n + 90]], greedy(3)) for n in range(5)]
     expected = run_alone(serial, jobs)
-    engine = caching(model, lookahead=lookahead, max_tokens=140)
+    engine = caching(model, lookahead=lookahead, prefix_caching_mamba_interval=0)
     launch = engine.controller.launch_step
 
     def fail_once(plan: Any) -> Any:
@@ -296,9 +299,11 @@ def test_a_failed_steps_states_are_not_found(
 
     monkeypatch.setattr(engine.controller, "launch_step", fail_once)
     for first_id in (0, 10):
-        futures = [
-            engine.add_request(first_id + n, job.prompt, job.params) for n, job in enumerate(jobs)
-        ]
+        futures = []
+        for number, job in enumerate(jobs, first_id):
+            futures.append(engine.add_request(number, job.prompt, job.params))
+            for _ in range(4):
+                engine.step_modern()
         while engine.has_unfinished_requests():
             engine.step_modern()
         for request, tokens in zip([future.result() for future in futures], expected):

@@ -27,12 +27,14 @@ from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
 from serial_answers import SerialAnswers
 from small_grid import use_small_grid
+from state_plans import watch_state_plans
 from step_watch import StepWatch
 from tracked_request import TrackedRequest
 
 from megatron_async import SamplingParams
 from megatron_async.errors import EngineStopped, RequestError
 from megatron_async.ops.sampling.slot_records import Header
+from megatron_async.requests.inference_request import DynamicInferenceRequest
 
 use_small_grid()
 MAX_STEPS = 1000
@@ -86,6 +88,8 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         self.counts["schedules"] += 1
         self.unfinished: dict[int, TrackedRequest] = {}
+        self.ended: list[DynamicInferenceRequest] = []
+        """Some that came to their ends."""
         self.streamed: list[TrackedRequest] = []
         self._unreported: list[TrackedRequest] = []
         """Ended between two steps: the next report must have them."""
@@ -133,6 +137,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.blocks = poison_blocks(self.engine)
         poison_states(self.engine)
+        watch_state_plans(self.engine)
         self.watch = StepWatch(self.engine)
         self.add_requests(requests)
 
@@ -158,6 +163,15 @@ class EngineMachine(RuleBasedStateMachine):
                 self._unreported.append(tracked)
             else:
                 self.unfinished[ask.request_id] = tracked
+
+    @precondition(lambda machine: machine.ended)
+    @rule(which=some_request, ask=asks)
+    def next_turn(self, which: int, ask: Ask) -> None:
+        """A prompt that goes on with what an earlier request has said."""
+        earlier = self.ended[which % len(self.ended)]
+        known = [*map(int, earlier.prompt_tokens), *earlier.generated_tokens]
+        room = MAX_SEQUENCE - ask.sampling["num_tokens_to_generate"]
+        self.add_requests([ask._replace(prompt=known[:room])])
 
     def _teach(self, ask: Ask, seed: int) -> None:
         """Tell the drafter the answer. Requests of one seed are taken for each other."""
@@ -297,6 +311,8 @@ class EngineMachine(RuleBasedStateMachine):
         for tracked in ended:
             tracked.check_end(self.serial)
             self.counts[str(tracked.request.finish_reason)] += 1
+            if tracked.request.succeeded():
+                self.ended = [tracked.request, *self.ended[:2]]
         self.watch.after_step()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -314,10 +330,7 @@ class EngineMachine(RuleBasedStateMachine):
                     reader.cancel()
             self._run(asyncio.sleep(0))
 
-    def _finish(self) -> None:
-        """Run all requests to their ends; nothing may be left behind."""
-        self.unpause()
-        self.resume()
+    def _run_to_the_end(self) -> None:
         self.script.append("while engine.has_unfinished_requests(): engine.step_modern()")
         steps = 0
         while self.engine.has_unfinished_requests():
@@ -325,6 +338,17 @@ class EngineMachine(RuleBasedStateMachine):
             assert steps < MAX_STEPS, "the engine is stuck"
             self._step()
         assert not self.unfinished, "a request is forgotten"
+
+    def _finish(self) -> None:
+        """Run all requests to their ends; nothing may be left behind. Where prompts are shared,
+        some of them come back before that, for another turn."""
+        self.unpause()
+        self.resume()
+        self._run_to_the_end()
+        if self.engine.context.prefix_cache is not None:
+            for which in range(len(self.ended)):
+                self.next_turn(which, Ask(which, [], {"num_tokens_to_generate": 3}, 0))
+            self._run_to_the_end()
         readers = [reader for tracked in self.streamed for reader in tracked.readers]
         if readers:
             self._run(asyncio.wait(readers, timeout=10))
