@@ -143,11 +143,10 @@ def check_options(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: an option that cannot be honoured.
     """
-    from megatron_async.serving.routing import POLICIES
+    from megatron_async.serving.routing import make_policy
 
     for name in arguments.policy:
-        if name not in POLICIES:
-            raise ValueError(f"--policy {name} is unknown: use {', '.join(POLICIES)}.")
+        make_policy(name)
     for name in ("replicas", "block_size_tokens"):
         least = min(getattr(arguments, name))
         if least < 1:
