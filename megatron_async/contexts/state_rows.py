@@ -90,6 +90,8 @@ class StateRows:
         self._pending_end = np.zeros(slots.capacity, dtype=np.int32)
         self._latest = np.full(slots.capacity, NO_ROW, dtype=np.int32)
         """The one before, that can be found."""
+        self._step = 0
+        """The plan that a row was taken for last."""
         self._reads: dict[int, int] = {}
         self._marks: dict[int, list[int]] = {}
         self._dests: dict[int, list[tuple[int, int]]] = {}
@@ -135,6 +137,7 @@ class StateRows:
             matched: tokens whose KV blocks were found; as many as have a snapshot, or more.
             step: the plan that is made; `can_begin` has said yes.
         """
+        self._step = step
         if self._free:
             row = self._free.pop()
         else:
@@ -263,7 +266,8 @@ class StateRows:
     def drop(self, each: bytes) -> None:
         """The KV block of this hash is lost, and with it the use of its state."""
         row = self._row_of.get(each)
-        if row is not None:
+        # The plan that is made may write it: of two blocks with the same tokens the other is known.
+        if row is not None and not self._is_in_use(row, self._step):
             self._free_snapshot(row)
 
     def failed(self, step: int) -> None:
@@ -294,6 +298,7 @@ class StateRows:
     def _take(self, step: int) -> int:
         """A row for a snapshot that plan `step` writes, entered in the order; -1 if there is
         none."""
+        self._step = step
         if self._free and len(self._order) < self._limit:
             row = self._free.pop()
         else:
