@@ -101,12 +101,12 @@ def check_taken_back(layer, ops, lag=3, steps=40):
         sequence.length -= back
 
 
-def check_same_step_again(layer, ops, width, **options):
+def check_same_step_again(layer, ops, width, tokens=70, **options):
     """Running a step again gives the same bits, whether it wrote the state or not."""
     runner = Runner(layer, ops, width=width, **options)
-    sequence = Sequence(layer, 70, row=0)
+    sequence = Sequence(layer, tokens, row=0)
     runner.prefill(sequence, 11)
-    while sequence.length + width <= 70:
+    while sequence.length + width <= tokens:
         layer.random.manual_seed(5)
         first = runner.step([Decode(sequence, right=width)], book=False)
         kept = runner.pools.state[0].clone()
@@ -194,10 +194,10 @@ def check_snapshots(layer, ops, steps=30):
         assert torch.equal(pool[5:7].nan_to_num(-7), before.nan_to_num(-7))
 
 
-def check_saves(layer, ops, steps=20):
+def check_saves(layer, ops, steps=20, cases=((23, 32), (32, 32), (1, 16))):
     """A decode row leaves its state, and the inputs before it, in another row, from which a request
     goes on: where the step moves the state there, and where it stands there already."""
-    for prompt, border in ((23, 32), (32, 32), (1, 16)):
+    for prompt, border in cases:
         runner = Runner(layer, ops, rows=6)
         sequence, other = (Sequence(layer, 90, row=row) for row in (0, 1))
         runner.prefill(sequence, prompt)
@@ -206,7 +206,7 @@ def check_saves(layer, ops, steps=20):
         runner.step([Decode(sequence, save=4), Decode(other)], dummies=1)
         kept = [pool[4].clone() for pool in runner.pools]
         runner.compare(runner.pools.state[4], sequence.states[border - 1])
-        runner.decode(sequence, 20)
+        runner.decode(sequence, 17)  # over the next flush
         warm = Sequence(layer, 1, row=2)
         warm.inputs, warm.expected, warm.states = (
             sequence.inputs,

@@ -31,7 +31,8 @@ def test_odd_sizes(odd_layer):
     checks.check_packed(odd_layer, KERNELS, steps=4)
     checks.check_widths(odd_layer, KERNELS, steps=6)
     checks.check_split(odd_layer, KERNELS, (5, 2, 6), steps=18)
-    checks.check_split(odd_layer, KERNELS, (127, 2, 1, 129), steps=2)
+    splits = (63, 2, 1, 66) if INTERPRETED else (127, 2, 1, 129)
+    checks.check_split(odd_layer, KERNELS, splits, steps=2)
 
 
 @pytest.mark.parametrize("splits", checks.FEW_SPLITS if INTERPRETED else checks.SPLITS)
@@ -100,7 +101,7 @@ def test_steps_taken_back(layer):
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_the_same_step_again(layer, width):
-    checks.check_same_step_again(layer, KERNELS, width)
+    checks.check_same_step_again(layer, KERNELS, width, tokens=40 if INTERPRETED else 70)
 
 
 def test_slot_reuse(layer):
@@ -117,7 +118,7 @@ def test_resumed_scan_is_bit_identical(layer):
 
 def test_snapshots(layer):
     checks.check_snapshots(layer, KERNELS, steps=3)
-    checks.check_saves(layer, KERNELS, steps=3)
+    checks.check_saves(layer, KERNELS, steps=3, cases=((28, 32), (32, 32)))
 
 
 def test_repeated_tokens(layer):

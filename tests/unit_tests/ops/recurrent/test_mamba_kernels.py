@@ -94,7 +94,7 @@ def test_steps_taken_back(layer):
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_the_same_step_again(layer, width):
-    checks.check_same_step_again(layer, KERNELS, width)
+    checks.check_same_step_again(layer, KERNELS, width, tokens=40 if INTERPRETED else 70)
 
 
 def test_slot_reuse(layer):
@@ -111,7 +111,7 @@ def test_resumed_scan_is_bit_identical(layer):
 
 def test_snapshots(layer):
     checks.check_snapshots(layer, KERNELS, steps=3)
-    checks.check_saves(layer, KERNELS, steps=3)
+    checks.check_saves(layer, KERNELS, steps=3, cases=((28, 32), (32, 32)))
 
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
