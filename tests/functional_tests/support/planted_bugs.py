@@ -158,13 +158,12 @@ def drafts_without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     unpack = unpack_step_reference._unpack_decode_rows
 
     def unpack_all(fields: Any, dims: Any, slots: Any, size: int, out: Any, lengths: Any) -> None:
-        column = slots.records[:, Header.FEATURES]
+        constrained = (slots.records[:, Header.FEATURES] & int(RowFeature.CONSTRAINED)) != 0
+        column = slots.records[:, Header.DRAFTS]
         kept = column.clone()
-        column &= ~int(RowFeature.CONSTRAINED)
+        column[constrained] = dims.width
         unpack(fields, dims, slots, size, out, lengths)
         column.copy_(kept)
-        constrained = kept[out.row_slots[: dims.decode_rows]] & int(RowFeature.CONSTRAINED)
-        out.features[: dims.decode_tokens] |= constrained.repeat_interleave(dims.width)
 
     monkeypatch.setattr(unpack_step_reference, "_unpack_decode_rows", unpack_all)
 
