@@ -42,6 +42,8 @@ class DecodeRows(NamedTuple):
     """Most tokens that one of them yields."""
     kv_at_most: IntArray
     """int32 `[rows]`: `RequestSlots.places` of them."""
+    short_of_blocks: bool = False
+    """Whether they are narrow for want of blocks."""
 
 
 NO_SLOTS: IntArray = np.empty(0, dtype=np.int64)

@@ -84,6 +84,8 @@ class StepPlan:
     """What requests of its rows ask for beyond tokens."""
     states: StatePlan | None = None
     """None where recurrent states are not shared, or nothing is new about their rows."""
+    short_of_blocks: bool = False
+    """Whether decode rows are narrow for want of blocks."""
 
     @property
     def num_rows(self) -> int:
