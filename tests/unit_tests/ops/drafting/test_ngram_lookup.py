@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+from ngram_watch import wanted_drafts
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton_interpreter import INTERPRETED
@@ -13,19 +14,6 @@ from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
 
 HOPPER = GPUTarget("cuda", 90, 32)
 MANY = 99
-
-
-def wanted_drafts(tokens, count, searched):
-    """What must be drafted behind `tokens`, by a search in Python."""
-    known = tokens[max(len(tokens) - 1 - searched, 0) :]
-    for length in range(ngram_lookup.LONGEST, ngram_lookup.SHORTEST - 1, -1):
-        for start in range(len(known) - length - 1, -1, -1):
-            if len(known) > length and known[start : start + length] == known[-length:]:
-                text, place = list(known), start + length
-                for draft in range(count):
-                    text.append(text[place + draft])
-                return text[len(known) :]
-    return [-1] * count
 
 
 def check(sequences, allowed, count, block_size, where, look_up, searched=16384):
