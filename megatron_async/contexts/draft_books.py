@@ -58,12 +58,15 @@ class DraftBooks:
         slots: per-request state.
         count: most drafts of a row.
         chooses_widths: whether steps may be narrow because that seems faster.
+
+    Attributes:
+        chooses_widths: as given; benchmarks change it.
     """
 
     def __init__(self, slots: RequestSlots, count: int, chooses_widths: bool) -> None:
         self._slots = slots
         self._count = count
-        self._chooses = chooses_widths
+        self.chooses_widths = chooses_widths
         self._generation = np.full(slots.capacity, -1, dtype=np.int64)
         """Of the request that the slot's entries are of."""
         self._found = np.zeros(slots.capacity, dtype=np.int32)
@@ -80,7 +83,7 @@ class DraftBooks:
             wants: bool `[slots]`: the rows that want to decode.
         """
         most = self._slots.max_width
-        if not self._chooses:
+        if not self.chooses_widths:
             return most
         rows = int(np.count_nonzero(wants))
         drafting = wants & (self._found > 0)

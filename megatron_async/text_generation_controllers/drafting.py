@@ -38,17 +38,20 @@ class Drafting:
     Args:
         drafter: proposes.
         count: drafts of a row.
+
+    Attributes:
+        drafter: as given.
     """
 
     def __init__(self, drafter: Drafter, count: int) -> None:
-        self._drafter = drafter
+        self.drafter = drafter
         self._count = count
 
     def draft(self, view: ContextGPUView) -> None:
         """Leave drafts for the next step, by slot, and in the sample ring, for the host and other
         pipeline stages."""
         step = view.step
-        drafts = self._drafter.propose(view, self._count)
+        drafts = self.drafter.propose(view, self._count)
         first = TOKENS + view.config.decode_width
         kernels_for(drafts).store_drafts(
             drafts, step.row_slots, step.entry, view.slots.drafts, view.sample_ring, first
