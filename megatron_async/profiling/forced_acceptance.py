@@ -73,7 +73,7 @@ def force_acceptance(engine: DynamicInferenceEngine, chances: Sequence[float]) -
     drafting = Drafting(_AlwaysSome(controller.drafting.drafter), count)
     sample = _Forced(controller.sampler.sample, context.gpu_view, chances, controller.vocab_size)
     controller.drafting = drafting
-    controller.sampler.sample = sample  # type: ignore[method-assign]
+    controller.sampler.sample = sample  # type: ignore[assignment]
     controller.recapture_cuda_graphs()
 
 
