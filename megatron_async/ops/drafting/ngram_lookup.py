@@ -158,7 +158,7 @@ def _match_kernel(
     if (begin < last) & (allowed > 0):
         table = block_tables + row.to(tl.int64) * blocks
         place = begin + tl.arange(0, tile)
-        alive = place < last
+        alive = tl.full((tile,), 1, tl.int1)
         matched = tl.zeros((tile,), tl.int32)
         for back in tl.static_range(longest):
             if back == 0:

@@ -106,10 +106,9 @@ def test_tokens_are_those_of_plain_decoding(part: int) -> None:
     Break one of these, and it fails:
 
     - `ngram_drafts_reference`: `places <= last`; `best % PLACES` without the 1; no `scatter_` of
-      the last token; `LONGEST` of 3
+      the last token
     - `unpack_step_reference`: do not store tokens of chunks
     - `unpack_step_reference`: `brought` without the request's own number
-    - `DraftBooks.book`: report without `drafts[live]`
     """
     seen: Counter[str] = Counter()
     serials = {

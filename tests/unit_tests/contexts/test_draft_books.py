@@ -113,6 +113,18 @@ def test_a_new_owner_begins_anew():
     assert books.width_for(everyone) == 1
 
 
+def test_beside_rows_of_requests_that_have_ended():
+    """Each report is its own row's."""
+    slots = decoding_slots(3, 3)
+    books = DraftBooks(slots, 3, True)
+    plan = plan_of(slots, 1)
+    slots.generation[1] += 1
+    given = reports(3, 3, [1, 3, 2])
+    books.book(plan, np.full((3, 4), 5), np.ones(3, int), given)
+    found = books.book(plan_of(slots, 4), np.full((3, 4), 7), np.full(3, 4), given)
+    assert found.drafted.tolist() == [1, 0, 2]
+
+
 def test_a_drafter_that_was_passed_in_is_always_verified():
     slots = decoding_slots(2, 3)
     books = DraftBooks(slots, 3, chooses_widths=False)
