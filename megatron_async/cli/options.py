@@ -46,10 +46,22 @@ ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
     ("speculative_method", str, "NAME", "draft tokens: ngram looks them up in the text itself"),
     ("num_speculative_tokens", int, "N", "tokens drafted ahead (default: 3, with a method)"),
     (
+        "prefix_caching_mamba_gb",
+        float,
+        "GB",
+        "snapshots of recurrent states (default: in the rows that no running request needs)",
+    ),
+    (
+        "prefix_caching_mamba_interval",
+        int,
+        "N",
+        "tokens between snapshots inside a prompt (default: they weigh what their KV cache weighs)",
+    ),
+    (
         "mamba_ssm_states_dtype",
         str,
         "DTYPE",
-        "states of Mamba-2 layers: float32, or bfloat16 for half their memory (default: float32)",
+        "recurrent states: float32, or bfloat16 for half their memory (default: float32)",
     ),
     ("logging_step_interval", int, "N", "log a line every N steps (default: 0, none)"),
 )

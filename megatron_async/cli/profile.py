@@ -59,6 +59,10 @@ examples:
         "--lookahead", type=int, metavar="N", default=1,
         help="steps launched ahead of bookkeeping: 0 is serial",
     )  # fmt: skip
+    engine.add_argument(
+        "--enable-prefix-caching", action="store_true",
+        help="let requests that begin alike share blocks (the workloads' prompts do not)",
+    )  # fmt: skip
     add_dtype(engine)
     output = profile.add_argument_group("output")
     output.add_argument(
@@ -88,6 +92,7 @@ def run_profile(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         progress=progress,
         timeline=True,
+        enable_prefix_caching=arguments.enable_prefix_caching,
         **workload.engine_settings(arguments.lookahead),
     ) as llm:
         timeline = record_workload(llm, workload, progress)
@@ -135,6 +140,12 @@ def describe_run(
         "prompt": workload.prompt_tokens,
         "overlap ratio": f"{stats['overlap_ratio']:.3f}",
     }
+    if llm.engine.context.prefix_cache is not None:
+        found, asked = stats["prefix_cache_hits"], stats["prefix_cache_queries"]
+        facts["prefix cache"] = f"{found:,} of {asked:,} tokens found"
+        if llm.engine.context.sharing is not None:
+            lost, kept = stats["prefix_cache_lost_no_state"], stats["prefix_cache_snapshots"]
+            facts["states"] = f"{kept:,} snapshots; {lost:,} tokens found without a state"
     if workload.name == "churn":
         facts["ends a step"] = workload.finishes
     if workload.name == "trace":

@@ -65,6 +65,11 @@ def _add_coordinator(commands: Any, common: argparse.ArgumentParser, formatter: 
         help="serve a lost replica's requests again elsewhere, or fail them",
     )  # fmt: skip
     coordinator.add_argument(
+        "--policy", default="prefix", metavar="NAME",
+        help="who serves a request: prefix (who has served its beginning), least-loaded, or\n"
+        "round-robin (default: prefix)",
+    )  # fmt: skip
+    coordinator.add_argument(
         "--max-retries", type=int, default=2, metavar="N", help="times that one is served again"
     )
     coordinator.add_argument(
@@ -137,6 +142,7 @@ def run_coordinator(arguments: argparse.Namespace) -> int:
     """Serve until a signal."""
     from megatron_async.serving.coordinator import Coordinator
     from megatron_async.serving.records import CoordinatorConfig
+    from megatron_async.serving.routing import make_policy
 
     config = CoordinatorConfig(
         on_replica_death=arguments.on_replica_death,
@@ -144,6 +150,7 @@ def run_coordinator(arguments: argparse.Namespace) -> int:
         max_unfinished=arguments.max_unfinished,
         silence_s=arguments.silence_s,
         stall_s=arguments.stall_s,
+        policy=make_policy(arguments.policy),
     )
     _log_to_stderr()
     coordinator = Coordinator(arguments.bind, config)

@@ -27,6 +27,8 @@ ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("KV GiB", "kv_gb", "{:g}"),
     ("block", "block_size_tokens", "{}"),
+    ("states GiB", "state_gb", "{:g}"),
+    ("every", "interval", "{}"),
     ("replicas", "replicas", "{}"),
     ("policy", "policy", "{}"),
     ("hits %", "hit_percent", "{:.1f}"),
@@ -55,7 +57,9 @@ def add_simulate_fleet(commands: Any, common: argparse.ArgumentParser, formatter
         epilog="""examples:
   megatron-async simulate-fleet --trace chats --rate 60 --replicas 4 8 --kv-gb 4 16
   megatron-async simulate-fleet --trace toolagent_trace.jsonl --replicas 16 --policy prefix
-  megatron-async simulate-fleet --trace agents --write-trace agents.jsonl""",
+  megatron-async simulate-fleet --trace agents --write-trace agents.jsonl
+  megatron-async simulate-fleet --machine h200:nemotron-3-nano-30b --trace agents
+      --prefix-caching-mamba-gb 5 20 --prefix-caching-mamba-interval 0 2048""",
     )
     fleet.set_defaults(run=run_simulate_fleet)
     fleet.add_argument("--machine", default="h200:llama-3.1-8b", help=MACHINE_HELP)
@@ -76,6 +80,15 @@ def add_simulate_fleet(commands: Any, common: argparse.ArgumentParser, formatter
     engine.add_argument(
         "--block-size-tokens", type=int, nargs="+", default=[64], metavar="N",
         help="tokens in a KV block",
+    )  # fmt: skip
+    engine.add_argument(
+        "--prefix-caching-mamba-gb", type=float, nargs="+", default=[None], metavar="GIB",
+        help="snapshots of recurrent states of a replica, GiB (default: in rows that no request "
+        "needs)",
+    )  # fmt: skip
+    engine.add_argument(
+        "--prefix-caching-mamba-interval", type=int, nargs="+", default=[None], metavar="N",
+        help="tokens between snapshots inside a prompt; 0: none",
     )  # fmt: skip
     engine.add_argument(
         "--no-prefix-caching", action="store_true", help="keep no blocks, for comparison"
@@ -130,11 +143,10 @@ def check_options(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: an option that cannot be honoured.
     """
-    from megatron_async.serving.routing import POLICIES
+    from megatron_async.serving.routing import make_policy
 
     for name in arguments.policy:
-        if name not in POLICIES:
-            raise ValueError(f"--policy {name} is unknown: use {', '.join(POLICIES)}.")
+        make_policy(name)
     for name in ("replicas", "block_size_tokens"):
         least = min(getattr(arguments, name))
         if least < 1:
@@ -157,7 +169,12 @@ def make_jobs(arguments: argparse.Namespace, source: Any, longest: int) -> list[
     shape, machine = load_machine(arguments.machine)
     options = {name: getattr(arguments, name) for name, *_ in ENGINE_OPTIONS}
     grid = itertools.product(
-        arguments.kv_gb, arguments.block_size_tokens, arguments.replicas, arguments.policy
+        arguments.kv_gb,
+        arguments.block_size_tokens,
+        arguments.prefix_caching_mamba_gb,
+        arguments.prefix_caching_mamba_interval,
+        arguments.replicas,
+        arguments.policy,
     )
     return [
         FleetJob(
@@ -169,12 +186,14 @@ def make_jobs(arguments: argparse.Namespace, source: Any, longest: int) -> list[
                 block_size_tokens=size,
                 max_sequence_length=max(longest, 1),
                 enable_prefix_caching=not arguments.no_prefix_caching,
+                prefix_caching_mamba_gb=state_gb,
+                prefix_caching_mamba_interval=interval,
                 **options,
             ),
             replicas,
             policy,
         )
-        for kv_gb, size, replicas, policy in grid
+        for kv_gb, size, state_gb, interval, replicas, policy in grid
     ]
 
 
@@ -188,6 +207,8 @@ def fleet_lines(figures: Sequence[dict[str, Any]]) -> list[str]:
             "ttft_p50_ms": row["ttft_ms"]["p50"],
             "ttft_p99_ms": row["ttft_ms"]["p99"],
             "tpot_p50_ms": row["tpot_ms"]["p50"] or float("nan"),
+            "state_gb": row["prefix_caching_mamba_gb"] or 0,
+            "interval": "" if row["snapshot_interval"] is None else row["snapshot_interval"],
         }
         rows.append([layout.format(shown[key]) for _, key, layout in COLUMNS])
     widths = [max(map(len, column)) for column in zip(*rows)]

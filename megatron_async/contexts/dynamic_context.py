@@ -65,6 +65,7 @@ class DynamicInferenceContext:
         scheduler: decides who runs in the next step; it counts pauses and evictions.
         graph_shapes: padded shapes that have, or will have, a captured graph.
         prefix_cache: finds what blocks hold; None without `enable_prefix_caching`.
+        sharing: of recurrent states, with it; else None.
         drafts: what booked steps have told of drafts; None without speculation.
     """
 
@@ -85,7 +86,7 @@ class DynamicInferenceContext:
         self.max_tokens = inference_config.max_tokens
         self.max_sequence_length = inference_config.max_sequence_length
 
-        sharing = share_states(model_config, inference_config, self.device)
+        self.sharing = sharing = share_states(model_config, inference_config, self.device)
         self.gpu_view = make_gpu_view(model_config, inference_config, self.device, sharing)
         dummy_block = self.gpu_view.kv_cache.dummy_block
         self.blocks = KVBlockAllocator(dummy_block)

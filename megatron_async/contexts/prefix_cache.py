@@ -13,7 +13,7 @@ for blocks, or its request leaves: steps in which nobody comes or goes pay nothi
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -90,6 +90,8 @@ class PrefixCache:
         self._hash_of: list[bytes | None] = [None] * blocks.total
         self._handed_out: OrderedDict[bytes, None] = OrderedDict()
         """Hashes of lost blocks, the latest ones: what a larger pool would have found."""
+        self._lost: deque[bytes] = deque(maxlen=blocks.total)
+        """Hashes of blocks that were lost since somebody asked, the latest ones."""
         self._written_by = np.zeros(blocks.total, dtype=np.int64)
         """The plan that a block was entered with."""
         self._entered = np.zeros(slots.capacity, dtype=np.int32)
@@ -112,6 +114,13 @@ class PrefixCache:
     def prepare(self, request: DynamicInferenceRequest) -> None:
         """Hash a new request's prompt, off the way of any step."""
         request.block_hashes = block_hashes(request.prompt_tokens, self._size, _salt(request))
+
+    def take_lost(self) -> list[bytes]:
+        """Hashes of blocks that could be found once and cannot any more; each is told once."""
+        self._take_notice()
+        lost = [each for each in self._lost if each not in self._block_of]
+        self._lost.clear()
+        return lost
 
     # ---- Who begins --------------------------------------------------------------------------
 
@@ -324,6 +333,7 @@ class PrefixCache:
             if each is not None:
                 del self._block_of[each]
                 self._hash_of[block] = None
+                self._lost.append(each)
                 if self.states is not None:
                     self.states.drop(each)
 

@@ -54,6 +54,7 @@ class StateRows:
     Attributes:
         unit: snapshots stand at multiples of this position, which ends a block.
         of_slot: int32 `[slots]`: the row of each slot's request, -1 where there is none.
+        hits: requests that have begun from a snapshot.
         losses: snapshots that can be found no more, for whatever reason.
         evictions: of these, the ones whose row was given to others.
     """
@@ -89,9 +90,12 @@ class StateRows:
         self._pending_end = np.zeros(slots.capacity, dtype=np.int32)
         self._latest = np.full(slots.capacity, NO_ROW, dtype=np.int32)
         """The one before, that can be found."""
+        self._step = 0
+        """The plan that a row was taken for last."""
         self._reads: dict[int, int] = {}
         self._marks: dict[int, list[int]] = {}
         self._dests: dict[int, list[tuple[int, int]]] = {}
+        self.hits = 0
         self.losses = 0
         self.evictions = 0
 
@@ -133,6 +137,7 @@ class StateRows:
             matched: tokens whose KV blocks were found; as many as have a snapshot, or more.
             step: the plan that is made; `can_begin` has said yes.
         """
+        self._step = step
         if self._free:
             row = self._free.pop()
         else:
@@ -143,6 +148,7 @@ class StateRows:
             self.evictions += 1
         self.of_slot[slot] = row
         self._reads[slot] = row if found == NO_ROW else found
+        self.hits += found != NO_ROW
         if found not in (NO_ROW, row):
             self._read_by[found] = step
             self._decoder[found] = -1
@@ -260,7 +266,8 @@ class StateRows:
     def drop(self, each: bytes) -> None:
         """The KV block of this hash is lost, and with it the use of its state."""
         row = self._row_of.get(each)
-        if row is not None:
+        # The plan that is made may write it: of two blocks with the same tokens the other is known.
+        if row is not None and not self._is_in_use(row, self._step):
             self._free_snapshot(row)
 
     def failed(self, step: int) -> None:
@@ -291,6 +298,7 @@ class StateRows:
     def _take(self, step: int) -> int:
         """A row for a snapshot that plan `step` writes, entered in the order; -1 if there is
         none."""
+        self._step = step
         if self._free and len(self._order) < self._limit:
             row = self._free.pop()
         else:

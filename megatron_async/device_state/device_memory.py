@@ -140,12 +140,17 @@ def _free_beside(states: SlotStates, max_requests: int, device: Device) -> int:
     free, needed, each = device.free_memory(), states.num_bytes(max_requests), states.bytes_per_slot
     if needed <= free:
         return free - needed
-    fit = free // each - 1
+    snapshots = states.bytes_of_snapshots
+    fit = (free - snapshots) // each - 1
     remedy = f"At most max_requests={fit} fits." if fit > 0 else "Not even one request's fits."
+    beside = ""
+    if snapshots:
+        beside = f", and {snapshots / GIB:.3g} GiB for snapshots of states"
+        remedy += " Or set num_state_snapshots or prefix_caching_mamba_gb lower."
     raise OutOfMemoryError(
         f"what max_requests={max_requests} requests need beside the KV cache takes "
         f"{needed / GIB:.3g} GiB on {device.torch_device}, {each / MIB:.3g} MiB each and one more "
-        f"for padding, but {free / GIB:.3g} GiB is free. {remedy}"
+        f"for padding{beside}, but {free / GIB:.3g} GiB is free. {remedy}"
     )
 
 

@@ -34,6 +34,15 @@ class StateSharing:
     interval: int
     """Tokens between snapshots inside a prompt; 0: none."""
 
+    def settings(self, config: InferenceConfig) -> dict[str, int | None]:
+        """Fields of `InferenceConfig` that give the same whatever the memory of a rank."""
+        has_budget = (config.num_state_snapshots, config.prefix_caching_mamba_gb) != (None, None)
+        return {
+            "num_state_snapshots": self.snapshots if has_budget else None,
+            "prefix_caching_mamba_gb": None,
+            "prefix_caching_mamba_interval": self.interval,
+        }
+
 
 def share_states(model: Any, config: InferenceConfig, device: Device) -> StateSharing | None:
     """How an engine shares recurrent states; None where it does not.

@@ -240,11 +240,17 @@ class EngineStatistics:
 
 def _prefix_cache(context: DynamicInferenceContext) -> dict[str, int]:
     cache = context.prefix_cache
+    states = None if cache is None else cache.states
     return {
         "prefix_cache_queries": 0 if cache is None else cache.queries,
         "prefix_cache_hits": 0 if cache is None else cache.hits,
+        "prefix_cache_lost_no_state": 0 if cache is None else cache.lost_states,
+        "prefix_cache_lost_evicted": 0 if cache is None else cache.lost_blocks,
         "prefix_cache_blocks": context.blocks.cached,
         "prefix_cache_evictions": 0 if cache is None else cache.evictions,
+        "prefix_cache_snapshots": 0 if states is None else len(states),
+        "prefix_cache_snapshot_hits": 0 if states is None else states.hits,
+        "prefix_cache_snapshot_evictions": 0 if states is None else states.evictions,
     }
 
 

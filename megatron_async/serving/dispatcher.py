@@ -287,7 +287,7 @@ class Dispatcher:
         request.give_to(replica)
         if not replica.requests:
             replica.last_progress = now
-        replica.given(request, hashes)
+        replica.given(request, hashes, match)
         self._send(replica.identity, request.run())
 
     def _has_room(self, replica: ReplicaRecord, for_suspect: bool) -> bool:

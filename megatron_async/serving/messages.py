@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised when messages change: both ends must have the same."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises: no message, no UTF-8, nested too deeply."""
@@ -218,6 +218,7 @@ class ReplicaStatus(Message):
         resolved_steps: so far; while requests are unfinished, it must rise.
         is_stopped: its engine is paused or suspended.
         engine: `engine.stats()`.
+        lost_blocks: hashes of KV blocks that its prefix cache has lost since it told this last.
     """
 
     runs_seen: int
@@ -226,6 +227,7 @@ class ReplicaStatus(Message):
     resolved_steps: int
     is_stopped: bool
     engine: dict[str, float]
+    lost_blocks: list[bytes] = []
 
 
 class Leaving(Message):

@@ -228,8 +228,9 @@ class ReplicaRecord:
         self.completed = 0
         self.prefix = PrefixTable(info.kv_blocks)
         self._runs = 0
-        self._unseen: deque[tuple[int, int, int]] = deque()
-        """Of runs that its status does not count yet: number of the run, tokens, blocks."""
+        self._unseen: deque[tuple[int, int, int, Sequence[bytes]]] = deque()
+        """Of runs that its status does not count yet: number of the run, tokens that may have to be
+        computed, blocks, hashes of its prompt's blocks."""
 
     @property
     def name(self) -> str:
@@ -249,11 +250,13 @@ class ReplicaRecord:
         """Hashes of the blocks that its prompt begins with."""
         return prompt_hashes(request.asked.prompt, self.info.block_size_tokens)
 
-    def given(self, request: RoutedRequest, hashes: Sequence[bytes]) -> None:
-        """Count a request that the replica was sent; `hashes` are its prompt's blocks."""
+    def given(self, request: RoutedRequest, hashes: Sequence[bytes], match: int) -> None:
+        """Count a request that the replica was sent; `hashes` are its prompt's blocks, of which it
+        has served the first `match` before."""
         self.requests[request.number] = request
         self._runs += 1
-        self._unseen.append((self._runs, request.tokens, self.blocks_of(request)))
+        tokens = max(request.tokens - match * self.info.block_size_tokens, 0)
+        self._unseen.append((self._runs, tokens, self.blocks_of(request), hashes))
         self.prefix.add(hashes)
 
     def heard(self, status: ReplicaStatus, now: float) -> None:
@@ -265,11 +268,14 @@ class ReplicaRecord:
             self.last_progress = now
         while self._unseen and self._unseen[0][0] <= status.runs_seen:
             self._unseen.popleft()
+        self.prefix.remove(status.lost_blocks)
+        for _, _, _, hashes in self._unseen:  # it will compute these again
+            self.prefix.add(hashes)
 
     def candidate(self) -> Candidate:
         """What the policy looks at."""
-        tokens = sum(tokens for _, tokens, _ in self._unseen)
-        blocks = sum(blocks for _, _, blocks in self._unseen)
+        tokens = sum(tokens for _, tokens, _, _ in self._unseen)
+        blocks = sum(blocks for _, _, blocks, _ in self._unseen)
         free = self.info.kv_blocks
         if self.status is not None:
             tokens += self.status.unfinished_tokens

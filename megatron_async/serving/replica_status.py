@@ -28,6 +28,7 @@ def status_of(
     # Of a prompt under way, what is prefilled counts less; of an answer, what is booked.
     done = np.where(slots.state == SlotState.PREFILLING, slots.num_prefilled, slots.num_known)
     running = int((slots.max_length - done)[held].sum())
+    cache = engine.context.prefix_cache
     waiting = sum(entry.max_length for entry in engine.context.waiting.in_order())
     return ReplicaStatus(
         runs_seen=runs_seen,
@@ -36,6 +37,7 @@ def status_of(
         resolved_steps=engine.statistics.resolved_steps,
         is_stopped=engine.is_stopped,
         engine=figures,
+        lost_blocks=[] if cache is None else cache.take_lost(),
     )
 
 

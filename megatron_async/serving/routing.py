@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_async.contexts.prefix_hashes import DIGEST_BYTES, block_hashes
+from megatron_async.errors import ConfigurationError
 
 BYTES_PER_TOKEN = 4
 """Of a text, about: the coordinator has no tokenizer, and estimates are enough."""
@@ -127,6 +128,17 @@ POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
 """By the names that users type."""
 
 
+def make_policy(name: str) -> RoutingPolicy:
+    """A policy by its name.
+
+    Raises:
+        ConfigurationError: there is none of this name.
+    """
+    if name not in POLICIES:
+        raise ConfigurationError(f"--policy {name} is unknown: use {', '.join(POLICIES)}.")
+    return POLICIES[name]()
+
+
 def load_of(candidate: Candidate, blocks: int) -> tuple[bool, int, int]:
     """What a replica has to do, to be compared: first whether `blocks` more do not fit its pool."""
     return (
@@ -152,7 +164,8 @@ class PrefixTable:
 
     def match(self, hashes: Sequence[bytes]) -> int:
         """How many of a prompt's first blocks are remembered, in a row."""
-        # A block is never forgotten before those behind it, so the remembered ones come first.
+        # A block is never forgotten before those behind it, so the remembered ones come first. (A
+        # replica's cache too loses a sequence from its end on.)
         return bisect_left(hashes, True, key=lambda each: each not in self._hashes)
 
     def add(self, hashes: Sequence[bytes]) -> None:
@@ -163,6 +176,11 @@ class PrefixTable:
             self._hashes.move_to_end(each)
         while len(self._hashes) > self._capacity:
             self._hashes.popitem(last=False)
+
+    def remove(self, hashes: Sequence[bytes]) -> None:
+        """Forget blocks that the replica's cache has lost."""
+        for each in hashes:
+            self._hashes.pop(each, None)
 
 
 def prompt_hashes(prompt: str | Sequence[int], block_size_tokens: int) -> list[bytes]:

@@ -130,5 +130,14 @@ MACHINES: dict[str, Machine] = {
         captured_prefill_tokens=64,
         eager_launch_us=8800.0,
     ),
+    # Uniform routing; docs/performance.md, "Hybrid models": decode behind prompts of 128 tokens, a
+    # step of 8,192 tokens of prompts of 32k; all captured. Reading states is part of decode.
+    "h200:nemotron-3-nano-30b": _h200(
+        decode=((1, 2662.0), (16, 9287.0), (64, 16070.0), (256, 21470.0)),
+        mixed=((8192, 158000.0),),
+        kv_bytes=6144,
+        captured_prefill_tokens=8192,
+        eager_launch_us=8800.0,
+    ),
 }
 """Built-in figures by name; none of them was fitted to the records of arrivals at random."""

@@ -115,5 +115,10 @@ def _counters(engine: DynamicInferenceEngine) -> dict[str, int]:
         "prefix_cache_queries",
         "prefix_cache_hits",
         "prefix_cache_evictions",
+        "prefix_cache_lost_no_state",
+        "prefix_cache_lost_evicted",
+        "prefix_cache_snapshots",
+        "prefix_cache_snapshot_hits",
+        "prefix_cache_snapshot_evictions",
     )
     return {name: int(stats[name]) for name in names}

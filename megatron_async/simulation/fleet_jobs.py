@@ -85,6 +85,8 @@ class FleetJob:
             "kv_gb": config.buffer_size_gb,
             "block_size_tokens": config.block_size_tokens,
             "enable_prefix_caching": config.enable_prefix_caching,
+            "prefix_caching_mamba_gb": config.prefix_caching_mamba_gb,
+            "snapshot_interval": config.prefix_caching_mamba_interval,
             **run.figures(),
         }
 

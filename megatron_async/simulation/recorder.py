@@ -223,8 +223,10 @@ def _added(request: DynamicInferenceRequest) -> list[Any]:
 
 def _header(engine: DynamicInferenceEngine) -> dict[str, Any]:
     context = engine.context
-    # The pool as it came out, whatever memory was free.
+    # The pools as they came out, whatever memory was free.
     config = {**asdict(context.config), "num_kv_blocks": context.blocks.total}
+    if context.sharing is not None:
+        config |= context.sharing.settings(context.config)
     return {
         "format": FORMAT,
         "version": VERSION,

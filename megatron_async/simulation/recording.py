@@ -161,7 +161,8 @@ class Recording:
 
 def plan_checksums(plan: StepPlan) -> list[int]:
     """CRC-32 of each of `PLAN_FIELDS`, the same on every machine."""
-    updates = plan.block_updates
+    updates, states = plan.block_updates, plan.states
+    rows = () if states is None else tuple(getattr(states, f.name) for f in fields(states))
     parts = (
         (plan.slots,),
         (plan.generations,),
@@ -169,7 +170,7 @@ def plan_checksums(plan: StepPlan) -> list[int]:
         (plan.widths,),
         (plan.produces,),
         (plan.prefill_starts, plan.prefill_token_ids),
-        (updates.slots, updates.indices, updates.blocks),
+        (updates.slots, updates.indices, updates.blocks, *rows),
     )
     return [_checksum(*arrays) for arrays in parts]
 

@@ -34,8 +34,11 @@ WITHOUT_EFFECT = (
     "device", "buffer_size_gb", "num_cuda_graphs", "use_cuda_graphs_for_non_decode_steps",
     "cuda_graph_mixed_prefill_count", "attention_backend", "check_integrity",
     "async_sched_mode", "inference_sampling_seed", "logging_step_interval",
+    "prefix_caching_mamba_gb",
 )  # fmt: skip
-"""Settings that no plan depends on (the pool is recorded as a number of blocks)."""
+"""Settings that no plan depends on (pools are recorded as numbers of blocks and of snapshots)."""
+POOLS = "num_kv_blocks", "num_state_snapshots", "prefix_caching_mamba_interval"
+"""Settings that may be left to the memory that there is."""
 
 
 class Replay:
@@ -216,6 +219,6 @@ def _check_config(recorded: InferenceConfig, given: InferenceConfig) -> None:
 
 def _plan_settings(config: InferenceConfig) -> Iterator[tuple[str, object]]:
     for name, value in asdict(config).items():
-        is_unset_pool = name == "num_kv_blocks" and value is None
+        is_unset_pool = name in POOLS and value is None
         if name not in WITHOUT_EFFECT and not is_unset_pool:
             yield name, value

@@ -28,14 +28,9 @@ from megatron_async.ops.recurrent.delta_pools import DeltaShape
 from megatron_async.ops.recurrent.flush import flush
 from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm
 from megatron_async.ops.recurrent.mamba_decode import mamba_decode
-from megatron_async.ops.recurrent.mamba_pools import (
-    FlushRule,
-    MambaParams,
-    MambaPools,
-    MambaShape,
-    PrefillRows,
-)
+from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
 from megatron_async.ops.recurrent.mamba_prefill import mamba_prefill
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, RecurrentPools
 from megatron_async.profiling.benchmark_record import write_record
 
 SHAPES = {
@@ -70,11 +65,11 @@ def gates(shape: MambaShape, *sizes: int) -> Tensor:
     return torch.stack((-dt / 10, dt), -2)
 
 
-def layer_pools(shape: MambaShape, rows: int, rule: FlushRule, width: int) -> MambaPools:
+def layer_pools(shape: MambaShape, rows: int, rule: FlushRule, width: int) -> RecurrentPools:
     """Pools of as many layers as fit, so that no layer's state stays in a cache."""
     state = rows * shape.d_inner * shape.d_state * 4
     layers, ring = layers_that_fit(state), rule.ring_length(width)
-    return MambaPools(
+    return RecurrentPools(
         random(layers, rows, shape.heads, shape.head_dim, shape.d_state, dtype=torch.float32),
         random(layers, rows, ring, shape.d_inner + shape.bc_dim),
         gates(shape, layers, rows, ring),
@@ -88,7 +83,7 @@ def decode_calls(
     """Layers, least bytes of a layer's decode, and what to time."""
     rule, params = FlushRule(), parameters(shape)
     every = layer_pools(shape, rows + 1, rule, width)
-    pools = [MambaPools(*layer) for layer in zip(*every)]
+    pools = [RecurrentPools(*layer) for layer in zip(*every)]
     # Rows at all phases; a step of `width` tokens before this one.
     first = 1000 + torch.arange(rows, device="cuda") * 7 % rule.period
     before = ((first - width) // rule.period * rule.period).int()
@@ -125,7 +120,7 @@ def decode_calls(
 def megatron_decode(
     shape: MambaShape,
     params: MambaParams,
-    pools: list[MambaPools],
+    pools: list[RecurrentPools],
     zxbcdt: Tensor,
     index: Tensor,
     width: int,
@@ -185,7 +180,7 @@ def prefill_calls(
 ) -> tuple[int, int, dict[str, Callable[[], object]]]:
     """Layers, least bytes of a layer's prefill, and what to time."""
     rule, params, chunks = FlushRule(), parameters(shape), len(lengths)
-    pools = [MambaPools(*layer) for layer in zip(*layer_pools(shape, chunks + 1, rule, 1))][:4]
+    pools = [RecurrentPools(*layer) for layer in zip(*layer_pools(shape, chunks + 1, rule, 1))][:4]
     ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     index = torch.arange(chunks, device="cuda")
     rows = PrefillRows(ends, torch.zeros_like(ends[1:]), index, index, torch.ones_like(ends[1:]))

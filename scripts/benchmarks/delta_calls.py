@@ -9,11 +9,11 @@ import torch
 from recurrent_inputs import layers_that_fit, random
 
 from megatron_async.ops.recurrent.delta_decode import delta_decode
-from megatron_async.ops.recurrent.delta_pools import DeltaParams, DeltaPools, DeltaShape
+from megatron_async.ops.recurrent.delta_pools import DeltaParams, DeltaShape
 from megatron_async.ops.recurrent.delta_prefill import delta_prefill
 from megatron_async.ops.recurrent.flush import flush
 from megatron_async.ops.recurrent.gated_head_norm import gated_head_norm
-from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, RecurrentPools
 
 SHAPES = {
     "qwen3-next": DeltaShape(16, 128, 32, 128),
@@ -30,12 +30,12 @@ def parameters(shape: DeltaShape) -> DeltaParams:
     return DeltaParams(random(shape.conv_dim, 4), random(shape.value_heads), a_log)
 
 
-def layer_pools(shape: DeltaShape, rows: int, rule: FlushRule, width: int) -> DeltaPools:
+def layer_pools(shape: DeltaShape, rows: int, rule: FlushRule, width: int) -> RecurrentPools:
     """Pools of several layers."""
     heads, state = shape.value_heads, shape.value_inner * shape.key_dim
     ring = rule.ring_length(width)
     layers = layers_that_fit(rows * state * 4)
-    return DeltaPools(
+    return RecurrentPools(
         random(layers, rows, heads, shape.value_dim, shape.key_dim, dtype=torch.float32),
         # Of about the length that pseudo values and keys have.
         random(layers, rows, ring, shape.value_inner + shape.key_inner) * shape.key_dim**-0.5,
@@ -48,7 +48,7 @@ def decode_calls(shape: DeltaShape, rows: int, width: int) -> Calls:
     """Layers, least bytes of a layer's decode, and what to time."""
     rule, params = FlushRule(), parameters(shape)
     every = layer_pools(shape, rows + 1, rule, width)
-    pools = [DeltaPools(*layer) for layer in zip(*every)]
+    pools = [RecurrentPools(*layer) for layer in zip(*every)]
     # Rows at all phases; a step of `width` tokens before this one.
     first = 1000 + torch.arange(rows, device="cuda") * 7 % rule.period
     before = ((first - width) // rule.period * rule.period).int()
@@ -85,7 +85,7 @@ def decode_calls(shape: DeltaShape, rows: int, width: int) -> Calls:
 def prefill_calls(shape: DeltaShape, lengths: list[int]) -> Calls:
     """Layers, least bytes of a layer's prefill, and what to time."""
     rule, params, chunks = FlushRule(), parameters(shape), len(lengths)
-    pools = [DeltaPools(*layer) for layer in zip(*layer_pools(shape, chunks + 1, rule, 1))][:4]
+    pools = [RecurrentPools(*layer) for layer in zip(*layer_pools(shape, chunks + 1, rule, 1))][:4]
     ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     index = torch.arange(chunks, device="cuda")
     rows = PrefillRows(ends, torch.zeros_like(ends[1:]), index, index, torch.ones_like(ends[1:]))

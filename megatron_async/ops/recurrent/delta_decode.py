@@ -15,12 +15,8 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options
 from megatron_async.ops.recurrent.delta_decode_kernels import inputs_kernel, outputs_kernel
-from megatron_async.ops.recurrent.delta_pools import (
-    DeltaParams,
-    DeltaPools,
-    shape_of,
-)
-from megatron_async.ops.recurrent.recurrent_pools import FlushRule
+from megatron_async.ops.recurrent.delta_pools import DeltaParams, shape_of
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
 from megatron_async.ops.recurrent.step_arguments import check_decode_rows, output_for
 
 CHANNELS = 256
@@ -33,7 +29,7 @@ WARPS = 1
 def delta_decode(
     qkvzba: Tensor,
     params: DeltaParams,
-    pools: DeltaPools,
+    pools: RecurrentPools,
     row_index: Tensor,
     positions: Tensor,
     base: Tensor,

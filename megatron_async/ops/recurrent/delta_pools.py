@@ -39,7 +39,6 @@ NORM_EPS = 1e-6
 of transformers and of Megatron-Core."""
 GATES = 1
 """Numbers of a token and value head in the ring: g."""
-DeltaPools = RecurrentPools
 
 
 class DeltaParams(NamedTuple):

@@ -16,16 +16,10 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.delta_factors import tile_factors
-from megatron_async.ops.recurrent.delta_pools import (
-    NORM_EPS,
-    DeltaParams,
-    DeltaPools,
-    DeltaShape,
-    shape_of,
-)
+from megatron_async.ops.recurrent.delta_pools import NORM_EPS, DeltaParams, DeltaShape, shape_of
 from megatron_async.ops.recurrent.delta_scan import scan_chunks, scan_tile
 from megatron_async.ops.recurrent.recurrent_math import silu, softplus
-from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, RecurrentPools
 from megatron_async.ops.recurrent.step_arguments import check_chunks, output_for
 
 TOKENS = 16
@@ -36,7 +30,7 @@ EPS = tl.constexpr(NORM_EPS)
 def delta_prefill(
     qkvzba: Tensor,
     params: DeltaParams,
-    pools: DeltaPools,
+    pools: RecurrentPools,
     rows: PrefillRows,
     base_after: Tensor,
     rule: FlushRule,
@@ -90,7 +84,7 @@ def delta_prefill(
 def _convolve(
     qkvzba: Tensor,
     params: DeltaParams,
-    pools: DeltaPools,
+    pools: RecurrentPools,
     rows: PrefillRows,
     out: Tensor,
     shape: DeltaShape,

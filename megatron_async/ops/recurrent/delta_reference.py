@@ -12,18 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_async.ops.recurrent.delta_pools import (
-    NORM_EPS,
-    DeltaParams,
-    DeltaPools,
-    DeltaShape,
-    shape_of,
-)
+from megatron_async.ops.recurrent.delta_pools import NORM_EPS, DeltaParams, DeltaShape, shape_of
 from megatron_async.ops.recurrent.recurrent_pools import (
     CONV_WIDTH,
     GRID,
     FlushRule,
     PrefillRows,
+    RecurrentPools,
     wide_dtype,
 )
 from megatron_async.ops.recurrent.reference_inputs import convolve, ring_inputs, with_history
@@ -32,7 +27,7 @@ from megatron_async.ops.recurrent.reference_inputs import convolve, ring_inputs,
 def delta_decode_reference(
     qkvzba: Tensor,
     params: DeltaParams,
-    pools: DeltaPools,
+    pools: RecurrentPools,
     row_index: Tensor,
     positions: Tensor,
     base: Tensor,
@@ -93,7 +88,7 @@ def delta_decode_reference(
 def delta_prefill_reference(
     qkvzba: Tensor,
     params: DeltaParams,
-    pools: DeltaPools,
+    pools: RecurrentPools,
     rows: PrefillRows,
     base_after: Tensor,
     rule: FlushRule,
@@ -125,7 +120,7 @@ def delta_prefill_reference(
 def _prefill_chunk(
     qkvzba: Tensor,
     params: DeltaParams,
-    pools: DeltaPools,
+    pools: RecurrentPools,
     shape: DeltaShape,
     numbers: tuple[int, int, int, int],
     dests: list[int],

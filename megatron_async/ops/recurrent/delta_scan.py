@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.recurrent.delta_pools import DeltaPools, DeltaShape
+from megatron_async.ops.recurrent.delta_pools import DeltaShape
 from megatron_async.ops.recurrent.recurrent_math import add_products
-from megatron_async.ops.recurrent.recurrent_pools import PrefillRows
+from megatron_async.ops.recurrent.recurrent_pools import PrefillRows, RecurrentPools
 from megatron_async.ops.recurrent.scan_history import (
     BORDERS,
     keep_inputs,
@@ -77,7 +77,7 @@ def scan_chunks(
     qkv: Tensor,
     gates: Tensor,
     factors: Tensor,
-    pools: DeltaPools,
+    pools: RecurrentPools,
     rows: PrefillRows,
     base_after: Tensor,
     out: Tensor,

@@ -213,8 +213,8 @@ def _flush_kernel(
                 tl.store(copy, s.to(stored.dtype), mask=in_state & (save_row >= 0))
         if save_row >= 0:
             conv += layer * conv_layer
-            for first in range(part * lanes * 16, inputs, parts * lanes * 16):
-                number = first + tl.arange(0, lanes * 16)
-                there = number < inputs
-                given = tl.load(conv + pool_row * conv_row + number, mask=there)
-                tl.store(conv + save_row * conv_row + number, given, mask=there)
+            for begin in range(part * lanes * 16, inputs, parts * lanes * 16):
+                element = begin + tl.arange(0, lanes * 16)
+                there = element < inputs
+                given = tl.load(conv + pool_row * conv_row + element, mask=there)
+                tl.store(conv + save_row * conv_row + element, given, mask=there)

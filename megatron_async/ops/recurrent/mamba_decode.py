@@ -16,12 +16,8 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.mamba_inputs import take_inputs, window_of
-from megatron_async.ops.recurrent.mamba_pools import (
-    FlushRule,
-    MambaParams,
-    MambaPools,
-    shape_of,
-)
+from megatron_async.ops.recurrent.mamba_pools import MambaParams, shape_of
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
 from megatron_async.ops.recurrent.step_arguments import check_decode_rows, output_for
 
 LANES = 16
@@ -32,7 +28,7 @@ WARPS = 2
 def mamba_decode(
     zxbcdt: Tensor,
     params: MambaParams,
-    pools: MambaPools,
+    pools: RecurrentPools,
     row_index: Tensor,
     positions: Tensor,
     base: Tensor,

@@ -21,13 +21,9 @@ from megatron_async.ops.recurrent.decode_convolution import (
     history,
     taps,
 )
-from megatron_async.ops.recurrent.mamba_pools import (
-    FlushRule,
-    MambaParams,
-    MambaPools,
-    MambaShape,
-)
+from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
 from megatron_async.ops.recurrent.recurrent_math import silu, softplus
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
 
 CHANNELS = 256
 """Channels of x that a program takes."""
@@ -54,7 +50,7 @@ def window_of(rule: FlushRule, width: int) -> int:
 def take_inputs(
     zxbcdt: Tensor,
     params: MambaParams,
-    pools: MambaPools,
+    pools: RecurrentPools,
     row_index: Tensor,
     positions: Tensor,
     base: Tensor,

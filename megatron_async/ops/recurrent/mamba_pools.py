@@ -9,34 +9,15 @@ from torch import Tensor
 
 from megatron_async.ops.recurrent.recurrent_pools import (
     CONV_WIDTH,
-    GRID,
-    MAX_WIDTH,
     FlushRule,
-    PrefillRows,
     RecurrentPools,
     check_pools,
-    wide_dtype,
 )
-
-__all__ = [
-    "GATES",
-    "GRID",
-    "LEAST_STATE",
-    "MAX_WIDTH",
-    "FlushRule",
-    "MambaParams",
-    "MambaPools",
-    "MambaShape",
-    "PrefillRows",
-    "shape_of",
-    "wide_dtype",
-]
 
 LEAST_STATE = 16
 """The least d_state, which must be a power of two."""
 GATES = 2
 """Numbers of a token and head in the ring: the logarithm of its decay, and dt."""
-MambaPools = RecurrentPools
 
 
 class MambaParams(NamedTuple):
@@ -79,7 +60,7 @@ class MambaShape(NamedTuple):
 
 
 def shape_of(
-    op: str, zxbcdt: Tensor, params: MambaParams, pools: MambaPools, rule: FlushRule, width: int
+    op: str, zxbcdt: Tensor, params: MambaParams, pools: RecurrentPools, rule: FlushRule, width: int
 ) -> MambaShape:
     """The sizes of a layer, found in its tensors.
 

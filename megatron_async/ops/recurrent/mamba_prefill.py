@@ -14,16 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.recurrent.mamba_pools import (
-    FlushRule,
-    MambaParams,
-    MambaPools,
-    MambaShape,
-    PrefillRows,
-    shape_of,
-)
+from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape, shape_of
 from megatron_async.ops.recurrent.mamba_scan import scan_chunks
 from megatron_async.ops.recurrent.recurrent_math import silu, softplus
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, RecurrentPools
 from megatron_async.ops.recurrent.step_arguments import check_chunks, output_for
 
 TOKENS = 16
@@ -34,7 +28,7 @@ CHANNELS = 128
 def mamba_prefill(
     zxbcdt: Tensor,
     params: MambaParams,
-    pools: MambaPools,
+    pools: RecurrentPools,
     rows: PrefillRows,
     base_after: Tensor,
     rule: FlushRule,
@@ -83,7 +77,7 @@ def mamba_prefill(
 def _convolve(
     zxbcdt: Tensor,
     params: MambaParams,
-    pools: MambaPools,
+    pools: RecurrentPools,
     rows: PrefillRows,
     out: Tensor,
     shape: MambaShape,

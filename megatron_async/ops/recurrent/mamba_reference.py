@@ -12,17 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_async.ops.recurrent.mamba_pools import (
-    MambaParams,
-    MambaPools,
-    MambaShape,
-    shape_of,
-)
+from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape, shape_of
 from megatron_async.ops.recurrent.recurrent_pools import (
     CONV_WIDTH,
     GRID,
     FlushRule,
     PrefillRows,
+    RecurrentPools,
     wide_dtype,
 )
 from megatron_async.ops.recurrent.reference_inputs import convolve, ring_inputs, with_history
@@ -31,7 +27,7 @@ from megatron_async.ops.recurrent.reference_inputs import convolve, ring_inputs,
 def mamba_decode_reference(
     zxbcdt: Tensor,
     params: MambaParams,
-    pools: MambaPools,
+    pools: RecurrentPools,
     row_index: Tensor,
     positions: Tensor,
     base: Tensor,
@@ -83,7 +79,7 @@ def mamba_decode_reference(
 def mamba_prefill_reference(
     zxbcdt: Tensor,
     params: MambaParams,
-    pools: MambaPools,
+    pools: RecurrentPools,
     rows: PrefillRows,
     base_after: Tensor,
     rule: FlushRule,
@@ -115,7 +111,7 @@ def mamba_prefill_reference(
 def _prefill_chunk(
     zxbcdt: Tensor,
     params: MambaParams,
-    pools: MambaPools,
+    pools: RecurrentPools,
     shape: MambaShape,
     numbers: tuple[int, int, int, int],
     dests: list[int],

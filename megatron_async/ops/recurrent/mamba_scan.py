@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaPools, MambaShape
+from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
 from megatron_async.ops.recurrent.recurrent_math import add_products
-from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, RecurrentPools
 from megatron_async.ops.recurrent.scan_history import (
     BORDERS,
     keep_inputs,
@@ -40,7 +40,7 @@ def scan_chunks(
     xbc: Tensor,
     dt: Tensor,
     params: MambaParams,
-    pools: MambaPools,
+    pools: RecurrentPools,
     rows: PrefillRows,
     base_after: Tensor,
     rule: FlushRule,

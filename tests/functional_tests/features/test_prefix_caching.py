@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attention_model import VOCABULARY, AttentionModel
@@ -19,6 +20,7 @@ from schedules import Schedule, run_schedule
 from sharing_schedules import sharing_schedule
 
 from megatron_async import DynamicInferenceEngine, InferenceConfig
+from megatron_async.contexts.prefix_hashes import block_hashes
 from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.errors import ConfigurationError
 
@@ -204,6 +206,30 @@ def test_the_donor_goes(
     assert engine.stats()["prefix_cache_hits"] > 0
     assert_all_is_back(engine)
     blocks.check_free_blocks()
+    engine.close()
+
+
+def test_what_is_lost_is_told_once(model: torch.nn.Module) -> None:
+    """And not what has come back meanwhile."""
+    engine = caching(model, num_kv_blocks=12, max_requests=2)
+    cache = engine.context.prefix_cache
+    assert cache is not None
+
+    def hashes(text: list[int]) -> list[bytes]:
+        return block_hashes(np.array(text), 4)
+
+    run_at(engine, {0: [Job(TEXT[:30], greedy(2))]})
+    assert cache.take_lost() == []
+    other = [token + 1 for token in TEXT[:30]]
+    run_at(engine, {0: [Job(other, greedy(2))]})
+    # 8 blocks more than the 5 that were free; of the sequence its end goes first.
+    assert cache.take_lost() == hashes(TEXT[:30])[4:][::-1]
+    assert cache.take_lost() == []
+    run_at(engine, {0: [Job(TEXT[:30], greedy(2))]})
+    run_at(engine, {0: [Job(other, greedy(2))]})
+    lost = cache.take_lost()
+    assert set(lost) <= set(hashes(TEXT[:30]))
+    assert not set(lost) & set(cache._block_of)
     engine.close()
 
 

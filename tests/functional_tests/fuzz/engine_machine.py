@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 from attention_model import VOCABULARY, AttentionModel
 from drafters import DRAFTERS
-from fuzz_requests import MAX_SEQUENCE, Ask, asks, engine_settings
+from fuzz_requests import MAX_SEQUENCE, Ask, asks, engine_settings, snapshot_settings
 from harness import assert_all_is_back, make_engine
 from hybrid_model import HYBRID_MODELS
 from hypothesis import note
@@ -27,13 +27,17 @@ from pieces import Pieces
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
 from serial_answers import SerialAnswers
+from small_grid import use_small_grid
+from state_plans import watch_state_plans
 from step_watch import StepWatch
 from tracked_request import TrackedRequest
 
 from megatron_async import SamplingParams
 from megatron_async.errors import EngineStopped, RequestError
 from megatron_async.ops.sampling.slot_records import Header
+from megatron_async.requests.inference_request import DynamicInferenceRequest
 
+use_small_grid()
 MAX_STEPS = 1000
 """More than any schedule takes to its end; beyond it an engine is stuck."""
 PREAMBLE = """\
@@ -46,7 +50,9 @@ from hybrid_model import DeltaAttentionModel, HybridAttentionModel, MixedAttenti
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
+from small_grid import use_small_grid
 from megatron_async import SamplingParams
+use_small_grid()
 device, loop = LateDevice(), asyncio.new_event_loop()"""
 NGRAM = "ngram"
 """The drafter that needs no answers: the engine's own."""
@@ -54,7 +60,7 @@ ROOM = (8, MAX_SEQUENCE)
 """Of a drafter: answers, and tokens of one."""
 COUNTED = (
     "steps", "pauses", "evictions", "zombie_rows", "discarded_steps", "accepted_tokens",
-    "prefix_cache_hits", "prefix_cache_evictions",
+    "prefix_cache_hits", "prefix_cache_evictions", "prefix_cache_snapshot_hits",
 )  # fmt: skip
 """Of an engine's statistics."""
 some_request = st.integers(0, 5)
@@ -85,6 +91,8 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         self.counts["schedules"] += 1
         self.unfinished: dict[int, TrackedRequest] = {}
+        self.ended: list[DynamicInferenceRequest] = []
+        """Some that came to their ends."""
         self.streamed: list[TrackedRequest] = []
         self._unreported: list[TrackedRequest] = []
         """Ended between two steps: the next report must have them."""
@@ -94,6 +102,7 @@ class EngineMachine(RuleBasedStateMachine):
         settings=engine_settings(),
         drafter=st.sampled_from([*DRAFTERS, NGRAM]),
         sharing=st.booleans(),
+        snapshots=snapshot_settings,
         model=st.sampled_from(["AttentionModel"] * 3 + [kind.__name__ for kind in HYBRID_MODELS]),
         requests=st.lists(asks, min_size=2, max_size=4),
     )
@@ -102,14 +111,14 @@ class EngineMachine(RuleBasedStateMachine):
         settings: dict[str, Any],
         drafter: str,
         sharing: bool,
+        snapshots: dict[str, Any],
         model: str,
         requests: list[Ask],
     ) -> None:
         self.serial = self.answers[model]
         self.counts[model] += 1
-        # Of recurrent layers nobody keeps the states.
-        if sharing and model == "AttentionModel" and settings["invalidation"] == "reconcile":
-            settings = {**settings, "enable_prefix_caching": True}
+        if sharing and settings["invalidation"] == "reconcile":
+            settings = {**settings, **snapshots, "enable_prefix_caching": True}
         self.drafter = None
         if settings["num_speculative_tokens"] and drafter == NGRAM:
             settings = {**settings, "speculative_method": NGRAM}
@@ -133,6 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.blocks = poison_blocks(self.engine)
         poison_states(self.engine)
+        watch_state_plans(self.engine)
         self.watch = StepWatch(self.engine)
         if settings.get("speculative_method") == NGRAM:
             self.ngrams = NgramWatch(self.engine)
@@ -160,6 +170,15 @@ class EngineMachine(RuleBasedStateMachine):
                 self._unreported.append(tracked)
             else:
                 self.unfinished[ask.request_id] = tracked
+
+    @precondition(lambda machine: machine.ended)
+    @rule(which=some_request, ask=asks)
+    def next_turn(self, which: int, ask: Ask) -> None:
+        """A prompt that goes on with what an earlier request has said."""
+        earlier = self.ended[which % len(self.ended)]
+        known = [*map(int, earlier.prompt_tokens), *earlier.generated_tokens]
+        room = MAX_SEQUENCE - ask.sampling["num_tokens_to_generate"]
+        self.add_requests([ask._replace(prompt=known[:room])])
 
     def _teach(self, ask: Ask, seed: int) -> None:
         """Tell the drafter the answer. Requests of one seed are taken for each other."""
@@ -299,6 +318,8 @@ class EngineMachine(RuleBasedStateMachine):
         for tracked in ended:
             tracked.check_end(self.serial)
             self.counts[str(tracked.request.finish_reason)] += 1
+            if tracked.request.succeeded():
+                self.ended = [tracked.request, *self.ended[:2]]
         self.watch.after_step()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -316,10 +337,7 @@ class EngineMachine(RuleBasedStateMachine):
                     reader.cancel()
             self._run(asyncio.sleep(0))
 
-    def _finish(self) -> None:
-        """Run all requests to their ends; nothing may be left behind."""
-        self.unpause()
-        self.resume()
+    def _run_to_the_end(self) -> None:
         self.script.append("while engine.has_unfinished_requests(): engine.step_modern()")
         steps = 0
         while self.engine.has_unfinished_requests():
@@ -327,6 +345,17 @@ class EngineMachine(RuleBasedStateMachine):
             assert steps < MAX_STEPS, "the engine is stuck"
             self._step()
         assert not self.unfinished, "a request is forgotten"
+
+    def _finish(self) -> None:
+        """Run all requests to their ends; nothing may be left behind. Where prompts are shared,
+        some of them come back before that, for another turn."""
+        self.unpause()
+        self.resume()
+        self._run_to_the_end()
+        if self.engine.context.prefix_cache is not None:
+            for which in range(len(self.ended)):
+                self.next_turn(which, Ask(which, [], {"num_tokens_to_generate": 3}, 0))
+            self._run_to_the_end()
         readers = [reader for tracked in self.streamed for reader in tracked.readers]
         if readers:
             self._run(asyncio.wait(readers, timeout=10))

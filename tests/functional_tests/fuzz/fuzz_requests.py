@@ -158,6 +158,14 @@ def engine_settings(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+snapshot_settings = st.fixed_dictionaries({
+    # Rows that no request needs, or a few more; inside prompts often, seldom, or never.
+    "num_state_snapshots": st.sampled_from([None, None, 1, 3]),
+    "prefix_caching_mamba_interval": st.sampled_from([None, 0, 4, 8]),
+})  # fmt: skip
+"""Fields of `InferenceConfig` for prefix caching; without recurrent layers nothing reads them."""
+
+
 def equal(found: Any, expected: Any) -> bool:
     """Whether two outputs are the same, numbers with a point up to rounding."""
     if isinstance(found, float) and isinstance(expected, float):

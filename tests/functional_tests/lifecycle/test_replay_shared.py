@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from attention_model import VOCABULARY
-from harness import greedy, make_engine
+from harness import greedy, make_engine, make_model
 from schedules import run_schedule
 from sharing_schedules import sharing_schedule
 
@@ -49,6 +50,32 @@ def test_replays_find_the_same(tiny_model: torch.nn.Module, tmp_path: Path, look
         hits, evictions = hits + found, evictions + stats["evictions"]
     assert hits > 0
     assert evictions > 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"prefix_caching_mamba_gb": 4e-4}], ids=str)
+def test_replays_share_states(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """The replay, which has no model, counts the same rows of states."""
+    model, path = make_model(DUMMY_SHAPES["tiny-hybrid"]), tmp_path / "run.rec"
+    engine = make_engine(
+        model, block_size_tokens=16, max_requests=3, max_tokens=300, enable_prefix_caching=True,
+        **changes,
+    )  # fmt: skip
+    recorder, text = Recorder(engine, path), [n * n % 97 for n in range(400)]
+    for number in range(6):
+        prompt = [*text[: 130 + 40 * number], number]
+        engine.add_request(number, prompt, greedy(140))
+        for _ in range(30):
+            engine.step_modern()
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    recorder.close()
+    engine.close()
+    replay = Replay(load_recording(path))
+    assert replay.run() == engine.statistics.steps
+    stats, again = engine.stats(), replay.engine.stats()
+    assert stats["prefix_cache_snapshot_hits"] > 0
+    for name in ("hits", "snapshots", "snapshot_hits", "snapshot_evictions", "lost_no_state"):
+        assert stats[f"prefix_cache_{name}"] == again[f"prefix_cache_{name}"], name
 
 
 def test_another_cache_is_noticed(

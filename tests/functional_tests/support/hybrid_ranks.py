@@ -41,10 +41,13 @@ STAGES = {
 """How two pipeline stages share the layers."""
 TOKENS = 24
 _SAMPLED: dict[str, Any] = {"num_tokens_to_generate": TOKENS, "termination_id": -1}
+_PROMPTS = random_prompts(5, (3, 40, 290, 1, 26, 7, 130, 2), TINY.vocab_size)
+_PROMPTS[6][:128] = _PROMPTS[2][:128]
 JOBS = [
     Job(prompt, greedy(TOKENS) if n % 3 else SamplingParams(temperature=0.9, seed=n, **_SAMPLED))
-    for n, prompt in enumerate(random_prompts(5, (3, 40, 290, 1, 26, 7, 130, 2), TINY.vocab_size))
+    for n, prompt in enumerate(_PROMPTS)
 ]
+"""The last but one begins like the longest."""
 ARRIVALS = {0: JOBS[:2], 3: JOBS[2:3], 4: JOBS[3:6], 9: JOBS[6:]}
 PLENTY: dict[str, Any] = {"block_size_tokens": 16, "max_requests": 8}
 SCARCE: dict[str, Any] = {
@@ -56,7 +59,9 @@ CASES: list[dict[str, Any]] = [
     {"lookahead": 0, **SCARCE},
     {"lookahead": 2, **SCARCE},
     {"lookahead": 2, "num_cuda_graphs": 2, "max_tokens": 20, **PLENTY},
-]
+    {"lookahead": 1, "num_cuda_graphs": 2, "enable_prefix_caching": True, "num_state_snapshots": 3,
+     "prefix_caching_mamba_interval": 128, **PLENTY, "max_tokens": 150},
+]  # fmt: skip
 NUMBERS = ((0, 1, 2, 6), (7, 3, 4, 5))
 """Jobs of each rank that shares experts."""
 
@@ -69,6 +74,7 @@ class RankRun(NamedTuple):
     pauses: int
     evictions: int
     captured_steps: int
+    prefix_cache_snapshot_hits: int
 
 
 def load(folder: str, sizes: ParallelSizes | None = None) -> torch.nn.Module:
@@ -126,8 +132,7 @@ def serve_mine(folder: str) -> list[RankRun]:
 
 
 def _run(tokens: list[list[int]], stats: dict[str, Any]) -> RankRun:
-    names = ("steps", "pauses", "evictions", "captured_steps")
-    return RankRun(tokens, *(stats[name] for name in names))
+    return RankRun(tokens, *(stats[name] for name in RankRun._fields[1:]))
 
 
 def pools(folder: str) -> list[int]:

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megatron_async.contexts.prefix_cache import PrefixCache
+from megatron_async.contexts.state_rows import StateRows
 from megatron_async.device_state import recurrent_state
 from megatron_async.ops.kernels import TORCH_KERNELS
 from megatron_async.rollback import plan_rollback
@@ -84,6 +87,68 @@ def chunks_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_rollback, "take_back", repeat)
 
 
-RECURRENT_BUGS = [state_of_the_last_owner, short_chunks_forget, drafts_are_flushed]
+def snapshot_of_the_wrong_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot holds the state behind the scan chunk in front of its own."""
+    plan = StateRows.plan
+
+    def one_off(rows: StateRows, *arguments: Any) -> Any:
+        states = plan(rows, *arguments)
+        dests = states.chunk_dest
+        moved = [*dests[1:], -1] if len(dests) > 1 and dests[0] < 0 else dests
+        return replace(states, chunk_dest=np.array(moved, dtype=np.int32))
+
+    monkeypatch.setattr(StateRows, "plan", one_off)
+
+
+def snapshot_without_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decoding leaves lacks the inputs of the convolution."""
+    flush = TORCH_KERNELS.flush
+
+    def flush_states_alone(pools: Any, *arguments: Any) -> None:
+        conv = pools.conv.clone()
+        flush(pools, *arguments)
+        pools.conv.copy_(conv)
+
+    _plant(monkeypatch, flush=flush_states_alone)
+
+
+def snapshot_behind_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decoding leaves is found under the block before its own."""
+    decoded = StateRows.decoded
+
+    def at_the_block_before(rows: StateRows, slot: int, end: int, step: int) -> int:
+        return decoded(rows, slot, max(end - rows.unit, rows.unit), step)
+
+    monkeypatch.setattr(StateRows, "decoded", at_the_block_before)
+
+
+def snapshot_in_use_is_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that a request begins from is given to another in the same step."""
+    monkeypatch.setattr(StateRows, "_is_in_use", lambda rows, row, step: False)
+
+
+def states_without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request goes on from a state with the last block before it computed again."""
+    find = PrefixCache._find
+
+    def shorter(cache: PrefixCache, *arguments: Any) -> Any:
+        found = find(cache, *arguments)
+        if cache.states is None or len(found.blocks) < 2:
+            return found
+        return found._replace(blocks=found.blocks[:-1])
+
+    monkeypatch.setattr(PrefixCache, "_find", shorter)
+
+
+RECURRENT_BUGS = [
+    state_of_the_last_owner,
+    short_chunks_forget,
+    drafts_are_flushed,
+    snapshot_of_the_wrong_chunk,
+    snapshot_without_inputs,
+    snapshot_behind_its_tokens,
+    snapshot_in_use_is_given_away,
+    states_without_blocks,
+]
 ROLLBACK_BUGS = [states_do_not_lag, chunks_run_twice]
 """Few schedules meet them; `features/test_hybrid.py` has one that does."""

@@ -104,3 +104,11 @@ def test_errors_name_the_value(capsys, tmp_path):
     assert "'nonsense' (choose from" in capsys.readouterr().err
     with pytest.raises(ConfigurationError, match="workload='nonsense'"):
         ProfileWorkload("nonsense")
+
+
+def test_the_prefix_cache_is_told_of(capsys, tmp_path):
+    arguments = "--enable-prefix-caching", "--steps", "10", "--model", "dummy:tiny-hybrid"
+    record, _ = run(capsys, tmp_path, *arguments)
+    assert "tokens found" in record["facts"]["prefix cache"]
+    assert "snapshots" in record["facts"]["states"]
+    assert "prefix cache" in (tmp_path / "index.html").read_text()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_async import DynamicInferenceContext, InferenceConfig
 from megatron_async.device_state.device_memory import block_bytes, make_gpu_view
+from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.devices import CpuDevice
 from megatron_async.errors import OutOfMemoryError
@@ -84,6 +86,45 @@ def test_states_that_do_not_fit_are_refused_with_what_fits() -> None:
     make_context(1_000_000, 18_000_000, max_requests=3)
     with pytest.raises(OutOfMemoryError, match="Not even one request's fits"):
         make_context(1_000_000, 7_000_000)
+
+
+def hybrid_context(free: int = 400_000_000, **settings: Any) -> DynamicInferenceContext:
+    device = CpuDevice()
+    device.free_memory = partial(int, free)  # type: ignore[method-assign]
+    model = transformer_config(DUMMY_SHAPES["tiny-hybrid"], torch.float32)
+    model.vocab_size = 100
+    config = InferenceConfig(
+        device="cpu", max_requests=4, max_sequence_length=512, enable_prefix_caching=True,
+        **{"num_kv_blocks": 9, **settings},
+    )  # fmt: skip
+    return DynamicInferenceContext(model, config, device)
+
+
+def test_snapshots_have_rows_of_their_own() -> None:
+    """In the pool of live states, counted before KV blocks are; a share of memory, or a number."""
+    plain, three = hybrid_context(), hybrid_context(num_state_snapshots=3)
+    states = [context.gpu_view.states.find(RecurrentState) for context in (plain, three)]
+    assert states[0] is not None
+    assert states[1] is not None
+    each = states[0].bytes_per_slot
+    assert len(states[0].base) == 5  # four requests, and one for padding
+    assert len(states[1].base) == 8
+    assert sum(pool.nbytes for layer in states[1]._by_kind for pool in layer) == 8 * each
+    more = three.gpu_view.states.num_bytes(4) - plain.gpu_view.states.num_bytes(4)
+    assert more == 3 * each
+    gigabytes = 5.5 * each / 2**30
+    by_memory = hybrid_context(prefix_caching_mamba_gb=gigabytes)
+    assert by_memory.sharing is not None
+    assert (by_memory.sharing.snapshots, by_memory.sharing.limit) == (5, 5)
+    # A snapshot weighs as much as the keys and values of as many tokens.
+    assert plain.sharing is not None
+    block = block_bytes(plain.model_config, plain.config)
+    assert plain.sharing.interval == -(-each * 256 // block)
+
+
+def test_snapshots_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"GiB for snapshots of states.*mamba_gb lower"):
+        hybrid_context(free=4_000_000, num_state_snapshots=500)
 
 
 def test_a_released_state_has_no_memory_and_comes_back_zeroed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from told_service import PARAMS, Service, info, status
 
@@ -25,6 +26,7 @@ from megatron_async.serving.messages import (
     Welcome,
 )
 from megatron_async.serving.records import CoordinatorConfig
+from megatron_async.serving.routing import prompt_hashes
 
 
 def test_load_decides_and_what_does_not_fit_waits() -> None:
@@ -344,3 +346,42 @@ def test_settings_are_checked() -> None:
     for name in ("silence_s", "stall_s", "client_silence_s"):
         with pytest.raises(ConfigurationError, match=f"{name}=0.7.*ping_interval_s=0.5"):
             CoordinatorConfig(**{name: 0.7})
+
+
+def test_a_cache_that_has_lost_a_prefix_does_not_attract() -> None:
+    """Break `ReplicaRecord.heard` so that it forgets nothing, and it fails."""
+    prompt = list(range(40))
+    service = Service("a", "b")
+    service.ask(0, prompt=prompt)
+    service.hear("b", status(0, tokens=0))
+    assert service.runs("a") == [0]
+    service.end("a", 0)
+    service.hear("a", status(1, tokens=30))
+    service.ask(1, prompt=prompt)
+    assert service.runs("a") == [1], "it has served this, and has little more to do"
+    service.end("a", 1)
+    lost = prompt_hashes(prompt, 4)
+    service.hear("a", msgspec.structs.replace(status(2, tokens=30), lost_blocks=lost))
+    service.ask(2, prompt=prompt)
+    assert (service.runs("a"), service.runs("b")) == ([], [2])
+
+
+def test_what_a_replica_is_yet_to_compute_is_not_forgotten() -> None:
+    """It has told what it has lost before it knew of the request that will bring it back."""
+    prompt = list(range(40))
+    service = Service("a", "b")
+    service.ask(0, prompt=prompt)
+    late = msgspec.structs.replace(status(0), lost_blocks=prompt_hashes(prompt, 4))
+    service.hear("a", late)
+    service.ask(1, prompt=prompt)
+    assert service.runs("a") == [0, 1]
+
+
+def test_what_is_found_is_no_load() -> None:
+    service = Service("a")
+    replica = next(iter(service.dispatcher.replicas.values()))
+    prompt, tokens = list(range(40)), 40 + 10
+    service.ask(0, prompt=prompt)
+    assert replica.candidate().unfinished_tokens == tokens
+    service.ask(1, prompt=prompt)
+    assert replica.candidate().unfinished_tokens == 2 * tokens - 40

@@ -63,6 +63,8 @@ class Decode(NamedTuple):
     """How many of its query tokens are the sequence's; the others are drafts to be rejected."""
     brought: int | None = None
     """How many it brings at all; None: the step's width."""
+    save: int = -1
+    """Pool row that gets its state, as it is before the step."""
 
 
 class Runner:
@@ -85,7 +87,7 @@ class Runner:
         """Run a step, check what it gives and what it left; the outputs of each row."""
         layer, width = self.layer, width or self.width
         rows, positions, inputs = [], [], []
-        for sequence, right, brought in decodes:
+        for sequence, right, brought, _save in decodes:
             rows.append(sequence.row)
             at = [sequence.length + query for query in range(width)]
             count = width if brought is None else brought
@@ -124,7 +126,9 @@ class Runner:
         arguments = (projected, layer.params, self.pools)
         if rows:
             every = RecurrentPools(*(pool[None] for pool in self.pools))  # one layer
-            self.ops.flush(every, index, before, after, self.rule)
+            saves = [decode.save for decode in decodes] + [-1] * dummies
+            saves = self.tensor(saves) if max(saves) >= 0 else None
+            self.ops.flush(every, index, before, after, self.rule, saves)
             self.ops.decode(*arguments, index, positions, after, width, self.rule, out=y[:tokens])
         if has_chunks:
             most = sum(c.tokens // 128 + 2 for c in chunks) + 2 * empty
@@ -145,7 +149,7 @@ class Runner:
 
     def check(self, y, decodes, chunks, starts, tokens, width):
         outputs = []
-        for number, (sequence, right, brought) in enumerate(decodes):
+        for number, (sequence, right, brought, _save) in enumerate(decodes):
             own = y[number * width : (number + 1) * width]
             self.compare(own[:right], sequence.expected[sequence.length :][:right])
             assert own.isfinite().all()
@@ -167,7 +171,7 @@ class Runner:
             base = int(self.base[sequence.row])
             assert chunk.is_last or base == sequence.length
             self.compare(self.pools.state[sequence.row], sequence.states[base - 1] if base else 0)
-        for number, (sequence, right, _brought) in enumerate(decodes):
+        for number, (sequence, right, _brought, _save) in enumerate(decodes):
             base = int(self.base[sequence.row])
             assert base == after[number] >= before[number]
             if right:

@@ -194,6 +194,33 @@ def check_snapshots(layer, ops, steps=30):
         assert torch.equal(pool[5:7].nan_to_num(-7), before.nan_to_num(-7))
 
 
+def check_saves(layer, ops, steps=20):
+    """A decode row leaves its state, and the inputs before it, in another row, from which a request
+    goes on: where the step moves the state there, and where it stands there already."""
+    for prompt, border in ((23, 32), (32, 32), (1, 16)):
+        runner = Runner(layer, ops, rows=6)
+        sequence, other = (Sequence(layer, 90, row=row) for row in (0, 1))
+        runner.prefill(sequence, prompt)
+        runner.prefill(other, 5)
+        runner.decode(sequence, border - prompt)
+        runner.step([Decode(sequence, save=4), Decode(other)], dummies=1)
+        kept = [pool[4].clone() for pool in runner.pools]
+        runner.compare(runner.pools.state[4], sequence.states[border - 1])
+        runner.decode(sequence, 20)
+        warm = Sequence(layer, 1, row=2)
+        warm.inputs, warm.expected, warm.states = (
+            sequence.inputs,
+            sequence.expected,
+            sequence.states,
+        )
+        warm.length = border
+        runner.step([Decode(other)], chunks=[Chunk(warm, 1, False, read_row=4)])
+        runner.prefill(warm, 2, 5)
+        runner.decode(warm, steps)
+        for pool, before in zip(runner.pools, kept):
+            assert torch.equal(pool[4].nan_to_num(-7), before.nan_to_num(-7))
+
+
 def check_state_is_float32(layer, ops, others, limit):
     """What a scan of 16-bit inputs adds to the state is not rounded to 16 bits."""
     states = []

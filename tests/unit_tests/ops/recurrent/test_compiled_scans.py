@@ -1,4 +1,5 @@
-"""The scans as Triton compiles them for a GPU, which needs none."""
+"""The scans, and kernels whose types the interpreter does not check, as Triton compiles them for a
+GPU, which needs none."""
 
 import pytest
 import triton
@@ -6,13 +7,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton_interpreter import INTERPRETED
 
-from megatron_async.ops.recurrent import delta_scan, mamba_scan
+from megatron_async.device_state import state_table
+from megatron_async.ops.recurrent import delta_scan, flush, mamba_scan
 
 HOPPER = GPUTarget("cuda", 90, 32)
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")
-NUMBERS = {"tokens", "input_stride", "state_stride", "xb_stride", "gates_stride", "conv_stride"}
+NUMBERS = {"tokens", "section_field", "decode_rows", "prefill_rows", "num_dests", "dummy_row"}
+ENDS_OF_NUMBERS = "_stride", "_layer", "_row"
 FLOATS = {"dt_in", "gates", "state", "ring_gates", "a_log", "d"}
 INTEGERS = {"starts", "first_positions", "read_rows", "write_rows", "base_after", "chunk_dest"}
+INTEGERS |= {"base_before", "saves", "words", "entry", "row_of_slot", "row_slots", "row_index"}
+INTEGERS |= {"out_rows", "out_reads", "out_saves", "out_dests"}
 SIZES = {"ring": 17, "conv_ring": 4, "share": 107, "share_tile": 128, "chunks_tile": 16}
 
 
@@ -23,7 +28,7 @@ def compiled(kernel, constants, warps, stages):
         if name in constants:
             signature[name] = "constexpr"
             continue
-        number = name in NUMBERS or name == "out_stride"
+        number = name in NUMBERS or name.endswith(ENDS_OF_NUMBERS)
         kind = "*fp32" if name in FLOATS else "*i32" if name in INTEGERS else "*bf16"
         signature[name] = "i32" if number else kind
         attributes[(place,)] = [["tt.divisibility", 16]]
@@ -67,3 +72,18 @@ def test_gated_delta(has_dest):
     in_loops, in_branches = products(compiled(delta_scan._scan_kernel, constants, 4, 2))
     assert in_loops >= 6
     assert in_branches == 0
+
+
+@pytest.mark.parametrize("has_saves", [False, True])
+def test_flush(has_saves):
+    constants = {"heads": 64, "head_dim": 64, "columns": 128, "channels": 5120, "ring": 17}
+    constants |= {"gates": 2, "parts": 16, "lanes": 32, "entries": 16, "turns": 1, "inputs": 24576}
+    constants |= {"has_saves": has_saves, "is_exact": False, "overlap": True}
+    in_loops, in_branches = products(compiled(flush._flush_kernel, constants, 4, 3))
+    assert in_loops >= 1
+    assert in_branches == 0
+
+
+def test_state_table():
+    constants = {"counts": 3, "tile": 128, "overlap": True}
+    assert "tt.store" in compiled(state_table._unpack_states_kernel, constants, 4, 3)

@@ -117,6 +117,7 @@ def test_resumed_scan_is_bit_identical(layer):
 
 def test_snapshots(layer):
     checks.check_snapshots(layer, KERNELS, steps=3)
+    checks.check_saves(layer, KERNELS, steps=3)
 
 
 def test_repeated_tokens(layer):
@@ -147,6 +148,7 @@ def test_real_sizes(shape, dtype):
     checks.check_same_step_again(layer, KERNELS, 3)
     checks.check_resumed_scan(layer, KERNELS)
     checks.check_snapshots(layer, KERNELS)
+    checks.check_saves(layer, KERNELS)
     checks.check_equal_tokens(layer, KERNELS)
 
 

@@ -111,6 +111,7 @@ def test_resumed_scan_is_bit_identical(layer):
 
 def test_snapshots(layer):
     checks.check_snapshots(layer, KERNELS, steps=3)
+    checks.check_saves(layer, KERNELS, steps=3)
 
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -136,6 +137,7 @@ def test_real_sizes(shape, dtype):
     checks.check_same_step_again(layer, KERNELS, 3)
     checks.check_resumed_scan(layer, KERNELS)
     checks.check_snapshots(layer, KERNELS)
+    checks.check_saves(layer, KERNELS)
 
 
 @pytest.mark.gpu

@@ -80,6 +80,7 @@ def test_resumed_scan_is_bit_identical(layer):
 
 def test_snapshots(layer):
     checks.check_snapshots(layer, REFERENCES)
+    checks.check_saves(layer, REFERENCES)
 
 
 def test_bad_input():

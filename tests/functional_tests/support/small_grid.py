@@ -1,0 +1,19 @@
+"""Recurrent states that are written, and can be kept, every 4 tokens instead of every 16 and 128:
+short sequences have as many borders as long ones then. For plain torch; kernels have their own."""
+
+from __future__ import annotations
+
+from megatron_async.contexts import dynamic_context
+from megatron_async.device_state import state_table
+from megatron_async.ops.recurrent import delta_reference, mamba_reference, recurrent_pools
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule
+
+GRID = 4
+MODULES = (dynamic_context, state_table, delta_reference, mamba_reference, recurrent_pools)
+
+
+def use_small_grid() -> None:
+    """From now on, for engines that are made later."""
+    for module in MODULES:
+        module.GRID = GRID  # type: ignore[attr-defined]
+    FlushRule.__new__.__defaults__ = (GRID, 0)
