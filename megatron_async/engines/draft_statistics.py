@@ -44,8 +44,11 @@ class DraftStatistics:
             "mean_accepted_length": 1 + accepted / rows if rows else 0.0,
             **{f"drafted_tokens_at_{i}": int(n) for i, n in enumerate(self.drafted, 1)},
             **{f"accepted_tokens_at_{i}": int(n) for i, n in enumerate(self.accepted, 1)},
-            **{
-                f"fewer_drafts_{reason.name.lower()}": int(n)
-                for reason, n in zip(FewerDrafts, self.fewer, strict=True)
-            },
+            **{f"fewer_drafts_{reason}": n for reason, n in self.fewer_by_reason.items()},
         }
+
+    @property
+    def fewer_by_reason(self) -> dict[str, int]:
+        """`fewer` by the names of its reasons."""
+        names = (reason.name.lower() for reason in FewerDrafts)
+        return dict(zip(names, map(int, self.fewer), strict=True))

@@ -18,7 +18,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from megatron_async.contexts.draft_books import FewerDrafts
 from megatron_async.observe.metrics_server import MetricsServer
 from megatron_async.observe.stage_times import BOUNDS_NS, BUCKETS_PER_OCTAVE, TimeHistogram
 
@@ -145,8 +144,8 @@ def _drafts(statistics: DraftStatistics) -> Iterator[Metric]:
         "Decode rows that verified fewer drafts than they could, by reason.",
         labels=["reason"],
     )
-    for reason, count in zip(FewerDrafts, statistics.fewer, strict=True):
-        fewer.add_metric([reason.name.lower()], float(count))
+    for reason, rows in statistics.fewer_by_reason.items():
+        fewer.add_metric([reason], rows)
     yield fewer
 
 

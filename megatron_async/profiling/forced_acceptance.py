@@ -21,12 +21,12 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.sampling.philox import philox4x32
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
-from megatron_async.text_generation_controllers.drafting import Drafter, Drafting
 
 if TYPE_CHECKING:
     from megatron_async.device_state.gpu_view import ContextGPUView
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
     from megatron_async.ops.sampling.sampling import SamplingMode
+    from megatron_async.text_generation_controllers.drafting import Drafter
 
 TILE = 128
 STREAM = 0x5EED
@@ -70,9 +70,8 @@ def force_acceptance(engine: DynamicInferenceEngine, chances: Sequence[float]) -
             f"num_speculative_tokens={len(chances)}, not {count}."
         )
     context.drafts.chooses_widths = False
-    drafting = Drafting(_AlwaysSome(controller.drafting.drafter), count)
     sample = _Forced(controller.sampler.sample, context.gpu_view, chances, controller.vocab_size)
-    controller.drafting = drafting
+    controller.drafting.drafter = _AlwaysSome(controller.drafting.drafter)
     controller.sampler.sample = sample  # type: ignore[assignment]
     controller.recapture_cuda_graphs()
 

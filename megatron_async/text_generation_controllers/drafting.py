@@ -40,7 +40,7 @@ class Drafting:
         count: drafts of a row.
 
     Attributes:
-        drafter: as given.
+        drafter: as given; benchmarks put another one around it.
     """
 
     def __init__(self, drafter: Drafter, count: int) -> None:
