@@ -137,7 +137,7 @@ def test_tokens_are_those_of_plain_decoding(part: int) -> None:
             max_tokens=max_requests * (count + 1) + chooser.choice([0, 1, 9, 60]),
             num_kv_blocks=-(-longest // size) + chooser.randint(0, 4),
             paused_buffer_size_gb=chooser.choice([None, 1e-9]),
-            enable_prefix_caching=kind is CyclingModel and chooser.random() < 0.5,
+            enable_prefix_caching=chooser.random() < 0.5,
         )  # fmt: skip
         blocks = poison_blocks(engine)
         poison_states(engine)
