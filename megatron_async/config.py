@@ -20,6 +20,10 @@ LOOKAHEAD_OF_MODE = {"legacy": 0, "async": 1}
 DEFAULT_MAX_REQUESTS = 256
 
 INVALIDATION_POLICIES = ("reconcile", "rollback")
+SPECULATIVE_METHODS = ("ngram",)
+DEFAULT_DRAFTS = 3
+"""A decode row then has 4 query tokens: one tile of the kernels for few rows. Of an edited text the
+third draft is still right in 7 of 10 cases, and on other text such a row is rarely planned."""
 STATE_DTYPES = ("float32", "bfloat16")
 ATTENTION_BACKENDS = ("triton", "flash_attn_4", "flash_attn_3", "torch")
 
@@ -75,12 +79,13 @@ class InferenceConfig:
     # ---- Limits of a step --------------------------------------------------------------------
     max_requests: int = None  # type: ignore[assignment]  # an integer after __post_init__
     """Requests that may hold a slot (be active or paused) at once; others wait in order. None: 256,
-    or `max_tokens` where that is less."""
+    or as many as `max_tokens` has room for."""
 
     max_tokens: int = 2048
     """Token budget of one step: decode rows first, the rest goes to prefill. Smaller budgets keep
     the time between two tokens of running requests short, larger ones prefill faster. At least
-    `max_requests`, so that every active request can decode in one step."""
+    `max_requests`, so that every active request can decode in one step (with speculation, times
+    `num_speculative_tokens` + 1)."""
 
     max_sequence_length: int = 2560
     """Longest sequence, prompt and generated tokens together, tokens."""
@@ -106,10 +111,15 @@ class InferenceConfig:
     rows). "rollback": they are discarded, device and books put back to where they were before, and
     launched again without it; for comparison, as it costs a wait and the discarded steps."""
 
+    # ---- Speculation -------------------------------------------------------------------------
+    speculative_method: str | None = None
+    """Who drafts tokens: "ngram" looks up what stood behind the last tokens when they came before
+    in the same sequence, on the device, without weights. None (or "none"): nobody, or the drafter
+    that is passed to `TextGenerationController`. Tokens are those of plain decoding."""
+
     num_speculative_tokens: int = 0
     """Tokens that are drafted for a decode row and verified by its next step, which yields one to
-    `num_speculative_tokens` + 1 tokens. 0: no speculation. It needs a drafter, which is an argument
-    of `TextGenerationController`; the tokens are those of plain decoding, whatever is drafted."""
+    `num_speculative_tokens` + 1 tokens. 0: 3 with a `speculative_method`, else no speculation."""
 
     # ---- Graphs ------------------------------------------------------------------------------
     num_cuda_graphs: int | None = None
@@ -160,11 +170,13 @@ class InferenceConfig:
 
     def __post_init__(self) -> None:
         self._resolve_lookahead()
+        self._resolve_speculation()
         for name in ("block_size_tokens", "max_tokens", "max_sequence_length"):
             self._require_int(name, 1)
         asked: Any = self.max_requests
         if asked is None:
-            self.max_requests = min(DEFAULT_MAX_REQUESTS, self.max_tokens)
+            most = self.max_tokens // self.decode_width
+            self.max_requests = min(DEFAULT_MAX_REQUESTS, max(most, 1))
         self._require_int("max_requests", 1)
         if self.num_kv_blocks is not None:
             self._require_int("num_kv_blocks", 1)
@@ -190,7 +202,6 @@ class InferenceConfig:
                 f"mamba_ssm_states_dtype={self.mamba_ssm_states_dtype!r} is not served: use one of "
                 f"{', '.join(STATE_DTYPES)}."
             )
-        self._require_int("num_speculative_tokens", 0)
         self._require_int("inference_sampling_seed", 0)
         self._require_int("logging_step_interval", 0)
         if self.attention_backend not in (None, *ATTENTION_BACKENDS):
@@ -252,10 +263,34 @@ class InferenceConfig:
                 "buffers of its own, and more than 2 bring nothing."
             )
 
+    def _resolve_speculation(self) -> None:
+        self._require_int("num_speculative_tokens", 0)
+        method: Any = self.speculative_method
+        if method == "none":
+            method = self.speculative_method = None
+        if method == "mtp":
+            raise ConfigurationError(
+                "speculative_method='mtp' is not served yet: use 'ngram', which needs no weights, "
+                "or pass a drafter of your own to TextGenerationController."
+            )
+        if method not in (None, *SPECULATIVE_METHODS):
+            raise ConfigurationError(
+                f"speculative_method={method!r} is unknown: use one of "
+                f"{', '.join(map(repr, SPECULATIVE_METHODS))}, or None."
+            )
+        if method is not None and self.num_speculative_tokens == 0:
+            self.num_speculative_tokens = DEFAULT_DRAFTS
+
     def _require_int(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigurationError(f"{name}={value!r} must be an integer of at least {least}.")
+
+    @property
+    def chooses_widths(self) -> bool:
+        """Whether each step's width is chosen by what drafts have brought: with a method of ours. A
+        drafter that was passed in has its drafts verified by every step."""
+        return self.speculative_method is not None
 
     @property
     def decode_width(self) -> int:

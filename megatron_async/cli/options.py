@@ -43,6 +43,8 @@ ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
         "",
         "keep KV blocks of requests that have ended, and let requests that begin alike share them",
     ),
+    ("speculative_method", str, "NAME", "draft tokens: ngram looks them up in the text itself"),
+    ("num_speculative_tokens", int, "N", "tokens drafted ahead (default: 3, with a method)"),
     (
         "prefix_caching_mamba_gb",
         float,

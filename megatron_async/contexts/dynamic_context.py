@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest, rank_of
+from megatron_async.contexts.draft_books import DraftBooks
 from megatron_async.contexts.graph_shapes import make_graph_shapes
 from megatron_async.contexts.integrity import check_integrity
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
@@ -65,6 +66,7 @@ class DynamicInferenceContext:
         graph_shapes: padded shapes that have, or will have, a captured graph.
         prefix_cache: finds what blocks hold; None without `enable_prefix_caching`.
         sharing: of recurrent states, with it; else None.
+        drafts: what booked steps have told of drafts; None without speculation.
     """
 
     @makes_ordinary_tensors
@@ -126,6 +128,9 @@ class DynamicInferenceContext:
             self.prefix_cache = PrefixCache(self.slots, self.blocks, self.block_size_tokens, states)
             if states is not None:
                 self._plan_builder.plan_states = self.prefix_cache.plan_states
+        self.drafts = None
+        if count := inference_config.num_speculative_tokens:
+            self.drafts = DraftBooks(self.slots, count, inference_config.chooses_widths)
         self.scheduler = Scheduler(
             inference_config,
             self.slots,
@@ -135,6 +140,7 @@ class DynamicInferenceContext:
             max_paused_blocks(model_config, inference_config, self.blocks.total, self.device),
             GRID if self._is_recurrent else 1,
             self.prefix_cache,
+            self.drafts,
         )
         self._arrivals = 0
 
@@ -270,6 +276,7 @@ class DynamicInferenceContext:
         sampled: IntArray,
         counts: IntArray,
         log_probs: IntArray | None = None,
+        drafts: IntArray | None = None,
     ) -> StepOutput:
         """Book the samples of a resolved step.
 
@@ -278,11 +285,17 @@ class DynamicInferenceContext:
             sampled: int32 `[rows, most tokens of a row]` token ids, host memory; copied.
             counts: int32 `[rows]`: how many of them each row yields.
             log_probs: int32 `[rows, most tokens of a row, OUT_WORDS]`, host memory; copied.
+            drafts: int32 `[rows, drafts]` for the next step, host memory; copied. None where
+                nothing is drafted.
 
         Returns:
             the live rows' tokens, and which requests ended. The caller releases those.
         """
-        return book_samples(plan, self.slots, sampled, counts, log_probs)
+        verified = None
+        if self.drafts is not None and drafts is not None:
+            verified = self.drafts.book(plan, sampled, counts, drafts)
+        output = book_samples(plan, self.slots, sampled, counts, log_probs)
+        return output if verified is None else replace(output, verified=verified)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block, slot and state row is accounted for once."""

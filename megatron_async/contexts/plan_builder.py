@@ -98,7 +98,7 @@ class PlanBuilder:
             shape: one that holds them; None: theirs.
         """
         shape = shape or self.shape_of(decode, chunks)
-        slots, (rows, width, kv_at_most) = self._slots, decode
+        slots, (rows, width, kv_at_most, short_of_blocks) = self._slots, decode
         num_decode = len(rows)
         produces = self._all[: num_decode + len(chunks)]
         widths = self._ones[: num_decode + len(chunks)]
@@ -156,6 +156,7 @@ class PlanBuilder:
             prefill_following=following,
             features=plan_features(slots, rows, produces, chunks, mode),
             states=states,
+            short_of_blocks=short_of_blocks,
         )
         self.next_step += 1
         return plan

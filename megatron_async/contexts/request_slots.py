@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_async.contexts.step_plan import IntArray
-from megatron_async.ops.sampling.slot_records import RowFeature
+from megatron_async.ops.sampling.slot_records import Header
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
 
@@ -42,6 +42,8 @@ class DecodeRows(NamedTuple):
     """Most tokens that one of them yields."""
     kv_at_most: IntArray
     """int32 `[rows]`: `RequestSlots.places` of them."""
+    short_of_blocks: bool = False
+    """Whether they are narrow for want of blocks."""
 
 
 NO_SLOTS: IntArray = np.empty(0, dtype=np.int64)
@@ -107,6 +109,8 @@ class RequestSlots:
         """Which tokens are looked at when they are booked; see `TokenWatch`."""
         self.features = np.zeros(capacity, dtype=np.int32)
         """Bits of `RowFeature`, as in the requests' records."""
+        self.drafts = np.zeros(capacity, dtype=np.int32)
+        """Most drafts of the requests that a step verifies, as in their records."""
         self.prompt_log_probs = np.zeros(capacity, dtype=np.int32)
         """Places of the prompt, from its beginning, whose log probs are still to be delivered."""
         self.sampling_mode = np.zeros(capacity, dtype=np.int8)
@@ -170,6 +174,7 @@ class RequestSlots:
         self.num_blocks[slot] = 0
         self._set_stop_ids(slot, request.sampling_params)
         self.features[slot] = record.features
+        self.drafts[slot] = record.words[Header.DRAFTS]
         self.sampling_mode[slot] = record.mode
         is_constrained = request.sampling_params.structured_output is not None
         self.most_in_flight[slot] = 2 if is_constrained else MANY
@@ -232,10 +237,9 @@ class RequestSlots:
         return self.num_known[slots] + self.in_flight_tokens[slots]
 
     def widths_of(self, slots: IntArray | slice, width: int) -> IntArray:
-        """Most tokens that rows of these slots yield in a step of this width, int32 `[slots]`: one
-        under a grammar, because the mask of a token needs the token before it."""
-        constrained = (self.features[slots] & RowFeature.CONSTRAINED) != 0
-        return np.where(constrained, 1, width).astype(np.int32)
+        """Most tokens that rows of these slots yield in a step of this width, int32 `[slots]`: no
+        more than their requests allow drafts."""
+        return np.minimum(self.drafts[slots] + 1, width)
 
     def decode_rows(self, slots: IntArray, width: int = 1) -> DecodeRows:
         """Decode rows of these slots, int64 `[rows]`."""

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest
+from megatron_async.contexts.draft_books import DraftBooks
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.micro_batches import MicroBatches
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
@@ -43,6 +44,7 @@ class Scheduler:
             where the step's budget reaches one: there a scan's result depends on no schedule.
         prefix_cache: finds blocks for new requests, and is told which are filled; None: nobody
             looks.
+        drafts: choose the width of decode rows; None: it is 1.
 
     Attributes:
         waiting: requests without a slot.
@@ -62,6 +64,7 @@ class Scheduler:
         max_paused_blocks: int,
         chunk_border: int = 1,
         prefix_cache: PrefixCache | None = None,
+        drafts: DraftBooks | None = None,
     ) -> None:
         self._config = config
         self._slots = slots
@@ -71,6 +74,7 @@ class Scheduler:
         self._max_paused_blocks = max_paused_blocks
         self._chunk_border = chunk_border
         self.prefix_cache = prefix_cache
+        self._drafts = drafts
         self.waiting = AdmissionQueue()
         self.prefilling: list[int] = []
         self.micro_batches = MicroBatches(slots, config.steps_in_flight - 1)
@@ -124,11 +128,12 @@ class Scheduler:
         # Under a grammar the mask of a token needs the token before it: one may be in flight.
         wants &= slots.in_flight_steps < slots.most_in_flight
         wants = self.micro_batches.members(wants, micro_batch)
-        width = slots.max_width
+        width = 1 if self._drafts is None else self._drafts.width_for(wants)
+        short_of_blocks = False
         places = slots.places(ALL, width)
         needy, wanted, count = self._in_need(wants, places)
         if width > 1 and count > blocks.allocatable:
-            width = 1
+            width, short_of_blocks = 1, True
             places = slots.places(ALL, width)
             needy, wanted, count = self._in_need(wants, places)
         if count > 0:
@@ -146,7 +151,9 @@ class Scheduler:
                 self._pause(starved[is_exact])
             self._give_blocks(needy, wanted, count)
         rows = np.flatnonzero(wants)
-        return DecodeRows(rows, width, places[rows]) if len(rows) else NO_DECODE
+        if not len(rows):
+            return NO_DECODE
+        return DecodeRows(rows, width, places[rows], short_of_blocks)
 
     def _in_need(
         self, wants: NDArray[np.bool_], places: IntArray

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_async.contexts.draft_books import Verified
 from megatron_async.contexts.request_slots import NO_SLOTS, RequestSlots
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 
@@ -40,6 +41,8 @@ class StepOutput:
     log_probs: IntArray | None = None
     """int32 `[tokens, OUT_WORDS]`, meaningful in rows that asked; None where no row of the step
     did."""
+    verified: Verified | None = None
+    """What became of drafts; None without speculation."""
 
     @property
     def token_request_ids(self) -> NDArray[np.int64]:

@@ -65,8 +65,8 @@ class StepPlan:
     """int32 `[rows]`: bound of the KV length once this step's tokens are appended. Exact for
     prefill chunks, and for rows whose steps in flight all have width 1."""
     widths: IntArray
-    """int32 `[rows]`: most tokens that the row yields: `width`, but 1 under a grammar and for
-    prefill chunks."""
+    """int32 `[rows]`: most tokens that the row yields: `width`, but no more drafts than the request
+    allows (none under a grammar), and 1 for prefill chunks."""
     produces: NDArray[np.bool_]
     """bool `[rows]`: whether the row's sample is a token of its request (not so for a prefill chunk
     that leaves part of the prompt for later)."""
@@ -84,6 +84,8 @@ class StepPlan:
     """What requests of its rows ask for beyond tokens."""
     states: StatePlan | None = None
     """None where recurrent states are not shared, or nothing is new about their rows."""
+    short_of_blocks: bool = False
+    """Whether decode rows are narrow for want of blocks."""
 
     @property
     def num_rows(self) -> int:

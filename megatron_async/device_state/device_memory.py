@@ -174,8 +174,10 @@ def agree_on_least(value: int, device: Device) -> int:
 
 def keeps_tokens(model: Any, config: InferenceConfig) -> bool:
     """Whether token ids lie beside the keys: requests may begin behind blocks that others have
-    filled, and the model samples here, on the last pipeline stage."""
-    return config.enable_prefix_caching and stage_of(model).is_last
+    filled, or drafts are looked up in them; and the model samples here, on the last pipeline
+    stage."""
+    reads_tokens = config.enable_prefix_caching or config.speculative_method == "ngram"
+    return reads_tokens and stage_of(model).is_last
 
 
 def block_bytes(model: Any, config: InferenceConfig) -> int:

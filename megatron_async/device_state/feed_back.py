@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header, RowFeature
+from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
 
 if TYPE_CHECKING:
     from megatron_async.device_state.batch_dimensions import BatchDimensions
@@ -29,9 +29,8 @@ COUNT, LENGTH, TOKENS = 0, 1, 2
 them, and the first of the tokens; behind as many tokens as a row may yield follow its next
 drafts."""
 WORDS = tl.constexpr(RECORD_WORDS)
-FEATURES = tl.constexpr(int(Header.FEATURES))
 MAX_LENGTH = tl.constexpr(int(Header.MAX_LENGTH))
-CONSTRAINED = tl.constexpr(int(RowFeature.CONSTRAINED))
+DRAFTS = tl.constexpr(int(Header.DRAFTS))
 COUNT_WORD, LENGTH_WORD, TOKENS_WORD = map(tl.constexpr, (COUNT, LENGTH, TOKENS))
 
 
@@ -128,11 +127,10 @@ def feed_back_reference(
         limits = slots.records[:, Header.MAX_LENGTH].index_select(0, owners)
         most = limits - step.lengths[:decode]
         if width > 1:
-            features = slots.records[:, Header.FEATURES].index_select(0, owners)
+            own = 1 + slots.records[:, Header.DRAFTS].index_select(0, owners)
             field = BookkeepingLayout.for_batch(dims, 0).start("decode_width")
             allowed = words[:, field].index_select(0, step.entry.long()).expand(decode)
-            is_constrained = (features & int(RowFeature.CONSTRAINED)) != 0
-            most = torch.minimum(most, torch.where(is_constrained, 1, allowed))
+            most = torch.minimum(most, torch.minimum(own, allowed))
             drafts = step.token_ids[: dims.decode_tokens].view(decode, width)[:, 1:]
             agreed = (drafts == table[:decode, :-1]).int().cumprod(dim=1).sum(dim=1)
             most = torch.minimum(1 + agreed, most)
@@ -204,8 +202,7 @@ def _feed_back_kernel(
     last = token
     if width > 1:
         allowed = tl.load(words + current.to(tl.int64) * words_stride + width_field)
-        asked = tl.load(record + FEATURES, inside, other=0)
-        allowed = tl.where((asked & CONSTRAINED) != 0, 1, allowed)
+        allowed = tl.minimum(allowed, 1 + tl.load(record + DRAFTS, inside, other=0))
         agrees = decodes & (count > 0)
         for query in tl.static_range(1, width):
             wide = inside & decodes

@@ -31,7 +31,8 @@ class PagedKVCache:
         head_dim: size of a head.
         dtype: of keys and values.
         device: where the cache lives.
-        keeps_tokens: keep token ids beside the keys, for requests that begin behind shared blocks.
+        keeps_tokens: keep token ids beside the keys, for requests that begin behind shared blocks
+            and for drafts that are looked up.
 
     Attributes:
         num_layers: as given.

@@ -29,10 +29,10 @@ from megatron_async.ops.sampling.slot_records import (
 
 TILE = 128
 PRODUCES = tl.constexpr(int(RowFeature.PRODUCES))
-CONSTRAINED = tl.constexpr(int(RowFeature.CONSTRAINED))
 WORDS = tl.constexpr(RECORD_WORDS)
 FEATURES = tl.constexpr(int(Header.FEATURES))
 MAX_LENGTH = tl.constexpr(int(Header.MAX_LENGTH))
+DRAFTS = tl.constexpr(int(Header.DRAFTS))
 NUM_EDITS = tl.constexpr(int(Header.NUM_EDITS))
 NUM_BAD_WORDS = tl.constexpr(int(Header.NUM_BAD_WORDS))
 HEAD = tl.constexpr(HEADER)
@@ -63,7 +63,7 @@ def unpack_step(
         block_size: tokens a block.
         out: tensors of the step's size, written. Padding tokens, query tokens behind which their
             request's limit leaves no place, and those that the plan gives their row no blocks for
-            (beyond its own width, or the one of a row under a grammar) get position 0 and a place
+            (beyond its own width, or the drafts that its request allows) get position 0 and a place
             in the last slot's first block; the former id 0.
         lengths: int32 `[decode rows]` of the sequences, where another rank knows them; None: those
             of `slots`.
@@ -260,7 +260,7 @@ def _unpack_kernel(
             brought = tl.full((), 1, tl.int32)
             if width > 1:
                 brought = tl.load(step + width_field)
-                brought = tl.where((asked & CONSTRAINED) != 0, 1, brought)
+                brought = tl.minimum(brought, 1 + tl.load(record + DRAFTS))
             kv_length = tl.maximum(tl.minimum(length - 1 + brought, limit - 1), 1)
             tl.store(out_kv_lengths + row, kv_length)
             token = tl.load(last_token + slot)

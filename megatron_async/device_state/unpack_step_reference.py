@@ -62,8 +62,8 @@ def _unpack_decode_rows(
     length = slots.length.index_select(0, owners) if lengths is None else lengths
     limit = slots.records[:, Header.MAX_LENGTH].index_select(0, owners)
     features = slots.records[:, Header.FEATURES].index_select(0, owners)
-    is_constrained = (features & int(RowFeature.CONSTRAINED)) != 0
-    brought = torch.where(is_constrained, 1, fields["decode_width"])
+    own = 1 + slots.records[:, Header.DRAFTS].index_select(0, owners)
+    brought = torch.minimum(fields["decode_width"], own)
     out.lengths[:rows] = length
     out.kv_lengths[:rows] = torch.minimum(length - 1 + brought, limit - 1).clamp(min=1)
     query = torch.arange(width, device=owners.device)

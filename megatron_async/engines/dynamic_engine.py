@@ -71,7 +71,7 @@ class DynamicInferenceEngine:
         self.context = context
         self.lookahead = context.config.steps_in_flight - 1
         self.in_flight: deque[LaunchedStep] = deque()
-        self.statistics = EngineStatistics()
+        self.statistics = EngineStatistics.of(context.config)
         self.requests = RequestRegistry(self.statistics)
         self.invalidation = make_invalidation(context, self.in_flight, self.statistics)
         self.group = RankGroup()

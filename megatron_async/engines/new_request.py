@@ -117,6 +117,7 @@ def _prepare(
         max_length=limits.max_length,
         vocab_size=vocab_size,
         tokenizer=tokenizer,
+        drafts=limits.drafts,
     )
     if params.return_log_probs:
         wanted = 0 if params.skip_prompt_log_probs else length

@@ -7,9 +7,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.engines.draft_statistics import DraftStatistics
 from megatron_async.observe.stage_times import TimeHistogram
 
 if TYPE_CHECKING:
+    from megatron_async.config import InferenceConfig
     from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 
 
@@ -62,10 +64,7 @@ class EngineStatistics:
     generated_tokens: int = 0
     prefill_tokens: int = 0
     """Tokens prefilled, recomputed ones included."""
-    drafted_tokens: int = 0
-    """Drafts that steps verified."""
-    accepted_tokens: int = 0
-    """Drafts that were what plain decoding says; zombie rows and tokens behind an end included."""
+    drafts: DraftStatistics = field(default_factory=DraftStatistics)
     zombie_rows: int = 0
     discarded_steps: int = 0
     """Steps launched, taken back and launched again: under the policy "rollback" alone."""
@@ -99,6 +98,11 @@ class EngineStatistics:
     step_times: TimeHistogram = field(default_factory=TimeHistogram)
     """Wall times of whole calls of `step_modern` or `async_step`, waits included."""
     _noted: NoOverlapReason | None = None
+
+    @classmethod
+    def of(cls, config: InferenceConfig) -> EngineStatistics:
+        """Those of an engine with these settings, all zero."""
+        return cls(drafts=DraftStatistics(config.num_speculative_tokens))
 
     def note_no_overlap(self, reason: NoOverlapReason) -> None:
         """Say why the next step may not overlap. It counts if that step is launched with nothing in
@@ -197,8 +201,7 @@ class EngineStatistics:
             "captured_steps": self.captured_steps,
             "pipeline_bubble": context.micro_batches.bubble_share,
             "rows": self.rows,
-            "drafted_tokens": self.drafted_tokens,
-            "accepted_tokens": self.accepted_tokens,
+            **self.drafts.as_dict(),
             "zombie_rows": self.zombie_rows,
             "zombie_steps": self.zombie_steps,
             "discarded_steps": self.discarded_steps,

@@ -91,13 +91,14 @@ class StepBooking:
         context, tracer = self._context, self._context.tracer
         if step.error is not None:
             self._fail(step, step.error)
-        if step.plan.width > 1:
-            self._statistics.drafted_tokens += int((step.plan.widths - 1).sum())
-            self._statistics.accepted_tokens += int(np.maximum(step.counts - 1, 0).sum())
         with tracer.range("update_requests", step.plan.step):
             if step.plan.features.num_prompt_log_probs:
                 book_prompt_log_probs(step, context.slots)
-            output = context.update_requests(step.plan, step.samples, step.counts, step.log_probs)
+            output = context.update_requests(
+                step.plan, step.samples, step.counts, step.log_probs, step.drafts
+            )
+            if output.verified is not None:
+                self._statistics.drafts.count(output.verified)
         with tracer.range("emit", step.plan.step):
             output = self._emit(output)
         if context.config.check_integrity:

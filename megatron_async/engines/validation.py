@@ -24,6 +24,8 @@ class RequestLimits:
     seed: int
     max_length: int
     """Sequence length at which the request ends, tokens."""
+    drafts: int
+    """Most drafts that a step verifies."""
 
 
 def check_request_id(request_id: Any) -> int:
@@ -163,7 +165,20 @@ def check_request(
     seed = params.seed
     if seed is None:
         seed = _mix(config.inference_sampling_seed, request.request_id)
-    return RequestLimits(seed, max_length)
+    return RequestLimits(seed, max_length, _drafts(params, config.num_speculative_tokens))
+
+
+def _drafts(params: SamplingParams, most: int) -> int:
+    """Most drafts of a request of an engine with `most`."""
+    wanted = params.num_speculative_tokens
+    if wanted is not None and wanted > most:
+        raise RequestError(
+            f"num_speculative_tokens={wanted} is more than the engine's {most}: lower it, or "
+            "raise the engine's (InferenceConfig.num_speculative_tokens, with speculative_method)."
+        )
+    if params.structured_output is not None:
+        return 0
+    return most if wanted is None else int(wanted)
 
 
 def _mix(seed: int, request_id: int) -> int:

@@ -22,6 +22,7 @@ from megatron_async.observe.metrics_server import MetricsServer
 from megatron_async.observe.stage_times import BOUNDS_NS, BUCKETS_PER_OCTAVE, TimeHistogram
 
 if TYPE_CHECKING:
+    from megatron_async.engines.draft_statistics import DraftStatistics
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 
 PREFIX = "megatron_async_"
@@ -100,6 +101,8 @@ class EngineCollector(Collector):
             reasons.add_metric([reason], count)
         yield reasons
 
+        yield from _drafts(statistics.drafts)
+
         requests = CounterMetricFamily(
             PREFIX + "requests", "Requests that ended, by outcome.", labels=["outcome"]
         )
@@ -124,6 +127,26 @@ class EngineCollector(Collector):
         step = HistogramMetricFamily(PREFIX + "step_seconds", "Wall time of a call of step.")
         step.add_metric([], _buckets(statistics.step_times), statistics.busy_s)
         yield step
+
+
+def _drafts(statistics: DraftStatistics) -> Iterator[Metric]:
+    """Drafts by their position in a row, and rows that had fewer, by reason."""
+    for name, text, counts in (
+        ("drafted_tokens", "Drafts that steps verified.", statistics.drafted),
+        ("accepted_tokens", "Of these, those that plain decoding says.", statistics.accepted),
+    ):
+        metric = CounterMetricFamily(PREFIX + name, text, labels=["position"])
+        for position, count in enumerate(counts, 1):
+            metric.add_metric([str(position)], float(count))
+        yield metric
+    fewer = CounterMetricFamily(
+        PREFIX + "fewer_drafts_rows",
+        "Decode rows that verified fewer drafts than they could, by reason.",
+        labels=["reason"],
+    )
+    for reason, rows in statistics.fewer_by_reason.items():
+        fewer.add_metric([reason], rows)
+    yield fewer
 
 
 def _buckets(times: TimeHistogram) -> list[tuple[str, float]]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_async.ops.attention import output_gate, rope_append
+from megatron_async.ops.drafting import ngram_lookup, store_drafts
 from megatron_async.ops.experts import expert_mlp, expert_routing, shared_gate
 from megatron_async.ops.linear import rms_norm, skinny_linear, squared_relu, swiglu
 from megatron_async.ops.ranks import vocab_embedding
@@ -67,6 +68,8 @@ class Kernels:
     delta_decode: Callable[..., Tensor]
     delta_prefill: Callable[..., Tensor]
     gated_head_norm: Callable[..., Tensor]
+    ngram_drafts: Callable[..., Tensor]
+    store_drafts: Callable[..., None]
 
 
 TORCH_KERNELS = Kernels(
@@ -98,6 +101,8 @@ TORCH_KERNELS = Kernels(
     delta_reference.delta_decode_reference,
     delta_reference.delta_prefill_reference,
     gated_head_norm.gated_head_norm_reference,
+    ngram_lookup.ngram_drafts_reference,
+    store_drafts.store_drafts_reference,
 )
 TRITON_KERNELS = Kernels(
     vocab_embedding.vocab_embedding,
@@ -128,6 +133,8 @@ TRITON_KERNELS = Kernels(
     delta_decode.delta_decode,
     delta_prefill.delta_prefill,
     gated_head_norm.gated_head_norm,
+    ngram_lookup.ngram_drafts,
+    store_drafts.store_drafts,
 )
 
 

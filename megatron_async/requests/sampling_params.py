@@ -24,7 +24,10 @@ NUMBERS = (
     "temperature", "top_k", "top_p", "min_p", "top_n_logprobs", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "min_tokens",
 )  # fmt: skip
-NUMBERS_OR_NONE = ("seed", "num_tokens_to_generate", "num_tokens_total", "termination_id")
+NUMBERS_OR_NONE = (
+    "seed", "num_tokens_to_generate", "num_tokens_total", "termination_id",
+    "num_speculative_tokens",
+)  # fmt: skip
 
 
 @dataclass
@@ -97,6 +100,10 @@ class SamplingParams:
     cache_salt: str | None = None
     """Requests share blocks of equal beginnings only with requests of the same salt, such as a
     tenant's name: whether a prompt was seen before can be told by its time to the first token."""
+    num_speculative_tokens: int | None = None
+    """Most tokens that are drafted ahead for this request: up to the engine's own number, which is
+    the default. 0: none. Without effect on the tokens, and under `structured_output`, where none
+    are."""
     structured_output: StructuredOutput | None = None
     """JSON schema, regular expression, grammar or choice that the text is held to; the request ends
     where nothing may follow. Needs the model's tokenizer."""
@@ -145,6 +152,11 @@ class SamplingParams:
         for name in ("num_tokens_to_generate", "num_tokens_total"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), "1 or more", lambda v: v >= 1)
+        if self.num_speculative_tokens is not None:
+            _integer(
+                "num_speculative_tokens", self.num_speculative_tokens, "0 (none) or more",
+                lambda v: v >= 0,
+            )  # fmt: skip
         if self.termination_id is not None:
             _token("termination_id", self.termination_id, vocab_size, allow_off=True)
         self._validate_stops(vocab_size)

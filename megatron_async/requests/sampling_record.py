@@ -55,6 +55,7 @@ def sampling_record(
     max_length: int,
     vocab_size: int,
     tokenizer: Any = None,
+    drafts: int = 0,
 ) -> SamplingRecord:
     """The record of a request.
 
@@ -65,6 +66,7 @@ def sampling_record(
         max_length: sequence length, tokens, at which the request ends.
         vocab_size: token ids run from 0 to vocab_size - 1.
         tokenizer: of the engine, or None; for bad words that are texts.
+        drafts: most that a step verifies.
 
     Raises:
         RequestError: more than a record holds, a bad word that is none, or nothing left to sample.
@@ -96,6 +98,7 @@ def sampling_record(
             Header.REPETITION: params.repetition_penalty,
             Header.TOP_N: min(params.top_n_logprobs, vocab_size),
             Header.PROMPT_LENGTH: prompt_length,
+            Header.DRAFTS: drafts,
         },
         edits,
         bad_words,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -16,9 +16,9 @@ from megatron_async.simulation.device_times import Machine
 from megatron_async.simulation.reach import Work, work_of
 from megatron_async.simulation.virtual_device import VirtualDevice
 from megatron_async.text_generation_controllers.cuda_graphs import CaptureReport
+from megatron_async.text_generation_controllers.sample_buffers import SampleBuffers
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
-    _SampleBuffers,
 )
 
 
@@ -32,6 +32,16 @@ class TokenSource(Protocol):
         Called when the step is launched, so that every row's slot is still its request's. What it
         raises fails the step, as a fault of a model's would.
         """
+        ...
+
+
+@runtime_checkable
+class DraftSource(Protocol):
+    """A token source that also says what a step drafts."""
+
+    def drafts(self, plan: StepPlan) -> IntArray | None:
+        """Drafts of the plan's rows for the next step, int32 `[rows, drafts]`, -1 from where on
+        there are none; None: none at all. Called behind `sample`."""
         ...
 
 
@@ -74,13 +84,16 @@ class ModelLessController(TextGenerationController):
         tokens: TokenSource,
         machine: Machine | None = None,
     ) -> None:
-        drafter = _NoDrafts() if context.config.num_speculative_tokens else None
+        config = context.config
+        is_passed = config.num_speculative_tokens > 0 and config.speculative_method is None
+        drafter = _NoDrafts() if is_passed else None
         super().__init__(_NoWeights(context, vocab_size), None, drafter)  # type: ignore[arg-type]
         assert isinstance(context.device, VirtualDevice)
         self._virtual = context.device
         self._tokens = tokens
         self._machine = machine
         self._sampled: tuple[IntArray, IntArray] = (np.empty(0, np.int32), np.empty(0, np.int32))
+        self._drafts: IntArray | None = None
         self.idle_us = 0.0
         self.most_work: Work = (0, 0, 0)
         self.engine_was_idle = True
@@ -99,6 +112,9 @@ class ModelLessController(TextGenerationController):
 
     def _run_step(self, plan: StepPlan) -> None:
         self._sampled = self._tokens.sample(plan, self.context)
+        self._drafts = None
+        if isinstance(self._tokens, DraftSource):
+            self._drafts = self._tokens.drafts(plan)
         self._spend(plan)
 
     def _spend(self, plan: StepPlan) -> None:
@@ -120,7 +136,7 @@ class ModelLessController(TextGenerationController):
             stream.free_us = max(stream.free_us, self._virtual.clock.now_us)
         self._busy_until_us = stream.free_us
 
-    def _transfer_samples_to_cpu(self, plan: StepPlan, buffers: _SampleBuffers) -> None:
+    def _transfer_samples_to_cpu(self, plan: StepPlan, buffers: SampleBuffers) -> None:
         tokens, counts = self._sampled
         if len(counts) != plan.num_rows:
             return  # the step failed before it had samples
@@ -128,5 +144,8 @@ class ModelLessController(TextGenerationController):
         buffers.array[rows, COUNT] = counts
         within = np.arange(len(tokens)) - np.repeat(counts.cumsum() - counts, counts)
         buffers.array[np.repeat(rows, counts), TOKENS + within] = tokens
+        buffers.array[rows, TOKENS + buffers.max_width :] = (
+            -1 if self._drafts is None else self._drafts
+        )
         if self._machine is not None:
             self._virtual.copy.spend(self._machine.cpu.turnaround_us)

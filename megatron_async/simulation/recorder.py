@@ -102,8 +102,8 @@ class Recorder(EngineListener):
 
     def resolved(self, step: LaunchedStep) -> None:
         now, spent = time.perf_counter_ns(), self._statistics.resolve_ns
-        samples, counts = step.samples.copy(), step.counts.copy()
-        self._events.append(("resolve", step.plan.step, samples, counts, step.error, spent, now))
+        arrays = step.samples.copy(), step.counts.copy(), step.drafts.copy()
+        self._events.append(("resolve", step.plan.step, *arrays, step.error, spent, now))
 
     def ended(self, request: DynamicInferenceRequest, reason: str) -> None:
         if reason in TEXT_ENDS:
@@ -173,14 +173,16 @@ class Recorder(EngineListener):
         if kind == "launch":
             return self._launched(*event[1:])
         if kind == "resolve":
-            _, step, samples, counts, error, spent, now = event
+            _, step, samples, counts, drafts, error, spent, now = event
             prepare, launch, before = self._before_ns
             self._before_ns = (prepare, launch, spent)
             times = [(spent - before) / 1e3, now / 1e3]
             is_yielded = np.arange(samples.shape[1]) < counts[:, None]
             tokens = samples[is_yielded].tolist()  # sync-ok: NumPy, on the recorder's thread
             each = None if (counts == 1).all() else counts.tolist()  # sync-ok: the same
-            return [kind, step, tokens, each, None if error is None else repr(error), times]
+            found = [drafts.tolist()] if (drafts >= 0).any() else []  # sync-ok: the same
+            text = None if error is None else repr(error)
+            return [kind, step, tokens, each, text, times, *found]
         return list(event)
 
     def _launched(

@@ -14,7 +14,8 @@ line is an array, in the order in which things happened; times are microseconds:
         [prepare, launch, when],              step null: nothing could be planned before a resolve
         [tokens found in the cache, blocks kept]]              last entry only if not [0, 0]
     ["resolve", step, [tokens that its rows yield], [how many each; null: one], error or null,
-        [resolve, when]]
+        [resolve, when],
+        [[drafts of each row for its next step]]]              last entry only if there are any
     ["text_end", request id, reason, generated tokens]     an end that token ids alone do not tell
     ["device", [[step, start, end], ...]]                  where a timeline was kept
     ["end", {counters}]                                    last line; without it, truncated
@@ -118,6 +119,9 @@ class Resolved:
     error: str | None
     times_us: tuple[float, float]
     """CPU time of resolving, and when it was done."""
+    drafts: list[list[int]] | None = None
+    """Drafts of each row of the plan for its next step, on which the widths of later steps depend;
+    None: there are none."""
 
 
 @dataclass(frozen=True)
@@ -267,8 +271,8 @@ def _parse(recording: Recording, record: list[Any]) -> None:
         launched = Launched(step, checksums, tuple(work), tuple(times), *map(tuple, cached))
         recording.events.append(launched)
     elif kind == "resolve":
-        step, tokens, counts, error, times = values
-        recording.events.append(Resolved(step, tokens, counts, error, tuple(times)))
+        step, tokens, counts, error, times, *drafts = values
+        recording.events.append(Resolved(step, tokens, counts, error, tuple(times), *drafts))
     elif kind == "text_end":
         recording.events.append(TextEnd(*values))
     elif kind == "device":

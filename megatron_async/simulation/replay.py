@@ -156,6 +156,13 @@ class _RecordedTokens:
             return np.zeros(plan.num_rows, dtype=np.int32), ones
         return np.array(resolved.tokens, dtype=np.int32), counts
 
+    def drafts(self, plan: StepPlan) -> IntArray | None:
+        """The recorded ones; None for a plan of another size."""
+        resolved = self._resolved.get(plan.step)
+        if resolved is None or resolved.drafts is None or len(resolved.drafts) != plan.num_rows:
+            return None
+        return np.array(resolved.drafts, dtype=np.int32)
+
 
 class _PlanComparer(EngineListener):
     """Compares each plan with the recorded one.

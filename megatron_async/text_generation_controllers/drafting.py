@@ -10,6 +10,8 @@ from megatron_async.config import InferenceConfig
 from megatron_async.device_state.feed_back import TOKENS
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.errors import ConfigurationError
+from megatron_async.ops.kernels import kernels_for
+from megatron_async.text_generation_controllers.ngram_drafter import NgramDrafter
 
 
 class Drafter(Protocol):
@@ -36,36 +38,49 @@ class Drafting:
     Args:
         drafter: proposes.
         count: drafts of a row.
+
+    Attributes:
+        drafter: as given; benchmarks put another one around it.
     """
 
     def __init__(self, drafter: Drafter, count: int) -> None:
-        self._drafter = drafter
+        self.drafter = drafter
         self._count = count
 
     def draft(self, view: ContextGPUView) -> None:
-        """Leave drafts for the next step, by slot, and in the sample ring, for other pipeline
-        stages."""
-        rows, step = view.dims.rows, view.step
-        drafts = self._drafter.propose(view, self._count)
-        view.slots.drafts.index_copy_(0, step.row_slots, drafts)
+        """Leave drafts for the next step, by slot, and in the sample ring, for the host and other
+        pipeline stages."""
+        step = view.step
+        drafts = self.drafter.propose(view, self._count)
         first = TOKENS + view.config.decode_width
-        found = view.sample_ring[:, :rows, first : first + self._count]
-        found.index_copy_(0, step.entry.long(), drafts.int()[None])
+        kernels_for(drafts).store_drafts(
+            drafts, step.row_slots, step.entry, view.slots.drafts, view.sample_ring, first
+        )
 
 
 def make_drafting(drafter: Drafter | None, config: InferenceConfig) -> Drafting | None:
     """The drafting of an engine.
 
+    Args:
+        drafter: that was passed in, or None.
+        config: settings; its `speculative_method` names a drafter of ours.
+
     Raises:
-        ConfigurationError: a drafter without tokens to draft, or the reverse.
+        ConfigurationError: a drafter without tokens to draft, or the reverse, or two drafters.
     """
-    count = config.num_speculative_tokens
+    count, method = config.num_speculative_tokens, config.speculative_method
+    if method is not None and drafter is not None:
+        raise ConfigurationError(
+            f"a drafter was given beside speculative_method={method!r}: give one of the two."
+        )
+    if method == "ngram":
+        drafter = NgramDrafter()
     if drafter is None and count == 0:
         return None
     if drafter is None:
         raise ConfigurationError(
-            f"num_speculative_tokens={count} needs a drafter: pass one to "
-            "TextGenerationController, or leave num_speculative_tokens 0."
+            f"num_speculative_tokens={count} needs a drafter: set speculative_method='ngram', or "
+            "pass one to TextGenerationController, or leave num_speculative_tokens 0."
         )
     if count == 0:
         raise ConfigurationError(

@@ -9,12 +9,11 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.feed_back import COUNT, TOKENS
-from megatron_async.devices import Device, Event, makes_ordinary_tensors
+from megatron_async.devices import Event, makes_ordinary_tensors
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.models.pipeline import stage_of
 from megatron_async.ops.sampling.sampling import SamplingMode
@@ -25,10 +24,8 @@ from megatron_async.text_generation_controllers.constrained_sampling import (
 from megatron_async.text_generation_controllers.cuda_graphs import CaptureReport, StepGraphs
 from megatron_async.text_generation_controllers.drafting import Drafter, make_drafting
 from megatron_async.text_generation_controllers.pipeline_stage import PipelineStage, make_stage
-from megatron_async.text_generation_controllers.prompt_log_probs import (
-    PromptEntry,
-    PromptLogProbs,
-)
+from megatron_async.text_generation_controllers.prompt_log_probs import PromptLogProbs
+from megatron_async.text_generation_controllers.sample_buffers import SampleBuffers
 from megatron_async.text_generation_controllers.token_sampler import TokenSampler
 
 
@@ -58,7 +55,7 @@ class LaunchedStep:
         logits: from which they are sampled.
     """
 
-    def __init__(self, plan: StepPlan, buffers: _SampleBuffers, stage: PipelineStage) -> None:
+    def __init__(self, plan: StepPlan, buffers: SampleBuffers, stage: PipelineStage) -> None:
         self.plan = plan
         self._buffers = buffers
         self._stage = stage
@@ -87,6 +84,13 @@ class LaunchedStep:
         return self.plan.rows_of(self._buffers.array[: self.plan.dims.rows])[:, COUNT]
 
     @property
+    def drafts(self) -> IntArray:
+        """int32 `[rows of the plan, drafts]` that the next step of each row may bring, -1 from
+        where on there are none; as `samples`."""
+        drafts = slice(TOKENS + self._buffers.max_width, None)
+        return self.plan.rows_of(self._buffers.array[: self.plan.dims.rows])[:, drafts]
+
+    @property
     def log_probs(self) -> IntArray | None:
         """int32 `[rows of the plan, most tokens of a row, OUT_WORDS]`, as `samples`; None where no
         row asked for log probs."""
@@ -104,30 +108,6 @@ class LaunchedStep:
         """int32 `[tokens, OUT_WORDS]`: of the tokens of the chunks in
         `plan.features.prompt_log_prob_chunks`, end to end; valid as long as `samples`."""
         return self._buffers.prompt.array[: self.plan.features.num_prompt_log_probs]
-
-
-class _SampleBuffers:
-    """One ring entry: where samples arrive on the host, and the events on their way. Written by the
-    copy, read at resolve; used again only after the host has resolved its last step."""
-
-    def __init__(
-        self,
-        source: Tensor,
-        max_width: int,
-        log_probs: Tensor,
-        prompt: PromptEntry,
-        device: Device,
-    ) -> None:
-        self.source = source
-        self.max_width = max_width
-        self.host = device.host_buffer(source.numel(), source.dtype).view_as(source)
-        self.array = self.host.numpy()  # sync-ok: host memory
-        self.log_probs_source = log_probs
-        self.log_probs_host = device.host_buffer(log_probs.numel(), log_probs.dtype)
-        self.log_probs_array = self.log_probs_host.view_as(log_probs).numpy()  # sync-ok: host
-        self.prompt = prompt
-        self.sampled = device.event()
-        self.ready = device.event()
 
 
 class TextGenerationController:
@@ -163,7 +143,7 @@ class TextGenerationController:
         self.constrained = ConstrainedSampler(view, self.sampler, self.vocab_size, self.device)
         self._prompt = PromptLogProbs(inference_wrapped_model, self.device)
         self._ring = [
-            _SampleBuffers(samples, config.decode_width, log_probs, prompt, self.device)
+            SampleBuffers(samples, config.decode_width, log_probs, prompt, self.device)
             for samples, log_probs, prompt in zip(
                 view.sample_ring, self.sampler.log_probs, self._prompt.ring, strict=True
             )
@@ -358,7 +338,7 @@ class TextGenerationController:
         self.graphs.capture(context.graph_shapes.all_shapes(), prepare, step, progress=False)
         context.expect_step()
 
-    def _transfer_samples_to_cpu(self, plan: StepPlan, buffers: _SampleBuffers) -> None:
+    def _transfer_samples_to_cpu(self, plan: StepPlan, buffers: SampleBuffers) -> None:
         rows = plan.dims.rows
         with self.tracer.range("transfer_samples_to_cpu", plan.step):
             buffers.host[:rows].copy_(buffers.source[:rows], non_blocking=True)

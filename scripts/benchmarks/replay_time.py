@@ -27,6 +27,7 @@ def replay_ms(
     mode: SamplingMode = SamplingMode.GREEDY,
     windows: int = 5,
     replays: int = 100,
+    width: int = 1,
 ) -> float | None:
     """Milliseconds a step, the median of windows; None where nothing is captured.
 
@@ -41,10 +42,11 @@ def replay_ms(
         mode: of the graph.
         windows: the median is taken over them.
         replays: at most, in each window.
+        width: of the rows.
     """
     for step in engine.in_flight:
         step.ready.wait()
-    dims = engine.context.graph_shapes.find(batch, 0, 0)
+    dims = engine.context.graph_shapes.find(batch, 0, 0, width)
     graph = None if dims is None else engine.controller.graphs.find(dims, mode)
     if graph is None:
         return None
@@ -52,7 +54,7 @@ def replay_ms(
     device, view, slots = engine.context.device, engine.context.gpu_view, engine.context.slots
     running = np.flatnonzero(slots.state == SlotState.DECODING)
     left = slots.max_length[running] - slots.at_least(running) - len(engine.in_flight)
-    replays = max(1, min(replays, int(left.min(initial=replays))))
+    replays = max(1, min(replays, int(left.min(initial=replays * width)) // width))
     recurrent = view.states.find(RecurrentState)
     moved = [view.slots.length, *([] if recurrent is None else [recurrent.base])]
     kept = [tensor.clone() for tensor in moved]

@@ -66,6 +66,9 @@ class Header(IntEnum):
     PROMPT_LENGTH = 12
     NUM_EDITS = 13
     NUM_BAD_WORDS = 14
+    DRAFTS = 15
+    """Most drafts of the request that a step verifies; 0 under a grammar, because the mask of a
+    token needs the token before it."""
 
 
 FLOAT_WORDS = frozenset(

@@ -101,7 +101,7 @@ def test_tokens_are_those_of_serial_plain_decoding(
         engine.close()
         assert_all_is_back(engine)
     assert seen["evictions"] > 0
-    assert seen["drafted_tokens"] > 200
+    assert seen["drafted_tokens"] > 150
     assert (seen["accepted_tokens"] > 100) == (drafter != "wrong")
     assert seen["accepted_tokens"] > 0 or drafter == "wrong"
 

@@ -22,6 +22,7 @@ from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from late_device import LateDevice
+from ngram_watch import NgramWatch
 from pieces import Pieces
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
@@ -53,6 +54,8 @@ from small_grid import use_small_grid
 from megatron_async import SamplingParams
 use_small_grid()
 device, loop = LateDevice(), asyncio.new_event_loop()"""
+NGRAM = "ngram"
+"""The drafter that needs no answers: the engine's own."""
 ROOM = (8, MAX_SEQUENCE)
 """Of a drafter: answers, and tokens of one."""
 COUNTED = (
@@ -97,7 +100,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(
         settings=engine_settings(),
-        drafter=st.sampled_from(list(DRAFTERS)),
+        drafter=st.sampled_from([*DRAFTERS, NGRAM]),
         sharing=st.booleans(),
         snapshots=snapshot_settings,
         model=st.sampled_from(["AttentionModel"] * 3 + [kind.__name__ for kind in HYBRID_MODELS]),
@@ -117,7 +120,9 @@ class EngineMachine(RuleBasedStateMachine):
         if sharing and settings["invalidation"] == "reconcile":
             settings = {**settings, **snapshots, "enable_prefix_caching": True}
         self.drafter = None
-        if settings["num_speculative_tokens"]:
+        if settings["num_speculative_tokens"] and drafter == NGRAM:
+            settings = {**settings, "speculative_method": NGRAM}
+        elif settings["num_speculative_tokens"]:
             self.drafter = DRAFTERS[drafter]([], VOCABULARY, ROOM)
         made = self.drafter and f"DRAFTERS[{drafter!r}]([], VOCABULARY, {ROOM})"
         arguments = "".join(f", {name}={value!r}" for name, value in settings.items())
@@ -139,6 +144,8 @@ class EngineMachine(RuleBasedStateMachine):
         poison_states(self.engine)
         watch_state_plans(self.engine)
         self.watch = StepWatch(self.engine)
+        if settings.get("speculative_method") == NGRAM:
+            self.ngrams = NgramWatch(self.engine)
         self.add_requests(requests)
 
     # ---- Requests ----------------------------------------------------------------------------
@@ -361,5 +368,7 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         for event in COUNTED:
             self.counts[event] += int(stats[event])
+        if self.engine.context.config.speculative_method is not None:
+            self.counts["ngram_drafts"] += self.ngrams.found
         self.counts["overlapped_steps"] += self.engine.statistics.overlapped_steps
         self.counts["readers"] += len(readers)

@@ -78,6 +78,7 @@ def _prompts() -> st.SearchStrategy[list[int]]:
     # The beginnings of a few texts: a prefix may be shared, or not.
     chooser = random.Random(0)
     texts = [[chooser.randrange(VOCABULARY) for _ in range(MAX_PROMPT)] for _ in range(3)]
+    texts[2] = (texts[2][:6] * MAX_PROMPT)[:MAX_PROMPT]  # one that repeats itself
     return st.sampled_from([text[:length] for length in range(1, MAX_PROMPT + 1) for text in texts])
 
 

@@ -9,7 +9,8 @@ from drafting_ranks import ABORTED, RUNS, drafting, plain
 from ranks import run_ranks
 
 Plain = tuple[list[dict[str, Any]], list[list[int]]]
-COUNTED = ("steps", "rows", "pauses", "evictions", "zombie_rows", "accepted_tokens")
+COUNTED = ("steps", "rows", "pauses", "evictions", "zombie_rows", "accepted_tokens",
+           "drafted_tokens", "ngram_drafts")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,8 @@ def test_ranks_took_the_same_steps(two_stages: list[Any]) -> None:
     for (_, first), (_, second), run in zip(*two_stages, RUNS, strict=True):
         for name in COUNTED:
             assert first[name] == second[name], (run, name)
+        if run[1] == "ngram":  # each is what a search on the host finds
+            assert first["ngram_drafts"] > 10, run
         assert first["accepted_tokens"] > 10, run
         assert first["zombie_rows"] > 0 or run[0] == 0, run
         assert (first["evictions"] > 0) == ("max_sequence_length" in run[3]), run

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from drafters import DRAFTERS
-from harness import Job, assert_all_is_back, drain, make_engine
+from harness import Job, assert_all_is_back, drain, greedy, make_engine
+from ngram_watch import NgramWatch
 from pipeline_scenarios import GRAMMARS, JOBS, PROMPTS, letter_tokenizer, stage_model
 
 from megatron_async import DynamicInferenceEngine
@@ -16,10 +17,17 @@ from megatron_async.requests.inference_request import DynamicInferenceRequest
 VOCABULARY = 128
 ENOUGH = 24
 """Tokens beyond any end, which the drafters know too."""
+REPEATING = [Job([7, 9, 4], greedy(31, logit_bias={token: 100.0})) for token in (3, 8)]
+"""Texts that say one token again and again."""
 SEEDED = [
     Job(job.prompt, replace(job.params, seed=number))
     for number, job in enumerate(
-        [*JOBS, *(Job(p, g) for p, g in zip(PROMPTS, GRAMMARS, strict=False)), *JOBS[:3]]
+        [
+            *JOBS,
+            *(Job(p, g) for p, g in zip(PROMPTS, GRAMMARS, strict=False)),
+            *JOBS[:3],
+            *REPEATING,
+        ]
     )
 ]
 """A job's number is its seed, by which drafters know it. Ends by stop tokens and by lengths inside
@@ -39,6 +47,8 @@ RUNS: list[tuple[int, str, int, dict[str, Any]]] = [
     (3, "fickle", 3, ROOMY),
     (2, "fickle", 3, SCARCE),
     (3, "oracle", 3, SCARCE),
+    (1, "ngram", 3, ROOMY),
+    (3, "ngram", 2, SCARCE),
 ]
 """Lookahead, drafter, drafts, settings."""
 
@@ -94,12 +104,17 @@ def drafting(stages: int, answers: list[list[int]]) -> list[tuple[list[dict[str,
     """Outcomes and counters of `RUNS` on this rank."""
     model, tokenizer, found = stage_model(stages), letter_tokenizer(), []
     for lookahead, drafter, count, settings in RUNS:
+        is_ours = drafter == "ngram"
         engine = make_engine(
             model, tokenizer=tokenizer, device=CpuDevice(Chaos(lookahead, 0.2, 0.001)),
-            drafter=DRAFTERS[drafter](answers, VOCABULARY), num_speculative_tokens=count,
+            drafter=None if is_ours else DRAFTERS[drafter](answers, VOCABULARY),
+            speculative_method=drafter if is_ours else None, num_speculative_tokens=count,
             lookahead=lookahead, **settings,
         )  # fmt: skip
-        found.append((play(engine), dict(engine.stats())))
+        watch = NgramWatch(engine) if is_ours else None
+        outcomes = play(engine)
+        stats = {**engine.stats(), "ngram_drafts": 0 if watch is None else watch.found}
+        found.append((outcomes, stats))
         engine.close()
         assert_all_is_back(engine)
     return found

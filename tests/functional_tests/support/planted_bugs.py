@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from planted_recurrent_bugs import RECURRENT_BUGS
 
 from megatron_async import DynamicInferenceEngine
@@ -17,8 +19,11 @@ from megatron_async.contexts.scheduler import Scheduler
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.device_state import bookkeeping_buffer, gpu_view, unpack_step_reference
 from megatron_async.device_state.bookkeeping_buffer import HostStaging
+from megatron_async.device_state.feed_back import COUNT
+from megatron_async.ops import kernels
 from megatron_async.ops.sampling.slot_records import Header, RowFeature
 from megatron_async.requests.streaming import RequestStream
+from megatron_async.text_generation_controllers.ngram_drafter import NgramDrafter
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
@@ -158,13 +163,12 @@ def drafts_without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     unpack = unpack_step_reference._unpack_decode_rows
 
     def unpack_all(fields: Any, dims: Any, slots: Any, size: int, out: Any, lengths: Any) -> None:
-        column = slots.records[:, Header.FEATURES]
+        constrained = (slots.records[:, Header.FEATURES] & int(RowFeature.CONSTRAINED)) != 0
+        column = slots.records[:, Header.DRAFTS]
         kept = column.clone()
-        column &= ~int(RowFeature.CONSTRAINED)
+        column[constrained] = dims.width
         unpack(fields, dims, slots, size, out, lengths)
         column.copy_(kept)
-        constrained = kept[out.row_slots[: dims.decode_rows]] & int(RowFeature.CONSTRAINED)
-        out.features[: dims.decode_tokens] |= constrained.repeat_interleave(dims.width)
 
     monkeypatch.setattr(unpack_step_reference, "_unpack_decode_rows", unpack_all)
 
@@ -265,6 +269,54 @@ def lost_blocks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixCache, "_take_notice", lambda cache: None)
 
 
+def drafts_of_the_last_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are looked up in the blocks that the slot's first owner had."""
+    propose = NgramDrafter.propose
+
+    def propose_from_old_blocks(drafter: NgramDrafter, view: Any, count: int) -> Any:
+        kept = view.__dict__.setdefault("old_tables", {})
+        tables = view.step.block_tables
+        for row, slot in enumerate(view.step.row_slots.tolist()):
+            first = kept.setdefault(slot, (view.slots.records[slot].clone(), tables[row].clone()))
+            if not torch.equal(first[0], view.slots.records[slot]):
+                tables[row] = first[1]
+        return propose(drafter, view, count)
+
+    monkeypatch.setattr(NgramDrafter, "propose", propose_from_old_blocks)
+
+
+def a_match_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last tokens match themselves."""
+    look_up = kernels.TORCH_KERNELS.ngram_drafts
+
+    def look_up_one_further(
+        block_tokens: Any, tables: Any, slots: Any, lengths: Any, *rest: Any
+    ) -> Any:
+        drafts = look_up(block_tokens, tables, slots, lengths, *rest)
+        last = rest[0][slots][:, None].expand_as(drafts)
+        is_long = (lengths[slots] > 2)[:, None] & (drafts >= 0)
+        return last.where(is_long, drafts)
+
+    changed = replace(kernels.TORCH_KERNELS, ngram_drafts=look_up_one_further)
+    monkeypatch.setattr(kernels, "TORCH_KERNELS", changed)
+
+
+def one_token_less_at_a_border(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row whose drafts reach a new block counts one of its tokens too few."""
+    feed_back = gpu_view.ContextGPUView.feed_back
+
+    def feed_back_less(view: gpu_view.ContextGPUView, sampled: Any) -> None:
+        feed_back(view, sampled)
+        rows = view.dims.decode_rows
+        found, owners = view.sample_ring[int(view.step.entry), :rows], view.step.row_slots[:rows]
+        at_border = view.slots.length[owners] % view.config.block_size_tokens == 1
+        less = (at_border & (found[:, COUNT] > 1)).int()
+        found[:, COUNT] -= less
+        view.slots.length[owners] -= less
+
+    monkeypatch.setattr(gpu_view.ContextGPUView, "feed_back", feed_back_less)
+
+
 BUGS: list[Plant] = [
     one_staging_buffer,
     one_sample_buffer,
@@ -285,5 +337,8 @@ BUGS: list[Plant] = [
     shared_blocks_are_freed,
     blocks_entered_too_early,
     lost_blocks_are_found,
+    drafts_of_the_last_owner,
+    a_match_with_itself,
+    one_token_less_at_a_border,
     *RECURRENT_BUGS,
 ]

@@ -7,6 +7,9 @@ import numpy as np
 from megatron_async import DynamicInferenceEngine
 from megatron_async.contexts.request_slots import SlotState
 
+MOST_TRIES = 100
+"""More than there are requests, each of which may be evicted in one try."""
+
 
 class StepWatch:
     """Looks at an engine before and after each of its steps.
@@ -23,10 +26,21 @@ class StepWatch:
         self._in_flight = 0
         self._drains = False
         self._must_launch = False
+        self._tries = 0
+        scheduler = engine.context.scheduler
+        self._make_room = scheduler._make_room
+        scheduler._make_room = self._make_some_room  # type: ignore[method-assign]
+
+    def _make_some_room(self) -> bool:
+        """The scheduler's, but not for ever: broken books could let it try again and again."""
+        self._tries += 1
+        assert self._tries <= MOST_TRIES, "planning is stuck"
+        return self._make_room()
 
     def before_step(self) -> None:
         """Note what the step will find."""
         engine = self._engine
+        self._tries = 0
         self._in_flight = len(engine.in_flight)
         self._drains = engine.is_stopped or engine.invalidation.is_draining
         self._must_launch = not self._drains and self._can_launch()

@@ -99,6 +99,26 @@ def test_states_dtype_of_hybrids(capsys, monkeypatch):
     assert "mamba_ssm_states_dtype='fp16' is not served: use one of float32, bfloat16" in line
 
 
+@pytest.mark.parametrize("model", ["dummy:tiny", "dummy:tiny-hybrid"])
+def test_speculation(capsys, model):
+    """Without a tokenizer prompts are token ids; a dummy model says one token again and again."""
+    asked = ["generate", "--model", model, "--device", "cpu", "--no-progress", "--json"]
+    asked += ["--prompt", "1 2 3 1 2 3 1 2", "--max-new-tokens", "40", "--ignore-eos"]
+    found = []
+    for more in ([], ["--speculative-method", "ngram", "--num-speculative-tokens", "2"]):
+        assert cli.main([*asked, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    plain, drafted = (run["results"][0]["generated_tokens"] for run in found)
+    assert plain == drafted
+    stats = found[1]["stats"]
+    assert stats["drafted_tokens"] == stats["drafted_tokens_at_1"] + stats["drafted_tokens_at_2"]
+    assert stats["fewer_drafts_nothing_found"] + stats["drafted_tokens_at_1"] > 0
+    line = fails(capsys, *asked, "--speculative-method", "mtp")
+    assert "speculative_method='mtp' is not served yet: use 'ngram'" in line
+    line = fails(capsys, *asked, "--num-speculative-tokens", "2")
+    assert "num_speculative_tokens=2 needs a drafter: set speculative_method='ngram'" in line
+
+
 def test_defaults_are_greedy_and_64_tokens():
     sampling = cli.sampling_params(parse())
     assert sampling.is_greedy

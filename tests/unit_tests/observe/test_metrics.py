@@ -49,6 +49,28 @@ def test_a_scrape_says_what_the_engine_says(engine):
     assert sum(reasons.values()) + found["overlapped_steps_total", ()] == stats["steps"]
 
 
+def test_drafts_by_position_and_by_reason():
+    speculation = {"speculative_method": "ngram", "num_speculative_tokens": 2}
+    pool = {"num_kv_blocks": 8, "block_size_tokens": 16}
+    repeating = SamplingParams(
+        num_tokens_to_generate=30, termination_id=-1, logit_bias={3: 100.0}, temperature=0.0
+    )
+    with (
+        LLM("dummy:tiny", device="cpu", **pool, **speculation) as llm,
+        serve_metrics(llm.engine, 0) as server,
+    ):
+        llm.generate([[1, 2, 3]], repeating)
+        found, stats = scrape(server), llm.engine.stats()
+    fewer = {k[1][0]: v for k, v in found.items() if k[0] == "fewer_drafts_rows_total"}
+    assert {f"fewer_drafts_{reason}": rows for reason, rows in fewer.items()} == {
+        name: value for name, value in stats.items() if name.startswith("fewer_drafts_")
+    }
+    assert fewer["nothing_found"] > 0
+    for name in ("drafted_tokens", "accepted_tokens"):
+        for place in ("1", "2"):
+            assert found[f"{name}_total", (place,)] == stats[f"{name}_at_{place}"] > 5
+
+
 def test_histograms_are_cumulative_and_in_seconds(engine):
     with serve_metrics(engine, 0) as server:
         engine.generate([[1, 2, 3]], SamplingParams(num_tokens_to_generate=5))

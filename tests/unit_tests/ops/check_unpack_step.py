@@ -48,6 +48,7 @@ def random_slots(count, blocks, block_size, drafts):
     slots.block_table[:-1].copy_(torch.from_numpy(rng.integers(0, 1000, (count, blocks))))
     # What earlier owners left.
     slots.records[:-1].copy_(torch.from_numpy(rng.integers(0, 256, (count, RECORD_WORDS))))
+    slots.records[:-1, Header.DRAFTS] = torch.from_numpy(rng.integers(0, 5, count)).int().to(where)
     # Some are at their limits, or were launched beyond them.
     limits = rng.integers(2, blocks * block_size + 1, count) if blocks * block_size > 1 else 1
     lengths = np.maximum(limits - rng.integers(-2, 6, count), 1)

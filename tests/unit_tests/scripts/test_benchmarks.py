@@ -97,6 +97,19 @@ def test_decode(tmp_path):
         assert set(row) >= STEP_KEYS | {"model", "batch"}
         assert row["overlap_ratio"] == row["lookahead"]
         assert row["rows"] == 2
+        assert row["tokens_per_row"] == pytest.approx(1)
+
+
+def test_decode_with_forced_acceptance(tmp_path):
+    """A row yields a token, and one more for each draft that is accepted."""
+    options = ("--models", "dummy:tiny", "--device", "cpu", "--batch-sizes", 4, "--lookahead", 1)
+    more = ("--prompt-tokens", 8, "--steps", 30, "--forced-acceptance", "0.8,0.5")
+    record = run_script("benchmark_decode", tmp_path, *options, *more)
+    assert record["settings"]["forced_acceptance"] == [0.8, 0.5]
+    assert record["figures"][0]["tokens_per_row"] == pytest.approx(1 + 0.8 + 0.4, abs=0.15)
+    record = run_script("benchmark_decode", tmp_path, *options, "--steps", 3,
+                        "--speculative-method", "ngram")  # fmt: skip
+    assert record["settings"]["num_speculative_tokens"] == 3
 
 
 def test_streams(tmp_path):

@@ -1,0 +1,1 @@
+"""Proposing tokens without a model, and handing what was proposed on."""

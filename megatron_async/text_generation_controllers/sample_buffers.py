@@ -1,0 +1,32 @@
+"""`SampleBuffers`: where a step's samples arrive on the host."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_async.devices import Device
+from megatron_async.text_generation_controllers.prompt_log_probs import PromptEntry
+
+
+class SampleBuffers:
+    """One ring entry: where samples arrive on the host, and the events on their way. Written by the
+    copy, read at resolve; used again only after the host has resolved its last step."""
+
+    def __init__(
+        self,
+        source: Tensor,
+        max_width: int,
+        log_probs: Tensor,
+        prompt: PromptEntry,
+        device: Device,
+    ) -> None:
+        self.source = source
+        self.max_width = max_width
+        self.host = device.host_buffer(source.numel(), source.dtype).view_as(source)
+        self.array = self.host.numpy()  # sync-ok: host memory
+        self.log_probs_source = log_probs
+        self.log_probs_host = device.host_buffer(log_probs.numel(), log_probs.dtype)
+        self.log_probs_array = self.log_probs_host.view_as(log_probs).numpy()  # sync-ok: host
+        self.prompt = prompt
+        self.sampled = device.event()
+        self.ready = device.event()

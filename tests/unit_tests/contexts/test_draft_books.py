@@ -1,0 +1,174 @@
+"""Reports of drafts, and the widths that follow from them: wide where it pays, and hardly a step
+lost where it does not."""
+
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_async.contexts.draft_books import DraftBooks, FewerDrafts
+from megatron_async.contexts.plan_builder import dummy_plan
+from megatron_async.contexts.request_slots import RequestSlots, SlotState
+from megatron_async.contexts.width_choice import ONE, extra_time, is_wide_worth_it
+from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.engines.draft_statistics import DraftStatistics
+from megatron_async.ops.sampling.slot_records import RowFeature
+
+LONG = 10**6
+
+
+def decoding_slots(rows, drafts):
+    slots = RequestSlots(rows, 64, 8, max_width=drafts + 1)
+    slots.state[:] = SlotState.DECODING
+    slots.drafts[:] = drafts
+    slots.max_length[:] = LONG
+    slots.num_known[:] = 10
+    return slots
+
+
+def plan_of(slots, width, short_of_blocks=False):
+    rows = np.arange(slots.capacity)
+    return replace(
+        dummy_plan(BatchDimensions(slots.capacity, width=width)),
+        num_decode=slots.capacity,
+        slots=rows,
+        generations=slots.generation.copy(),
+        widths=slots.widths_of(rows, width),
+        produces=np.ones(slots.capacity, dtype=np.bool_),
+        short_of_blocks=short_of_blocks,
+    )
+
+
+def reports(rows, drafts, found):
+    """Drafts of token 7, `found` of each row."""
+    return np.where(np.arange(drafts) < np.broadcast_to(found, rows)[:, None], 7, -1)
+
+
+def served(rng, drafts, lookahead, found, right, stays, tokens, width=None):
+    """Play one request; returns its tokens and the time in narrow steps that the model of
+    `width_choice` gives.
+
+    Args:
+        found: share of steps with drafts.
+        right: how often a draft is right, each behind those before it.
+        stays: how much longer than by chance a stretch with drafts lasts.
+        width: of every step; None: as it is chosen.
+    """
+    slots = decoding_slots(1, drafts)
+    books, in_flight = DraftBooks(slots, drafts, True), deque()
+    everyone, done, time, has = np.ones(1, dtype=np.bool_), 0, 0.0, False
+    while done < tokens:
+        chosen = width or books.width_for(everyone)
+        count = 1
+        while has and count < chosen and rng.random() < right:
+            count += 1
+        first = 7 if count > 1 or (has and chosen == 1 and rng.random() < right) else 8
+        has = rng.random() < (found if not has else found + (1 - found) * stays)
+        sampled = np.full((1, drafts + 1), first)
+        in_flight.append((plan_of(slots, chosen), sampled, np.array([count]), has))
+        time += 1 + (chosen > 1) * extra_time(1, drafts + 1) / ONE
+        done += count
+        if len(in_flight) > lookahead:
+            plan, sampled, counts, had = in_flight.popleft()
+            books.book(plan, sampled, counts, reports(1, drafts, drafts * had))
+    return done, time
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_little_is_lost_and_much_is_won(drafts, lookahead):
+    """However often there are drafts, and however often they are right.
+
+    With `LEARNING_SHIFT` 6 requests of 128 tokens lose a tenth; with `SHARE` of 0, too.
+    """
+    rng = np.random.default_rng(0)
+    for found in (0.05, 0.4, 1.0):
+        for right in (0.0, 0.05, 0.2, 0.7, 0.95):
+            for stays in (0.0, 0.8):
+                tokens = time = 0.0
+                for _ in range(4):
+                    more = served(rng, drafts, lookahead, found, right, stays, 192)
+                    tokens, time = tokens + more[0], time + more[1]
+                assert tokens / time > 0.965, (found, right, stays)
+                if found == 1 and right > 0.6:
+                    always = served(rng, drafts, lookahead, found, right, stays, 1500, drafts + 1)
+                    assert tokens / time > 0.9 * always[0] / always[1], (found, right, stays)
+
+
+def test_a_new_owner_begins_anew():
+    slots = decoding_slots(2, 3)
+    books, everyone = DraftBooks(slots, 3, True), np.ones(2, dtype=np.bool_)
+    assert books.width_for(everyone) == 1  # nothing is known
+    books.book(plan_of(slots, 1), np.full((2, 4), 5), np.ones(2, int), reports(2, 3, [3, 3]))
+    assert books.width_for(everyone) == 4
+    stale = plan_of(slots, 4)
+    slots.generation[:] += 1
+    assert books.width_for(everyone) == 1
+    # A step of the former owner tells nothing of the new one.
+    found = books.book(stale, np.full((2, 4), 7), np.full(2, 4), reports(2, 3, [3, 3]))
+    assert len(found.drafted) == 0
+    assert books.width_for(everyone) == 1
+    books.book(plan_of(slots, 1), np.full((2, 4), 5), np.ones(2, int), reports(2, 3, [0, 0]))
+    assert books.width_for(everyone) == 1
+
+
+def test_beside_rows_of_requests_that_have_ended():
+    """Each report is its own row's."""
+    slots = decoding_slots(3, 3)
+    books = DraftBooks(slots, 3, True)
+    plan = plan_of(slots, 1)
+    slots.generation[1] += 1
+    given = reports(3, 3, [1, 3, 2])
+    books.book(plan, np.full((3, 4), 5), np.ones(3, int), given)
+    found = books.book(plan_of(slots, 4), np.full((3, 4), 7), np.full(3, 4), given)
+    assert found.drafted.tolist() == [1, 0, 2]
+
+
+def test_a_drafter_that_was_passed_in_is_always_verified():
+    slots = decoding_slots(2, 3)
+    books = DraftBooks(slots, 3, chooses_widths=False)
+    assert books.width_for(np.ones(2, dtype=np.bool_)) == 4
+
+
+def test_why_rows_have_fewer_drafts():
+    """One row for each reason."""
+    slots = decoding_slots(6, 3)
+    slots.features[0] = RowFeature.CONSTRAINED
+    slots.drafts[:2] = 0, 1
+    slots.max_length[2] = slots.num_known[2] + 3  # the last of these is never fed
+    everyone = np.ones(6, dtype=np.bool_)
+    books, statistics = DraftBooks(slots, 3, True), DraftStatistics(3)
+    first = books.book(plan_of(slots, 1), np.full((6, 4), 5), np.ones(6, int),
+                       reports(6, 3, [0, 1, 3, 2, 3, 3]))  # fmt: skip
+    assert first.drafted.tolist() == [0] * 6
+    assert books.width_for(everyone) == 4
+    counts = np.array([1, 2, 2, 4, 4, 1])
+    found = books.book(plan_of(slots, 4), np.full((6, 4), 7), counts, reports(6, 3, 3))
+    assert found.drafted.tolist() == [0, 1, 2, 2, 3, 3]
+    # A sample may be the token that stands for "no draft": no draft was right there.
+    assert found.accepted.tolist() == [0, 1, 1, 2, 3, 0]
+    wanted = {FewerDrafts.GRAMMAR: 1, FewerDrafts.REQUEST: 1, FewerDrafts.LENGTH: 1,
+              FewerDrafts.NOTHING_FOUND: 1}  # fmt: skip
+    assert found.fewer.tolist() == [wanted.get(reason, 0) for reason in FewerDrafts]
+    for short, reason in ((True, FewerDrafts.BLOCKS), (False, FewerDrafts.NARROW_STEP)):
+        narrow = plan_of(slots, 1, short)
+        less = books.book(narrow, np.full((6, 4), 7), np.ones(6, int), reports(6, 3, 3))
+        assert less.fewer[reason] == 5
+        assert less.fewer.sum() == 6
+    statistics.count(found)
+    stats = statistics.as_dict()
+    assert [stats[f"drafted_tokens_at_{n}"] for n in (1, 2, 3)] == [5, 4, 2]
+    assert [stats[f"accepted_tokens_at_{n}"] for n in (1, 2, 3)] == [4, 2, 1]
+    assert (stats["drafted_tokens"], stats["accepted_tokens"]) == (11, 7)
+    assert stats["mean_accepted_length"] == 1 + 7 / 5
+
+
+def test_wide_steps_of_many_rows_cost_more():
+    assert extra_time(1, 2) == extra_time(40, 2) == 2 * (ONE // 20)
+    assert extra_time(1, 4) == extra_time(40, 4) == 4 * (ONE // 20)
+    assert extra_time(160, 2) > ONE
+    certain, three = np.array([ONE] * 8), np.full(8, 3)
+    assert is_wide_worth_it(8, 4, three, certain)
+    assert is_wide_worth_it(100, 4, three, certain) is False  # eight of a hundred
+    assert is_wide_worth_it(1, 2, np.array([1]), np.array([ONE // 10])) is False
