@@ -60,6 +60,7 @@ def measure(
     stop_words: str | None = None,
     block_size: int = 16,
     prefix_caching: bool = False,
+    shape: str = "tiny",
 ) -> dict[str, float]:
     """Median CPU microseconds a step at `rows` decoding requests."""
     config = InferenceConfig(
@@ -72,7 +73,7 @@ def measure(
         num_kv_blocks=rows * ((16 + steps + warmup + 64) // block_size + 1),
         enable_prefix_caching=prefix_caching,
     )
-    model_config = transformer_config(DUMMY_SHAPES["tiny"], torch.float32)
+    model_config = transformer_config(DUMMY_SHAPES[shape], torch.float32)
     context = DynamicInferenceContext(model_config, config)
     model = NoModel(context, 2 if stop_words is None else NoModel.vocab_size)
     controller = TextGenerationController(model, make_tokenizer(stop_words))  # type: ignore[arg-type]
@@ -108,6 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--stop-words", choices=["letters", "smollm2"], help="tokenizer of them")
     parser.add_argument("--block-size", type=int, default=16, help="tokens (default 16)")
     parser.add_argument("--prefix-caching", action="store_true")
+    parser.add_argument(
+        "--shape",
+        default="tiny",
+        choices=["tiny", "tiny-hybrid"],
+        help="layers that keep something of a request: attention, or recurrent ones too",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
     print(f"CPU microseconds of the engine's thread a step, median of {args.steps}")
@@ -116,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures = []
     for rows in args.rows:
         for lookahead in args.lookahead:
-            asked = (args.stop_words, args.block_size, args.prefix_caching)
+            asked = (args.stop_words, args.block_size, args.prefix_caching, args.shape)
             result = measure(rows, lookahead, args.steps, 20, *asked)
             figures.append({"rows": rows, "lookahead": lookahead, **result})
             values = (result[k] for k in ("prepare", "launch", "resolve", "total", "p99"))
