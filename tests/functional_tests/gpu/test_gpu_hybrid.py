@@ -9,8 +9,9 @@ import pytest
 import torch
 from harness import Job, drain, greedy, make_engine, make_model, random_prompts, run_at
 from poisoned_states import poison_states
+from state_plans import watch_state_plans
 
-from megatron_async import SamplingParams
+from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.devices import CudaDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
@@ -116,3 +117,36 @@ def test_steps_wait_for_nothing(gpu_model: torch.nn.Module) -> None:
         torch.cuda.set_sync_debug_mode("default")
     drain(engine)
     engine.close()
+
+
+TEXT = random_prompts(4, (400,), VOCABULARY)[0]
+
+
+def two_turns(engine: DynamicInferenceEngine) -> list[list[int]]:
+    """Prompts that begin alike, one at each third step; then each goes on with what it was told."""
+    first = [Job([*TEXT[: 140 + 30 * n], n], greedy(TOKENS)) for n in range(6)]
+    told = run_at(engine, {3 * n: [job] for n, job in enumerate(first)})
+    second = [
+        Job([*job.prompt, *tokens, 7], greedy(TOKENS))
+        for job, tokens in zip(first, told, strict=True)
+    ]
+    return told + run_at(engine, {3 * n: [job] for n, job in enumerate(second)}, first_id=6)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_state_snapshots": 3}, {"lookahead": 2}], ids=str)
+def test_shared_states(
+    shape: ModelArchitecture, gpu_model: torch.nn.Module, changes: dict[str, Any]
+) -> None:
+    """Requests begin from snapshots, which scans and decode rows of captured steps have left."""
+    plain = make_engine(make_model(shape), lookahead=0, max_tokens=512, **ROOM)
+    expected = two_turns(plain)
+    plain.close()
+    settings = {**ROOM, "lookahead": 1, "enable_prefix_caching": True, **changes}
+    engine = make_engine(gpu_model, device=CudaDevice(), **settings)
+    poison_states(engine)
+    watch_state_plans(engine)
+    assert two_turns(engine) == expected
+    stats = engine.stats()
+    engine.close()
+    assert stats["captured_steps"] > stats["steps"] / 2
+    assert stats["prefix_cache_snapshot_hits"] >= 6

@@ -245,7 +245,7 @@ def check_equal_tokens(layer, ops, tokens=200):
 
 
 def check_replays_in_a_graph(layer, kernels, references):
-    """A graph of a step serves any positions, lengths and rows that fit its shape."""
+    """A graph of a step serves any positions, lengths, rows and snapshots that fit its shape."""
     rule = FlushRule()
     pools = poisoned_pools(layer, 9, rule.ring_length(1), rule.conv_length(1))
     index = torch.zeros(4, dtype=torch.int64, device="cuda")
@@ -253,15 +253,19 @@ def check_replays_in_a_graph(layer, kernels, references):
     numbers = torch.zeros(5, 5, dtype=torch.int32, device="cuda")
     prefill = PrefillRows(numbers[0], *numbers[1:, :4])
     projected = layer.inputs(4 + 300)
+    saves, dests = (torch.full((n,), -1, dtype=torch.int32, device="cuda") for n in (4, 10))
 
     def step(ops, base, pools):
         before, after = ops.next_bases(base, index, positions, 1, prefill, rule)
         arguments = (layer.params, pools)
-        ops.flush(type(pools)(*(pool[None] for pool in pools)), index, before, after, rule)
+        ops.flush(type(pools)(*(pool[None] for pool in pools)), index, before, after, rule, saves)
         y = ops.decode(projected[:4], *arguments, index, positions, after, 1, rule)
-        return y, ops.prefill(projected[4:], *arguments, prefill, after[4:], rule)
+        last = ops.prefill(projected[4:], *arguments, prefill, after[4:], rule, chunk_dest=dests)
+        return y, last
 
-    def write(rows, at, lengths, firsts, last):
+    def write(rows, at, lengths, firsts, last, saved=(-1, -1, -1, -1), kept=()):
+        saves.copy_(torch.tensor(saved))
+        dests.copy_(torch.tensor([*kept, *[-1] * (10 - len(kept))]))
         index.copy_(torch.tensor(rows))
         positions.copy_(torch.tensor(at))
         starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
@@ -276,9 +280,9 @@ def check_replays_in_a_graph(layer, kernels, references):
         results = step(kernels, base, pools)
     expected_base, expected_pools = base.clone(), type(pools)(*(pool.clone() for pool in pools))
     for arguments in (
-        ([8] * 4, [0] * 4, [3, 250, 40, 0], [0, 0, 0, 0], [1, 0, 1, 0]),
-        ([5, 7, 8, 8], [3, 40, 0, 0], [0, 20, 0, 0], [0, 250, 0, 0], [0, 1, 0, 0]),
-        ([5, 6, 7, 8], [4, 270, 41, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]),
+        ([8] * 4, [0] * 4, [3, 250, 40, 0], [0] * 4, [1, 0, 1, 0], [-1] * 4, [-1, 0]),
+        ([5, 7, 8, 8], [3, 40, 0, 0], [0, 20, 0, 0], [0, 250, 0, 0], [0, 1, 0, 0], [-1] * 4, [1]),
+        ([5, 6, 7, 8], [4, 270, 41, 0], [0] * 4, [0] * 4, [0] * 4, [-1, 2, 3, -1]),
     ):
         projected.copy_(layer.inputs(304))
         write(*arguments)
