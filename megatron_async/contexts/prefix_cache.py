@@ -221,6 +221,9 @@ class PrefixCache:
         saves = []
         for row in rows[keeps].tolist() if decode.width == 1 else ():  # sync-ok: NumPy
             slot, end = int(decode.slots[row]), int(decode.kv_at_most[row]) - 1
+            hashes, count = self._slots.request_at(slot).block_hashes, end // self._size
+            if count <= len(hashes) and self.states.holds(hashes[count - 1]):
+                continue  # the scan of the prompt has left it
             place = self.states.decoded(slot, end, step)
             if place != NO_ROW:
                 saves.append((slot, place))

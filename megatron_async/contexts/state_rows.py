@@ -103,6 +103,10 @@ class StateRows:
         """Snapshots that are held."""
         return len(self._order)
 
+    def holds(self, each: bytes) -> bool:
+        """Whether there is a snapshot behind the block of this hash."""
+        return each in self._row_of
+
     # ---- Who begins --------------------------------------------------------------------------
 
     def find(self, hashes: list[bytes], step: int) -> FoundState:
