@@ -27,7 +27,6 @@ from pieces import Pieces
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
 from serial_answers import SerialAnswers
-from small_grid import use_small_grid
 from state_plans import watch_state_plans
 from step_watch import StepWatch
 from tracked_request import TrackedRequest
@@ -37,7 +36,6 @@ from megatron_async.errors import EngineStopped, RequestError
 from megatron_async.ops.sampling.slot_records import Header
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 
-use_small_grid()
 MAX_STEPS = 1000
 """More than any schedule takes to its end; beyond it an engine is stuck."""
 PREAMBLE = """\
@@ -82,9 +80,7 @@ class EngineMachine(RuleBasedStateMachine):
     models: ClassVar[dict[str, AttentionModel]] = {
         "AttentionModel": AttentionModel(), **{kind.__name__: kind() for kind in HYBRID_MODELS},
     }  # fmt: skip
-    answers: ClassVar[dict[str, SerialAnswers]] = {
-        name: SerialAnswers(model) for name, model in models.items()
-    }
+    answers: ClassVar[dict[str, SerialAnswers]] = {}
     loop: ClassVar[asyncio.AbstractEventLoop] = asyncio.new_event_loop()
 
     def __init__(self) -> None:
@@ -115,6 +111,8 @@ class EngineMachine(RuleBasedStateMachine):
         model: str,
         requests: list[Ask],
     ) -> None:
+        if model not in self.answers:
+            self.answers[model] = SerialAnswers(self.models[model])
         self.serial = self.answers[model]
         self.counts[model] += 1
         if sharing and settings["invalidation"] == "reconcile":

@@ -3,6 +3,9 @@ short sequences have as many borders as long ones then. For plain torch; kernels
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from megatron_async.contexts import dynamic_context
 from megatron_async.device_state import state_table
 from megatron_async.ops.recurrent import delta_reference, mamba_reference, recurrent_pools
@@ -12,8 +15,12 @@ GRID = 4
 MODULES = (dynamic_context, state_table, delta_reference, mamba_reference, recurrent_pools)
 
 
-def use_small_grid() -> None:
-    """From now on, for engines that are made later."""
+def use_small_grid(change: Callable[[Any, str, Any], None] = setattr) -> None:
+    """From now on, for engines that are made later: others must not run meanwhile.
+
+    Args:
+        change: sets an attribute; of a `MonkeyPatch`, for one test.
+    """
     for module in MODULES:
-        module.GRID = GRID  # type: ignore[attr-defined]
-    FlushRule.__new__.__defaults__ = (GRID, 0)
+        change(module, "GRID", GRID)
+    change(FlushRule.__new__, "__defaults__", (GRID, 0))
