@@ -101,7 +101,7 @@ class EngineStatistics:
 
     @classmethod
     def of(cls, config: InferenceConfig) -> EngineStatistics:
-        """Those of an engine with these settings, all zero."""
+        """Counters of an engine with these settings, all zero."""
         return cls(drafts=DraftStatistics(config.num_speculative_tokens))
 
     def note_no_overlap(self, reason: NoOverlapReason) -> None:

@@ -131,7 +131,8 @@ MACHINES: dict[str, Machine] = {
         eager_launch_us=8800.0,
     ),
     # Uniform routing; docs/performance.md, "Hybrid models": decode behind prompts of 128 tokens, a
-    # step of 8,192 tokens of prompts of 32k; all captured. Reading states is part of decode.
+    # step of 8,192 tokens of prompts of 32k; all captured. Reading states is part of decode. The
+    # time of eager launches is the 8B shape's: this model's was not measured.
     "h200:nemotron-3-nano-30b": _h200(
         decode=((1, 2662.0), (16, 9287.0), (64, 16070.0), (256, 21470.0)),
         mixed=((8192, 158000.0),),

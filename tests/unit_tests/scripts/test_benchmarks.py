@@ -1,13 +1,10 @@
 """The benchmark scripts run on a CPU, measure what they say, and write what others read."""
 
-import json
 import math
 import subprocess
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 
 import pytest
+from benchmark_scripts import SCRIPTS, load_script, run_script
 from step_times import time_steps
 
 from megatron_async import LLM
@@ -18,8 +15,6 @@ from megatron_async.profiling import benchmark_record
 from megatron_async.profiling.gpu_profile import FIRST_KERNEL
 from megatron_async.profiling.workloads import Churn, start_steady_decode
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
-NOTE = {"benchmark", "date", "gpu", "commit", "torch", "settings", "figures"}
 STEP_KEYS = {
     "step_ms",
     "step_p50_ms",
@@ -33,25 +28,6 @@ STEP_KEYS = {
     "launch_us",
     "resolve_us",
 }
-
-
-def load_script(name):
-    spec = spec_from_file_location(name, next(SCRIPTS.rglob(f"{name}.py")))
-    module = module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def run_script(name, tmp_path, *arguments):
-    """Run a benchmark in this process; return its record."""
-    path = tmp_path / "results" / f"{name}.json"
-    load_script(name).main([*map(str, arguments), "--json", str(path)])
-    record = json.loads(path.read_text())
-    assert set(record) == NOTE
-    assert record["gpu"] is None
-    assert "json" not in record["settings"]
-    return record
 
 
 def test_a_fleet_that_is_large_enough_is_named(tmp_path, capsys):
@@ -406,19 +382,3 @@ def test_commit_of_a_copy_is_what_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark_record, "ROOT", tmp_path)
     monkeypatch.setenv("MEGATRON_ASYNC_COMMIT", "abc1234")
     assert benchmark_record.commit() == "abc1234"
-
-
-def test_a_prefix_cache_is_measured(tmp_path):
-    """Of a hybrid model: what is cached is not computed, and snapshots stand where they should."""
-    options = ["--models", "dummy:tiny-hybrid", "--device", "cpu", "--repeats", 1, "--batch", 2]
-    options += ["--loads", "tail", "turns", "unique", "snapshots", "--prefix-tokens", 256]
-    options += ["--tails", 16, "--turns", 2, "--turn-tokens", 140, "--output-tokens", 3]
-    record = run_script("benchmark_prefix_cache", tmp_path, *options, "--interval", 128)
-    tail, first, second, unique, snapshots = record["figures"]
-    assert tail["cached"] == 256
-    assert tail["ratio"] == pytest.approx(tail["warm_ttft_ms"] / tail["chunk_ms"])
-    assert (first["computed"], second["prompt"]) == (140, 420)
-    # New tokens, and at most two blocks of 128 that hold tokens of the first turn.
-    assert 140 <= second["computed"] <= 140 + 256
-    assert unique["ratio"] > 0
-    assert snapshots["snapshots"] == 3  # two prompts, and one of them at 256 too
