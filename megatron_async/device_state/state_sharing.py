@@ -16,6 +16,7 @@ from megatron_async.device_state.device_memory import (
 )
 from megatron_async.device_state.kv_cache import GIB
 from megatron_async.devices import Device
+from megatron_async.errors import ConfigurationError
 from megatron_async.models.partition import is_recurrent, recurrent_layers, recurrent_sizes
 
 MOST_INTERVAL = 8192
@@ -51,6 +52,9 @@ def share_states(model: Any, config: InferenceConfig, device: Device) -> StateSh
         model: Megatron's `TransformerConfig`; a `HybridModel`'s carries `hybrid_layer_pattern`.
         config: settings of the engine.
         device: of the engine.
+
+    Raises:
+        ConfigurationError: `prefix_caching_mamba_gb` has no room for a single snapshot.
     """
     if not config.enable_prefix_caching or not is_recurrent(model):
         return None
@@ -69,5 +73,11 @@ def share_states(model: Any, config: InferenceConfig, device: Device) -> StateSh
     if snapshots is None and budget is None:
         # They live in rows that no request needs.
         return StateSharing(0, config.max_requests, interval)
+    if snapshots is None and most == 0:
+        raise ConfigurationError(
+            f"prefix_caching_mamba_gb={budget} has no room for a snapshot of one request's states, "
+            "so nothing would be found: give more (`megatron-async info` tells the size), or leave "
+            "it out."
+        )
     snapshots = most if snapshots is None else snapshots
     return StateSharing(snapshots, snapshots, interval)

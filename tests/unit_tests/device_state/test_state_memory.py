@@ -13,7 +13,7 @@ from megatron_async.device_state.device_memory import block_bytes, make_gpu_view
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.devices import CpuDevice
-from megatron_async.errors import OutOfMemoryError
+from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.model_config import ModelConfig, transformer_config
 
@@ -125,6 +125,8 @@ def test_snapshots_have_rows_of_their_own() -> None:
 def test_snapshots_that_do_not_fit_are_refused() -> None:
     with pytest.raises(OutOfMemoryError, match=r"GiB for snapshots of states.*mamba_gb lower"):
         hybrid_context(free=4_000_000, num_state_snapshots=500)
+    with pytest.raises(ConfigurationError, match=r"mamba_gb=1e-06 has no room for a snapshot"):
+        hybrid_context(prefix_caching_mamba_gb=1e-6)
 
 
 def test_a_released_state_has_no_memory_and_comes_back_zeroed() -> None:
