@@ -20,10 +20,12 @@ LOOKAHEAD_OF_MODE = {"legacy": 0, "async": 1}
 DEFAULT_MAX_REQUESTS = 256
 
 INVALIDATION_POLICIES = ("reconcile", "rollback")
-SPECULATIVE_METHODS = ("ngram",)
-DEFAULT_DRAFTS = 3
-"""A decode row then has 4 query tokens: one tile of the kernels for few rows. Of an edited text the
-third draft is still right in 7 of 10 cases, and on other text such a row is rarely planned."""
+SPECULATIVE_METHODS = ("mtp", "ngram")
+DEFAULT_DRAFTS = {"mtp": 1, "ngram": 3}
+"""By method. An MTP layer was trained for the token behind the next; what it makes of its own output
+is right less often, and each draft is another pass. With 3 drafts a decode row has 4 query tokens,
+one tile of the kernels for few rows; of an edited text the third is still right in 7 of 10 cases,
+and on other text such a row is rarely planned."""
 STATE_DTYPES = ("float32", "bfloat16")
 ATTENTION_BACKENDS = ("triton", "flash_attn_4", "flash_attn_3", "torch")
 
@@ -54,9 +56,10 @@ class InferenceConfig:
     its tokens and is prefilled again later. (Never the request first in rank, which runs on to its
     end.) None: no such limit; requests are evicted only when nothing else could run."""
 
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = None  # type: ignore[assignment]  # a bool after __post_init__
     """Keep the blocks of requests that have ended, and let requests that begin alike share them. A
-    request may compute less of its prompt; its tokens are the same."""
+    request may compute less of its prompt; its tokens are the same. None: on, but with the policy
+    "rollback", which cannot serve it."""
 
     # ---- Recurrent layers -------------------------------------------------------------------
     mamba_ssm_states_dtype: str = "float32"
@@ -113,13 +116,14 @@ class InferenceConfig:
 
     # ---- Speculation -------------------------------------------------------------------------
     speculative_method: str | None = None
-    """Who drafts tokens: "ngram" looks up what stood behind the last tokens when they came before
-    in the same sequence, on the device, without weights. None (or "none"): nobody, or the drafter
-    that is passed to `TextGenerationController`. Tokens are those of plain decoding."""
+    """Who drafts tokens: "mtp", the model's own layer for multi-token prediction, where it has one;
+    "ngram" looks up what stood behind the last tokens when they came before in the same sequence,
+    on the device, without weights. None (or "none"): nobody, or the drafter that is passed to
+    `TextGenerationController`. Tokens are those of plain decoding."""
 
     num_speculative_tokens: int = 0
     """Tokens that are drafted for a decode row and verified by its next step, which yields one to
-    `num_speculative_tokens` + 1 tokens. 0: 3 with a `speculative_method`, else no speculation."""
+    `num_speculative_tokens` + 1 tokens. 0: 3 with "ngram", 1 with "mtp", else no speculation."""
 
     # ---- Graphs ------------------------------------------------------------------------------
     num_cuda_graphs: int | None = None
@@ -171,6 +175,9 @@ class InferenceConfig:
     def __post_init__(self) -> None:
         self._resolve_lookahead()
         self._resolve_speculation()
+        caches: Any = self.enable_prefix_caching
+        if caches is None:
+            self.enable_prefix_caching = self.invalidation != "rollback"
         for name in ("block_size_tokens", "max_tokens", "max_sequence_length"):
             self._require_int(name, 1)
         asked: Any = self.max_requests
@@ -268,18 +275,13 @@ class InferenceConfig:
         method: Any = self.speculative_method
         if method == "none":
             method = self.speculative_method = None
-        if method == "mtp":
-            raise ConfigurationError(
-                "speculative_method='mtp' is not served yet: use 'ngram', which needs no weights, "
-                "or pass a drafter of your own to TextGenerationController."
-            )
         if method not in (None, *SPECULATIVE_METHODS):
             raise ConfigurationError(
                 f"speculative_method={method!r} is unknown: use one of "
                 f"{', '.join(map(repr, SPECULATIVE_METHODS))}, or None."
             )
         if method is not None and self.num_speculative_tokens == 0:
-            self.num_speculative_tokens = DEFAULT_DRAFTS
+            self.num_speculative_tokens = DEFAULT_DRAFTS[method]
 
     def _require_int(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -296,6 +298,11 @@ class InferenceConfig:
     def decode_width(self) -> int:
         """Most query tokens of a decode row, and most tokens that it yields."""
         return 1 + self.num_speculative_tokens
+
+    @property
+    def draft_places(self) -> int:
+        """Places behind a row's own tokens that a step fills with keys and values, to draft."""
+        return self.num_speculative_tokens if self.speculative_method == "mtp" else 0
 
     @property
     def max_rows(self) -> int:

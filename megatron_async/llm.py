@@ -122,7 +122,12 @@ class LLM:
         job.check_same("InferenceConfig", asdict(config) | {"device": torch.device(device).type})
         self._device = make_device(device)
         weights = build_model(
-            source.architecture, self.dtype, self._device.torch_device, transformer_impl, sizes
+            source.architecture,
+            self.dtype,
+            self._device.torch_device,
+            transformer_impl,
+            sizes,
+            with_mtp=config.speculative_method == "mtp",
         )
         source.load_weights(weights, progress=progress)
         job.exchange("the end of loading", "", timeout_s=LOADING_TIMEOUT_S)

@@ -30,6 +30,7 @@ def convert(
     dtype: str | torch.dtype | None = None,
     progress: bool = False,
     overwrite: bool = False,
+    with_mtp: bool | None = None,
 ) -> None:
     """Write a model, with its configuration and tokenizer, in another format.
 
@@ -44,9 +45,11 @@ def convert(
             is the norm behind Gated DeltaNet, which Megatron stores less 1, where it is float32.
         progress: show progress bars on stderr.
         overwrite: replace a model that is there; anything else there is refused all the same.
+        with_mtp: write the layers of multi-token prediction too; None: where the source has them.
 
     Raises:
         CheckpointError: see `open_model`; the target is taken; a disk is full.
+        ConfigurationError: see `check_mtp`.
     """
     from megatron_async.models.hybrid import build_model
 
@@ -59,9 +62,11 @@ def convert(
     source = source if isinstance(source, ModelSource) else open_model(source)
     architecture, tokenizer = source.architecture, source.tokenizer
     dtype = source.dtype if dtype is None else parse_dtype(dtype)
-    if to == "huggingface":
-        write_config(architecture, "float32")  # raises before hours of reading, not after them
-    model = build_model(architecture, dtype, torch.device("cpu"))
+    if with_mtp is None:
+        with_mtp = source.has_mtp_weights
+    if to == "huggingface":  # raises before hours of reading, not after them
+        write_config(architecture if with_mtp else architecture.without_mtp, "float32")
+    model = build_model(architecture, dtype, torch.device("cpu"), with_mtp=with_mtp)
     source.load_weights(model, progress)
     with _whole_folder(target) as folder:
         if to == "huggingface":

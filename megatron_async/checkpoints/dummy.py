@@ -80,6 +80,11 @@ class DummySource(ModelSource):
         """bfloat16, in which models of these shapes are published."""
         return torch.bfloat16
 
+    @property
+    def has_mtp_weights(self) -> bool:
+        """Whether any weight of multi-token prediction is stored."""
+        return self.architecture.mtp_num_depths > 0
+
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """Random weights, the same for the same dtype and device, however many ranks share them.
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,8 +19,9 @@ from megatron_async.checkpoints.huggingface_delta import (
     language_model_config,
     language_model_tensors,
 )
+from megatron_async.checkpoints.huggingface_mtp import split_mtp
 from megatron_async.checkpoints.json_files import read_json, write_json
-from megatron_async.checkpoints.mapping import Region, Shape, weights
+from megatron_async.checkpoints.mapping import Region, Shape, Shard, weights
 from megatron_async.checkpoints.source import (
     NamedTensorSource,
     byte_bar,
@@ -41,6 +42,21 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F
 """safetensors dtypes that are read."""
 
 
+class _StoredTensors(NamedTuple):
+    """What a folder holds.
+
+    Attributes:
+        model: the language model's tensors: the name without a vision tower -> that which is
+            stored.
+        left_out: how many others there are, by what they are for.
+        mtp: the same as `model` of multi-token prediction.
+    """
+
+    model: dict[str, str]
+    left_out: Mapping[str, int]
+    mtp: dict[str, str]
+
+
 class HuggingFaceSource(NamedTensorSource):
     """A Hugging Face model folder; of a model with a vision tower, its language model."""
 
@@ -59,11 +75,13 @@ class HuggingFaceSource(NamedTensorSource):
         # Only a tokenizer.json knows its EOS; a tokenizer of another format is an error when it is
         # asked for, not here.
         known = (self.folder / TOKENIZER).is_file() and self.tokenizer
+        has_tensors = any((self.folder / file).is_file() for file in (SINGLE, INDEX))
         return read_architecture(
             self.config,
             str(self.folder / CONFIG),
             bos_token_id=bos if isinstance(bos, int) else None,
             eos_token_ids=known.eos_ids if known else read_eos_ids(self.folder),
+            names=self._tensor_files if has_tensors else (),
         )
 
     @cached_property
@@ -74,16 +92,21 @@ class HuggingFaceSource(NamedTensorSource):
     @cached_property
     def dtype(self) -> torch.dtype:
         """See `ModelSource.dtype`."""
-        found = []
         float32 = {
             part
             for weight in weights(self.architecture, stacked_experts=self.has_stacked_experts)
             if weight.is_float32
             for part in weight.parts
         }
-        for name, stored_name in self._tensors[0].items():
-            if name in float32:
-                continue
+        found = self._dtypes(self._tensors.model)
+        return reduce(
+            torch.promote_types, (dtype for name, dtype in found.items() if name not in float32)
+        )
+
+    def _dtypes(self, tensors: Mapping[str, str]) -> dict[str, torch.dtype]:
+        """Of tensors as they are stored; not of quantised ones, which are refused."""
+        found = {}
+        for name, stored_name in tensors.items():
             path = self._tensor_files[stored_name]
             stored = self._file(path).get_slice(stored_name).get_dtype()
             if stored not in DTYPES:
@@ -91,26 +114,36 @@ class HuggingFaceSource(NamedTensorSource):
                     f"{path}: tensor {name!r} is stored as {stored}, which is not supported "
                     f"(only {', '.join(DTYPES)})"
                 )
-            found.append(DTYPES[stored])
-        return reduce(torch.promote_types, found)
+            found[name] = DTYPES[stored]
+        return found
 
     @cached_property
     def tensor_shapes(self) -> Mapping[str, Shape]:
         """See `NamedTensorSource.tensor_shapes`."""
+        found = self._shapes(self._tensors.model)
+        # Older files store the rotary table, which follows from the configuration.
+        return {k: v for k, v in found.items() if not k.endswith("rotary_emb.inv_freq")}
+
+    @cached_property
+    def mtp_shapes(self) -> Mapping[str, Shape]:
+        """Shapes of the tensors of multi-token prediction, by name."""
+        return self._shapes(self._tensors.mtp)
+
+    def _shapes(self, tensors: Mapping[str, str]) -> dict[str, Shape]:
         return {
             name: tuple(self._file(self._tensor_files[stored]).get_slice(stored).get_shape())
-            for name, stored in self._tensors[0].items()
-            # Older files store the rotary table, which follows from the configuration.
-            if not name.endswith("rotary_emb.inv_freq")
+            for name, stored in tensors.items()
         }
 
     def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
         """See `NamedTensorSource.read_tensor`: no byte of the file outside the region's rows is
         read."""
-        stored = self._tensors[0][name]
+        is_mtp = name in self._tensors.mtp
+        stored = self._tensors.mtp[name] if is_mtp else self._tensors.model[name]
+        shape = self.mtp_shapes[name] if is_mtp else self.tensor_shapes[name]
         path = self._tensor_files[stored]
         try:
-            if tuple(part.stop - part.start for part in region) == self.tensor_shapes[name]:
+            if tuple(part.stop - part.start for part in region) == shape:
                 tensor: Tensor = self._file(path).get_tensor(stored)
             else:
                 tensor = self._file(path).get_slice(stored)[region]
@@ -121,7 +154,9 @@ class HuggingFaceSource(NamedTensorSource):
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
         _ = self.dtype  # refuses quantised tensors, which would be copied as if they were numbers
-        for what, count in self._tensors[1].items():
+        if Shard.of(model).with_mtp:
+            self._dtypes(self._tensors.mtp)
+        for what, count in self._tensors.left_out.items():
             logger.warning("%s: %s (%d tensors) is not loaded.", self.name, what, count)
         try:
             super().load_weights(model, progress)
@@ -129,10 +164,10 @@ class HuggingFaceSource(NamedTensorSource):
             self._open_files.clear()
 
     @cached_property
-    def _tensors(self) -> tuple[dict[str, str], Mapping[str, int]]:
-        """Which of the stored tensors are the language model's, by the name that they have without
-        a vision tower; and how many others there are, by what they are for."""
-        return language_model_tensors(self._tensor_files, self.architecture.model_type)
+    def _tensors(self) -> _StoredTensors:
+        kind = self.architecture.model_type
+        names, mtp = split_mtp(self._tensor_files, kind)
+        return _StoredTensors(*language_model_tensors(names, kind), {name: name for name in mtp})
 
     @cached_property
     def _tensor_files(self) -> dict[str, Path]:
@@ -182,7 +217,8 @@ def save_huggingface(
     """Write a folder that transformers' `AutoModelForCausalLM.from_pretrained` loads.
 
     Args:
-        model: a `HybridModel` of `architecture`; its weights are written in its dtype.
+        model: a `HybridModel` of `architecture`; its weights are written in its dtype, those of
+            multi-token prediction where it has them.
         architecture: what `config.json` is made from.
         tokenizer: its files are written too, if there is one.
         folder: made if needed; files in it are replaced.
@@ -192,7 +228,10 @@ def save_huggingface(
     Raises:
         CheckpointError: the architecture has no Hugging Face form.
     """
-    wanted = list(weights(architecture))
+    held = Shard.of(model)
+    if not held.with_mtp:
+        architecture = architecture.without_mtp
+    wanted = list(weights(architecture, held))
     parameters = model_parameters(model, wanted)
     dtype = parameters[wanted[0].name].dtype
     config = write_config(architecture, str(dtype).removeprefix("torch."))

@@ -7,7 +7,8 @@ Both spellings are read: `rope_parameters` (transformers 5) and `rope_theta` wit
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
@@ -15,6 +16,7 @@ from megatron_async.checkpoints.huggingface_delta import COMPOSITES, MODEL_TYPES
 from megatron_async.checkpoints.huggingface_experts import read_experts, write_experts
 from megatron_async.checkpoints.huggingface_hybrid import read_hybrid, refuse_family
 from megatron_async.checkpoints.huggingface_hybrid_write import check_written, write_hybrid
+from megatron_async.checkpoints.huggingface_mtp import read_mtp, write_mtp
 from megatron_async.checkpoints.huggingface_rope import read_rope, write_rope
 from megatron_async.checkpoints.json_files import read_number, read_size
 from megatron_async.models.architecture import ModelArchitecture
@@ -48,6 +50,7 @@ FAMILIES = {
         ),
         Family("qwen2", "Qwen2ForCausalLM", add_qkv_bias=True, default_sliding_window=4096),
         Family("qwen3", "Qwen3ForCausalLM", False, True, 128, default_sliding_window=4096),
+        Family("mimo", "MiMoForCausalLM", add_qkv_bias=True, default_sliding_window=4096),
         Family("mixtral", "MixtralForCausalLM", default_max_positions=131072, has_experts=True),
         Family(
             "qwen3_moe",
@@ -114,6 +117,7 @@ def read_architecture(
     where: str,
     bos_token_id: int | None = None,
     eos_token_ids: tuple[int, ...] = (),
+    names: Iterable[str] = (),
 ) -> ModelArchitecture:
     """The architecture that a `config.json` describes.
 
@@ -121,14 +125,29 @@ def read_architecture(
         config: its content.
         where: file name for error messages.
         bos_token_id, eos_token_ids: as the caller found them (they may be in other files).
+        names: of the stored tensors, as far as they are known; see `read_mtp`.
 
     Raises:
         CheckpointError: unsupported architecture or setting, missing or malformed value.
     """
     family = _family(config, where)
+    found = _read(config, family, where, bos_token_id, eos_token_ids)
+    return replace(found, **read_mtp(found, config, where, names))
+
+
+def _read(
+    config: dict[str, Any],
+    family: Family,
+    where: str,
+    bos_token_id: int | None,
+    eos_token_ids: tuple[int, ...],
+) -> ModelArchitecture:
+    """The architecture of the trunk, without multi-token prediction."""
     for key, supported in UNSUPPORTED.items():
         if key == "partial_rotary_factor" and family.is_hybrid:
             continue
+        if key == "attention_bias" and family.model_type == "mimo":
+            supported = (True,)  # of q, k and v, as Qwen2 has them without a word
         value = config.get(key)
         if value is not None and value not in supported:
             allowed = " or ".join(map(repr, supported)) or "none"
@@ -233,7 +252,8 @@ def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
         rope = write_rope(a) if a.position_embedding_type == "rope" else {}
         config = common | {"rms_norm_eps": a.layernorm_epsilon} | rope | write_hybrid(a)
         where = f"a {a.model_type} model's config.json"
-        check_written(a, _read_hybrid(config, family, where, a.bos_token_id, a.eos_token_ids))
+        config |= write_mtp(a)
+        check_written(a, read_architecture(config, where, a.bos_token_id, a.eos_token_ids))
         return config
     _check_transformer(a)
     features = (a.add_qkv_bias, a.qk_layernorm, a.num_moe_experts > 0)
@@ -249,10 +269,12 @@ def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
         "sliding_window": a.sliding_window,
         **write_rope(a),
     }
-    if a.model_type.startswith("qwen"):
+    if a.model_type == "mimo":
+        config["attention_bias"] = True
+    if a.model_type.startswith("qwen") or a.model_type == "mimo":
         config["use_sliding_window"] = a.sliding_window is not None
         config["max_window_layers"] = 0 if a.sliding_window is not None else a.num_layers
-    return config | write_experts(a)
+    return config | write_experts(a) | write_mtp(a)
 
 
 def _check_transformer(a: ModelArchitecture) -> None:

@@ -7,8 +7,8 @@ expert; rope turns a quarter of a head.
 
 Models with a vision tower (`...ForConditionalGeneration`) hold the language model's configuration
 in `text_config` and its tensors under another prefix. The language model is served; what the
-vision tower and the layers of multi-token prediction have is left in its place. Their rope has
-three positions for each token (`mrope_section`), which are the same for text.
+vision tower has is left in its place. Their rope has three positions for each token
+(`mrope_section`), which are the same for text.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ MODEL_TYPES = {
 }
 """`model_type` in the `config.json` of a model without a vision tower."""
 LEFT_OUT = {
-    "mtp.": "multi-token prediction",
     "model.visual.": "the vision tower",
     "visual.": "the vision tower",
 }

@@ -44,7 +44,6 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
         "topk_group": (1,),
         "norm_topk_prob": (True,),
         "moe_latent_size": (),
-        "num_nextn_predict_layers": (0,),
         "residual_in_fp32": (False,),
         "sliding_window": (),
     },

@@ -23,6 +23,8 @@ from megatron_async.models.architecture import (
 )
 
 GIB = 1024**3
+TOKEN_ID_BYTES = 4
+"""Of a token id beside the keys, which the prefix cache reads (`PagedKVCache.block_tokens`)."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,19 @@ class ModelInfo:
     not taken in yet. As the engine takes it with the settings that it has by default."""
     block_size_tokens: int
     kv_bytes_per_block: int
+    """With the token ids beside the keys, for prefix caching."""
     free_bytes: int
     """Memory before the weights are loaded: what is free on the device, or what was asked about."""
     kv_blocks: int
     """Usable blocks of the largest KV pool that fits beside the weights and the recurrent state of
     one request; 0 if none does, and without attention."""
+    mtp_parameters: int
+    """Of multi-token prediction, which is loaded for speculative_method="mtp" alone: this and the
+    next two are in none of the other numbers. 0: the model has none."""
+    mtp_weight_bytes: int
+    mtp_kv_bytes_per_token: int
+    has_mtp_weights: bool
+    """Whether the weights of multi-token prediction are there, where the model has it."""
     state_requests: int
     """Requests whose recurrent states fit beside the weights and a KV pool of one block: the
     largest `max_requests`; 0 if none does, and without recurrent layers."""
@@ -102,7 +112,7 @@ def model_info(
     architecture = source.architecture
     weight_bytes = architecture.num_parameters * resolved.itemsize
     per_token = architecture.kv_bytes_per_token(resolved.itemsize)
-    per_block = per_token * block_size_tokens
+    per_block = (per_token + TOKEN_ID_BYTES) * block_size_tokens if per_token else 0
     state = _state_bytes(architecture, resolved)
     # One block and one state more are allocated: for rows without a request.
     left = free - weight_bytes
@@ -123,6 +133,10 @@ def model_info(
         kv_bytes_per_block=per_block,
         free_bytes=free,
         kv_blocks=blocks,
+        mtp_parameters=architecture.mtp_parameters,
+        mtp_weight_bytes=architecture.mtp_parameters * resolved.itemsize,
+        mtp_kv_bytes_per_token=architecture.mtp_kv_bytes_per_token(resolved.itemsize),
+        has_mtp_weights=source.has_mtp_weights,
         state_requests=requests,
     )
 
@@ -164,6 +178,7 @@ def format_info(info: ModelInfo) -> str:
         f"weights, {info.dtype}": _size(info.weight_bytes),
         "KV cache": f"{_size(info.kv_bytes_per_token)} a token, {_size(info.kv_bytes_per_block)} a "
         f"block of {info.block_size_tokens}",
+        **_mtp_rows(a, info),
         f"memory, {info.device}": f"{_size(info.free_bytes)} free",
         "KV pool that fits": pool,
     }
@@ -203,6 +218,21 @@ def _recurrent_rows(a: ModelArchitecture, info: ModelInfo) -> dict[str, str]:
         )
         rows[KINDS[DELTA]] = f"in {a.count(DELTA)} layers, {heads}"
     return rows | {"recurrent state": _state_row(info)}
+
+
+def _mtp_rows(a: ModelArchitecture, info: ModelInfo) -> dict[str, str]:
+    if not a.mtp_pattern:
+        return {}
+    depths = f"{a.mtp_num_depths} depth{'s' if a.mtp_num_depths > 1 else ''} of {a.mtp_pattern}"
+    if a.mtp_use_repeated_layer:
+        depths += ", to be repeated"
+    sizes = (
+        f"{info.mtp_parameters:,} parameters, {_size(info.mtp_weight_bytes)}, KV cache "
+        f"{_size(info.mtp_kv_bytes_per_token)} a token: only with speculative_method='mtp'"
+    )
+    if not info.has_mtp_weights:
+        sizes = "its weights are not there"
+    return {"multi-token prediction": f"{depths}; {sizes}"}
 
 
 def _state_row(info: ModelInfo) -> str:

@@ -37,7 +37,6 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "attention_output_gate": (False, True),
     "linear_conv_kernel_dim": (CONV_KERNEL, None),
     "window_size": (None, (-1, -1)),
-    "mtp_num_layers": (None, 0),
     "use_mup": (False,),
 }
 """Arguments that change the computation, and the values that are supported. Absent is not set."""
@@ -84,7 +83,7 @@ def architecture_from_args(
     heads = _size(args, "num_attention_heads", where)
     hidden = _size(args, "hidden_size", where)
     grouped = args.get("group_query_attention", False)
-    layers, pattern = _layers(args, where)
+    layers, pattern, mtp_pattern = _layers(args, where)
     activation = _activation(args, where)
     position = args.get("position_embedding_type", "rope")
     # Whatever no family of transformers has is a hybrid, even without Mamba-2.
@@ -136,6 +135,7 @@ def architecture_from_args(
         activation=activation,
         position_embedding_type=position,
         rotary_percent=float(args.get("rotary_percent", 1.0)),
+        **_mtp(args, mtp_pattern, where),
         **(_experts(args, where) if experts else {}),
         **(_mamba(args, hidden, where) if MAMBA in pattern else {}),
         **(_delta(args, where) if DELTA in pattern else {}),
@@ -204,9 +204,9 @@ def _mixers(args: Mapping[str, Any], layers: int, where: str) -> str:
     return "".join(DELTA if linear else ATTENTION for linear in frequency)
 
 
-def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str]:
-    """Number of layers as families count them, and the pattern. A `HybridModel` counts attention
-    and MLP apart."""
+def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str, str]:
+    """Number of layers as families count them; the pattern; that of a depth of multi-token
+    prediction, if there are any. A `HybridModel` counts attention and MLP apart."""
     pattern = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
     has_experts = bool(args.get("num_experts"))
     if not pattern:
@@ -219,13 +219,36 @@ def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str]:
             dense = tuple(layer for layer in range(layers) if not frequency[layer])
         mixers = _mixers(args, layers, where)
         ffns = moe_pattern(layers, dense)[1::2]
-        return layers, "".join(map("".join, zip(mixers, ffns, strict=True)))
-    pattern = pattern.replace("|", "")  # between pipeline stages
-    if not set(pattern) <= KINDS.keys() or (EXPERTS in pattern and not has_experts):
+        pattern = "".join(map("".join, zip(mixers, ffns, strict=True)))
+        return layers, pattern, pattern[-2:]  # a depth is built as the last layer is
+    # Behind "/" the depths, all alike; "|" is between pipeline stages.
+    pattern, *depths = pattern.replace("|", "").split("/")
+    mtp_pattern = depths[0] if depths else args.get("mtp_hybrid_override_pattern") or ""
+    kinds = set(pattern + "".join(depths) + mtp_pattern)
+    if not pattern or not kinds <= KINDS.keys() or (EXPERTS in kinds and not has_experts):
+        whole = "/".join([pattern, *depths])
         raise CheckpointError(
-            f"{where}: hybrid layer pattern {pattern!r} is not supported (only layers "
+            f"{where}: hybrid layer pattern {whole!r} is not supported (only layers "
             f"{', '.join(map(repr, KINDS))}, and 'E' where num_experts says how many)"
         )
-    if re.fullmatch(r"([*G][-E])+", pattern):
-        return len(pattern) // 2, pattern
-    return len(pattern), pattern
+    is_paired = re.fullmatch(r"([*G][-E])+", pattern)
+    return len(pattern) // 2 if is_paired else len(pattern), pattern, mtp_pattern
+
+
+def _mtp(args: Mapping[str, Any], pattern: str, where: str) -> dict[str, Any]:
+    written = (args.get("hybrid_layer_pattern") or "").count("/")
+    depths = args.get("mtp_num_layers") or written
+    if not depths:
+        return {}
+    depths = _size({"mtp_num_layers": depths}, "mtp_num_layers", where)
+    if not pattern:
+        raise CheckpointError(
+            f"{where}: mtp_num_layers = {depths} of a hybrid model without a pattern behind '/' in "
+            "hybrid_layer_pattern, or mtp_hybrid_override_pattern"
+        )
+    is_repeated = bool(args.get("mtp_use_repeated_layer"))
+    return {
+        "mtp_pattern": pattern,
+        "mtp_num_depths": 1 if is_repeated else depths,
+        "mtp_use_repeated_layer": is_repeated,
+    }

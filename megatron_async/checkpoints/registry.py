@@ -77,6 +77,7 @@ def load_model(
     device: torch.device,
     progress: bool = False,
     transformer_impl: str = "local",
+    with_mtp: bool = False,
 ) -> LoadedModel:
     """Build a model and fill it.
 
@@ -86,6 +87,7 @@ def load_model(
         device: where the weights go.
         progress: show a progress bar on stderr.
         transformer_impl: see `build_model`.
+        with_mtp: read its layers of multi-token prediction too.
 
     Raises:
         ConfigurationError: `transformer_impl` is unknown or cannot run here.
@@ -95,7 +97,7 @@ def load_model(
     from megatron_async.models.hybrid import build_model
 
     source = open_model(name_or_path)
-    model = build_model(source.architecture, dtype, device, transformer_impl)
+    model = build_model(source.architecture, dtype, device, transformer_impl, with_mtp=with_mtp)
     source.load_weights(model, progress)
     return LoadedModel(model, source.tokenizer, source.architecture)
 

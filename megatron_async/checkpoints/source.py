@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.mapping import Region, Shape, Shard, Weight, weights
+from megatron_async.checkpoints.mapping import (
+    Region,
+    Shape,
+    Shard,
+    Weight,
+    mtp_weights,
+    weights,
+)
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.text.tokenizer import Tokenizer
 
@@ -20,8 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-MODULE_NAMES = (".experts.gate_up_proj", ".experts.up_proj", "model.norm_f.weight")
+STACKED_EXPERTS = (".experts.gate_up_proj", ".experts.up_proj")
+"""Ends of names of tensors that hold all experts."""
+MODULE_NAMES = (*STACKED_EXPERTS, "model.norm_f.weight")
 """Ends of names that only transformers' modules have."""
+MTP_REMEDY = (
+    "use speculative_method='ngram', which needs no weights, or none (to convert the model, use "
+    "--no-mtp)"
+)
 
 
 class ModelSource(ABC):
@@ -59,9 +72,16 @@ class ModelSource(ABC):
         """The dtype that keeps every stored weight exactly, but for those that a model has in
         float32 whatever its dtype is."""
 
+    @property
+    @abstractmethod
+    def has_mtp_weights(self) -> bool:
+        """Whether any weight of the architecture's multi-token prediction is stored."""
+
     @abstractmethod
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """Fill a model, tensor by tensor, converting to its dtype and moving to its device.
+
+        Weights of multi-token prediction are read where the model was built with it.
 
         Args:
             model: a `HybridModel` made by `build_model(self.architecture, ...)`.
@@ -79,7 +99,18 @@ class NamedTensorSource(ModelSource):
     @property
     @abstractmethod
     def tensor_shapes(self) -> Mapping[str, Shape]:
-        """Shape of every stored tensor by Hugging Face name, without reading any."""
+        """Shape of every stored tensor but those of multi-token prediction, by Hugging Face name,
+        without reading any."""
+
+    @property
+    def mtp_shapes(self) -> Mapping[str, Shape]:
+        """Shapes of the tensors of multi-token prediction, by name."""
+        return {}
+
+    @property
+    def has_mtp_weights(self) -> bool:
+        """Whether any weight of multi-token prediction is stored."""
+        return any(not self.mtp_shapes.keys().isdisjoint(w.parts) for w in self._mtp_weights)
 
     @abstractmethod
     def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
@@ -113,10 +144,39 @@ class NamedTensorSource(ModelSource):
             )
         return wanted
 
+    @property
+    def _has_stacked_mtp(self) -> bool:
+        return any(name.endswith(STACKED_EXPERTS) for name in self.mtp_shapes)
+
+    @property
+    def _mtp_weights(self) -> list[Weight]:
+        return list(mtp_weights(self.architecture, self._has_stacked_mtp))
+
+    @cached_property
+    def checked_mtp_weights(self) -> list[Weight]:
+        """The weights of multi-token prediction, once names and shapes of its stored tensors are
+        known to fit."""
+        wanted, found = self._mtp_weights, self.mtp_shapes
+        expected = {name: shape for weight in wanted for name, shape in weight.parts.items()}
+        check_mtp_names(self.name, expected, found)
+        check_shapes(self.name, expected, found)
+        superfluous = set(found) - set(expected)
+        if superfluous:
+            raise CheckpointError(
+                f"{self.name}: tensor {min(superfluous)!r} (one of {len(superfluous)}) is not part "
+                f"of multi-token prediction with mtp_pattern = {self.architecture.mtp_pattern!r} "
+                f"and mtp_num_depths = {self.architecture.mtp_num_depths}: {MTP_REMEDY}."
+            )
+        return wanted
+
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
+        shard = Shard.of(model)
         _ = self.checked_weights
-        wanted = list(weights(self.architecture, Shard.of(model), self.has_stacked_experts))
+        if shard.with_mtp:
+            _ = self.checked_mtp_weights
+        stacked = self.has_stacked_experts, shard.with_mtp and self._has_stacked_mtp
+        wanted = list(weights(self.architecture, shard, *stacked))
         parameters = model_parameters(model, wanted)
         with byte_bar(total_bytes(parameters), progress) as bar:
             for weight in wanted:
@@ -139,6 +199,22 @@ def clear_padding(weight: Weight, parameter: Tensor) -> None:
     filled = sum(place.numel() for _name, _region, place in weight.pieces(parameter))
     if filled < parameter.numel():
         parameter.zero_()
+
+
+def check_mtp_names(source: str, expected: Collection[str], found: Collection[str]) -> None:
+    """Raise `CheckpointError` if a weight of multi-token prediction is not stored.
+
+    Args:
+        source: what the user calls the model.
+        expected: names of the weights.
+        found: names of all stored tensors.
+    """
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise CheckpointError(
+            f"{source}: tensor {missing[0]!r}, one of {len(missing)} of {len(expected)} of "
+            f"multi-token prediction, is missing: {MTP_REMEDY}."
+        )
 
 
 def check_shapes(source: str, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,11 +28,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.json_files import read_json, write_json
-from megatron_async.checkpoints.mapping import Shard, weights
+from megatron_async.checkpoints.mapping import Shape, Shard, Weight, mtp_weights, weights
 from megatron_async.checkpoints.megatron_args import architecture_from_args
 from megatron_async.checkpoints.source import (
     ModelSource,
     byte_bar,
+    check_mtp_names,
     check_shapes,
     clear_padding,
     model_parameters,
@@ -123,14 +124,16 @@ class TorchDistSource(ModelSource):
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """See `ModelSource.load_weights`."""
-        wanted = list(weights(self.architecture, Shard.of(model)))
+        shard = Shard.of(model)
+        places = self._places | (self._mtp_places if shard.with_mtp else {})
+        wanted = list(weights(self.architecture, shard))
         parameters = model_parameters(model, wanted)
         planner = _DirectPlanner()
         for weight in wanted:
             parameter = parameters[weight.name]
             clear_padding(weight, parameter)
             for suffix, offset, target in weight.stored_pieces(parameter):
-                key, stacked = self._places[weight.stored + suffix]
+                key, stacked = places[weight.stored + suffix]
                 if stacked:
                     target, offset = target.unsqueeze(0), [weight.layer or 0, *offset]
                 planner.add(key, offset, target, self._stored[key], str(self.folder))
@@ -142,24 +145,12 @@ class TorchDistSource(ModelSource):
     def _places(self) -> dict[str, tuple[str, bool]]:
         """`Weight.stored` with one of its suffixes -> its key here, and whether all layers are
         stacked under that key."""
-        found = {key: tuple(item.size) for key, item in self._stored.items()}
-        wanted = list(weights(self.architecture))
-        layers = self.architecture.num_layers
-        first = next(weight for weight in wanted if weight.layer is not None)
-        stacked = first.stored_stacked in found
-        gpt = stacked or "decoder.final_layernorm.weight" in found
+        found, layers = self._shapes, self.architecture.num_layers
+        expected: dict[str, Shape] = {}
         places = {}
-        expected = {}
-        for weight in wanted:
-            inside = stacked and weight.layer is not None
-            name = weight.stored_stacked if inside else weight.stored_gpt if gpt else weight.stored
-            for suffix, shape in weight.stored_suffixes.items():
-                key = name + suffix
-                other_name = key.replace(*NORM_OF_EXPERTS)
-                if key not in found and other_name in found:
-                    key = other_name
-                places[weight.stored + suffix] = (key, inside)
-                expected[key] = (layers, *shape) if inside else shape
+        for stored, (key, shape, stacked) in self._keys(weights(self.architecture)).items():
+            places[stored] = (key, stacked)
+            expected[key] = (layers, *shape) if stacked else shape
         check_shapes(str(self.folder), expected, found)
         # Optimizer states are other tensors; a decoder weight that nobody wants is a missing part
         # of the model.
@@ -170,6 +161,45 @@ class TorchDistSource(ModelSource):
                 f"{layers}-layer {self.architecture.model_type} model"
             )
         return places
+
+    @cached_property
+    def _mtp_places(self) -> dict[str, tuple[str, bool]]:
+        """Of each stored tensor of multi-token prediction its key in the model, and that it is not
+        stacked."""
+        keys = self._keys(mtp_weights(self.architecture))
+        expected = {key: shape for key, shape, _stacked in keys.values()}
+        check_mtp_names(str(self.folder), expected, self._shapes)
+        check_shapes(str(self.folder), expected, self._shapes)
+        return {stored: (key, False) for stored, (key, _shape, _stacked) in keys.items()}
+
+    @property
+    def has_mtp_weights(self) -> bool:
+        """Whether any weight of multi-token prediction is stored."""
+        keys = self._keys(mtp_weights(self.architecture)).values()
+        return any(key in self._shapes for key, _shape, _stacked in keys)
+
+    def _keys(self, wanted: Iterable[Weight]) -> dict[str, tuple[str, Shape, bool]]:
+        """`Weight.stored` with one of its suffixes -> its key here, the shape of one layer, and
+        whether all layers are stacked under that key."""
+        found = self._shapes
+        first = next(w for w in weights(self.architecture) if w.layer is not None)
+        stacked = first.stored_stacked in found
+        gpt = stacked or "decoder.final_layernorm.weight" in found
+        keys = {}
+        for weight in wanted:
+            inside = stacked and weight.layer is not None
+            name = weight.stored_stacked if inside else weight.stored_gpt if gpt else weight.stored
+            for suffix, shape in weight.stored_suffixes.items():
+                key = name + suffix
+                other_name = key.replace(*NORM_OF_EXPERTS)
+                if key not in found and other_name in found:
+                    key = other_name
+                keys[weight.stored + suffix] = (key, shape, inside)
+        return keys
+
+    @cached_property
+    def _shapes(self) -> dict[str, Shape]:
+        return {key: tuple(item.size) for key, item in self._stored.items()}
 
     @cached_property
     def _metadata(self) -> Metadata:
@@ -228,7 +258,8 @@ def save_torch_dist(
     """Write a checkpoint that `megatron.core.dist_checkpointing.load` and `TorchDistSource` read.
 
     Args:
-        model: a `HybridModel` of `architecture`; its weights are written in its dtype.
+        model: a `HybridModel` of `architecture`; its weights are written in its dtype, those of
+            multi-token prediction where it has them.
         architecture: written beside it as `architecture.json`.
         tokenizer: its files are written too, if there is one.
         folder: made if needed; must be empty.
@@ -241,7 +272,8 @@ def save_torch_dist(
     dist_checkpointing.save(
         model.sharded_state_dict(prefix=""), str(folder), SynchronousSaveStrategy()
     )
-    write_json(folder / ARCHITECTURE, architecture.to_dict())
+    written = architecture if Shard.of(model).with_mtp else architecture.without_mtp
+    write_json(folder / ARCHITECTURE, written.to_dict())
     if tokenizer is not None:
         tokenizer.save(folder)
 

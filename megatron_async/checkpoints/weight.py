@@ -35,6 +35,8 @@ class Shard:
     """Ranks of that group."""
     stage: Stage | None = None
     """Its pipeline stage; None: the only one."""
+    with_mtp: bool = False
+    """Whether layers of multi-token prediction are part of it."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Shard:
@@ -42,10 +44,13 @@ class Shard:
         groups = getattr(model, "pg_collection", None)
         stage = stage_of(getattr(model, "config", None))
         stage_or_none = stage if stage.count > 1 else None
+        with_mtp = getattr(model, "mtp", None) is not None
         if groups is None:
-            return cls(stage=stage_or_none)
+            return cls(stage=stage_or_none, with_mtp=with_mtp)
         tensor, expert = groups.tp, groups.ep
-        return cls(tensor.rank(), tensor.size(), expert.rank(), expert.size(), stage_or_none)
+        return cls(
+            tensor.rank(), tensor.size(), expert.rank(), expert.size(), stage_or_none, with_mtp
+        )
 
     def local_name(self, name: str) -> str | None:
         """A parameter's name in this rank's model, from that in the whole one; None: not held."""
@@ -126,6 +131,8 @@ class Weight:
     checkpoints hold the product."""
     offset: float = 0.0
     """And then plus this: -1 where Hugging Face stores a norm's factor and Megatron factor - 1."""
+    has_swapped_halves: bool = False
+    """Hugging Face has the second half of the columns first. Not for strips, nor for experts."""
     order: tuple[Rows, ...] = ()
     """Where the rows of the whole weight are found in the parts, from the first to the last, for
     parts that hold them in another order; such a weight has strips. Empty: as said above."""
@@ -194,9 +201,11 @@ class Weight:
 
     @property
     def stored_gpt(self) -> str:
-        """Key in a Megatron checkpoint of the deprecated `GPTModel`."""
+        """Key in a Megatron checkpoint of the deprecated `GPTModel`, where a depth of multi-token
+        prediction is one transformer layer."""
         if self.layer is None:
-            return self.stored.replace("final_norm", "final_layernorm")
+            name = self.stored.replace("final_norm", "final_layernorm")
+            return re.sub(r"mtp_model_layer\.layers\.\d+\.", "transformer_layer.", name)
         return re.sub(r"layers\.\d+\.", f"layers.{self.layer}.", self.stored)
 
     @property
@@ -238,7 +247,12 @@ class Weight:
                 yield name, region, place
             return
         for name, place in self.places(parameter).items():
-            yield name, self.held(name), place
+            if not self.has_swapped_halves:
+                yield name, self.held(name), place
+                continue
+            (rows, _columns), half = self.held(name), place.size(-1) // 2
+            yield name, (rows, slice(half, 2 * half)), place[..., :half]
+            yield name, (rows, slice(0, half)), place[..., half:]
 
     def _ordered_pieces(self, parameter: Tensor) -> Iterator[tuple[str, Region, Tensor]]:
         """`pieces` by `order`: what each run of rows has in common with each held strip."""
@@ -325,6 +339,8 @@ class Weight:
         if self.offset or self.scale != 1:
             stored = (parameter.float() - self.offset) / self.scale
             parameter = stored.to(parameter.dtype)
+        if self.has_swapped_halves:
+            parameter = parameter.roll(parameter.size(1) // 2, dims=1)
         if self.order:
             parts = {name: parameter.new_empty(shape) for name, shape in self.parts.items()}
             for name, region, place in self._ordered_pieces(parameter):

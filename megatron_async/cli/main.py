@@ -176,6 +176,9 @@ def add_convert(commands: Any, common: argparse.ArgumentParser) -> None:
         "--to", choices=("torch_dist", "huggingface"), default="torch_dist", help="format to write"
     )
     add_dtype(convert)
+    convert.add_argument(
+        "--no-mtp", action="store_true", help="leave multi-token prediction out, if there is any"
+    )
     convert.add_argument("--overwrite", action="store_true", help="replace what TARGET holds")
     convert.add_argument("--no-progress", action="store_true", help="no progress bar")
 
@@ -291,6 +294,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         overwrite=arguments.overwrite,
         progress=not arguments.no_progress,
+        with_mtp=False if arguments.no_mtp else None,
     )
     print(f"wrote {arguments.target} ({arguments.to})")
     return 0

@@ -41,10 +41,20 @@ ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
         "enable_prefix_caching",
         bool,
         "",
-        "keep KV blocks of requests that have ended, and let requests that begin alike share them",
+        "let requests that begin alike share what is computed of them (default: on)",
     ),
-    ("speculative_method", str, "NAME", "draft tokens: ngram looks them up in the text itself"),
-    ("num_speculative_tokens", int, "N", "tokens drafted ahead (default: 3, with a method)"),
+    (
+        "speculative_method",
+        str,
+        "NAME",
+        "draft tokens: mtp (the model's own layer) or ngram (what the text repeats)",
+    ),
+    (
+        "num_speculative_tokens",
+        int,
+        "N",
+        "tokens drafted ahead (default: 1 with mtp, 3 with ngram)",
+    ),
     (
         "prefix_caching_mamba_gb",
         float,
@@ -72,7 +82,7 @@ def add_engine_options(group: Any) -> None:
     """The options of `ENGINE_OPTIONS`."""
     for name, type_, metavar, text in ENGINE_OPTIONS:
         if type_ is bool:
-            group.add_argument(flag(name), action="store_true", default=None, help=text)
+            group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=text)
         else:
             group.add_argument(flag(name), type=type_, metavar=metavar, help=text)
 

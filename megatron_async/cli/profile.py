@@ -60,8 +60,8 @@ examples:
         help="steps launched ahead of bookkeeping: 0 is serial",
     )  # fmt: skip
     engine.add_argument(
-        "--enable-prefix-caching", action="store_true",
-        help="let requests that begin alike share blocks (the workloads' prompts do not)",
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction,
+        help="let requests that begin alike share blocks (default: on); the workloads' do not",
     )  # fmt: skip
     add_dtype(engine)
     output = profile.add_argument_group("output")

@@ -98,6 +98,7 @@ class DynamicInferenceContext:
             max_blocks,
             stages,
             inference_config.decode_width,
+            inference_config.draft_places,
         )
         self._staging = HostStaging(
             self.device,
@@ -195,13 +196,18 @@ class DynamicInferenceContext:
             the plan, already counted as launched; None when nothing can run before a step in
             flight is resolved (or there is no work). A plan without rows is a dummy step.
         """
-        builder = self._plan_builder
-        decode, prefill = self.scheduler.schedule()
-        wanted = builder.shape_of(decode, prefill)
-        shape = agree(builder.next_step, wanted, self.has_unfinished_requests())
-        if shape.is_empty:
-            return None
-        plan = builder.build(decode, prefill, shape)
+        builder, step = self._plan_builder, self._plan_builder.next_step
+        try:
+            decode, prefill = self.scheduler.schedule()
+            wanted = builder.shape_of(decode, prefill)
+            shape = agree(step, wanted, self.has_unfinished_requests())
+            if shape.is_empty:
+                return None
+            plan = builder.build(decode, prefill, shape)
+        except BaseException:
+            if self.prefix_cache is not None:
+                self.prefix_cache.not_planned(step)
+            raise
         if prefill:
             self.scheduler.forget_prefilled()
         return plan

@@ -88,6 +88,9 @@ class PrefixCache:
         self.states = states
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * blocks.total
+        self._tokens = np.empty((blocks.total, block_size), dtype=np.int32)
+        """What the blocks hold, and `_salt_of` for whom: a hash alone is not believed."""
+        self._salt_of: list[bytes] = [b""] * blocks.total
         self._handed_out: OrderedDict[bytes, None] = OrderedDict()
         """Hashes of lost blocks, the latest ones: what a larger pool would have found."""
         self._lost: deque[bytes] = deque(maxlen=blocks.total)
@@ -146,15 +149,19 @@ class PrefixCache:
         self._catch_up(step)
         found: list[int] = []
         is_being_written = was_lost = False
+        salt = _salt(request)
         for each in request.block_hashes[: (num_known - 1) // self._size]:
             block = self._block_of.get(each)
-            if block is None:
+            if block is None or self._salt_of[block] != salt:
                 was_lost = each in self._handed_out
                 break
             if self._written_by[block] >= step:
                 is_being_written = True
                 break
             found.append(block)
+        if found and (equal := self._hold_tokens_of(request, found)) < len(found):
+            del found[equal:]
+            is_being_written = was_lost = False
         matched, row = len(found) * self._size, NO_ROW
         if self.states is not None:
             state = self.states.find(request.block_hashes[: len(found)], step)
@@ -162,6 +169,18 @@ class PrefixCache:
             is_being_written, row = is_being_written or state.is_being_written, state.row
         blocks = np.array(found, dtype=np.int32)
         return Found(blocks, is_being_written, matched, row, was_lost)
+
+    def _hold_tokens_of(self, request: DynamicInferenceRequest, found: list[int]) -> int:
+        """How many of the blocks in `found`, from the first on, hold this request's tokens: all, if
+        no two have one hash."""
+        size, known = self._size, request.prompt_tokens
+        if len(found) * size > len(known):
+            known = np.concatenate((known, request.generated_tokens))
+        own = known[: len(found) * size].reshape(len(found), size)
+        same = self._tokens[found] == own
+        if same.all():
+            return len(found)
+        return int(np.argmin(same.all(axis=1)))
 
     def has_row(self, found: Found, step: int) -> bool:
         """Whether a request that was found this much can have a state's row in plan `step`."""
@@ -244,10 +263,15 @@ class PrefixCache:
         enter nothing more."""
         held = self._slots.generation[plan.slots] == plan.generations
         self._is_stale[plan.slots[held]] = True
-        known = self._findable()
-        self._forget(known[self._written_by[known] >= plan.step])
-        if self.states is not None:
-            self.states.failed(plan.step)
+        self._forget_written_by(plan.step)
+
+    def not_planned(self, step: int) -> None:
+        """Plan `step` could not be made: no chunk of it is written. The next plan, of the same
+        number, has its requests again, and their blocks are entered then."""
+        self._forget_written_by(step)
+        slots = np.flatnonzero(self._slots.state == SlotState.PREFILLING)
+        done = self._slots.num_prefilled[slots] // self._size
+        self._entered[slots] = np.minimum(self._entered[slots], done)
 
     def reset(self) -> None:
         """Forget everything; requests that hold a slot enter nothing more."""
@@ -256,6 +280,12 @@ class PrefixCache:
         self._is_stale[:] = True
         if self.states is not None:
             self.states.reset()
+
+    def _forget_written_by(self, step: int) -> None:
+        known = self._findable()
+        self._forget(known[self._written_by[known] >= step])
+        if self.states is not None:
+            self.states.failed(step)
 
     def _catch_up(self, step: int) -> None:
         """Enter what decoding requests have filled; `step` is planned next."""
@@ -301,6 +331,11 @@ class PrefixCache:
                 self._hash_of[block] = each
                 new.append(block)
         if new:
+            known = self._slots.tokens[slot, begin * size : begin * size + len(blocks) * size]
+            self._tokens[blocks] = known.reshape(len(blocks), size)
+            salt = _salt(request)
+            for block in new:
+                self._salt_of[block] = salt
             self._blocks.remember(np.array(new, dtype=np.int32))
             self._written_by[new] = step
         self._entered[slot] = max(count, begin)

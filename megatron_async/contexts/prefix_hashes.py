@@ -4,7 +4,7 @@ The hash of a block covers its own tokens and, by the hash of the block before, 
 them. The engine's prefix cache and the coordinator's routing (`serving/routing.py`) use the same
 function, so both mean the same by a block. Chained hashes of full blocks are vLLM's idea (its
 design page "Automatic Prefix Caching"). 128 bits make a collision by chance impossible in
-practice, and blake2b one that is made on purpose.
+practice, and blake2b one that is made on purpose; the engine compares the tokens all the same.
 """
 
 from __future__ import annotations

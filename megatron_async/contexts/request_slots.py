@@ -64,6 +64,7 @@ class RequestSlots:
         max_blocks: blocks that the longest sequence takes.
         num_micro_batches: groups that the slots form, `slot % num_micro_batches`.
         max_width: most tokens that a row yields.
+        draft_places: places behind those of its own tokens that a step fills for a row, to draft.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class RequestSlots:
         max_blocks: int,
         num_micro_batches: int = 1,
         max_width: int = 1,
+        draft_places: int = 0,
     ) -> None:
         self.capacity = capacity
         self.max_width = max_width
+        self.draft_places = draft_places
         self.num_micro_batches = num_micro_batches
         self.state = np.full(capacity, SlotState.FREE, dtype=np.int8)
         self.generation = np.zeros(capacity, dtype=np.int64)
@@ -253,6 +256,12 @@ class RequestSlots:
         if self.max_width == 1:
             return at_most
         return np.minimum(at_most + self.widths_of(slots, width) - 1, self.max_length[slots] - 1)
+
+    def with_drafts(self, places: IntArray) -> IntArray:
+        """Of `places`, int32 `[slots]`, and those in which drafts are made."""
+        if not self.draft_places:
+            return places
+        return np.minimum(places + self.draft_places, self.max_length - 1)
 
     def blocks_of(self, slot: int | np.integer[Any]) -> IntArray:
         """The blocks of a slot, int32: a view."""

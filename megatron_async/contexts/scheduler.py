@@ -161,7 +161,7 @@ class Scheduler:
         """Slots of those that want to run, bool `[slots]`, that lack blocks for their places, how
         many each lacks, and the sum."""
         size = self._config.block_size_tokens
-        missing = places - self._slots.num_blocks * size
+        missing = self._slots.with_drafts(places) - self._slots.num_blocks * size
         is_needy = missing > 0
         is_needy &= wants
         if not np.count_nonzero(is_needy):
@@ -219,7 +219,7 @@ class Scheduler:
         if budget < waiting.num_known <= config.max_tokens and not config.enable_chunked_prefill:
             return False
         size = config.block_size_tokens
-        wanted = -(-waiting.num_known // size)
+        wanted = self._blocks_for(waiting)
         if self._builder.num_updates + wanted > self._blocks.total:
             return False  # shared blocks stand in several tables: the next step has room for them
         found = self._look_up(waiting)
@@ -231,6 +231,11 @@ class Scheduler:
         # A cached block that nobody owns is taken from the allocatable ones like a fresh one.
         wanted -= int(np.count_nonzero(self._blocks.owners[found.blocks]))
         return wanted + reserve <= self._blocks.allocatable
+
+    def _blocks_for(self, waiting: WaitingRequest) -> int:
+        """Blocks of a request's known tokens, and of the drafts behind them."""
+        places = min(waiting.num_known + self._slots.draft_places, waiting.max_length - 1)
+        return -(-max(places, waiting.num_known) // self._config.block_size_tokens)
 
     def _look_up(self, waiting: WaitingRequest) -> Found:
         """What is kept of a request's beginning."""
@@ -247,7 +252,7 @@ class Scheduler:
     def _admit(self, micro_batch: int) -> int:
         """Give who waits first a slot and the blocks of all its tokens; if that raises, nothing."""
         waiting, slots, size = self.waiting.first(), self._slots, self._config.block_size_tokens
-        request, count = waiting.request, -(-waiting.num_known // size)
+        request, count = waiting.request, self._blocks_for(waiting)
         found = self._look_up(waiting)
         cached = found.blocks
         slot = slots.acquire(
@@ -315,8 +320,10 @@ class Scheduler:
     def _give_surplus_back(self, slot: int) -> None:
         """Take the blocks from a request that were reserved for tokens which did not come."""
         slots = self._slots
-        # Steps in flight write no further than their last token but one.
-        keep = -(-int(slots.at_most(slot) - 1) // self._config.block_size_tokens)
+        # Steps in flight write no further than their last token but one; where a draft model has
+        # entries of its own, that of the last token is there already, and is not made again.
+        last = int(slots.at_most(slot)) - (0 if slots.draft_places else 1)
+        keep = -(-min(last, int(slots.max_length[slot]) - 1) // self._config.block_size_tokens)
         surplus = slots.blocks_of(slot)[keep:].copy()
         slots.num_blocks[slot] -= len(surplus)
         self._blocks.release(surplus)
@@ -342,9 +349,13 @@ class Scheduler:
             # At their length limits, or of unknown lengths, with tokens in flight: the next resolve
             # brings blocks, which is sooner than a prefill from the start.
             return False
-        if self._blocks.allocatable == 0:
-            paused = np.flatnonzero(state == SlotState.PAUSED)
-            self._evict(paused[np.argmax(self._slots.rank[paused])])
+        is_paused = state == SlotState.PAUSED
+        needy, wanted, _ = self._in_need(is_paused, self._slots.places(ALL, 1))
+        # The first in rank goes on before the others, and each of them lacks blocks.
+        if len(needy) == np.count_nonzero(is_paused):
+            ranks = self._slots.rank[needy]
+            if self._blocks.allocatable < wanted[np.argmin(ranks)]:
+                self._evict(needy[np.argmax(ranks)])
         return True
 
     def _evict(self, slot: int) -> None:

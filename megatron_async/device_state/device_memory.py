@@ -27,11 +27,21 @@ from megatron_async.device_state.step_tensors import StepTensors
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
-from megatron_async.models.partition import local_heads, recurrent_layers, recurrent_sizes
+from megatron_async.models.partition import (
+    local_heads,
+    mtp_kv_layers,
+    recurrent_layers,
+    recurrent_sizes,
+)
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable, described_frequencies
 from megatron_async.ops.attention.backends.base import AttentionShape
-from megatron_async.ops.attention.backends.selection import choose_prefill
+from megatron_async.ops.attention.backends.selection import (
+    STEP_CLASSES,
+    PrefillChoice,
+    choose_prefill,
+)
+from megatron_async.ops.attention.backends.triton_backend import TritonPrefill
 from megatron_async.ops.attention.decode_attention import HEAD_TILE, MAX_DIM
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
@@ -77,6 +87,7 @@ def make_gpu_view(
         model.params_dtype,
         device.torch_device,
         keeps_tokens(model, config),
+        kept_hidden_size(model, config),
     )
     slots = DeviceSlots(
         config.max_requests,
@@ -103,9 +114,19 @@ def make_gpu_view(
         model.layernorm_epsilon,
         _make_attention(model, config, device, max_blocks),
         states,
+        _draft_attention(model, config, device, max_blocks),
     )
     device.fence()
     return view
+
+
+def _draft_attention(
+    model: Any, config: InferenceConfig, device: Device, max_blocks: int
+) -> TorchPagedAttention | None:
+    """Attention over the entries of an MTP drafter."""
+    if config.speculative_method != "mtp":
+        return None
+    return _make_attention(model, config, device, max_blocks, first_key=1)
 
 
 def _num_blocks(model: Any, config: InferenceConfig, device: Device, states: SlotStates) -> int:
@@ -181,8 +202,8 @@ def keeps_tokens(model: Any, config: InferenceConfig) -> bool:
 
 
 def block_bytes(model: Any, config: InferenceConfig) -> int:
-    """Bytes of one KV block over all layers, on one rank; with its token ids, where these are
-    kept."""
+    """Bytes of one KV block over all layers, on one rank; with its token ids and its hidden state,
+    where these are kept."""
     return bytes_per_block(
         attention_layers(model),
         config.block_size_tokens,
@@ -190,15 +211,21 @@ def block_bytes(model: Any, config: InferenceConfig) -> int:
         model.kv_channels,
         model.params_dtype,
         keeps_tokens(model, config),
+        kept_hidden_size(model, config),
     )
+
+
+def kept_hidden_size(model: Any, config: InferenceConfig) -> int:
+    """Elements of the hidden state that each KV block keeps for an MTP drafter; 0: none does."""
+    return int(model.hidden_size) if config.speculative_method == "mtp" else 0
 
 
 def attention_layers(model: Any) -> int:
     """Layers with a KV cache on this pipeline stage: those marked `*` in a hybrid pattern, or
-    all."""
+    all; and those of multi-token prediction, where it is built."""
     if getattr(model, "hybrid_layer_pattern", None) is None:
         return int(model.num_layers)
-    return stage_of(model).pattern.count("*")
+    return stage_of(model).pattern.count("*") + mtp_kv_layers(model)
 
 
 def blocks_for_all(config: InferenceConfig) -> int:
@@ -251,7 +278,7 @@ def recurrent_state(
 
 
 def _make_attention(
-    model: Any, config: InferenceConfig, device: Device, max_blocks: int
+    model: Any, config: InferenceConfig, device: Device, max_blocks: int, first_key: int = 0
 ) -> TorchPagedAttention:
     if device.torch_device.type in ("cpu", "meta"):  # meta: no memory, no model; nothing runs
         if config.attention_backend not in (None, "torch"):
@@ -259,7 +286,8 @@ def _make_attention(
                 f"attention_backend={config.attention_backend!r} needs a GPU: on a CPU leave it "
                 "out."
             )
-        return TorchPagedAttention(config.block_size_tokens, max_blocks, device.torch_device)
+        size = config.block_size_tokens
+        return TorchPagedAttention(size, max_blocks, device.torch_device, first_key)
     # Megatron's imports take seconds, and simulations do without them.
     from megatron_async.models import parallel_state
 
@@ -279,14 +307,21 @@ def _make_attention(
         model.params_dtype,
         device.torch_device,
     )
+    if first_key:
+        # The other backends have no such mask.
+        prefill = PrefillChoice((TritonPrefill(shape, first_key),) * len(STEP_CLASSES))
+    else:
+        agree = parallel_state.agree_on_least
+        prefill = choose_prefill(config.attention_backend, shape, device, agree)
     return GpuPagedAttention(
         config.block_size_tokens,
         max_blocks,
-        config.max_requests,
+        config.max_rows if first_key else config.max_requests,
         heads,
         kv_heads,
         dim,
         device.torch_device,
-        choose_prefill(config.attention_backend, shape, device, parallel_state.agree_on_least),
+        prefill,
         config.decode_width,
+        first_key,
     )

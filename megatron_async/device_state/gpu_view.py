@@ -20,14 +20,14 @@ from megatron_async.device_state.kv_cache import PagedKVCache
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.slot_states import SlotStates
 from megatron_async.device_state.step_tensors import StepTensors
+from megatron_async.device_state.step_view import StepView
 from megatron_async.device_state.unpack_step import unpack_step
 from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.sampling.sampling import SamplingMode
 
 
-class ContextGPUView:
+class ContextGPUView(StepView):
     """Typed views into the one bookkeeping buffer, and what follows from them for a step.
 
     Args:
@@ -40,6 +40,7 @@ class ContextGPUView:
         norm_eps: epsilon of the model's q/k norms.
         attention: the attention backend.
         states: what steps leave for later steps, by slot.
+        draft_attention: the attention backend of an MTP drafter; None: there is none.
 
     Attributes:
         rotary: as given, or of the model's own rotary embedding, where it has one.
@@ -48,14 +49,14 @@ class ContextGPUView:
 
     Attributes (valid from `begin_step` until the next):
         dims: host-known shape of the batch.
+        mode: of its sampling.
         step: the unpacked `StepTensors`.
         hidden_states: `[tokens, hidden]`, behind the last norm, from the model's forward on; only
             on the last pipeline stage.
+        sampled: int64 `[sample rows]`, from `feed_back` on.
     """
 
-    # Megatron's models ask the context for these. Its own MTP layers never run here.
-    num_speculative_tokens = 0
-    use_flashinfer_fused_rope = False
+    step: StepTensors
 
     def __init__(
         self,
@@ -68,12 +69,13 @@ class ContextGPUView:
         norm_eps: float,
         attention: TorchPagedAttention,
         states: SlotStates,
+        draft_attention: TorchPagedAttention | None = None,
     ) -> None:
+        super().__init__(kv_cache, norm_eps, attention)
         device, ring = slots.last_token.device, config.steps_in_flight
         self.config = config
         self.max_sequence_length = config.max_sequence_length
         self.slots = slots
-        self.kv_cache = kv_cache
         # Both rings have one entry for each step in flight, and an entry is written again only
         # after the host has resolved the step that used it. Bookkeeping: written by the step's one
         # copy, on the upload stream; read by the step, which waits for the copy's event. Samples:
@@ -89,9 +91,9 @@ class ContextGPUView:
         self._recurrent = states.find(RecurrentState)
         self._tensors = tensors
         self.rotary = rotary
-        self._norm_eps = norm_eps
-        self._attention = attention
+        self.draft_attention = draft_attention
         self.dims = BatchDimensions(decode_rows=0)
+        self.mode = SamplingMode.GREEDY
 
     @property
     def captures_prefill(self) -> bool:
@@ -102,11 +104,6 @@ class ContextGPUView:
     def attention_report(self) -> str | None:
         """Which attention backends were chosen, and why; None where there was no choice."""
         return self._attention.report
-
-    @property
-    def first_dummy_place(self) -> int:
-        """Tokens of no request write to this place of the flat KV cache or a later one."""
-        return self.kv_cache.dummy_block * self.kv_cache.block_size
 
     # ---- One step ----------------------------------------------------------------------------
 
@@ -140,7 +137,7 @@ class ContextGPUView:
             lengths: int32 `[decode rows]` of the sequences, from the pipeline stage before; None on
                 the first stage, whose steps have left them by slot.
         """
-        self.dims = dims
+        self.dims, self.mode = dims, mode
         self.step = step = self._tensors.head(dims)
         block_size = self.config.block_size_tokens
         unpack_step(
@@ -168,6 +165,7 @@ class ContextGPUView:
     def feed_back(self, sampled: Tensor) -> None:
         """Hand the sampled tokens, int64 `[sample rows]`, to the next step and to the copy to the
         host, those that each row yields."""
+        self.sampled = sampled
         feed_back_tokens(
             sampled,
             self.step,
@@ -188,49 +186,6 @@ class ContextGPUView:
         self._next_entry.copy_((self.step.entry + 1) % len(self.sample_ring))
 
     # ---- Asked by the model ------------------------------------------------------------------
-
-    def attention(
-        self,
-        layer: int,
-        mixed_qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        scale: float | None = None,
-        has_gate: bool = False,
-    ) -> Tensor:
-        """q/k norm, rotary embedding, KV append and causal attention of one layer.
-
-        Args:
-            layer: index in the KV cache.
-            mixed_qkv: `[tokens, kv_heads * (group + 2) * dim]`, in Megatron's order: for each KV
-                head its query heads, its key, its value.
-            q_norm, k_norm: `[dim]`, RMSNorm weights of query and key heads, or None.
-            scale: of scores before the softmax; None: one by the root of dim.
-            has_gate: the gates of the output stand behind each KV head's query heads, and the
-                output is multiplied by their sigmoids.
-
-        Returns:
-            `[tokens, heads, dim]`.
-        """
-        key_cache, value_cache = self.kv_cache.layer(layer)
-        query = kernels_for(mixed_qkv).rope_append(
-            mixed_qkv,
-            self.rotary.cos,
-            self.rotary.sin,
-            self.step.positions,
-            self.step.write_index,
-            key_cache,
-            value_cache,
-            q_norm,
-            k_norm,
-            self._norm_eps,
-            has_gate,
-        )
-        scale = query.size(-1) ** -0.5 if scale is None else scale
-        attended = self._attention.attend(query, key_cache, value_cache, scale)
-        if not has_gate:
-            return attended
-        return kernels_for(attended).output_gate(attended, mixed_qkv, key_cache.size(-2))
 
     def recurrent(self, layer: int, projected: Tensor, params: Any) -> Tensor:
         """Convolution and recurrence of one recurrent layer.
@@ -253,19 +208,3 @@ class ContextGPUView:
         if self.dims.is_decode_only:
             return hidden_states
         return hidden_states.index_select(0, self.step.last_token)
-
-    def is_static_batching(self) -> bool:
-        """Never: the batch changes from step to step."""
-        return False
-
-    def is_dynamic_batching(self) -> bool:
-        """Always."""
-        return True
-
-    def is_decode_only(self) -> bool:
-        """Whether every row has one query token."""
-        return self.dims.is_decode_only
-
-    def using_cuda_graph_this_step(self) -> bool:
-        """Whether Megatron's own graphs are to be used: never, ours span the whole step."""
-        return False

@@ -1,4 +1,5 @@
-"""The paged KV cache: one tensor for all layers, the tokens beside it, and how large it may be."""
+"""The paged KV cache: one tensor for all layers, what lies beside it by block, and how large it may
+be."""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ class PagedKVCache:
         device: where the cache lives.
         keeps_tokens: keep token ids beside the keys, for requests that begin behind shared blocks
             and for drafts that are looked up.
+        hidden_size: elements of a hidden state that each block keeps, for a draft model; 0: none
+            does.
 
     Attributes:
         num_layers: as given.
@@ -40,6 +43,11 @@ class PagedKVCache:
         block_tokens: int32 `[blocks, block size]`: the token whose keys stand at the same place.
             Written by the unpacking of each step, before the keys are. None where no tokens are
             kept, and while the cache is released.
+        block_hidden: `[blocks, hidden size]`: the model's hidden state, behind its last norm, of a
+            full block's last token, or of the last token of a chunk that ended in the block. What a
+            draft model makes of a token needs the hidden state before it, which a chunk finds here,
+            be the block shared or the request's own. Zeros of the dummy block. Written by each step
+            behind its forward; None likewise.
     """
 
     def __init__(
@@ -52,22 +60,25 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device,
         keeps_tokens: bool = False,
+        hidden_size: int = 0,
     ) -> None:
         self.num_layers = num_layers
         self.dummy_block = num_blocks
         self.block_size = block_size
         self._shape = (num_layers, 2, num_blocks + 1, block_size, num_heads, head_dim)
         self._dtype, self._device = dtype, device
-        self._keeps_tokens = keeps_tokens
+        self._keeps_tokens, self._hidden_size = keeps_tokens, hidden_size
         self._data: Tensor | None = None
         self.block_tokens: Tensor | None = None
+        self.block_hidden: Tensor | None = None
         self.allocate()
 
     @property
     def num_bytes(self) -> int:
         """Size of the whole cache, also while it is released."""
         tokens = math.prod(self._shape[2:4]) * TOKEN_BYTES if self._keeps_tokens else 0
-        return math.prod(self._shape) * self._dtype.itemsize + tokens
+        elements = math.prod(self._shape) + self._shape[2] * self._hidden_size
+        return elements * self._dtype.itemsize + tokens
 
     @makes_ordinary_tensors
     def allocate(self) -> None:
@@ -78,10 +89,13 @@ class PagedKVCache:
             self.block_tokens = torch.zeros(
                 self._shape[2:4], dtype=torch.int32, device=self._device
             )
+        if self._hidden_size:
+            shape = self._shape[2], self._hidden_size
+            self.block_hidden = torch.zeros(shape, dtype=self._dtype, device=self._device)
 
     def release(self) -> None:
         """Give the memory back, contents and all; no step may run until `allocate`."""
-        self._data = self.block_tokens = None
+        self._data = self.block_tokens = self.block_hidden = None
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Key and value cache of a layer, each `[blocks, block size, heads, dim]`."""
@@ -97,10 +111,13 @@ def bytes_per_block(
     head_dim: int,
     dtype: torch.dtype,
     keeps_tokens: bool = False,
+    hidden_size: int = 0,
 ) -> int:
-    """Bytes of one block over all layers, its token ids included where they are kept."""
+    """Bytes of one block over all layers, its token ids and its hidden state included where they
+    are kept."""
     tokens = block_size * TOKEN_BYTES if keeps_tokens else 0
-    return 2 * num_layers * block_size * num_heads * head_dim * dtype.itemsize + tokens
+    elements = 2 * num_layers * block_size * num_heads * head_dim + hidden_size
+    return elements * dtype.itemsize + tokens
 
 
 def blocks_that_fit(

@@ -6,7 +6,7 @@ readers can use it cheaply. `models/hybrid.py` turns it into a Megatron-Core mod
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes, kind_parameters
@@ -22,6 +22,8 @@ KINDS = {
 ATTENTION, MLP, EXPERTS, MAMBA, DELTA = KINDS
 RECURRENT = MAMBA + DELTA
 """Kinds with a state of fixed size for each request."""
+MTP_KINDS = ATTENTION + MLP + EXPERTS
+"""Kinds that are served in a depth of multi-token prediction."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,17 @@ class ModelArchitecture:
     of a loaded model: those of each layer's last product."""
     attention_multiplier: float | None = None
     """Scale of attention scores before the softmax; None: one by the root of the head size."""
+    mtp_pattern: str = ""
+    """Layer pattern of one depth of multi-token prediction (MTP), such as "*-"; "": the model has
+    none. `pattern`, and all that is counted of the model, are without it. Of its kinds `MTP_KINDS`
+    are served."""
+    mtp_num_depths: int = 0
+    """Depths of MTP with weights of their own."""
+    mtp_use_repeated_layer: bool = False
+    """The one depth was trained to be run again for further tokens (Megatron-Core's flag)."""
+    mtp_hidden_before_norm: bool = False
+    """The first depth takes the model's hidden state from before its final norm (MiMo); else from
+    behind it, as Megatron-Core."""
 
     def __post_init__(self) -> None:
         if not self.pattern:
@@ -157,6 +170,26 @@ class ModelArchitecture:
                 f"linear_num_value_heads = {values} must be a multiple of linear_num_key_heads = "
                 f"{keys}, both 1 or more."
             )
+        self._check_mtp()
+
+    def _check_mtp(self) -> None:
+        pattern, depths = self.mtp_pattern, self.mtp_num_depths
+        unknown = sorted(set(pattern) - KINDS.keys())
+        if unknown:
+            known = ", ".join(f"{kind!r} ({name})" for kind, name in KINDS.items())
+            raise ValueError(f"mtp_pattern {pattern!r} has {unknown}: it may have {known}.")
+        if depths < 0 or bool(pattern) != (depths > 0):
+            raise ValueError(
+                f"mtp_num_depths = {depths} with mtp_pattern = {pattern!r}: a model with "
+                "multi-token prediction has a pattern and 1 depth or more, another neither."
+            )
+        if self.mtp_use_repeated_layer and depths != 1:
+            raise ValueError(
+                f"mtp_use_repeated_layer = True with mtp_num_depths = {depths}: it is one depth "
+                "that is repeated."
+            )
+        if EXPERTS in pattern and not self.num_moe_experts:
+            raise ValueError(f"mtp_pattern {pattern!r} has experts, but num_moe_experts = 0.")
 
     @property
     def layers_per_block(self) -> int:
@@ -189,13 +222,33 @@ class ModelArchitecture:
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights, tied ones counted once."""
+        """Number of weights without those of MTP, tied ones counted once."""
         return self._parameters(self.num_moe_experts)
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of weights that one token meets: of the experts, those that it goes to."""
+        """Number of weights that one token meets, MTP aside: of the experts, those that it goes
+        to."""
         return self._parameters(self.moe_router_topk)
+
+    @property
+    def without_mtp(self) -> ModelArchitecture:
+        """This model with its layers of multi-token prediction left out."""
+        return replace(
+            self,
+            mtp_pattern="",
+            mtp_num_depths=0,
+            mtp_use_repeated_layer=False,
+            mtp_hidden_before_norm=False,
+        )
+
+    @property
+    def mtp_parameters(self) -> int:
+        """Number of weights of all depths of MTP; embedding and output layer are the model's."""
+        layers = (self.layer_parameters(kind, self.num_moe_experts) for kind in self.mtp_pattern)
+        # enorm, hnorm and final_layernorm; eh_proj
+        ends = 3 * self.hidden_size + 2 * self.hidden_size**2
+        return self.mtp_num_depths * (sum(layers) + ends)
 
     def _parameters(self, experts: int) -> int:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
@@ -210,10 +263,17 @@ class ModelArchitecture:
         return kind_parameters(self, kind, experts)
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
-        """Bytes of KV cache that one token takes over all layers, of which attention alone has
-        one."""
-        values = self.count(ATTENTION) * self.num_query_groups * self.kv_channels
-        return 2 * values * bytes_per_element
+        """Bytes of KV cache that one token takes over all layers but those of MTP; attention alone
+        has one."""
+        return self.count(ATTENTION) * self._kv_bytes_per_layer(bytes_per_element)
+
+    def mtp_kv_bytes_per_token(self, bytes_per_element: int) -> int:
+        """Bytes of KV cache that one token takes over the layers of MTP, where MTP is built."""
+        layers = self.mtp_num_depths * self.mtp_pattern.count(ATTENTION)
+        return layers * self._kv_bytes_per_layer(bytes_per_element)
+
+    def _kv_bytes_per_layer(self, bytes_per_element: int) -> int:
+        return 2 * self.num_query_groups * self.kv_channels * bytes_per_element
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping; `from_dict` is its inverse."""

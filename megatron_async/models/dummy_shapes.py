@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 
 # fmt: off
@@ -97,7 +99,30 @@ DUMMY_SHAPES: dict[str, ModelArchitecture] = {
     ),
 }
 # fmt: on
+DUMMY_SHAPES |= {
+    "tiny-mtp": replace(DUMMY_SHAPES["tiny"], mtp_pattern="*-", mtp_num_depths=1),
+    "tiny-hybrid-mtp": replace(
+        DUMMY_SHAPES["tiny-hybrid"],
+        mtp_pattern="*E",
+        mtp_num_depths=1,
+        mtp_use_repeated_layer=True,
+    ),
+    "tiny-gated-delta-mtp": replace(
+        DUMMY_SHAPES["tiny-gated-delta"], mtp_pattern="*E", mtp_num_depths=1
+    ),
+    "llama-3.1-8b-mtp": replace(DUMMY_SHAPES["llama-3.1-8b"], mtp_pattern="*-", mtp_num_depths=1),
+    "nemotron-3-nano-30b-mtp": replace(
+        DUMMY_SHAPES["nemotron-3-nano-30b"],
+        mtp_pattern="*E",
+        mtp_num_depths=1,
+        mtp_use_repeated_layer=True,
+    ),
+}
 """Shapes for `dummy:SHAPE` models (random weights), from the models' public `config.json` files.
+
+Those with "-mtp" have one depth of multi-token prediction besides: "nemotron-3-nano-30b-mtp" that
+of Nemotron 3.5 Lightning 30B-A3B, whose layers have these sizes; "llama-3.1-8b-mtp" one as if that
+model were published with it, a layer of its own kind.
 
 "qwen3-next-80b" has 36 of that model's 48 layers, so that its weights, 120 GB in bfloat16, fit one
 GPU of 141 GB; each layer has its published size."""

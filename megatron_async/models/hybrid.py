@@ -39,6 +39,7 @@ from megatron_async.models.mamba import Mamba2Mixer
 from megatron_async.models.mlp import InferenceMLP
 from megatron_async.models.model_config import transformer_config
 from megatron_async.models.moe import MoELayer
+from megatron_async.models.mtp import MultiTokenPrediction, check_mtp
 from megatron_async.models.norm import make_norm
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition, padded_vocab_size
@@ -157,10 +158,12 @@ def build_model(
     device: torch.device,
     transformer_impl: str = "local",
     sizes: ParallelSizes | None = None,
+    with_mtp: bool = False,
 ) -> HybridModel:
     """A `HybridModel` with uninitialised weights on `device`, in eval mode, without gradients.
 
-    It is laid out on the meta device first, so that no memory is touched twice.
+    It is laid out on the meta device first, so that no memory is touched twice. Its `mtp` is a
+    `MultiTokenPrediction`, or None.
 
     Args:
         architecture: of the model.
@@ -169,20 +172,26 @@ def build_model(
         transformer_impl: what the layers are made of, in Megatron's words: "local" (our spec in
             this file) or "transformer_engine".
         sizes: over how many ranks the model is split; this process gets its part. None: one.
+        with_mtp: build its layers of multi-token prediction too. (Megatron-Core's own block is
+            never built.)
 
     Raises:
-        ConfigurationError: see `stack_spec`, `check_partition` and `ensure_process_groups`.
+        ConfigurationError: see `stack_spec`, `check_partition`, `check_mtp` and
+            `ensure_process_groups`.
     """
     check_partition(architecture, sizes or ParallelSizes(), transformer_impl)
+    if with_mtp:
+        check_mtp(architecture, sizes or ParallelSizes(), transformer_impl)
     groups = ensure_process_groups(sizes)
-    config = transformer_config(architecture, dtype, sizes)
+    config = transformer_config(architecture, dtype, sizes, with_mtp)
     config.transformer_impl = transformer_impl
     config.pipeline_stage = groups.pp.rank()
     stage = stage_of(config)
     with torch.device("meta"):
+        spec = stack_spec(config, device)
         model = HybridModel(
             config=config,
-            hybrid_stack_spec=stack_spec(config, device),
+            hybrid_stack_spec=spec,
             vocab_size=padded_vocab_size(
                 architecture.vocab_size, config.tensor_model_parallel_size
             ),
@@ -196,6 +205,8 @@ def build_model(
             position_embedding_type="none",
             pg_collection=groups,
         )
+        # Behind all else: its KV layers are numbered in this order.
+        model.mtp = MultiTokenPrediction(config, spec.submodules, groups) if with_mtp else None
     shard_vocabulary(model, architecture.vocab_size)
     config.vocab_size = model.vocab_size
     model = model.to(dtype=dtype)

@@ -21,8 +21,16 @@ from megatron_async.ops.ranks.tensor_collectives import Unreduced, collectives_o
 class PagedHybridStack(HybridStack):
     """Megatron's `HybridStack` for one pipeline stage of the kinds in `LAYER_KINDS`.
 
-    Its final norm is torch's (the stock one is TransformerEngine's).
+    Its final norm is torch's (the stock one is TransformerEngine's). A depth of multi-token
+    prediction has its own behind the stack, which calls `run` then.
+
+    Attributes:
+        mtp_hidden: `[tokens, hidden]` of the last `forward`: what the first depth of multi-token
+            prediction takes, from behind the final norm, or from before it where the model's
+            `mtp_hidden_before_norm` says so. None where none is built.
     """
+
+    mtp_hidden: Tensor | None = None
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
@@ -33,7 +41,7 @@ class PagedHybridStack(HybridStack):
                 "(*), MLP (-), expert (E), Mamba-2 (M) and Gated DeltaNet (G) layers."
             )
         stamp_state_layers(self)
-        if self.post_process:
+        if self.post_process and not self.is_mtp_layer:
             self.final_norm = make_norm(
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
@@ -55,42 +63,62 @@ class PagedHybridStack(HybridStack):
     ) -> Tensor:
         """As `HybridStack.forward`: hidden states `[tokens, 1, hidden]`, normalised at the end.
 
-        The residual stream is carried beside the blocks' outputs, so that each addition is done
-        together with the norm that follows it, and both, where that pays, by the product behind.
-        A pipeline stage hands on their sum: the next one's first norm would add them up and keep
-        the sum as the residual, so it computes the same, of half the data.
+        A pipeline stage hands on the sum of `run`'s outputs: the next one's first norm would add
+        them up and keep the sum as the residual, so it computes the same, of half the data.
         """
         if isinstance(hidden_states, WrappedTensor):
             hidden_states = hidden_states.unwrap()
         if not self.pre_process:
             hidden_states = self.input_tensor
-        output, residual = hidden_states, None
-        for layer, character in zip(self.layers, self.layer_type_list, strict=True):
-            kind = LAYER_KINDS[character]
-            norm, block, product = kind.norm(layer), kind.block(layer), kind.first_product(layer)
-            whole = product is not None and isinstance(output, Tensor)
-            if product is not None and whole and product.takes_unnormed(output):
-                before = None if residual is None else residual.flatten(0, 1)
-                assert norm.eps is not None, "make_norm sets it"
-                unnormed = Unnormed(output.flatten(0, 1), before, factors_of(norm), norm.eps)
-                output, bias = block(unnormed, inference_context=inference_context)
-                assert unnormed.total is not None
-                residual = unnormed.total[:, None]
-            else:
-                output, residual = _add_norm(output, residual, norm)
-                output, bias = block(output, inference_context=inference_context)
-            if bias is not None:
-                output = output + bias
+        output, residual = self.run(hidden_states, inference_context)
         if not self.post_process:
+            assert isinstance(output, Tensor), "its last product may not split"
             return output if residual is None else output + residual
-        normed, _residual = _add_norm(output, residual, self.final_norm)
+        normed, total = add_norm(output, residual, self.final_norm)
+        if getattr(self.config, "mtp_num_depths", 0):
+            is_before = self.config.mtp_hidden_before_norm
+            self.mtp_hidden = (total if is_before else normed).flatten(0, 1)
         if self.config.sequence_parallel:
             rows = collectives_of(self.pg_collection.tp).all_gather(normed)
             return rows[: inference_context.dims.tokens]
         return normed
 
+    def run(
+        self, hidden_states: Tensor, inference_context: Any
+    ) -> tuple[Tensor | Unreduced, Tensor | None]:
+        """The layers, without the norm at the end.
 
-def _add_norm(
+        The residual stream is carried beside the blocks' outputs, so that each addition is done
+        together with the norm that follows it, and both, where that pays, by the product behind.
+
+        Args:
+            hidden_states: `[tokens, 1, hidden]`.
+            inference_context: the device view of the step.
+
+        Returns:
+            the last layer's output and the residual stream that it belongs to, for `add_norm`.
+        """
+        output: Any = hidden_states
+        residual: Tensor | None = None
+        for layer, character in zip(self.layers, self.layer_type_list, strict=True):
+            kind = LAYER_KINDS[character]
+            norm, block, product = kind.norm(layer), kind.block(layer), kind.first_product(layer)
+            if isinstance(output, Tensor) and product.takes_unnormed(output):
+                before = None if residual is None else residual.flatten(0, 1)
+                assert norm.eps is not None, "make_norm sets it"
+                unnormed = Unnormed(output.flatten(-3, -2), before, factors_of(norm), norm.eps)
+                output, bias = block(unnormed, inference_context=inference_context)
+                assert unnormed.total is not None
+                residual = unnormed.total[:, None]
+            else:
+                output, residual = add_norm(output, residual, norm)
+                output, bias = block(output, inference_context=inference_context)
+            if bias is not None:
+                output = output + bias
+        return output, residual
+
+
+def add_norm(
     x: Tensor | Unreduced, residual: Tensor | None, norm: nn.RMSNorm
 ) -> tuple[Tensor, Tensor]:
     """`add_rms_norm` on Megatron's `[tokens, 1, hidden]`, or on parts of a sum over ranks."""

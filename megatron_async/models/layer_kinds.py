@@ -7,11 +7,20 @@ over layers is the same for all.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
-from megatron_async.models.linear import InferenceColumnParallelLinear
+BLOCK_ITSELF = "."
+"""Name of a layer's block where it stands for one of the block's products."""
+
+
+class TakesUnnormed(Protocol):
+    """What may take the norm before it along."""
+
+    def takes_unnormed(self, hidden_states: Tensor) -> bool:
+        """Whether it should be given an `Unnormed` of `[tokens, 1, hidden]`, or of partial sums of
+        that, `[splits, tokens, 1, hidden]`."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +31,14 @@ class LayerKind:
         norm_name: of the layer's norm.
         block_name: of what the layer does between norm and residual add; it is called with the
             normed `[tokens, 1, hidden]` and gives its output and a bias or None.
-        first_name: of the block's first product, which may take the norm along; "": there is none.
-        last_name: of the block's last product, whose output may be summands for the next norm;
-            "": the block itself.
+        first_name: of the block's first product, which may take the norm along.
+        last_name: of the block's last product, whose output may be summands for the next norm.
     """
 
     norm_name: str
     block_name: str
-    first_name: str = ""
-    last_name: str = ""
+    first_name: str = BLOCK_ITSELF
+    last_name: str = BLOCK_ITSELF
 
     def norm(self, layer: Any) -> nn.RMSNorm:
         """The norm of a layer of this kind."""
@@ -41,14 +49,18 @@ class LayerKind:
         """What comes behind it."""
         return getattr(layer, self.block_name)
 
-    def first_product(self, layer: Any) -> InferenceColumnParallelLinear | None:
-        """What can take the norm along; None: nothing."""
-        return getattr(self.block(layer), self.first_name) if self.first_name else None
+    def first_product(self, layer: Any) -> TakesUnnormed:
+        """What can take the norm along."""
+        product: TakesUnnormed = self._inside(layer, self.first_name)
+        return product
 
     def last_product(self, layer: Any) -> Any:
         """What has a `may_split`."""
+        return self._inside(layer, self.last_name)
+
+    def _inside(self, layer: Any, name: str) -> Any:
         block = self.block(layer)
-        return getattr(block, self.last_name) if self.last_name else block
+        return block if name == BLOCK_ITSELF else getattr(block, name)
 
 
 LAYER_KINDS = {

@@ -43,10 +43,20 @@ class ModelConfig(TransformerConfig):
     """Which of the stages in `hybrid_layer_pattern` this is."""
     vocab_size: int | None = None
     """Tokens of the model's vocabulary; None where nobody has told."""
+    mtp_pattern: str = ""
+    """Layers of one depth of multi-token prediction; "": none is built."""
+    mtp_num_depths: int = 0
+    """Depths that are built, each with KV layers of its own. (Megatron's `mtp_num_layers` stays
+    unset: its block is another.)"""
+    mtp_hidden_before_norm: bool = False
+    """The first depth takes hidden states from before the final norm."""
 
 
 def transformer_config(
-    architecture: ModelArchitecture, dtype: torch.dtype, sizes: ParallelSizes | None = None
+    architecture: ModelArchitecture,
+    dtype: torch.dtype,
+    sizes: ParallelSizes | None = None,
+    with_mtp: bool = False,
 ) -> ModelConfig:
     """Megatron configuration of an architecture, every fusion that needs a GPU package off.
 
@@ -54,6 +64,7 @@ def transformer_config(
         architecture: of the whole model.
         dtype: of weights and activations.
         sizes: over how many ranks it is split; None: one.
+        with_mtp: with its layers of multi-token prediction.
     """
     sizes = sizes or ParallelSizes()
     stages = sizes.pipeline_model_parallel
@@ -106,6 +117,9 @@ def transformer_config(
         rope_scaling=architecture.rope_scaling,
         position_embedding_type=architecture.position_embedding_type,
         rotary_percent=architecture.rotary_percent,
+        mtp_pattern=architecture.mtp_pattern if with_mtp else "",
+        mtp_num_depths=architecture.mtp_num_depths if with_mtp else 0,
+        mtp_hidden_before_norm=architecture.mtp_hidden_before_norm and with_mtp,
         **_multipliers(architecture),
         **_moe_options(architecture),
         **_mamba_options(architecture),

@@ -7,6 +7,7 @@ follow from the number of tokens, so that a step with experts is captured like a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +20,11 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.models.mlp import SharedExpertMLP
 from megatron_async.models.moe_dispatch import TokenDispatcher
 from megatron_async.models.moe_experts import Experts
+from megatron_async.ops.experts.expert_plan import FEW_TOKENS, FewTokenPlan
 from megatron_async.ops.experts.expert_routing import Routing
+from megatron_async.ops.experts.few_tokens import ExpertLayer, find_plan
 from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.linear.skinny_linear import Unnormed
 from megatron_async.ops.ranks.tensor_collectives import Unreduced, collectives_of
 
 if TYPE_CHECKING:
@@ -58,8 +62,7 @@ class TopKRouter(MegatronModule):
 
     def forward(self, hidden_states: Tensor, view: ContextGPUView | None) -> Routing:
         """Experts of `[tokens, hidden]`; tokens that belong to no request of `view` get none."""
-        places = None if view is None else view.step.write_index
-        limit = 0 if view is None else view.first_dummy_place
+        places, limit = real_tokens(view)
         return kernels_for(hidden_states).route(
             hidden_states,
             self.weight,
@@ -73,6 +76,11 @@ class TopKRouter(MegatronModule):
         )
 
 
+def real_tokens(view: ContextGPUView | None) -> tuple[Tensor | None, int]:
+    """What tells real tokens from dummies: `route`'s places and limit."""
+    return (None, 0) if view is None else (view.step.write_index, view.first_dummy_place)
+
+
 class MoELayer(MegatronModule):
     """Router, experts, and the ways between them; where a model has one, a shared expert besides.
 
@@ -80,15 +88,21 @@ class MoELayer(MegatronModule):
     of n the r-th n-th. Inside a tensor-parallel group all have the same tokens and experts, and a
     share of each expert's inner dimension.
 
+    A few tokens whose experts are all here have an op of their own, which does routing, experts and
+    the shared expert, and the norm before them (`ops/experts/few_tokens.py`).
+
     Args:
         config: of the model.
         pg_collection: process groups; `ep` and `tp` are used.
 
     Attributes:
         may_split: set by a caller that takes an `Unreduced` output.
+        on_routing: called with the routing of this rank's tokens when all that writes it has been
+            launched; or None.
     """
 
     may_split: bool = False
+    on_routing: Callable[[Routing], None] | None = None
 
     def __init__(
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection, **_: Any
@@ -103,33 +117,105 @@ class MoELayer(MegatronModule):
         self.tp_group = pg_collection.tp
 
     def forward(
-        self, hidden_states: Tensor, inference_context: ContextGPUView | None = None, **_: Any
+        self,
+        hidden_states: Tensor | Unnormed,
+        inference_context: ContextGPUView | None = None,
+        **_: Any,
     ) -> tuple[Tensor | Unreduced, None]:
         """As Megatron's: `[tokens, 1, hidden]` -> the same, and no bias.
 
         With sequence parallelism the tokens are this rank's share of the group's, before and after.
+        Where `takes_unnormed`, the input may be the arguments of the norm before this layer.
         """
         collectives = collectives_of(self.tp_group)
-        scatter = collectives.size > 1 and self.config.sequence_parallel
-        dispatched = 0 if inference_context is None else inference_context.dims.dispatch_tokens
-        x = hidden_states.flatten(0, 1)
-        if scatter:
-            x = collectives.all_gather(x)
-            dispatched = -(-dispatched // collectives.size) * collectives.size
-        routing = self.router(x, inference_context)
-        gathered, routing = self.dispatcher.dispatch(x, routing, dispatched)
-        sums = self.experts(gathered, routing)
-        alone = collectives.size == 1 and self.shared_experts is None
-        if self.may_split and alone and self.dispatcher.combines_with_norm(sums):
-            return Unreduced(sums, self.dispatcher.combine_add_rms_norm), None
-        output = self.dispatcher.combine(sums, x.size(0))[:, None]
-        if self.shared_experts is not None:
-            output = self._add_shared(output, x)
+        scatter = self._is_scattered
+        x: Tensor | Unnormed = hidden_states
+        if isinstance(hidden_states, Tensor):
+            x = hidden_states.flatten(0, 1)
+            x = collectives.all_gather(x) if scatter else x
+        output: Tensor | Unreduced | None = self._few_tokens(x, inference_context)
+        if output is None:
+            assert isinstance(x, Tensor), "see takes_unnormed"
+            output = self._dispatched(x, inference_context)
+        if isinstance(output, Unreduced):
+            return output, None
         if scatter:
             return collectives.reduce_scatter(output), None
         if self.may_split and collectives.size > 1 and collectives.adds_with_norm(output):
             return Unreduced(output, collectives.all_reduce_add_rms_norm), None
         return collectives.all_reduce(output), None
+
+    def takes_unnormed(self, hidden_states: Tensor) -> bool:
+        """Whether `forward` should be given the arguments of the norm before it.
+
+        Args:
+            hidden_states: `[tokens, 1, hidden]`, or partial sums of that, `[splits, tokens, 1,
+                hidden]`.
+        """
+        return not self._is_scattered and self._planned(hidden_states.flatten(-3, -2)) is not None
+
+    @property
+    def _is_scattered(self) -> bool:
+        return collectives_of(self.tp_group).size > 1 and bool(self.config.sequence_parallel)
+
+    def _planned(self, rows: Tensor) -> tuple[ExpertLayer, FewTokenPlan] | None:
+        """Weights and plan for the op of a few tokens, of `[..., tokens, hidden]`; None: it is not
+        for these, or experts are elsewhere, or have biases."""
+        if rows.size(-2) > FEW_TOKENS or not self.dispatcher.is_alone:
+            return None
+        router, shared = self.router, self.shared_experts
+        fc1 = fc2 = gate = None
+        if shared is not None:
+            if shared.linear_fc1.bias is not None or shared.linear_fc2.bias is not None:
+                return None
+            fc1, fc2 = shared.linear_fc1.weight, shared.linear_fc2.weight
+            gate = shared.gate_weight
+        layer = ExpertLayer(
+            router=router.weight,
+            fc1=self.experts.linear_fc1.weight,
+            fc2=self.experts.linear_fc2.weight,
+            topk=router.topk,
+            pre_softmax=router.pre_softmax,
+            sigmoid=router.sigmoid,
+            bias=router.expert_bias,
+            scale=router.scale,
+            shared_fc1=fc1,
+            shared_fc2=fc2,
+            shared_gate=gate,
+        )
+        plan = find_plan(rows, layer)
+        return None if plan is None else (layer, plan)
+
+    def _few_tokens(self, x: Tensor | Unnormed, view: ContextGPUView | None) -> Tensor | None:
+        """This rank's part of the output, `[tokens, 1, hidden]`, where the op of a few tokens is
+        for x; else None."""
+        rows = x.x if isinstance(x, Unnormed) else x
+        planned = self._planned(rows)
+        if planned is None:
+            return None
+        op = kernels_for(rows).few_token_experts
+        output, routing = op(x, *planned, *real_tokens(view))
+        if self.on_routing is not None:
+            self.on_routing(routing)
+        return output[:, None]
+
+    def _dispatched(self, x: Tensor, view: ContextGPUView | None) -> Tensor | Unreduced:
+        """This rank's part of the output for `[tokens, hidden]`, by routing, dispatch and grouped
+        products."""
+        ranks = collectives_of(self.tp_group).size
+        dispatched = 0 if view is None else view.dims.dispatch_tokens
+        if self._is_scattered:
+            dispatched = -(-dispatched // ranks) * ranks
+        routing = self.router(x, view)
+        if self.on_routing is not None:
+            self.on_routing(routing)
+        gathered, routing = self.dispatcher.dispatch(x, routing, dispatched)
+        sums = self.experts(gathered, routing)
+        alone = ranks == 1 and self.shared_experts is None
+        if self.may_split and alone and self.dispatcher.combines_with_norm(sums):
+            return Unreduced(sums, self.dispatcher.combine_add_rms_norm)
+        output = self.dispatcher.combine(sums, x.size(0))[:, None]
+        return output if self.shared_experts is None else self._add_shared(output, x)
 
     def _add_shared(self, output: Tensor, x: Tensor) -> Tensor:
         """`output`, `[tokens, 1, hidden]`, plus what the shared expert makes of x, `[tokens,

@@ -33,6 +33,11 @@ class TokenDispatcher:
         self._topk = topk
         self._exchange = exchange_of(group)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether all experts are on this rank."""
+        return self._size == 1
+
     def dispatch(self, x: Tensor, routing: Routing, tokens: int) -> tuple[Tensor, Routing]:
         """The tokens of all ranks, in the order of ranks.
 

@@ -90,6 +90,16 @@ def recurrent_sizes(model: Any, kinds: str) -> list[MambaSizes | DeltaSizes]:
     ]
 
 
+def mtp_kv_layers(model: Any) -> int:
+    """KV layers of multi-token prediction, behind those of the trunk; 0 where it is not built.
+
+    Args:
+        model: Megatron's `TransformerConfig`, or a `ModelConfig`.
+    """
+    depths: int = getattr(model, "mtp_num_depths", 0)
+    return depths * str(getattr(model, "mtp_pattern", "")).count(ATTENTION)
+
+
 def is_recurrent(model: Any) -> bool:
     """Whether any pipeline stage has layers with a state for each request: what scheduling goes by,
     which must be the same on all stages."""

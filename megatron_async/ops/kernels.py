@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_async.ops.attention import output_gate, rope_append
-from megatron_async.ops.drafting import ngram_lookup, store_drafts
-from megatron_async.ops.experts import expert_mlp, expert_routing, shared_gate
+from megatron_async.ops.drafting import hidden_states, ngram_lookup, store_drafts
+from megatron_async.ops.experts import expert_mlp, expert_routing, few_tokens, shared_gate
 from megatron_async.ops.linear import rms_norm, skinny_linear, squared_relu, swiglu
 from megatron_async.ops.ranks import vocab_embedding
 from megatron_async.ops.recurrent import (
@@ -59,6 +59,7 @@ class Kernels:
     apply_token_mask: Callable[[Tensor, Tensor], None]
     route: Callable[..., expert_routing.Routing]
     expert_mlp: Callable[..., Tensor]
+    few_token_experts: Callable[..., tuple[Tensor, expert_routing.Routing]]
     add_shared_expert: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     next_bases: Callable[..., tuple[Tensor, Tensor]]
     flush: Callable[..., None]
@@ -70,6 +71,8 @@ class Kernels:
     gated_head_norm: Callable[..., Tensor]
     ngram_drafts: Callable[..., Tensor]
     store_drafts: Callable[..., None]
+    keep_hidden: Callable[..., None]
+    gather_hidden: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 TORCH_KERNELS = Kernels(
@@ -92,6 +95,7 @@ TORCH_KERNELS = Kernels(
     token_mask.apply_token_mask_reference,
     expert_routing.route_reference,
     expert_mlp.expert_mlp_reference,
+    few_tokens.few_token_experts_reference,
     shared_gate.add_shared_expert_reference,
     bases.next_bases_reference,
     flush.flush_reference,
@@ -103,6 +107,8 @@ TORCH_KERNELS = Kernels(
     gated_head_norm.gated_head_norm_reference,
     ngram_lookup.ngram_drafts_reference,
     store_drafts.store_drafts_reference,
+    hidden_states.keep_hidden_reference,
+    hidden_states.gather_hidden_reference,
 )
 TRITON_KERNELS = Kernels(
     vocab_embedding.vocab_embedding,
@@ -124,6 +130,7 @@ TRITON_KERNELS = Kernels(
     token_mask.apply_token_mask,
     expert_routing.route,
     expert_mlp.expert_mlp,
+    few_tokens.few_token_experts,
     shared_gate.add_shared_expert,
     bases.next_bases,
     flush.flush,
@@ -135,6 +142,8 @@ TRITON_KERNELS = Kernels(
     gated_head_norm.gated_head_norm,
     ngram_lookup.ngram_drafts,
     store_drafts.store_drafts,
+    hidden_states.keep_hidden,
+    hidden_states.gather_hidden,
 )
 
 

@@ -16,6 +16,7 @@ from megatron_async.simulation.device_times import Machine
 from megatron_async.simulation.reach import Work, work_of
 from megatron_async.simulation.virtual_device import VirtualDevice
 from megatron_async.text_generation_controllers.cuda_graphs import CaptureReport
+from megatron_async.text_generation_controllers.drafting import Drafter, Drafting
 from megatron_async.text_generation_controllers.sample_buffers import SampleBuffers
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
@@ -84,10 +85,7 @@ class ModelLessController(TextGenerationController):
         tokens: TokenSource,
         machine: Machine | None = None,
     ) -> None:
-        config = context.config
-        is_passed = config.num_speculative_tokens > 0 and config.speculative_method is None
-        drafter = _NoDrafts() if is_passed else None
-        super().__init__(_NoWeights(context, vocab_size), None, drafter)  # type: ignore[arg-type]
+        super().__init__(_NoWeights(context, vocab_size))  # type: ignore[arg-type]
         assert isinstance(context.device, VirtualDevice)
         self._virtual = context.device
         self._tokens = tokens
@@ -99,6 +97,10 @@ class ModelLessController(TextGenerationController):
         self.engine_was_idle = True
         """Set by who steps the engine: what precedes the next step is no idling."""
         self._busy_until_us = 0.0
+
+    def _make_drafting(self, drafter: Drafter | None) -> Drafting | None:
+        count = self.context.config.num_speculative_tokens
+        return Drafting(_NoDrafts(), count) if count else None
 
     def create_cuda_graphs(self, progress: bool = False) -> CaptureReport | None:
         """Nothing to capture; but a machine that captures pads its steps to the same shapes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -11,7 +11,14 @@ from megatron_async.device_state.feed_back import TOKENS
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.kernels import kernels_for
+from megatron_async.text_generation_controllers.mtp_drafter import MtpDrafter
 from megatron_async.text_generation_controllers.ngram_drafter import NgramDrafter
+
+if TYPE_CHECKING:
+    from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+        GPTInferenceWrapper,
+    )
+    from megatron_async.text_generation_controllers.token_sampler import TokenSampler
 
 
 class Drafter(Protocol):
@@ -58,12 +65,19 @@ class Drafting:
         )
 
 
-def make_drafting(drafter: Drafter | None, config: InferenceConfig) -> Drafting | None:
+def make_drafting(
+    drafter: Drafter | None,
+    config: InferenceConfig,
+    model: GPTInferenceWrapper,
+    sampler: TokenSampler,
+) -> Drafting | None:
     """The drafting of an engine.
 
     Args:
         drafter: that was passed in, or None.
         config: settings; its `speculative_method` names a drafter of ours.
+        model: of the engine.
+        sampler: of the engine.
 
     Raises:
         ConfigurationError: a drafter without tokens to draft, or the reverse, or two drafters.
@@ -75,12 +89,14 @@ def make_drafting(drafter: Drafter | None, config: InferenceConfig) -> Drafting 
         )
     if method == "ngram":
         drafter = NgramDrafter()
+    if method == "mtp":
+        drafter = MtpDrafter(model, sampler)
     if drafter is None and count == 0:
         return None
     if drafter is None:
         raise ConfigurationError(
             f"num_speculative_tokens={count} needs a drafter: set speculative_method='ngram', or "
-            "pass one to TextGenerationController, or leave num_speculative_tokens 0."
+            "'mtp', or pass one to TextGenerationController, or leave num_speculative_tokens 0."
         )
     if count == 0:
         raise ConfigurationError(

@@ -22,7 +22,7 @@ from megatron_async.text_generation_controllers.constrained_sampling import (
     StepLogits,
 )
 from megatron_async.text_generation_controllers.cuda_graphs import CaptureReport, StepGraphs
-from megatron_async.text_generation_controllers.drafting import Drafter, make_drafting
+from megatron_async.text_generation_controllers.drafting import Drafter, Drafting, make_drafting
 from megatron_async.text_generation_controllers.pipeline_stage import PipelineStage, make_stage
 from megatron_async.text_generation_controllers.prompt_log_probs import PromptLogProbs
 from megatron_async.text_generation_controllers.sample_buffers import SampleBuffers
@@ -149,10 +149,16 @@ class TextGenerationController:
             )
         ]
         self.stage = make_stage(self.context, self.sampler.log_probs)
-        self.drafting = make_drafting(drafter, config)
+        self.drafting = self._make_drafting(drafter)
         self.graphs = StepGraphs(self.device, without_gather=shard is not None)
         self.capture_report: CaptureReport | None = None
         self.device.fence()
+
+    def _make_drafting(self, drafter: Drafter | None) -> Drafting | None:
+        """What drafts, by the settings or as passed in; a controller without a model has another
+        answer."""
+        model, config = self.inference_wrapped_model, self.context.config
+        return make_drafting(drafter, config, model, self.sampler)
 
     def launch_step(self, plan: StepPlan) -> LaunchedStep:
         """Enqueue a step whose bookkeeping is on its way: forward, sampling, sample copy.

@@ -11,7 +11,7 @@ from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.ranks.vocabulary_shard import VocabularyShard
 from megatron_async.ops.sampling.log_probs import empty_log_probs
 from megatron_async.ops.sampling.logits_processing import ProcessingRows
-from megatron_async.ops.sampling.sampling import SamplingMode
+from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows
 
 
 class TokenSampler:
@@ -60,16 +60,31 @@ class TokenSampler:
         Returns:
             int64 `[sample rows]`.
         """
-        kernels, shard = kernels_for(logits), self._shard
         rows = self.state.rows(self._view)
+        if mode != SamplingMode.PROCESSED:
+            return self.draw(logits, rows, mode)
+        if self._shard is not None:
+            logits = self._shard.gather(logits)
+        return self._sample_processed(logits, rows)
+
+    def draw(self, logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> Tensor:
+        """One token for each row of logits as they are.
+
+        Args:
+            logits: as for `sample`.
+            rows: what they ask for.
+            mode: at most FILTERED.
+
+        Returns:
+            int64 `[rows]`.
+        """
+        kernels, shard = kernels_for(logits), self._shard
         if shard is not None:
             if mode <= SamplingMode.SOFTMAX:
                 best = kernels.best_tokens(logits, rows, mode, shard.first, shard.columns)
                 return shard.choose(*best)
             logits = shard.gather(logits)
-        if mode != SamplingMode.PROCESSED:
-            return kernels.sample(logits, rows, mode)
-        return self._sample_processed(logits, rows)
+        return kernels.sample(logits, rows, mode)
 
     def _sample_processed(self, logits: Tensor, rows: ProcessingRows) -> Tensor:
         kernels = kernels_for(logits)

@@ -53,6 +53,7 @@ def open_engine(model: str, lookahead: int, args: argparse.Namespace) -> LLM:
     )
     return LLM(
         model,
+        enable_prefix_caching=False,  # prompts come again, and all of them are to be computed
         device=args.device,
         dtype=args.dtype,
         mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,

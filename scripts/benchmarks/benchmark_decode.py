@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=0.0)
-    parser.add_argument("--speculative-method", default=None, help="ngram (default: none)")
+    parser.add_argument("--speculative-method", default=None, help="mtp or ngram (default: none)")
     parser.add_argument("--num-speculative-tokens", type=int, default=0)
     parser.add_argument(
         "--forced-acceptance",
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.speculative_method = args.speculative_method or "ngram"
         args.num_speculative_tokens = len(args.forced_acceptance)
     elif args.speculative_method is not None and not args.num_speculative_tokens:
-        args.num_speculative_tokens = DEFAULT_DRAFTS
+        args.num_speculative_tokens = DEFAULT_DRAFTS[args.speculative_method]
     args.models = routed(args.models, args.routing)
     sampling = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     print(f"{'model':<22}{'batch':>6}{'lookahead':>10}" + "".join(f"{c:>19}" for c in COLUMNS))

@@ -159,7 +159,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--profile-steps", type=int, default=50)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
-    with LLM(args.model, device=args.device, dtype=args.dtype, num_kv_blocks=64) as llm:
+    with LLM(
+        args.model,
+        enable_prefix_caching=False,  # prompts come again, and all of them are to be computed
+        device=args.device,
+        dtype=args.dtype,
+        num_kv_blocks=64,
+    ) as llm:
         figures = [
             {"model": args.model, "lookahead": k, **measure(llm, k, args)} for k in args.lookahead
         ]

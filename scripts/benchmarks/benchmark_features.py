@@ -53,6 +53,7 @@ def open_engine(args: argparse.Namespace) -> LLM:
     length = args.prompt_tokens + tokens
     return LLM(
         args.model,
+        enable_prefix_caching=False,  # prompts come again, and all of them are to be computed
         device=args.device,
         dtype=args.dtype,
         lookahead=args.lookahead,

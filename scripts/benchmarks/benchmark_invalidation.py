@@ -41,6 +41,7 @@ def open_engine(model: str, policy: str, lookahead: int, args: argparse.Namespac
     longest = args.prompt_tokens + most_tokens(args)
     return LLM(
         model,
+        enable_prefix_caching=False,  # prompts come again, and all of them are to be computed
         device=args.device,
         dtype=args.dtype,
         lookahead=lookahead,

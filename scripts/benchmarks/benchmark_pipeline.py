@@ -26,6 +26,7 @@ def measure(lookahead: int, args: argparse.Namespace) -> dict[str, Any]:
     """Figures of one lookahead, the same on every rank."""
     with LLM(
         args.model,
+        enable_prefix_caching=False,  # prompts come again, and all of them are to be computed
         device=args.device,
         dtype=args.dtype,
         pipeline_model_parallel_size=args.stages,

@@ -94,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             longest = max(args.prompt_tokens) + 8
             with LLM(
                 name,
+                enable_prefix_caching=False,  # prompts come again, and all are to be computed
                 device=args.device,
                 dtype=args.dtype,
                 mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,

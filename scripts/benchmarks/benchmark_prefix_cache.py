@@ -94,7 +94,8 @@ def measure_tail(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         for tail in args.tails:
             found, chunks, cached = [], [], 0
             for number in range(args.repeats + WARM_UP):
-                prompt = [*prefix, *random_tokens(warm, tail, seed=2 + number)]
+                # No tail begins like one of another length, or it would be found too.
+                prompt = [*prefix, *random_tokens(warm, tail, seed=100 * tail + number)]
                 (request,) = serve(warm, [prompt], 2)
                 found.append(1e3 * (request.ttft or 0.0))
                 cached = request.num_cached_tokens or 0

@@ -44,6 +44,7 @@ def open_llm(batch: int, lookahead: int, args: argparse.Namespace) -> LLM:
     length = args.prompt_tokens + max(tokens, steps + 64)
     return LLM(
         args.model,
+        enable_prefix_caching=False,  # prompts come again, and all of them are to be computed
         device=args.device,
         dtype=args.dtype,
         lookahead=lookahead,

@@ -167,6 +167,7 @@ def open_engine(model: str, batch: int, lookahead: int, args: argparse.Namespace
     length = args.prompt_tokens + tokens
     return LLM(
         model,
+        enable_prefix_caching=False,  # prompts come again, and all of them are to be computed
         device=args.device,
         dtype=args.dtype,
         mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,

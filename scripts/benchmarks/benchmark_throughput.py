@@ -58,6 +58,7 @@ def serve_rates(lookahead: int, args: argparse.Namespace) -> list[tuple[float, S
     blocks = args.max_requests * -(-longest // BLOCK_SIZE)
     with LLM(
         args.model,
+        enable_prefix_caching=False,  # prompts come again, and all of them are to be computed
         device=args.device,
         dtype=args.dtype,
         mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,

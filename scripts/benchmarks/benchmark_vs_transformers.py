@@ -57,7 +57,13 @@ def main() -> None:
 
     from megatron_async.checkpoints.convert import convert
 
-    llm = LLM(args.model, device=args.device, dtype=dtype, lookahead=args.lookahead)
+    llm = LLM(
+        args.model,
+        enable_prefix_caching=False,  # prompts come again, and all of them are to be computed
+        device=args.device,
+        dtype=dtype,
+        lookahead=args.lookahead,
+    )
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "model"
         convert(args.model, folder, to="huggingface", progress=False)

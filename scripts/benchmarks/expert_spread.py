@@ -9,7 +9,7 @@ figure is a mean over steps. Steps run eagerly, so it also says what captured st
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,8 @@ from model_options import add_model_options, routed
 from torch import Tensor, nn
 
 from megatron_async import LLM
-from megatron_async.models.moe import TopKRouter
-from megatron_async.ops.experts.expert_routing import NO_EXPERT
+from megatron_async.models.moe import MoELayer
+from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
 
@@ -27,7 +27,7 @@ MAX_TOKENS = 2048
 
 @dataclass
 class ExpertSpread:
-    """Watches a model's routers.
+    """Watches a model's layers with experts.
 
     Args:
         model: on one rank, or on one of several, of which it then sees the own tokens.
@@ -35,16 +35,16 @@ class ExpertSpread:
 
     model: nn.Module
     routings: dict[str, list[Tensor]] = field(default_factory=dict)
-    """Experts int32 `[tokens, topk]` of each step, by the router's name."""
+    """Experts int32 `[tokens, topk]` of each step, by the layer's name."""
 
     def __post_init__(self) -> None:
         for name, module in self.model.named_modules():
-            if isinstance(module, TopKRouter):
+            if isinstance(module, MoELayer):
                 self.routings[name] = []
-                module.register_forward_hook(self._note(name))
+                module.on_routing = self._note(name)
 
-    def _note(self, name: str) -> Any:
-        def note(router: TopKRouter, _inputs: Any, routing: Any) -> None:
+    def _note(self, name: str) -> Callable[[Routing], None]:
+        def note(routing: Routing) -> None:
             self.routings[name].append(routing.experts.clone())
 
         return note

@@ -122,11 +122,26 @@ class GPTInferenceWrapper:
             )
         return output.squeeze(0) if self._is_last_stage else output
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings `[tokens, 1, hidden]` of token ids, int64 `[tokens]`.
+
+        Runs inside launched work.
+        """
+        model: Any = self.model
+        with inference_mode_active():
+            found: Tensor = model.embedding(input_ids=token_ids[None], position_ids=None)
+        return found
+
     def project(self, hidden_states: Tensor) -> Tensor:
         """Logits `[tokens, vocabulary]` of hidden states `[tokens, hidden]` behind the last norm.
 
         Runs inside launched work.
         """
+        logits = self.project_columns(hidden_states)
+        return logits if self.shard is None else self.shard.gather(logits)
+
+    def project_columns(self, hidden_states: Tensor) -> Tensor:
+        """`project`, of this rank's columns where there is a `shard`."""
         model: Any = self.model
         weight = None
         if model.share_embeddings_and_output_weights:
@@ -137,5 +152,4 @@ class GPTInferenceWrapper:
             )
         if self.inference_context.model_config.use_mup:
             logits = model._scale_logits(logits)
-        logits = logits[:, 0]
-        return logits if self.shard is None else self.shard.gather(logits)
+        return logits[:, 0]

@@ -70,6 +70,7 @@ def paged_decode_attention(
     out: Tensor,
     is_settled: bool = False,
     positions: Tensor | None = None,
+    first_key: int = 0,
 ) -> None:
     """Attention of decode rows over the paged cache; their lengths are those of the schedule.
 
@@ -86,6 +87,7 @@ def paged_decode_attention(
             waiting for it.
         positions: int64 `[rows * width]`, contiguous: each query token sees the keys up to its own
             position, which is in its row's length. Needed where width is more than 1.
+        first_key: queries behind this position do not see the keys before it.
 
     Raises:
         ValueError: shapes, dtypes or strides that the kernel cannot serve.
@@ -120,6 +122,7 @@ def paged_decode_attention(
         dim=dim,
         dim_tile=dim_tile,
         tile=schedule.tile,
+        first_key=first_key,
         is_settled=is_settled,
         num_warps=WARPS,
         num_stages=_stages(query.element_size(), rows * kv_heads, dim, schedule.processors),
@@ -240,6 +243,7 @@ def _parts_kernel(
     dim: tl.constexpr,
     dim_tile: tl.constexpr,
     tile: tl.constexpr,
+    first_key: tl.constexpr,
     is_settled: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
@@ -298,11 +302,17 @@ def _parts_kernel(
             score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             if width > 1:
                 seen = exists[None, :] & (position[None, :] < visible[:, None])
+                if first_key > 0:
+                    begins = tl.minimum(visible - 1, first_key)
+                    seen = seen & (position[None, :] >= begins[:, None])
                 score = tl.where(seen, score, -float("inf"))
                 new_maximum = tl.maximum(maximum, tl.max(score, 1))
                 # A query token may see nothing of a part: its weights are 0, and no NaN.
                 base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
             else:
+                if first_key > 0:
+                    # Each row has a key behind it, in its first part too, or this one alone.
+                    exists = exists & ((position >= first_key) | (end <= first_key))
                 score = tl.where(exists[None, :], score, -float("inf"))
                 new_maximum = tl.maximum(maximum, tl.max(score, 1))
                 base = new_maximum

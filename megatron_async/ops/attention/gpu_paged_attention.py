@@ -27,6 +27,7 @@ class GpuPagedAttention(TorchPagedAttention):
         device: a GPU.
         prefill: backends of the prefill rows.
         max_width: most query tokens of a decode row.
+        first_key: as for `TorchPagedAttention`; the backends of prefill rows must know it too.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class GpuPagedAttention(TorchPagedAttention):
         device: torch.device,
         prefill: PrefillChoice,
         max_width: int = 1,
+        first_key: int = 0,
     ) -> None:
-        super().__init__(block_size, max_blocks, device)
+        super().__init__(block_size, max_blocks, device, first_key)
         self.captures_prefill = prefill.captures
         self.report = str(prefill)
         self._choice = prefill
@@ -115,4 +117,5 @@ class GpuPagedAttention(TorchPagedAttention):
             # The kernel that put this step's keys and values in place came after `begin_step`.
             is_settled=True,
             positions=self._query_positions,
+            first_key=self._first_key,
         )

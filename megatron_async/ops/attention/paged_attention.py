@@ -41,6 +41,8 @@ class TorchPagedAttention:
         block_size: tokens a block.
         max_blocks: blocks of the longest row.
         device: of the tensors.
+        first_key: queries behind this position do not see the keys before it, of which there are
+            none (a draft model's first entry is at 1).
     """
 
     captures_prefill = False
@@ -48,8 +50,11 @@ class TorchPagedAttention:
     report: str | None = None
     """What was chosen at the start, and why, for the user; None where there was no choice."""
 
-    def __init__(self, block_size: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, block_size: int, max_blocks: int, device: torch.device, first_key: int = 0
+    ) -> None:
         self._block_size = block_size
+        self._first_key = first_key
         positions = torch.arange(block_size * max_blocks, device=device)
         self._positions = positions
         self._block_of = positions // block_size
@@ -105,7 +110,9 @@ class TorchPagedAttention:
         if dims.width > 1:
             assert positions is not None
             last = positions[: dims.decode_tokens].view(dims.decode_rows, dims.width, 1)
-            self._decode_mask = (self._positions[:length] <= last)[:, None]
+            self._decode_mask = self._sees(last, length)[:, None]
+        elif self._first_key:
+            self._decode_mask = self._sees(kv_lengths[:, None, None] - 1, length)[:, None]
 
     def _begin_prefill(self, dims: BatchDimensions, block_tables: Tensor) -> None:
         self._prefill = []
@@ -114,11 +121,17 @@ class TorchPagedAttention:
             blocks = block_tables[row].index_select(0, self._block_of[:kv_length]).to(torch.int64)
             kv_index = blocks * self._block_size + self._offset_of[:kv_length]
             mask = None
-            if query_length < kv_length:
+            if query_length < kv_length or self._first_key:
                 queries = self._positions[kv_length - query_length : kv_length, None]
-                mask = (self._positions[:kv_length] <= queries)[None]
+                mask = self._sees(queries, kv_length)[None]
             self._prefill.append(_PrefillRow(start, start + query_length, kv_index, mask))
             start += query_length
+
+    def _sees(self, queries: Tensor, length: int) -> Tensor:
+        """Which of the first `length` keys each query sees, bool, by the position of the query."""
+        keys = self._positions[:length]
+        seen = keys <= queries
+        return seen & (keys >= queries.clamp(max=self._first_key)) if self._first_key else seen
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """Attention of one layer.

@@ -33,6 +33,7 @@ def paged_prefill_attention(
     max_query_length: int,
     scale: float,
     out: Tensor,
+    first_key: int = 0,
 ) -> None:
     """Attention of prefill rows over the paged cache, this step's keys and values already in place.
 
@@ -46,6 +47,7 @@ def paged_prefill_attention(
         scale: softmax scale, above 0.
         out: `[tokens, heads, dim]`, contiguous; written for the rows' tokens, left alone for
             padding.
+        first_key: queries behind this position do not see the keys before it; less than 16.
 
     Raises:
         ValueError: shapes do not match.
@@ -92,6 +94,7 @@ def paged_prefill_attention(
         rows_tile=max(triton.next_power_of_2(rows), 16),
         query_tile=tile.queries,
         key_tile=tile.keys,
+        first_key=first_key,
         num_warps=4,
         num_stages=tile.stages,
         **launch_options(query),
@@ -184,6 +187,7 @@ def _attend_tiles(
     dim: tl.constexpr,
     dim_tile: tl.constexpr,
     key_tile: tl.constexpr,
+    first_key: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     column = tl.arange(0, dim_tile)
     inside = column < dim
@@ -214,7 +218,10 @@ def _attend_tiles(
                 v = tl.load(value_cache + place[:, None] + column[None, :])
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if masked:
-            score = tl.where(position[:, None] >= key_position[None, :], score, -float("inf"))
+            sees = position[:, None] >= key_position[None, :]
+            if first_key > 0:
+                sees = sees & (key_position[None, :] >= tl.minimum(position, first_key)[:, None])
+            score = tl.where(sees, score, -float("inf"))
         # Maxima are of scores before scaling, so that scaling and subtracting are one instruction.
         new_maximum = tl.maximum(maximum, tl.max(score, 1))
         weight = tl.exp2(score * scale - (new_maximum * scale)[:, None])
@@ -252,6 +259,7 @@ def _prefill_kernel(
     rows_tile: tl.constexpr,
     query_tile: tl.constexpr,
     key_tile: tl.constexpr,
+    first_key: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     wait_for_previous(overlap)
@@ -290,15 +298,26 @@ def _prefill_kernel(
         first = before + tile * query_tile // group
         seen = (first + 1) // key_tile * key_tile
         end = tl.minimum(before + (tile * query_tile + query_tile - 1) // group + 1, length)
+        begin = 0
+        if first_key > 0:
+            # The first tile has keys that are not seen.
+            begin = tl.minimum(key_tile, end)
+            gathered, maximum, total = _attend_tiles(
+                q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
+                gathered, maximum, total, 0, begin, length, kv_head, scale, True,
+                block_size, kv_heads, dim, dim_tile, key_tile, first_key,
+            )  # fmt: skip
+            begin = key_tile
+            seen = tl.maximum(seen, key_tile)
         gathered, maximum, total = _attend_tiles(
             q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
-            gathered, maximum, total, 0, seen, length, kv_head, scale, False,
-            block_size, kv_heads, dim, dim_tile, key_tile,
+            gathered, maximum, total, begin, seen, length, kv_head, scale, False,
+            block_size, kv_heads, dim, dim_tile, key_tile, first_key,
         )  # fmt: skip
         gathered, maximum, total = _attend_tiles(
             q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
             gathered, maximum, total, seen, end, length, kv_head, scale, True,
-            block_size, kv_heads, dim, dim_tile, key_tile,
+            block_size, kv_heads, dim, dim_tile, key_tile, first_key,
         )  # fmt: skip
         result = gathered / total[:, None]
         tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)

@@ -1,15 +1,20 @@
-"""How the grouped products of experts are laid out.
+"""How experts are computed: by kernels for a few tokens, or by grouped products, and how both are
+laid out.
 
-The rule depends on the number of (token, expert) pairs, of experts and on the dtype only, so a
-captured step and an eager one of as many tokens agree. Few tokens an expert: the time is that of
-the weights' bytes, so tiles are low, narrow and deep in the pipeline. Many: the matrix units set
-the time, and tiles are large.
+The rules depend on the number of tokens, or of (token, expert) pairs, on the layer's shape and on
+the dtype only, so a captured step and an eager one of as many tokens agree. Few tokens an expert:
+the time is that of the weights' bytes, so tiles are low, narrow and deep in the pipeline. Many: the
+matrix units set the time, and tiles are large. Up to `FEW_TOKENS`: hardly two tokens meet at an
+expert, the launches weigh as much as the products, and the layer has kernels of its own
+(`ops/experts/few_tokens.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+
+import triton
 
 
 @dataclass(frozen=True)
@@ -62,3 +67,135 @@ def plan_experts(pairs: int, num_experts: int, itemsize: int, gated: bool) -> Ex
     height = next((height for height in BY_HEIGHT if mean <= height), max(BY_HEIGHT))
     plan = BY_HEIGHT[height]
     return plan if gated else replace(plan, up=UNGATED_UP.get(height, plan.up))
+
+
+FEW_TOKENS = 1
+"""Most tokens of a step whose experts have the kernels for a few tokens. Measured on an H200 beside
+the grouped products: 0.79 to 0.81 of their time at 1 token, 0.99 to 1.08 at 2 and 1.03 to 1.07 at
+4, where tiles share a weight among tokens (docs/performance.md)."""
+MOST_FEW_TOKENS = 8
+"""Most tokens that these kernels are compiled for: their number is a constant of each."""
+FEW_TOKENS_MAJOR = 9
+"""Compute capability of the devices that the rule is for (Hopper); others keep the grouped
+products."""
+MOST_HIDDEN = 8192
+"""A token is held in the registers of one program."""
+MOST_EXPERTS = 1024
+"""Logits of a token are held in the registers of one program."""
+PROCESSORS = 132
+"""Of an H200."""
+TILE_BYTES = 512
+"""Of a weight row: 16 for each thread of a warp."""
+UP_TILES, UP_TILES_GATED, DOWN_TILES = 12, 8, 8
+"""Most tiles of a weight row that a warp asks for at once: as many as its registers hold beside the
+sums. The second product's warps have two rows each."""
+GROUP_TILES = 12
+"""Tiles that a warp of the second product asks for at once, where it takes several pairs' rows
+together."""
+UP_REGISTERS = 128
+"""Of a thread of the first product."""
+UP_PROGRAMS = 4
+"""Programs of the first product that a processor holds: 4 warps each, by their registers. All are
+there at once, so that they end together."""
+LOGIT_PROGRAMS = 2
+"""Programs of the logits that a processor should hold at least, if there are so many experts."""
+SHARED_AHEAD = 8192
+"""Bytes of each of the shared expert's weight rows to prefetch before the wait."""
+DOWN_AHEAD = 1024
+"""Bytes of each weight row of the second product to prefetch from the first: some 15 MB for one
+token of Nemotron-3-Nano, what the memory gives in 4 us."""
+
+
+@dataclass(frozen=True)
+class FewTokenPlan:
+    """Layout of the kernels for a few tokens."""
+
+    block_experts: int
+    """Logits that a program computes."""
+    warps: int
+    """Of a program of either product."""
+    up_rows: int
+    """Weight rows that a program of the first product takes at a time, a multiple of `warps`."""
+    up_depth: int
+    """Tiles of `TILE_BYTES` of each row that it asks for at once."""
+    turns: int
+    """How often it does."""
+    down_rows: int
+    """Weight rows that a program of the second product takes at a time, a multiple of `warps`."""
+    down_depth: int
+    """Tiles of `TILE_BYTES` of each of these that it asks for at once."""
+    group: int
+    """Pairs whose weights the second product asks for at once, 1 where a row is more than
+    `down_depth` tiles."""
+    shared_ahead: int = SHARED_AHEAD
+    down_ahead: int = DOWN_AHEAD
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of a layer with experts, all on one rank.
+
+    Attributes:
+        experts, topk: how many there are, and of a token.
+        hidden: elements of a token.
+        ffn: inner elements of an expert.
+        shared_ffn: of the shared expert; 0: there is none.
+        gated: whether the first product has a gate.
+        itemsize: bytes of an element.
+    """
+
+    experts: int
+    topk: int
+    hidden: int
+    ffn: int
+    shared_ffn: int
+    gated: bool
+    itemsize: int
+
+
+@lru_cache(maxsize=4096)
+def plan_few_tokens(tokens: int, shape: LayerShape, most: int = FEW_TOKENS) -> FewTokenPlan | None:
+    """The layout for so many tokens; None: the grouped products are for these.
+
+    Args:
+        tokens: of the step, padding included.
+        shape: of the layer.
+        most: tokens; the benchmark asks for more.
+    """
+    inner = shape.hidden, shape.ffn, shape.shared_ffn
+    if not 0 < tokens <= most or any(size * shape.itemsize % 16 for size in inner):
+        return None
+    if shape.hidden > MOST_HIDDEN or shape.experts > MOST_EXPERTS:
+        return None
+    warps = 4
+    programs = PROCESSORS * LOGIT_PROGRAMS
+    block_experts = triton.next_power_of_2(triton.cdiv(shape.experts * tokens, programs))
+    up_tiles = triton.cdiv(shape.hidden * shape.itemsize, TILE_BYTES)
+    down_tiles = triton.cdiv(shape.ffn * shape.itemsize, TILE_BYTES)
+    down_depth = _even(max(down_tiles, 1), DOWN_TILES)
+    return FewTokenPlan(
+        block_experts=block_experts,
+        warps=warps,
+        up_rows=warps,
+        up_depth=_even(up_tiles, UP_TILES_GATED if shape.gated else UP_TILES),
+        turns=_turns(tokens, shape, warps),
+        down_rows=2 * warps,
+        down_depth=down_depth,
+        group=max(1, min(shape.topk, GROUP_TILES // down_tiles)),
+    )
+
+
+def _even(tiles: int, most: int) -> int:
+    """Tiles at once, if a row is asked for in as few equal parts as possible."""
+    return triton.cdiv(tiles, triton.cdiv(tiles, most))
+
+
+def _turns(tokens: int, shape: LayerShape, rows: int) -> int:
+    """Least turns with which all programs of the first product run at once."""
+    turns = 1
+    while True:
+        programs = tokens * shape.topk * triton.cdiv(shape.ffn, rows * turns)
+        programs += tokens * triton.cdiv(shape.shared_ffn, rows * turns)
+        if programs <= PROCESSORS * UP_PROGRAMS or rows * turns >= shape.ffn:
+            return turns
+        turns += 1

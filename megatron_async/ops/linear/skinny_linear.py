@@ -36,8 +36,9 @@ class Unnormed:
     """The input of a product before its residual add and RMSNorm: `add_rms_norm`'s arguments.
 
     Attributes:
-        x: `[1, k]`, contiguous.
-        residual: like `x`, or None.
+        x: `[1, k]`, contiguous; of a layer with experts (`ops/experts/few_tokens.py`) `[tokens,
+            k]`, or partial sums of that, float32 `[parts, tokens, k]`, contiguous.
+        residual: like `x`, without parts, or None.
         weight: `[k]`, the norm's.
         eps: added to the mean square.
         total: the new residual, once the product has been launched.

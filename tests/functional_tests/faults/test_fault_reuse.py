@@ -135,7 +135,9 @@ def test_an_abort_in_the_middle_of_a_prompt(
 ) -> None:
     """Break `release_request`: leave the slot in `_prefilling`, so that chunks of a request that is
     gone go on being written."""
-    engine = poisoned_engines(kind, lookahead=lookahead, max_requests=2)
+    engine = poisoned_engines(
+        kind, lookahead=lookahead, max_requests=2, enable_prefix_caching=False
+    )
     other = engine.add_request(0, PROMPTS[0], greedy(TOKENS))
     for number in range(1, 6):
         engine.add_request(number, PROMPTS[4], greedy(TOKENS))

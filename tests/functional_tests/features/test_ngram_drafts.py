@@ -29,7 +29,7 @@ from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import load_recording
 from megatron_async.simulation.replay import Replay
 
-PARTS, DRAWS = 6, 50
+PARTS, DRAWS = 2, 40
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.6},
@@ -160,8 +160,8 @@ def test_tokens_are_those_of_plain_decoding(part: int) -> None:
               "fewer_drafts_length", "fewer_drafts_nothing_found", "fewer_drafts_narrow_step",
               "fewer_drafts_blocks")  # fmt: skip
     assert [name for name in wanted if not seen[name]] == [], seen
-    assert seen["found"] > 400
-    assert seen["drafted_tokens"] > 500
+    assert seen["found"] > 300
+    assert seen["drafted_tokens"] > 400
     assert seen["accepted_tokens"] > 0.5 * seen["drafted_tokens"], seen
 
 
@@ -213,8 +213,8 @@ def test_a_text_that_repeats_itself(kind: type[AttentionModel], lookahead: int, 
 
 
 def test_drafts_are_asked_for_by_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"'mtp' is not served yet: use 'ngram'"):
-        InferenceConfig(speculative_method="mtp")
+    with pytest.raises(ConfigurationError, match=r"no layers for multi-token prediction.*'ngram'"):
+        make_engine(model_of(CyclingModel), speculative_method="mtp")
     with pytest.raises(ConfigurationError, match=r"speculative_method='n-gram' is unknown"):
         InferenceConfig(speculative_method="n-gram")
     with pytest.raises(ConfigurationError, match=r"rollback.*num_speculative_tokens=3"):

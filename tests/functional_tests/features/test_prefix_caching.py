@@ -20,6 +20,7 @@ from schedules import Schedule, run_schedule
 from sharing_schedules import sharing_schedule
 
 from megatron_async import DynamicInferenceEngine, InferenceConfig
+from megatron_async.contexts import prefix_cache
 from megatron_async.contexts.prefix_hashes import block_hashes
 from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.errors import ConfigurationError
@@ -314,6 +315,39 @@ def test_salts_keep_tenants_apart(model: torch.nn.Module) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_a_hash_alone_is_not_believed(
+    model: torch.nn.Module,
+    serial: DynamicInferenceEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    lookahead: int,
+) -> None:
+    """Where all blocks at one place have one hash, only blocks with the same tokens are shared, and
+    only within a salt.
+
+    Break `_find`: believe hashes, or forget the salt.
+    """
+
+    def few_hashes(tokens: Any, size: int, salt: bytes = b"", parent: bytes = b"") -> list[bytes]:
+        first = int.from_bytes(parent or bytes(16)) + 1
+        return [(first + place).to_bytes(16) for place in range(len(tokens) // size)]
+
+    monkeypatch.setattr(prefix_cache, "block_hashes", few_hashes)
+    prompts = [TEXT[:40], [*TEXT[:20], *TEXT[50:70]], TEXT[30:70], TEXT[:40]]
+    expected = [run_at(serial, {0: [Job(prompt, greedy(12))]})[0] for prompt in prompts]
+    engine = caching(model, lookahead=lookahead)
+    found = []
+    for salt in (None, "a"):
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            future = engine.add_request(0, prompt, replace(greedy(12), cache_salt=salt))
+            while engine.has_unfinished_requests():
+                engine.step_modern()
+            assert future.result().generated_tokens == tokens
+            found.append(future.result().num_cached_tokens)
+    engine.close()
+    assert found == [0, 20, 0, 36, 0, 0, 0, 0]
+
+
 def test_log_probs_of_a_prompt_are_computed(
     model: torch.nn.Module, serial: DynamicInferenceEngine
 ) -> None:
@@ -393,4 +427,6 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"rollback.*enable_prefix_caching"):
         InferenceConfig(enable_prefix_caching=True, invalidation="rollback")
     with pytest.raises(ConfigurationError, match=r"mamba_gb=2.*enable_prefix_caching"):
-        InferenceConfig(prefix_caching_mamba_gb=2)
+        InferenceConfig(prefix_caching_mamba_gb=2, enable_prefix_caching=False)
+    assert InferenceConfig().enable_prefix_caching
+    assert not InferenceConfig(invalidation="rollback").enable_prefix_caching

@@ -22,6 +22,8 @@ from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from late_device import LateDevice
+from mtp_model import MTP_MODELS, MtpModel
+from mtp_watch import MtpWatch, WholeSequences
 from ngram_watch import NgramWatch
 from pieces import Pieces
 from poisoned_blocks import poison_blocks
@@ -46,6 +48,7 @@ from pieces import Pieces
 from harness import make_engine
 from hybrid_model import DeltaAttentionModel, HybridAttentionModel, MixedAttentionModel
 from late_device import LateDevice
+from mtp_model import MtpHybridModel, MtpModel
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
 from small_grid import use_small_grid
@@ -53,7 +56,8 @@ from megatron_async import SamplingParams
 use_small_grid()
 device, loop = LateDevice(), asyncio.new_event_loop()"""
 NGRAM = "ngram"
-"""The drafter that needs no answers: the engine's own."""
+"""The drafter that needs no answers: the engine's own. In half of all cases the model has an MTP
+layer, and that drafts."""
 ROOM = (8, MAX_SEQUENCE)
 """Of a drafter: answers, and tokens of one."""
 COUNTED = (
@@ -79,7 +83,9 @@ class EngineMachine(RuleBasedStateMachine):
     counts: ClassVar[Counter[str]] = Counter()
     models: ClassVar[dict[str, AttentionModel]] = {
         "AttentionModel": AttentionModel(), **{kind.__name__: kind() for kind in HYBRID_MODELS},
+        **{name: kind() for name, kind in MTP_MODELS.items()},
     }  # fmt: skip
+    whole: ClassVar[dict[str, WholeSequences]] = {}
     answers: ClassVar[dict[str, SerialAnswers]] = {}
     loop: ClassVar[asyncio.AbstractEventLoop] = asyncio.new_event_loop()
 
@@ -111,6 +117,12 @@ class EngineMachine(RuleBasedStateMachine):
         model: str,
         requests: list[Ask],
     ) -> None:
+        drafts = bool(settings["num_speculative_tokens"]) and drafter == NGRAM
+        if drafts and len(requests) != 3:
+            model = "MtpModel" if model == "AttentionModel" else "MtpHybridModel"
+            settings = {**settings, "speculative_method": "mtp"}
+        elif drafts:
+            settings = {**settings, "speculative_method": NGRAM}
         if model not in self.answers:
             self.answers[model] = SerialAnswers(self.models[model])
         self.serial = self.answers[model]
@@ -118,9 +130,7 @@ class EngineMachine(RuleBasedStateMachine):
         if sharing and settings["invalidation"] == "reconcile":
             settings = {**settings, **snapshots, "enable_prefix_caching": True}
         self.drafter = None
-        if settings["num_speculative_tokens"] and drafter == NGRAM:
-            settings = {**settings, "speculative_method": NGRAM}
-        elif settings["num_speculative_tokens"]:
+        if settings["num_speculative_tokens"] and not drafts:
             self.drafter = DRAFTERS[drafter]([], VOCABULARY, ROOM)
         made = self.drafter and f"DRAFTERS[{drafter!r}]([], VOCABULARY, {ROOM})"
         arguments = "".join(f", {name}={value!r}" for name, value in settings.items())
@@ -142,8 +152,15 @@ class EngineMachine(RuleBasedStateMachine):
         poison_states(self.engine)
         watch_state_plans(self.engine)
         self.watch = StepWatch(self.engine)
+        self.ngrams, self.mtp = None, None
         if settings.get("speculative_method") == NGRAM:
             self.ngrams = NgramWatch(self.engine)
+        if settings.get("speculative_method") == "mtp":
+            if model not in self.whole:
+                mtp_model = self.models[model]
+                assert isinstance(mtp_model, MtpModel)
+                self.whole[model] = WholeSequences(mtp_model)
+            self.mtp = MtpWatch(self.engine, self.whole[model])
         self.add_requests(requests)
 
     # ---- Requests ----------------------------------------------------------------------------
@@ -366,7 +383,7 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         for event in COUNTED:
             self.counts[event] += int(stats[event])
-        if self.engine.context.config.speculative_method is not None:
-            self.counts["ngram_drafts"] += self.ngrams.found
+        self.counts["ngram_drafts"] += self.ngrams.found if self.ngrams else 0
+        self.counts["mtp_drafts"] += self.mtp.rows if self.mtp else 0
         self.counts["overlapped_steps"] += self.engine.statistics.overlapped_steps
         self.counts["readers"] += len(readers)

@@ -103,8 +103,9 @@ def test_a_simulation_shares_blocks() -> None:
     trace = [TraceRequest(at, prompt, 20) for at in (0.0, 0.01, 0.02)]
     shape = ModelShape.of_architecture(DUMMY_SHAPES["llama-3.1-8b"], "bfloat16")
     config = InferenceConfig(
-        num_kv_blocks=130, block_size_tokens=16, max_requests=4, max_tokens=1024, lookahead=1
-    )
+        num_kv_blocks=130, block_size_tokens=16, max_requests=4, max_tokens=1024, lookahead=1,
+        enable_prefix_caching=False,
+    )  # fmt: skip
     machine = MACHINES["h200:llama-3.1-8b"]
     plain = simulator.simulate(trace, shape, config, machine)
     cached = simulator.simulate(trace, shape, replace(config, enable_prefix_caching=True), machine)

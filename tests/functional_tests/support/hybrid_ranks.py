@@ -49,18 +49,20 @@ JOBS = [
 ]
 """The last but one begins like the longest."""
 ARRIVALS = {0: JOBS[:2], 3: JOBS[2:3], 4: JOBS[3:6], 9: JOBS[6:]}
-PLENTY: dict[str, Any] = {"block_size_tokens": 16, "max_requests": 8}
+PLENTY: dict[str, Any] = {
+    "block_size_tokens": 16, "max_requests": 8, "enable_prefix_caching": False,
+}  # fmt: skip
 SCARCE: dict[str, Any] = {
     "block_size_tokens": 8, "num_kv_blocks": 46, "max_requests": 6, "max_tokens": 150,
-    "paused_buffer_size_gb": 1e-9,
+    "paused_buffer_size_gb": 1e-9, "enable_prefix_caching": False,
 }  # fmt: skip
 """Chunked prefill up to where scans are cut, pauses and evictions."""
 CASES: list[dict[str, Any]] = [
     {"lookahead": 0, **SCARCE},
     {"lookahead": 2, **SCARCE},
     {"lookahead": 2, "num_cuda_graphs": 2, "max_tokens": 20, **PLENTY},
-    {"lookahead": 1, "num_cuda_graphs": 2, "enable_prefix_caching": True, "num_state_snapshots": 3,
-     "prefix_caching_mamba_interval": 128, **PLENTY, "max_tokens": 150},
+    {"lookahead": 1, "num_cuda_graphs": 2, "num_state_snapshots": 3, "max_tokens": 150,
+     "prefix_caching_mamba_interval": 128, **PLENTY, "enable_prefix_caching": True},
 ]  # fmt: skip
 NUMBERS = ((0, 1, 2, 6), (7, 3, 4, 5))
 """Jobs of each rank that shares experts."""

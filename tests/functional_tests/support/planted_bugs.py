@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from planted_mtp_bugs import MTP_BUGS
 from planted_recurrent_bugs import RECURRENT_BUGS
 
 from megatron_async import DynamicInferenceEngine
@@ -340,5 +341,6 @@ BUGS: list[Plant] = [
     drafts_of_the_last_owner,
     a_match_with_itself,
     one_token_less_at_a_border,
+    *MTP_BUGS,
     *RECURRENT_BUGS,
 ]

@@ -68,16 +68,22 @@ class StepWatch:
 
     def _can_launch(self) -> bool:
         """Whether a request surely can run: it is in prefill, or decodes and its next token needs
-        no new block."""
+        no new block, or it is the first in rank and there are as many as it needs."""
         slots, context = self._engine.context.slots, self._engine.context
         places = slots.num_blocks * context.block_size_tokens
         everywhere = np.arange(slots.capacity)
         decodes = slots.state >= SlotState.DECODING
         decodes &= slots.at_least(everywhere) < slots.max_length
         decodes &= slots.in_flight_steps < slots.most_in_flight  # of a grammar
-        has_place = slots.places(everywhere, 1) <= places
-        ready = decodes & (has_place | (context.blocks.allocatable > 0))
-        return bool(np.any(ready | (slots.state == SlotState.PREFILLING)))
+        missing = np.maximum(slots.with_drafts(slots.places(everywhere, 1)) - places, 0)
+        wanted = -(-missing // context.block_size_tokens)
+        if np.any(slots.state == SlotState.PREFILLING) or np.any(decodes & (wanted == 0)):
+            return True
+        ready = np.flatnonzero(decodes)
+        if not len(ready):
+            return False
+        first = ready[np.argmin(slots.rank[ready])]
+        return bool(wanted[first] <= context.blocks.allocatable)
 
     def _check_pending_samples(self) -> None:
         """The samples that a slot waits for are those of its rows in flight."""

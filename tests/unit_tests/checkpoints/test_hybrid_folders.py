@@ -160,7 +160,8 @@ def test_both_published_forms_of_a_pattern(hybrid_folder: Any, tmp_path: Path) -
     [
         ("nemotron-3", {"mlp_hidden_act": "silu"}, "mlp_hidden_act = 'silu' is not supported"),
         ("nemotron-3", {"moe_latent_size": 32}, "moe_latent_size = 32"),
-        ("nemotron-3", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1"),
+        ("nemotron-3", {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["gdn"]},
+         r"mtp_layers_block_type = \['gdn'\] is not supported"),
         ("nemotron-3", {"n_group": 2}, "n_group = 2"),
         ("nemotron-3", {"conv_kernel": 3}, "conv_kernel = 3"),
         ("nemotron-3", {"time_step_limit": [0.1, 9.0]}, r"time_step_limit = \[0.1, 9.0\]"),

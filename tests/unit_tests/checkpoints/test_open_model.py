@@ -69,7 +69,7 @@ def test_info_adds_up() -> None:
     assert (info.dtype, info.parameters) == ("bfloat16", 8_030_261_248)
     assert info.weight_bytes == 2 * info.parameters
     assert info.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
-    assert info.kv_bytes_per_block == 16 * info.kv_bytes_per_token
+    assert info.kv_bytes_per_block == 16 * (info.kv_bytes_per_token + 4)  # with token ids
     used = info.weight_bytes + (info.kv_blocks + 1) * info.kv_bytes_per_block
     assert used <= info.free_bytes < used + info.kv_bytes_per_block
     assert f"{info.kv_blocks:,} blocks = {info.kv_blocks * 16:,} tokens" in format_info(info)

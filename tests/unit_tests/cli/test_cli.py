@@ -114,7 +114,7 @@ def test_speculation(capsys, model):
     assert stats["drafted_tokens"] == stats["drafted_tokens_at_1"] + stats["drafted_tokens_at_2"]
     assert stats["fewer_drafts_nothing_found"] + stats["drafted_tokens_at_1"] > 0
     line = fails(capsys, *asked, "--speculative-method", "mtp")
-    assert "speculative_method='mtp' is not served yet: use 'ngram'" in line
+    assert "has no layers of multi-token prediction (mtp_pattern = ''): use specul" in line
     line = fails(capsys, *asked, "--num-speculative-tokens", "2")
     assert "num_speculative_tokens=2 needs a drafter: set speculative_method='ngram'" in line
 

@@ -29,6 +29,7 @@ def make_context():
             "max_requests": 8,
             "max_tokens": 64,
             "max_sequence_length": 64,
+            "enable_prefix_caching": False,  # prompts are alike
             **settings,
         }
         device = CpuDevice()

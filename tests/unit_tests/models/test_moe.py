@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -15,13 +16,16 @@ from torch import Tensor, nn
 from megatron_async import LLM, SamplingParams
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.errors import ConfigurationError
+from megatron_async.models import moe
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import transformer_config
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition
 from megatron_async.ops.experts.expert_mlp import expert_mlp_reference
-from megatron_async.ops.experts.expert_routing import NO_EXPERT, route_reference
+from megatron_async.ops.experts.expert_plan import FewTokenPlan, plan_few_tokens
+from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing, route_reference
+from megatron_async.ops.experts.few_tokens import ExpertLayer
 
 ARCHITECTURE = DUMMY_SHAPES["tiny-moe"]
 HIDDEN, EXPERTS, FFN = 64, 8, 64
@@ -157,6 +161,41 @@ def _layer_error(tensor_parallel: int, sequence_parallel: bool, kind: str) -> fl
     return worst
 
 
+FEW = 4
+"""Tokens that count as few here: the op takes more than the rule gives it."""
+
+
+@torch.no_grad()
+def _few_tokens_on_ranks(kind: str) -> float:
+    """Largest error of this rank's outputs where experts are split over two ranks, and few tokens
+    have an op of their own; -1 if it was not taken."""
+    worst, calls = 0.0, 0
+
+    def planned(x: Tensor, layer: ExpertLayer) -> FewTokenPlan | None:
+        nonlocal calls
+        calls += 1
+        return plan_few_tokens(x.size(-2), layer.shape, FEW)
+
+    for sequence_parallel in (False, True):
+        sizes = ParallelSizes(tensor_model_parallel=2, sequence_parallel=sequence_parallel)
+        layer, groups = make_layer(sizes, kind)
+        x, write_index = tokens_of(3, 4), torch.tensor([0, 20, LIMIT, 60])
+        view = View(Step(write_index), BatchDimensions(4))
+        expected = expected_output(x, write_index, kind)
+        if sequence_parallel:
+            x, expected = (whole.chunk(2)[groups.tp.rank()] for whole in (x, expected))
+        routings: list[Routing] = []
+        layer.on_routing = routings.append
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(moe, "find_plan", planned)
+            monkeypatch.setattr(moe, "FEW_TOKENS", FEW)
+            assert layer.takes_unnormed(x[:, None]) != sequence_parallel
+            output = layer(x[:, None], inference_context=view)[0]
+        worst = max([worst, *(output[:, 0] - expected).abs().flatten().tolist()])
+        assert routings[0].experts[2].tolist() == [NO_EXPERT] * 2
+    return worst if calls == 3 else -1.0
+
+
 PROMPTS = ([3, 1, 4], list(range(40, 60)), [7] * 5)
 WORK = {0: ((0, 1, 2), ()), 1: ((1,), (2, 0))}
 """Prompts of ranks that have requests of their own, in two calls; one rank rests in the second."""
@@ -179,6 +218,22 @@ def _generate_on_ranks() -> list[list[list[int]]]:
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_experts_on_other_ranks(tensor_parallel, kind):
     assert max(run_ranks(2 * tensor_parallel, _layer_on_ranks, tensor_parallel, kind)) < 2e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_tokens_on_ranks_that_split_experts(kind):
+    assert all(0 <= error < 2e-5 for error in run_ranks(2, _few_tokens_on_ranks, kind))
+
+
+def test_experts_elsewhere_have_no_op_of_few_tokens(monkeypatch):
+    planned = partial(plan_few_tokens, most=FEW)
+    monkeypatch.setattr(moe, "find_plan", lambda x, layer: planned(len(x), layer.shape))
+    monkeypatch.setattr(moe, "FEW_TOKENS", FEW)
+    layer, _groups = make_layer(ParallelSizes())
+    assert layer.takes_unnormed(tokens_of(0, 4)[:, None])
+    assert not layer.takes_unnormed(tokens_of(0, FEW + 1)[:, None])
+    monkeypatch.setattr(type(layer.dispatcher), "is_alone", False)
+    assert not layer.takes_unnormed(tokens_of(0, 4)[:, None])
 
 
 def test_a_model_with_experts_on_two_ranks_says_the_same_tokens():

@@ -31,6 +31,7 @@ def device():
 
 def make_context(device, **settings):
     sizes = {"max_requests": 4, "max_tokens": 12, "num_kv_blocks": 40, **settings}
+    sizes["enable_prefix_caching"] = False  # as the policy has it
     config = InferenceConfig(block_size_tokens=4, max_sequence_length=40, **sizes)
     return DynamicInferenceContext(MODEL, config, device)
 

@@ -14,13 +14,15 @@ class TritonPrefill(PrefillBackend):
 
     Args:
         shape: of the engine's attention.
+        first_key: queries behind this position do not see the keys before it.
     """
 
     name = "triton"
     captures = True
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape, first_key: int = 0) -> None:
         """Nothing of the shape is needed beforehand."""
+        self._first_key = first_key
 
     def attend(
         self,
@@ -43,5 +45,6 @@ class TritonPrefill(PrefillBackend):
             rows.max_query_length,
             scale,
             out,
+            self._first_key,
         )
         return out

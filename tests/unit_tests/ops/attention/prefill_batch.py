@@ -20,6 +20,7 @@ class PrefillBatch:
         max_tokens, rows, longest: what `refill` may ask for.
         poison: stands in the cache where no sequence does.
         unused_block: stands in block tables beyond a row's length.
+        first_key: queries behind this position do not see the keys before it.
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class PrefillBatch:
         seed=0,
         poison=float("nan"),
         unused_block=PADDING,
+        first_key=0,
     ):
         torch.manual_seed(seed)
         self.group, self.block_size, self.scale = group, block_size, dim**-0.5
         self.longest, self.poison, self.unused_block = longest, poison, unused_block
+        self.first_key = first_key
         blocks_a_row = -(-longest // block_size)
         shape = (rows * blocks_a_row, block_size, kv_heads, dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
@@ -88,6 +91,8 @@ class PrefillBatch:
             score = torch.einsum("qhd,nhd->hqn", self.query[tokens].double(), k) * self.scale
             last_key = torch.arange(length - query_length, length, device=device)
             score = score.masked_fill(position > last_key[:, None], -float("inf"))
+            begins = last_key.clamp(max=self.first_key)[:, None]
+            score = score.masked_fill(position < begins, -float("inf"))
             self.expected[tokens] = torch.einsum("hqn,nhd->qhd", score.softmax(2), v)
         return chunks
 

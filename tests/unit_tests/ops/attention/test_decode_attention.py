@@ -37,8 +37,9 @@ class Batch:
 
     def __init__(
         self, longest, rows, block_size, kv_heads, group, dim, dtype, device, count=132, seed=0,
-        width=1,
+        width=1, first_key=0,
     ):  # fmt: skip
+        self.first_key = first_key
         self.generator = torch.Generator().manual_seed(seed)
         self.kv_heads, self.group, self.dim, self.device = kv_heads, group, dim, device
         self.block_size, self.scale, self.width = block_size, dim**-0.5, width
@@ -89,7 +90,8 @@ class Batch:
                     # The row's last tokens; beyond a limit they stand at position 0.
                     token, last = row * self.width + j, max(length - self.width + j, 0)
                     self.positions[token] = last
-                    seen_k, seen_v = k[: last + 1], v[: last + 1]
+                    seen = slice(min(self.first_key, last), last + 1)
+                    seen_k, seen_v = k[seen], v[seen]
                     score = torch.einsum("hd,nhd->hn", query[token].double(), seen_k) * self.scale
                     expected[token] = torch.einsum("hn,nhd->hd", score.softmax(1), seen_v)
         self.keys.copy_(keys)
@@ -117,6 +119,7 @@ class Batch:
             self.out,
             is_settled,
             self.positions if self.width > 1 else None,
+            self.first_key,
         )
 
     def check(self, expected):
@@ -174,6 +177,18 @@ def test_several_query_tokens_a_row(
     )  # fmt: skip
     expected = batch.refill(lengths)
     batch.run(is_settled=count == 6)
+    batch.check(expected)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("count", [1, 6, 132])
+def test_keys_that_are_not_there(count, width, device):
+    """The first place of a sequence has no key, as of a draft model; one query stands there."""
+    lengths = [5, 1, 2, 65, 200, 129]
+    batch = Batch(200, len(lengths), 64, 2, 3, 64, torch.float32, device, count,
+                  width=width, first_key=1)  # fmt: skip
+    expected = batch.refill(lengths)
+    batch.run()
     batch.check(expected)
 
 

@@ -20,6 +20,7 @@ def attend(batch, rows):
         rows.max_query_length,
         batch.scale,
         batch.out,
+        batch.first_key,
     )
 
 
@@ -50,6 +51,19 @@ def test_against_softmax(chunks, block_size, kv_heads, group, dim, dtype, captur
     batch = PrefillBatch(tokens, rows, longest, block_size, kv_heads, group, dim, dtype, device)
     batch.refill(chunks)
     attend(batch, batch.rows(() if captured else chunks))
+    batch.check()
+
+
+@pytest.mark.parametrize(
+    ("block_size", "dim", "dtype"),
+    [(64, 64, torch.float16), (48, 32, torch.float16), (16, 80, torch.float32)],
+)
+def test_keys_that_are_not_there(block_size, dim, dtype, device):
+    """The first place of a sequence has no key, as of a draft model; one query stands there."""
+    chunks = [(70, 70), (1, 1), (2, 2), (20, 85), (3, 130)]
+    batch = PrefillBatch(100, 6, 130, block_size, 2, 2, dim, dtype, device, first_key=1)
+    batch.refill(chunks)
+    attend(batch, batch.rows(chunks))
     batch.check()
 
 

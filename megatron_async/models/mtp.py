@@ -1,0 +1,192 @@
+"""Multi-token prediction (MTP): small stacks of layers behind the model that predict the tokens
+after the next one.
+
+The module and its weights are Megatron-Core 0.19's (`transformer/multi_token_prediction.py`), after
+DeepSeek-AI 2024, "DeepSeek-V3 Technical Report" (arXiv 2412.19437). A depth takes, for each
+position, the embedding of the token behind it and the hidden state there: the model's, behind its
+final norm (of MiMo before it), or that of the depth before, behind that depth's. Embedding and
+output layer are the model's.
+Unlike Megatron's own inference, its attention has KV layers of the engine's cache.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.architecture import KINDS, MTP_KINDS, ModelArchitecture
+from megatron_async.models.hybrid_stack import PagedHybridStack, add_norm
+from megatron_async.models.linear import InferenceColumnParallelLinear
+from megatron_async.models.model_config import ModelConfig
+from megatron_async.models.norm import factors_of, make_norm
+from megatron_async.models.parallel_state import ParallelSizes
+from megatron_async.ops.kernels import kernels_for
+
+if TYPE_CHECKING:
+    from megatron_async.device_state.gpu_view import ContextGPUView
+
+REMEDY = "use speculative_method='ngram', which needs no weights, or none"
+
+
+class MultiTokenPredictionLayer(MegatronModule):
+    """One depth, with the parameter names of Megatron-Core's class of this name.
+
+    Args:
+        config: of the model; its `mtp_pattern` says which layers.
+        submodules: of the trunk's stack; the layers are made of the same.
+        groups: process groups.
+
+    Attributes:
+        enorm, hnorm: norms of the embedding and of the hidden state.
+        eh_proj: `[hidden, 2 hidden]`, of the normed embedding and the normed hidden state, in this
+            order; ranks share its rows.
+        mtp_model_layer: the stack, without a final norm of its own.
+        final_layernorm: the norm behind it.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        submodules: HybridStackSubmodules,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config)
+        hidden, eps = config.hidden_size, config.layernorm_epsilon
+        self.enorm = make_norm(config, hidden, eps)
+        self.hnorm = make_norm(config, hidden, eps)
+        self.eh_proj = InferenceColumnParallelLinear(
+            2 * hidden,
+            hidden,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=True,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=groups.tp,
+        )
+        self.mtp_model_layer = PagedHybridStack(
+            config,
+            submodules,
+            layer_type_list=list(config.mtp_pattern),
+            pg_collection=groups,
+            is_mtp_layer=True,
+        )
+        self.final_layernorm = make_norm(config, hidden, eps)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, view: ContextGPUView) -> Tensor:
+        """Hidden states of the next depth.
+
+        Args:
+            embedded: `[tokens, 1, hidden]`, embeddings of the tokens behind those of `hidden`.
+            hidden: `[tokens, hidden]`: the model's (`model.decoder.mtp_hidden`), or of the depth
+                before, behind its final norm.
+            view: of a step with so many tokens: where their keys go, and what each of them sees.
+
+        Returns:
+            `[tokens, 1, hidden]`, behind this depth's final norm, for the output layer.
+        """
+        # The residual stream begins here.
+        projected, _ = self.eh_proj(self.join(embedded, hidden)[:, None])
+        output, residual = self.mtp_model_layer.run(projected, view)
+        normed, _ = add_norm(output, residual, self.final_layernorm)
+        return normed
+
+    def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """The input of `eh_proj`.
+
+        Args:
+            embedded: `[tokens, 1, hidden]`.
+            hidden: `[tokens, hidden]`.
+
+        Returns:
+            `[tokens, 2 hidden]`: each normed, the embedding first.
+        """
+        parts = ((embedded.flatten(0, 1), self.enorm), (hidden, self.hnorm))
+        return torch.cat([_normed(rows, norm) for rows, norm in parts], dim=-1)
+
+
+class MultiTokenPrediction(MegatronModule):
+    """All depths of a model.
+
+    Args:
+        config: of the model; its `mtp_pattern` and `mtp_num_depths` say what is built.
+        submodules: of the trunk's stack.
+        groups: process groups.
+
+    Attributes:
+        layers: a `MultiTokenPredictionLayer` for each depth that has weights of its own.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        submodules: HybridStackSubmodules,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config)
+        depths = range(config.mtp_num_depths)
+        self.layers = nn.ModuleList(
+            MultiTokenPredictionLayer(config, submodules, groups) for _ in depths
+        )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Under Megatron's names, `mtp.layers.d.`; arguments as of `MegatronModule`."""
+        found: dict[str, Any] = {}
+        for depth, layer in enumerate(self.layers):
+            assert isinstance(layer, MultiTokenPredictionLayer)
+            inside = f"{prefix}layers.{depth}."
+            found |= layer.sharded_state_dict(inside, sharded_offsets, metadata)
+        return found
+
+
+def check_mtp(architecture: ModelArchitecture, sizes: ParallelSizes, transformer_impl: str) -> None:
+    """Check that a model's layers of multi-token prediction can be built.
+
+    Args:
+        architecture: of the whole model.
+        sizes: over how many ranks it is split.
+        transformer_impl: what its layers are made of; see `build_model`.
+
+    Raises:
+        ConfigurationError: it has none, or some that are not served; or another setting is not
+            served with them.
+    """
+    a = architecture
+    if not a.mtp_pattern:
+        raise ConfigurationError(
+            f"this {a.model_type} model has no layers of multi-token prediction (mtp_pattern = '')"
+            f": {REMEDY}."
+        )
+    unserved = sorted(set(a.mtp_pattern) - set(MTP_KINDS))
+    if unserved:
+        names = " and ".join(f"{KINDS[kind]} ({kind})" for kind in unserved)
+        raise ConfigurationError(
+            f"{names} layers are not served in multi-token prediction, and this {a.model_type} "
+            f"model's mtp_pattern is {a.mtp_pattern!r}: {REMEDY}."
+        )
+    settings = (
+        # The last stage samples, and has no embedding.
+        ("pipeline_model_parallel_size", sizes.pipeline_model_parallel, 1),
+        ("sequence_parallel", sizes.sequence_parallel and sizes.tensor_model_parallel > 1, False),
+        ("transformer_impl", transformer_impl, "local"),
+    )
+    for name, value, served in settings:
+        if value != served:
+            raise ConfigurationError(
+                f"{name}={value!r} is not served with multi-token prediction: use {served!r}, or "
+                f"{REMEDY}."
+            )
+
+
+def _normed(rows: Tensor, norm: nn.RMSNorm) -> Tensor:
+    assert norm.eps is not None, "make_norm sets it"
+    return kernels_for(rows).add_rms_norm(rows, None, factors_of(norm), norm.eps)[0]

@@ -1,0 +1,360 @@
+"""An expert layer of a few tokens in three launches: routing, experts and shared expert together.
+
+A decode step of few requests waits for its launches as long as for its weights. The grouped
+products (`ops/experts/expert_mlp.py`) take ten for such a layer; here are three:
+
+1. residual add, RMSNorm, and the logits of all experts (`ops/experts/few_token_routing.py`);
+2. the choice, and the first product of the chosen experts and of the shared one;
+3. their second product, each token's experts added up in order, the shared one last
+   (`ops/experts/few_token_kernels.py`).
+
+Nothing is sorted: with so few tokens hardly two meet at an expert, so each (token, expert) pair is
+computed by itself. Sums are float32 in a fixed order, and only the activated rows between the
+products are rounded; results do not depend on the run. Such a product is a weight row times a
+vector, so it runs on the CUDA cores, where all that a thread has asked for may be in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from megatron_async.ops.dependent_launch import launch_options
+from megatron_async.ops.experts.expert_mlp import expert_mlp_reference
+from megatron_async.ops.experts.expert_plan import (
+    FEW_TOKENS_MAJOR,
+    MOST_FEW_TOKENS,
+    TILE_BYTES,
+    UP_REGISTERS,
+    FewTokenPlan,
+    LayerShape,
+    plan_few_tokens,
+)
+from megatron_async.ops.experts.expert_routing import Routing, route_reference
+from megatron_async.ops.experts.few_token_kernels import few_down_kernel, few_up_kernel
+from megatron_async.ops.experts.few_token_routing import norm_logits_kernel
+from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
+from megatron_async.ops.linear.skinny_linear import Unnormed
+from megatron_async.ops.linear.squared_relu import squared_relu_reference
+from megatron_async.ops.linear.swiglu import swiglu_reference
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """Weights of a layer whose experts are all here, one dtype, each contiguous, and its router's
+    rule.
+
+    Attributes:
+        router: `[experts, hidden]`.
+        fc1: `[experts, 2 * ffn, hidden]`, [gate; up] of SwiGLU, or `[experts, ffn, hidden]`, whose
+            products are squared where they are positive.
+        fc2: `[experts, hidden, ffn]`.
+        topk, pre_softmax, sigmoid, bias, scale: as for `ops.experts.expert_routing.route`.
+        shared_fc1: `[2 * shared_ffn, hidden]`, or `[shared_ffn, hidden]` without a gate; None: no
+            expert is shared.
+        shared_fc2: `[hidden, shared_ffn]`.
+        shared_gate: `[1, hidden]`: how much of the shared expert counts is the sigmoid of its
+            product with the token; None: all.
+    """
+
+    router: Tensor
+    fc1: Tensor
+    fc2: Tensor
+    topk: int
+    pre_softmax: bool = False
+    sigmoid: bool = False
+    bias: Tensor | None = None
+    scale: float = 1.0
+    shared_fc1: Tensor | None = None
+    shared_fc2: Tensor | None = None
+    shared_gate: Tensor | None = None
+
+    @property
+    def shape(self) -> LayerShape:
+        """Sizes by which the layer is planned."""
+        experts, hidden, ffn = self.fc2.shape
+        return LayerShape(
+            experts=experts,
+            topk=self.topk,
+            hidden=hidden,
+            ffn=ffn,
+            shared_ffn=0 if self.shared_fc2 is None else self.shared_fc2.size(1),
+            gated=self.fc1.size(1) != ffn,
+            itemsize=self.fc1.itemsize,
+        )
+
+
+def find_plan(x: Tensor, layer: ExpertLayer) -> FewTokenPlan | None:
+    """The layout for these tokens; None where the grouped products are for them.
+
+    Args:
+        x: `[..., tokens, hidden]`.
+        layer: of the model.
+    """
+    if not x.is_cuda or not _is_measured(x.device.index):
+        return None
+    return plan_few_tokens(x.size(-2), layer.shape)
+
+
+@lru_cache
+def _is_measured(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index)[0] == FEW_TOKENS_MAJOR
+
+
+def few_token_experts(
+    x: Tensor | Unnormed,
+    layer: ExpertLayer,
+    plan: FewTokenPlan,
+    places: Tensor | None = None,
+    limit: int = 0,
+) -> tuple[Tensor, Routing]:
+    """For each token the weighted sum of its experts, and the shared expert.
+
+    Args:
+        x: `[tokens, hidden]` on a GPU; rows may be strided, elements not. Or tokens whose residual
+            add and norm are to be done first; their `x` may be partial sums, as for `add_rms_norm`.
+        layer: weights, and how experts are chosen.
+        plan: from `find_plan`.
+        places, limit: which tokens go to no expert, as for `route`. The shared expert meets all.
+
+    Returns:
+        `[tokens, hidden]`, and the routing, written on the device by the time of the sum.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit, or there are too many tokens.
+    """
+    rows = x.x if isinstance(x, Unnormed) else x
+    _check(x, layer)
+    shape = layer.shape
+    tokens, hidden = rows.shape[-2:]
+    dtype, device = layer.fc1.dtype, rows.device
+    tiles = triton.cdiv(shape.experts, plan.block_experts)
+    width = tiles * plan.block_experts + (layer.shared_gate is not None)
+    logits = torch.empty((tokens, width), dtype=torch.float32, device=device)
+    normed = _norm_and_logits(x, layer, plan, logits)
+    routing = Routing(
+        torch.empty((tokens, shape.topk), dtype=torch.int32, device=device),
+        torch.empty((tokens, shape.topk), dtype=torch.float32, device=device),
+    )
+    pairs = tokens * shape.topk
+    activated = torch.empty((pairs, shape.ffn), dtype=dtype, device=device)
+    shared = torch.empty((tokens, max(shape.shared_ffn, 1)), dtype=dtype, device=device)
+    block_k = TILE_BYTES // shape.itemsize
+    up_programs = triton.cdiv(shape.ffn, plan.up_rows * plan.turns)
+    shared_programs = triton.cdiv(shape.shared_ffn, plan.up_rows * plan.turns)
+    few_up_kernel[(shared_programs * tokens + pairs * up_programs,)](
+        normed,
+        logits,
+        routing.experts if places is None else places,
+        logits if layer.bias is None else layer.bias,
+        layer.fc1,
+        layer.fc2,
+        layer.fc1 if layer.shared_fc1 is None else layer.shared_fc1,
+        activated,
+        shared,
+        routing.experts,
+        routing.weights,
+        normed.stride(0),
+        0 if places is None else len(places),
+        limit,
+        float(layer.scale),
+        tokens=tokens,
+        experts=shape.experts,
+        topk=shape.topk,
+        width=width,
+        block_experts=max(32, triton.next_power_of_2(shape.experts)),
+        hidden=hidden,
+        ffn=shape.ffn,
+        shared_ffn=shape.shared_ffn,
+        block_n=plan.up_rows,
+        block_k=block_k,
+        depth=plan.up_depth,
+        turns=plan.turns,
+        shared_ahead=_ahead(plan.shared_ahead, hidden, plan.up_rows * plan.turns, plan, dtype),
+        down_ahead=_ahead(
+            plan.down_ahead, shape.ffn, triton.cdiv(hidden, up_programs), plan, dtype
+        ),
+        gated=shape.gated,
+        pre_softmax=layer.pre_softmax,
+        sigmoid=layer.sigmoid,
+        has_bias=layer.bias is not None,
+        has_places=places is not None,
+        num_warps=plan.warps,
+        maxnreg=UP_REGISTERS,
+        **launch_options(rows),
+    )
+    out = torch.empty((tokens, hidden), dtype=dtype, device=device)
+    few_down_kernel[(triton.cdiv(hidden, plan.down_rows) * tokens,)](
+        activated,
+        shared,
+        layer.fc2,
+        layer.fc2 if layer.shared_fc2 is None else layer.shared_fc2,
+        routing.experts,
+        routing.weights,
+        logits,
+        out,
+        tokens=tokens,
+        topk=shape.topk,
+        width=width,
+        hidden=hidden,
+        ffn=shape.ffn,
+        shared_ffn=shape.shared_ffn,
+        block_n=plan.down_rows,
+        block_k=block_k,
+        depth=plan.down_depth,
+        group=plan.group,
+        shared_ahead=_ahead(plan.shared_ahead, shape.shared_ffn, plan.down_rows, plan, dtype),
+        has_gate=layer.shared_gate is not None,
+        num_warps=plan.warps,
+        **launch_options(rows),
+    )
+    return out, routing
+
+
+def few_token_experts_reference(
+    x: Tensor | Unnormed,
+    layer: ExpertLayer,
+    plan: FewTokenPlan | None,
+    places: Tensor | None = None,
+    limit: int = 0,
+) -> tuple[Tensor, Routing]:
+    """`few_token_experts` in plain torch; the plan is not read."""
+    _check(x, layer)
+    if isinstance(x, Unnormed):
+        normed, x.total = add_rms_norm_reference(x.x, x.residual, x.weight, x.eps)
+        x = normed
+    rule = layer.pre_softmax, places, limit, layer.sigmoid, layer.bias, layer.scale
+    routing = route_reference(x, layer.router, layer.topk, *rule)
+    out = expert_mlp_reference(x, routing, layer.fc1, layer.fc2, 0, layer.fc1.size(0))
+    if layer.shared_fc1 is None or layer.shared_fc2 is None:
+        return out, routing
+    activation = swiglu_reference if layer.shape.gated else squared_relu_reference
+    shared = F.linear(activation(F.linear(x, layer.shared_fc1)), layer.shared_fc2).float()
+    if layer.shared_gate is not None:
+        shared = (x.float() @ layer.shared_gate.float().t()).sigmoid() * shared
+    return (out.float() + shared).to(out.dtype), routing
+
+
+def _norm_and_logits(
+    x: Tensor | Unnormed, layer: ExpertLayer, plan: FewTokenPlan, logits: Tensor
+) -> Tensor:
+    """The normed tokens; fills logits."""
+    norm = x if isinstance(x, Unnormed) else None
+    rows = x.x if isinstance(x, Unnormed) else x
+    tokens, hidden = rows.shape[-2:]
+    residual = None if norm is None else norm.residual
+    normed = total = rows
+    if norm is not None:
+        dtype = layer.router.dtype
+        normed = torch.empty((tokens, hidden), dtype=dtype, device=rows.device)
+        norm.total = total = rows if residual is None else torch.empty_like(normed)
+    gate, block = layer.shared_gate, triton.next_power_of_2(hidden)
+    experts = layer.router.size(0)
+    tiles = triton.cdiv(experts, plan.block_experts) + (gate is not None)
+    norm_logits_kernel[(tiles, tokens)](
+        rows,
+        rows if residual is None else residual,
+        layer.router if norm is None else norm.weight,
+        normed,
+        total,
+        layer.router,
+        layer.router if gate is None else gate,
+        logits,
+        rows.stride(-2),
+        rows.stride(0) if rows.dim() == 3 else 0,
+        0 if residual is None else residual.stride(0),
+        0.0 if norm is None else norm.eps,
+        hidden=hidden,
+        experts=experts,
+        parts=rows.size(0) if rows.dim() == 3 else 1,
+        block=block,
+        block_experts=plan.block_experts,
+        has_norm=norm is not None,
+        has_residual=residual is not None,
+        has_gate=gate is not None,
+        num_warps=min(max(block // 512, 1), 8),
+        **launch_options(rows),
+    )
+    return normed
+
+
+def _ahead(wanted: int, elements: int, rows: int, plan: FewTokenPlan, dtype: torch.dtype) -> int:
+    """Bytes of each of `rows` rows to prefetch: none of more rows than a program has threads."""
+    return min(wanted, elements * dtype.itemsize) if rows <= 32 * plan.warps else 0
+
+
+def _check(x: Tensor | Unnormed, layer: ExpertLayer) -> None:
+    _check_weights(layer)
+    rows = x.x if isinstance(x, Unnormed) else x
+    hidden, dtype = layer.fc2.size(1), layer.fc1.dtype
+    parts = isinstance(x, Unnormed) and rows.dim() == 3
+    if (rows.dim() != 2 and not parts) or rows.size(-1) != hidden or rows.stride(-1) != 1:
+        raise ValueError(
+            f"few_token_experts: x must be [tokens, {hidden}], its rows adjacent elements; found "
+            f"{tuple(rows.shape)}, strides {rows.stride()}."
+        )
+    if not 0 < rows.size(-2) <= MOST_FEW_TOKENS:
+        raise ValueError(
+            f"few_token_experts: {rows.size(-2)} tokens, but it is for 1 to {MOST_FEW_TOKENS}: use "
+            "expert_mlp."
+        )
+    if not isinstance(x, Unnormed):
+        if rows.dtype != dtype:
+            raise ValueError(f"few_token_experts: x is {rows.dtype}, but the weights are {dtype}.")
+        return
+    if parts and (x.residual is None or rows.dtype != torch.float32 or not rows.is_contiguous()):
+        raise ValueError(
+            "few_token_experts: partial sums must be float32, contiguous and have a residual; "
+            f"found {rows.dtype}, strides {rows.stride()}, residual {x.residual is not None}."
+        )
+    if x.weight.shape != (hidden,) or not x.weight.is_contiguous():
+        raise ValueError(
+            f"few_token_experts: the norm's weight must be ({hidden},), contiguous; found "
+            f"{tuple(x.weight.shape)}, strides {x.weight.stride()}."
+        )
+    stream = rows if x.residual is None else x.residual
+    if stream.shape != rows.shape[-2:] or stream.dtype != dtype or stream.stride(1) != 1:
+        raise ValueError(
+            f"few_token_experts: the residual stream must be {tuple(rows.shape[-2:])} of {dtype}, "
+            f"its rows adjacent elements; found {tuple(stream.shape)}, {stream.dtype}, strides "
+            f"{stream.stride()}."
+        )
+
+
+def _check_weights(layer: ExpertLayer) -> None:
+    shape = layer.shape
+    halves = 2 if shape.gated else 1
+    hidden, ffn, shared = shape.hidden, shape.ffn, shape.shared_ffn
+    expected: dict[str, tuple[int, ...]] = {
+        "router": (shape.experts, hidden),
+        "fc1": (shape.experts, halves * ffn, hidden),
+        "fc2": (shape.experts, hidden, ffn),
+    }
+    if shared:
+        expected |= {"shared_fc1": (halves * shared, hidden), "shared_fc2": (hidden, shared)}
+    if layer.shared_gate is not None:
+        expected["shared_gate"] = (1, hidden)
+    if layer.bias is not None:
+        expected["bias"] = (shape.experts,)
+    for name, size in expected.items():
+        weight: Tensor | None = getattr(layer, name)
+        dtype = torch.float32 if name == "bias" else layer.fc1.dtype
+        fits = weight is not None and weight.shape == size and weight.dtype == dtype
+        if weight is None or not fits or not weight.is_contiguous():
+            found = None if weight is None else (tuple(weight.shape), weight.dtype)
+            raise ValueError(
+                f"few_token_experts: {name} must be {size} of {dtype}, contiguous; found {found}."
+            )
+    if layer.shared_gate is not None and not shared:
+        raise ValueError("few_token_experts: a shared_gate is for a shared expert.")
+    if layer.bias is not None and not layer.sigmoid:
+        raise ValueError("few_token_experts: a bias is for sigmoid scores alone.")
+    if not 0 < layer.topk <= shape.experts:
+        raise ValueError(
+            f"few_token_experts: topk={layer.topk} must be between 1 and {shape.experts} experts."
+        )

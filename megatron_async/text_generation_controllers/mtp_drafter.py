@@ -1,0 +1,154 @@
+"""The drafter of models that were trained for multi-token prediction (MTP; DeepSeek-V3,
+arXiv 2412.19437): a layer of the model's own guesses the token behind the next.
+
+It runs inside the step, behind sampling, and everything that it keeps is on the device: entries of
+its attention in the paged cache, in layers behind the trunk's (`device_state/draft_tokens.py` says
+which), and a hidden state a block (`PagedKVCache.block_hidden`). The design it is held against,
+RTP-LLM's stream-async bookkeeping (pull request 972), publishes lengths, drafts and hidden states
+of each request to the step behind; here the step's own last kernels leave them.
+
+Drafts are drawn with the request's own noise, temperature and filters, at the positions they are
+for: then they agree with the sampler, which draws with the same, as often as the distributions
+allow. Penalties, biases and bans are left out; they cost agreement, never a token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.device_state.draft_tokens import (
+    DraftTokens,
+    draft_dims,
+    entry_dims,
+    lay_out_draft,
+    lay_out_entries,
+)
+from megatron_async.device_state.gpu_view import ContextGPUView
+from megatron_async.device_state.step_view import StepView
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.architecture import EXPERTS
+from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows
+
+if TYPE_CHECKING:
+    from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+        GPTInferenceWrapper,
+    )
+    from megatron_async.models.rotary import RotaryTable
+    from megatron_async.text_generation_controllers.token_sampler import TokenSampler
+
+
+class DraftView(StepView):
+    """What the layers of a draft model may ask: tokens behind a step's, in the same cache.
+
+    Args:
+        view: the step.
+    """
+
+    def __init__(self, view: ContextGPUView) -> None:
+        assert view.draft_attention is not None, "the context was made for this drafter"
+        super().__init__(view.kv_cache, view.norm_eps, view.draft_attention)
+        self._view = view
+
+    @property
+    def rotary(self) -> RotaryTable:  # type: ignore[override]
+        """That of the step."""
+        return self._view.rotary
+
+    def begin_pass(self, dims: BatchDimensions, tokens: DraftTokens) -> None:
+        """Prepare for the layers.
+
+        Args:
+            dims: shape of the pass.
+            tokens: of the pass.
+        """
+        self.dims, self.step = dims, tokens
+        starts = tokens.starts if dims.prefill_rows else None
+        self._attention.begin_step(
+            dims, tokens.block_tables, tokens.kv_lengths, starts, tokens.positions
+        )
+
+
+class MtpDrafter:
+    """Proposes what the model's MTP layer takes to be likely.
+
+    The first depth makes all drafts, each but the first from its own output and the draft before.
+    (Later depths with weights of their own would each need entries of their own.)
+
+    Args:
+        model: wrapped; it has MTP layers (`model.mtp`).
+        sampler: of the engine.
+
+    Raises:
+        ConfigurationError: the model has no such layer, or its experts are on several ranks.
+    """
+
+    def __init__(self, model: GPTInferenceWrapper, sampler: TokenSampler) -> None:
+        self._model = model
+        self._sampler = sampler
+        mtp: Any = getattr(model.model, "mtp", None)
+        # A few families take the hidden state before the last norm: our stack knows.
+        self._decoder: Any = getattr(model.model, "decoder", None)
+        is_theirs = self._decoder is not None and not hasattr(self._decoder, "mtp_hidden")
+        if mtp is None or is_theirs:
+            raise ConfigurationError(
+                "speculative_method='mtp', but the model has no layers for multi-token prediction, "
+                "was built without them (with_mtp=True builds them), or has Megatron's own, which "
+                "keep no KV cache (build_model makes ours): use 'ngram', which needs no weights, "
+                "or None."
+            )
+        config: Any = model.inference_context.model_config
+        ranks = getattr(config, "expert_model_parallel_size", 1)
+        if ranks > 1 and EXPERTS in config.mtp_pattern:
+            # Ranks would have to agree on the tokens of each of its passes, as on a step's.
+            raise ConfigurationError(
+                f"expert_model_parallel_size={ranks} is not served with experts in layers of "
+                f"multi-token prediction (mtp_pattern={config.mtp_pattern!r}): use 1, or "
+                "speculative_method='ngram', or None."
+            )
+        self._layer = mtp.layers[0]
+        self._view: DraftView | None = None
+
+    def propose(self, view: ContextGPUView, count: int) -> Tensor:
+        """Drafts of a step's rows; see `Drafter.propose`."""
+        kept, step = view.kv_cache.block_hidden, view.step
+        assert kept is not None, "the context was made for this drafter"
+        if self._view is None:
+            self._view = DraftView(view)
+        drafting, kernels = self._view, kernels_for(kept)
+        entries = lay_out_entries(view, view.sampled)
+        # A chunk reads what the one before has kept, perhaps in the block in which it ends itself.
+        of_trunk = view.hidden_states if self._decoder is None else self._decoder.mtp_hidden
+        hidden = kernels.gather_hidden(of_trunk, kept, entries.source)
+        ends = step.last_token[view.dims.decode_tokens :]
+        size = view.kv_cache.block_size
+        kernels.keep_hidden(of_trunk, step.write_index, ends, size, kept)
+        out = self._run(drafting, entry_dims(view.dims), entries, hidden)
+        out = out.index_select(0, entries.last)
+        drafts = [self._draw(view, out, entries, 0)]
+        for number in range(1, count):
+            tokens = lay_out_draft(view, entries, drafts[-1], number)
+            out = self._run(drafting, draft_dims(view.dims, number), tokens, out)
+            drafts.append(self._draw(view, out, entries, number))
+        return torch.stack(drafts, dim=1)
+
+    def _run(
+        self, drafting: DraftView, dims: BatchDimensions, tokens: DraftTokens, hidden: Tensor
+    ) -> Tensor:
+        """Hidden states `[tokens, hidden]` of the MTP layer."""
+        drafting.begin_pass(dims, tokens)
+        embedded = self._model.embed(tokens.token_ids)
+        found: Tensor = self._layer(embedded, hidden, drafting)
+        return found[:, 0]
+
+    def _draw(
+        self, view: ContextGPUView, hidden: Tensor, entries: DraftTokens, number: int
+    ) -> Tensor:
+        """Draft `number` of each row, int64 `[rows]`."""
+        logits = self._model.project_columns(hidden)
+        rows = SamplingRows(view.step.row_slots, entries.lengths + number, view.slots.records)
+        return self._sampler.draw(logits, rows, min(view.mode, SamplingMode.FILTERED))

@@ -1,0 +1,192 @@
+"""The MTP drafter cannot be seen in the output, its drafts are those of the layer over the whole
+sequence, and text that it knows comes several tokens at once."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import TINY, Job, assert_all_is_back, greedy, make_engine, make_model, run_at
+from late_device import LateDevice
+from mtp_model import MTP_MODELS, MtpModel
+from mtp_watch import MtpWatch, WholeSequences
+from poisoned_blocks import poison_blocks
+from poisoned_states import poison_states
+from ranks import run_ranks
+from schedules import Schedule, run_schedule
+from test_ngram_drafts import drawn_jobs, undrafted, with_stops
+
+from megatron_async import LLM
+from megatron_async.devices import Chaos, CpuDevice
+from megatron_async.engines.listener import EngineListener
+from megatron_async.simulation.recorder import Recorder
+from megatron_async.simulation.recording import load_recording
+from megatron_async.simulation.replay import Replay
+from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+
+PARTS, DRAWS = 2, 30
+MODELS: dict[str, MtpModel] = {}
+
+
+def model_of(name: str) -> MtpModel:
+    """One of each kind."""
+    if name not in MODELS:
+        MODELS[name] = MTP_MODELS[name]()
+    return MODELS[name]
+
+
+@pytest.mark.parametrize("name", MTP_MODELS)
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_text_that_it_knows(name: str, lookahead: int, count: int) -> None:
+    """It takes about as many steps fewer as drafts were right, at every lookahead: a stale read
+    would show here.
+
+    Break one of these, and it fails: `lay_out_entries_reference` with `source` one token late;
+    `MtpDrafter.propose` without the noise of the position (`entries.lengths` without `number`).
+    """
+    model, tokens = model_of(name), 90
+    jobs = [Job([1 + n, 5, 7 + n], greedy(tokens, seed=n, temperature=0.5 * n)) for n in range(2)]
+    serial = make_engine(model, lookahead=0)
+    plain = [run_at(serial, {0: [job]})[0] for job in jobs]
+    serial.close()
+    whole = WholeSequences(model)
+    for job, answer in zip(jobs, plain, strict=True):
+        settings: dict[str, Any] = {"speculative_method": "mtp", "num_speculative_tokens": count}
+        engine = make_engine(model, lookahead=lookahead, block_size_tokens=4, **settings)
+        watch = MtpWatch(engine, whole)
+        assert run_at(engine, {0: [job]})[0] == answer
+        stats = engine.stats()
+        engine.close()
+        useful = stats["steps"] - stats["zombie_steps"]
+        assert useful == tokens - stats["accepted_tokens"]
+        assert stats["accepted_tokens"] > 0.3 * tokens
+        assert watch.rows >= useful - 3
+    whole.close()
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_tokens_are_those_of_plain_decoding(part: int) -> None:
+    """Modes, 1 to 4 drafts, lookahead 0 to 2, both models, borders of blocks, small pools, shared
+    prefixes, aborts and stops, drawn by a seed; each draft is what the layer gives over the whole
+    sequence.
+
+    Break one of these, and it fails:
+
+    - `RequestSlots.with_drafts`: the places alone
+    - `MtpDrafter.propose`: keep hidden states before they are gathered, or not at all
+    - `TorchPagedAttention._sees`: without `first_key`
+    """
+    seen: Counter[str] = Counter()
+    serials = {
+        name: make_engine(model_of(name), lookahead=0, max_requests=8) for name in MTP_MODELS
+    }
+    watched = {name: WholeSequences(model_of(name)) for name in MTP_MODELS}
+    for seed in range(part * DRAWS, (part + 1) * DRAWS):
+        chooser = random.Random(seed)
+        name = tuple(MTP_MODELS)[seed % 2]
+        count, size = 1 + seed // 2 % 4, chooser.choice([1, 3, 4, 8])
+        jobs = drawn_jobs(chooser, count, size)
+        plain = [run_at(serials[name], {0: [undrafted(job)]})[0] for job in jobs]
+        jobs, expected = with_stops(chooser, jobs, plain)
+        longest = max(len(job.prompt) + len(each) for job, each in zip(jobs, plain, strict=True))
+        schedule = Schedule(jobs)
+        for number in range(len(jobs)):
+            schedule.arrivals.setdefault(chooser.randrange(8), []).append(number)
+            if chooser.random() < 0.15:
+                schedule.aborts.setdefault(chooser.randrange(25), []).append(number)
+        max_requests = chooser.randint(1, 4)
+        device = CpuDevice(Chaos(seed, 0.2, 0.001)) if seed % 3 else LateDevice()
+        engine = make_engine(
+            model_of(name), device=device, lookahead=seed // 8 % 3, block_size_tokens=size,
+            max_requests=max_requests, speculative_method="mtp", num_speculative_tokens=count,
+            max_tokens=max_requests * (count + 1) + chooser.choice([0, 1, 9, 60]),
+            num_kv_blocks=-(-longest // size) + chooser.randint(0, 4),
+            paused_buffer_size_gb=chooser.choice([None, 1e-9]),
+            enable_prefix_caching=chooser.random() < 0.5,
+        )  # fmt: skip
+        blocks = poison_blocks(engine)
+        poison_states(engine)
+        watch = MtpWatch(engine, watched[name])
+        try:
+            found = run_schedule(engine, schedule)
+            assert_all_is_back(engine)
+            engine.reset_prefix_cache()
+            blocks.check_free_blocks()
+        finally:
+            engine.close()
+        for number, ((tokens, aborted), want) in enumerate(zip(found, expected, strict=True)):
+            assert tokens == (want[: len(tokens)] if aborted else want), (seed, number)
+        seen.update({name: int(value) for name, value in engine.stats().items()})
+        seen["watched"] += watch.rows
+        seen["aborted"] += sum(aborted for _, aborted in found)
+    for each in (*serials.values(), *watched.values()):
+        each.close()
+    wanted = ("pauses", "evictions", "zombie_rows", "aborted", "prefix_cache_hits",
+              "accepted_tokens_at_4", "fewer_drafts_blocks", "fewer_drafts_length")  # fmt: skip
+    assert [name for name in wanted if not seen[name]] == [], seen
+    assert seen["watched"] > 600
+    assert seen["accepted_tokens"] > 0.3 * seen["drafted_tokens"] > 300
+
+
+def test_requests_that_want_fewer() -> None:
+    """A request may take fewer drafts, or none."""
+    model = model_of("MtpModel")
+    jobs = [Job([3, 5, 7], greedy(40, num_speculative_tokens=most)) for most in (0, 1, None)]
+    engine = make_engine(model, speculative_method="mtp", num_speculative_tokens=3)
+    first, *others = run_at(engine, {0: jobs})
+    stats = engine.stats()
+    engine.close()
+    assert others == [first, first]
+    assert stats["drafted_tokens_at_1"] > stats["drafted_tokens_at_2"] > 0
+
+
+def test_two_ranks_draft_what_one_drafts() -> None:
+    """Drafts of two tensor-parallel ranks are those of one."""
+    alone = draft_on_ranks(1)
+    assert alone["drafted_tokens"] > 20
+    for found in run_ranks(2, draft_on_ranks, 2):
+        assert found == alone
+
+
+def draft_on_ranks(ranks: int) -> dict[str, Any]:
+    """What ranks that share the dummy model's layers say, and draft."""
+    settings = {"num_kv_blocks": 64, "block_size_tokens": 16, "max_sequence_length": 256}
+    with LLM("dummy:tiny-mtp", device="cpu", speculative_method="mtp", num_speculative_tokens=2,
+             tensor_model_parallel_size=ranks, **settings) as llm:  # fmt: skip
+        drafts: list[list[int]] = []
+        llm.engine.listeners.append(_Collector(drafts))
+        llm.generate([[1, 2, 3], [4] * 9], greedy(30))
+        stats = llm.engine.stats()
+    return {"drafts": drafts, "drafted_tokens": stats["drafted_tokens"]}  # fmt: skip
+
+
+class _Collector(EngineListener):
+    """Drafts of every step."""
+
+    def __init__(self, drafts: list[list[int]]) -> None:
+        self._drafts = drafts
+
+    def resolved(self, step: LaunchedStep) -> None:
+        self._drafts.append(step.drafts[step.plan.produces].flatten().tolist())
+
+
+def test_record_and_replay(tmp_path: Path) -> None:
+    """A replay has neither the model nor its layer: it takes the recorded drafts, and reserves the
+    same places for them."""
+    model = make_model(replace(TINY, mtp_pattern="*-", mtp_num_depths=1), with_mtp=True)
+    engine = make_engine(
+        model, lookahead=1, max_requests=3, max_tokens=40, block_size_tokens=4, num_kv_blocks=24, speculative_method="mtp", num_speculative_tokens=3,
+    )  # fmt: skip
+    recorder = Recorder(engine, tmp_path / "run.rec")
+    jobs = [Job([1 + n, 5, 7], greedy(50)) for n in range(4)]
+    run_at(engine, {0: jobs[:2], 5: jobs[2:]})
+    recorder.close()
+    engine.close()
+    stats = engine.stats()
+    assert min(stats["drafted_tokens"], stats["pauses"]) > 0
+    assert Replay(load_recording(tmp_path / "run.rec")).run() == stats["steps"]

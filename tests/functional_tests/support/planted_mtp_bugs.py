@@ -1,0 +1,45 @@
+"""Bugs of multi-token prediction for the fuzzer to find, none of which changes a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_async.contexts.request_slots import RequestSlots
+from megatron_async.ops import kernels
+from megatron_async.text_generation_controllers import mtp_drafter
+
+
+def hidden_states_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk begins from the hidden state that somebody else has left in its block."""
+    changed = replace(kernels.TORCH_KERNELS, keep_hidden=lambda *_: None)
+    monkeypatch.setattr(mtp_drafter, "kernels_for", lambda _: changed)
+
+
+def drafts_have_no_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are reserved for a row's own tokens alone."""
+    monkeypatch.setattr(RequestSlots, "with_drafts", lambda slots, places: places)
+
+
+def entries_of_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first draft is made from the last token that was verified, accepted or not."""
+    lay_out = mtp_drafter.lay_out_entries
+
+    def lay_out_to_the_end(view: Any, sampled: Any) -> Any:
+        entries, dims = lay_out(view, sampled), view.dims
+        if dims.decode_rows:
+            entries.last[: dims.decode_rows] += dims.width - 1
+            entries.last[: dims.decode_rows].clamp_(max=dims.decode_tokens - 1)
+        return entries
+
+    monkeypatch.setattr(mtp_drafter, "lay_out_entries", lay_out_to_the_end)
+
+
+MTP_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
+    hidden_states_are_not_kept,
+    drafts_have_no_places,
+    entries_of_rejected_drafts,
+)

@@ -1,0 +1,84 @@
+"""The products of a few tokens as Triton and ptxas compile them for a GPU, which needs none."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton_interpreter import INTERPRETED
+
+from megatron_async.ops.experts.expert_plan import (
+    TILE_BYTES,
+    UP_REGISTERS,
+    LayerShape,
+    plan_few_tokens,
+)
+from megatron_async.ops.experts.few_token_kernels import few_down_kernel, few_up_kernel
+
+HOPPER = GPUTarget("cuda", 90, 32)
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="compiles"),
+    pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this Triton has no cuobjdump"),
+]
+NANO = LayerShape(128, 6, 2688, 1856, 3712, False, 2)
+QWEN3 = LayerShape(128, 8, 2048, 768, 0, True, 2)
+TYPES = {"num_places": "i32", "limit": "i32", "x_stride": "i32", "scale": "fp32", "places": "*i64"}
+TYPES |= dict.fromkeys(("logits", "bias", "out_weights", "weights"), "*fp32")
+TYPES |= dict.fromkeys(("experts", "out_experts"), "*i32")
+UNALIGNED = {"num_places", "limit", "scale"}
+
+
+def compiled(kernel, constants, options, folder):
+    """Machine code, and bytes that are spilled."""
+    signature, attributes = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        constant = name in constants
+        signature[name] = "constexpr" if constant else TYPES.get(name, "*bf16")
+        if not constant and name not in UNALIGNED:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = {"num_warps": 4, "launch_pdl": True, **options}
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(triton.compile(source, target=HOPPER, options=options).asm["cubin"])
+    usage, code = (
+        subprocess.run([CUOBJDUMP, what, cubin], capture_output=True, text=True, check=True).stdout
+        for what in ("-res-usage", "-sass")
+    )
+    return code, int(re.search(r"STACK:(\d+)", usage)[1])
+
+
+def loads_before_products(code):
+    """For each run of products: weights that were asked for since the run before."""
+    found, waiting = [], 0
+    for name in re.findall(r"(LDG\.E\.128\.STRONG|FFMA)", code):
+        if name != "FFMA":
+            waiting += 1
+        elif waiting:
+            found.append(waiting)
+            waiting = 0
+    return found
+
+
+@pytest.mark.parametrize("shape", [NANO, QWEN3], ids=["shared", "gated"])
+def test_all_weights_are_asked_for_before_the_first_product(shape, tmp_path):
+    """ptxas kept 3 of 16 loads in front where nothing forbade it to move the others."""
+    plan = plan_few_tokens(1, shape)
+    same = {"tokens": 1, "topk": shape.topk, "width": shape.experts, "hidden": shape.hidden}
+    same |= {"ffn": shape.ffn, "shared_ffn": shape.shared_ffn, "block_k": TILE_BYTES // 2}
+    same |= {"shared_ahead": 4096, "overlap": True}
+    up = {"experts": shape.experts, "block_experts": 128, "block_n": plan.up_rows}
+    up |= {"depth": plan.up_depth, "turns": plan.turns, "down_ahead": 1024, "gated": shape.gated}
+    up |= {"pre_softmax": False, "sigmoid": True, "has_bias": True, "has_places": True}
+    code, spilled = compiled(few_up_kernel, same | up, {"maxnreg": UP_REGISTERS}, tmp_path)
+    parts = 2 if shape.shared_ffn else 1
+    assert loads_before_products(code) == [plan.up_depth * (1 + shape.gated)] * parts
+    assert spilled == 0
+    down = {"block_n": plan.down_rows, "depth": plan.down_depth, "group": plan.group}
+    code, spilled = compiled(few_down_kernel, same | down | {"has_gate": False}, {}, tmp_path)
+    each_row = plan.down_rows // plan.warps
+    assert loads_before_products(code) == [plan.group * plan.down_depth * each_row] * parts
+    assert spilled == 0
