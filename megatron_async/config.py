@@ -22,10 +22,10 @@ DEFAULT_MAX_REQUESTS = 256
 INVALIDATION_POLICIES = ("reconcile", "rollback")
 SPECULATIVE_METHODS = ("mtp", "ngram")
 DEFAULT_DRAFTS = {"mtp": 1, "ngram": 3}
-"""By method. An MTP layer was trained for the token behind the next; what it makes of its own output
-is right less often, and each draft is another pass. With 3 drafts a decode row has 4 query tokens,
-one tile of the kernels for few rows; of an edited text the third is still right in 7 of 10 cases,
-and on other text such a row is rarely planned."""
+"""By method. An MTP layer was trained for the token behind the next; what it makes of its own
+output is right less often, and each draft is another pass. With 3 drafts a decode row has 4 query
+tokens, one tile of the kernels for few rows; of an edited text the third is still right in 7 of 10
+cases, and on other text such a row is rarely planned."""
 STATE_DTYPES = ("float32", "bfloat16")
 ATTENTION_BACKENDS = ("triton", "flash_attn_4", "flash_attn_3", "torch")
 

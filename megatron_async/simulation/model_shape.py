@@ -44,6 +44,11 @@ class ModelShape:
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
+    hidden_size: int = 0
+    """Counts where each KV block keeps a hidden state: with `speculative_method="mtp"`."""
+    mtp_pattern: str = ""
+    mtp_num_depths: int = 0
+    """Depths of multi-token prediction that were built, each with KV layers of its own."""
 
     @property
     def hybrid_layer_pattern(self) -> str:
@@ -66,6 +71,7 @@ class ModelShape:
             kv_channels=architecture.kv_channels,
             dtype=dtype,
             vocab_size=architecture.vocab_size,
+            hidden_size=architecture.hidden_size,
             **_recurrent_fields(architecture, architecture.pattern),
         )
 
@@ -85,6 +91,9 @@ class ModelShape:
             vocab_size=vocab_size,
             pipeline_model_parallel_size=getattr(model, "pipeline_model_parallel_size", 1),
             tensor_model_parallel_size=getattr(model, "tensor_model_parallel_size", 1),
+            hidden_size=model.hidden_size,
+            mtp_pattern=getattr(model, "mtp_pattern", ""),
+            mtp_num_depths=getattr(model, "mtp_num_depths", 0),
             **_recurrent_fields(model, pattern),
         )
 
@@ -105,7 +114,7 @@ FIELDS = {
 """Sizes of a kind of layer, under the names of architectures and of Megatron's configuration."""
 
 
-def _recurrent_fields(model: Any, pattern: str) -> dict[str, int]:
+def _recurrent_fields(model: Any, pattern: str) -> dict[str, Any]:
     """How many recurrent layers there are, and sizes of the kinds that there are."""
     counts = {
         "num_mamba_layers": pattern.count(MAMBA),

@@ -180,7 +180,8 @@ def test_record_and_replay(tmp_path: Path) -> None:
     same places for them."""
     model = make_model(replace(TINY, mtp_pattern="*-", mtp_num_depths=1), with_mtp=True)
     engine = make_engine(
-        model, lookahead=1, max_requests=3, max_tokens=40, block_size_tokens=4, num_kv_blocks=24, speculative_method="mtp", num_speculative_tokens=3,
+        model, lookahead=1, max_requests=3, max_tokens=40, block_size_tokens=4, num_kv_blocks=24,
+        speculative_method="mtp", num_speculative_tokens=3,
     )  # fmt: skip
     recorder = Recorder(engine, tmp_path / "run.rec")
     jobs = [Job([1 + n, 5, 7], greedy(50)) for n in range(4)]
