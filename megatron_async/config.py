@@ -125,6 +125,11 @@ class InferenceConfig:
     """Tokens that are drafted for a decode row and verified by its next step, which yields one to
     `num_speculative_tokens` + 1 tokens. 0: 3 with "ngram", 1 with "mtp", else no speculation."""
 
+    draft_vocab_size: int | None = None
+    """With "mtp": draft only tokens with ids below this, so that a draft reads that much less of
+    the output layer. In byte-level vocabularies low ids are the frequent tokens, as they were
+    merged first (rows whose next token has a higher id draft wrongly). None: all."""
+
     # ---- Graphs ------------------------------------------------------------------------------
     num_cuda_graphs: int | None = None
     """Batch sizes for which a whole decode step is captured as a CUDA graph; a step is padded to
@@ -282,6 +287,13 @@ class InferenceConfig:
             )
         if method is not None and self.num_speculative_tokens == 0:
             self.num_speculative_tokens = DEFAULT_DRAFTS[method]
+        if self.draft_vocab_size is not None:
+            self._require_int("draft_vocab_size", 1)
+            if method != "mtp":
+                raise ConfigurationError(
+                    f"draft_vocab_size={self.draft_vocab_size} is for speculative_method='mtp', "
+                    f"not {method!r}: leave it None."
+                )
 
     def _require_int(self, name: str, least: int) -> None:
         value = getattr(self, name)

@@ -56,6 +56,12 @@ ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
         "tokens drafted ahead (default: 1 with mtp, 3 with ngram)",
     ),
     (
+        "draft_vocab_size",
+        int,
+        "N",
+        "with mtp: draft only tokens with ids below N, to read less of the output layer",
+    ),
+    (
         "prefix_caching_mamba_gb",
         float,
         "GB",

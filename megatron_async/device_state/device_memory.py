@@ -88,6 +88,7 @@ def make_gpu_view(
         device.torch_device,
         keeps_tokens(model, config),
         kept_hidden_size(model, config),
+        draft_depths(model, config),
     )
     slots = DeviceSlots(
         config.max_requests,
@@ -114,19 +115,21 @@ def make_gpu_view(
         model.layernorm_epsilon,
         _make_attention(model, config, device, max_blocks),
         states,
-        _draft_attention(model, config, device, max_blocks),
+        _draft_attentions(model, config, device, max_blocks),
     )
     device.fence()
     return view
 
 
-def _draft_attention(
+def _draft_attentions(
     model: Any, config: InferenceConfig, device: Device, max_blocks: int
-) -> TorchPagedAttention | None:
-    """Attention over the entries of an MTP drafter."""
-    if config.speculative_method != "mtp":
-        return None
-    return _make_attention(model, config, device, max_blocks, first_key=1)
+) -> tuple[TorchPagedAttention, ...]:
+    """Attention over the entries of each depth of an MTP drafter, whose first entry is at the place
+    of the depth's number."""
+    return tuple(
+        _make_attention(model, config, device, max_blocks, first_key=1 + depth)
+        for depth in range(draft_depths(model, config))
+    )
 
 
 def _num_blocks(model: Any, config: InferenceConfig, device: Device, states: SlotStates) -> int:
@@ -211,13 +214,26 @@ def block_bytes(model: Any, config: InferenceConfig) -> int:
         model.kv_channels,
         model.params_dtype,
         keeps_tokens(model, config),
-        kept_hidden_size(model, config),
+        kept_hidden_size(model, config) * draft_depths(model, config),
     )
 
 
 def kept_hidden_size(model: Any, config: InferenceConfig) -> int:
-    """Elements of the hidden state that each KV block keeps for an MTP drafter; 0: none does."""
+    """Elements of a hidden state that each KV block keeps for an MTP drafter; 0: none does."""
     return int(model.hidden_size) if config.speculative_method == "mtp" else 0
+
+
+def draft_depths(model: Any, config: InferenceConfig) -> int:
+    """Depths of multi-token prediction that draft: no more than there are drafts; 0: none does.
+
+    Args:
+        model: Megatron's `TransformerConfig`, or a `ModelConfig`; without `mtp_num_depths` one.
+        config: settings of the engine.
+    """
+    if config.speculative_method != "mtp":
+        return 0
+    built = getattr(model, "mtp_num_depths", 1)
+    return max(1, min(built, config.num_speculative_tokens))
 
 
 def attention_layers(model: Any) -> int:

@@ -8,6 +8,10 @@ that was sampled last; of a chunk all, and, where the chunk ends its prompt, tha
 sampled token. A chunk's first entry needs the hidden state before the chunk, which
 `PagedKVCache.block_hidden` has kept. From the hidden state of a row's last
 entry the first draft is made.
+
+A second depth takes what the first has made: its entry at place t is of the first depth's output at
+place t - 1 and of token t, and so on. Its tokens are the same, its hidden states those of the token
+before among them (`lay_out_behind`).
 """
 
 from __future__ import annotations
@@ -176,6 +180,45 @@ def lay_out_entries_kernels(view: ContextGPUView, sampled: Tensor) -> DraftToken
             **launch_options(sampled),
         )
     return found
+
+
+def lay_out_behind(view: ContextGPUView, entries: DraftTokens) -> Tensor:
+    """The sources of the entries of a depth behind the first: the output of the depth before at the
+    token before, which for a row's first token the block of the place before has kept.
+
+    Args:
+        view: the step.
+        entries: of `lay_out_entries`.
+
+    Returns:
+        int64 `[tokens]`, as `DraftTokens.source`; indices among the outputs of the entries' pass.
+    """
+    step, dims, cache = view.step, view.dims, view.kv_cache
+    source = torch.arange(-1, len(entries.source) - 1, device=entries.source.device)
+    if dims.decode_rows:
+        position = entries.positions[: dims.decode_tokens : dims.width]
+        tables = step.block_tables[: dims.decode_rows]
+        before = (position - 1).clamp(min=0) // cache.block_size
+        block = tables.gather(1, before[:, None])[:, 0].long()
+        block = block.where(position > 0, cache.dummy_block)
+        source[: dims.decode_tokens : dims.width] = -1 - block
+    if dims.prefill_rows:
+        first = dims.decode_tokens + entries.starts[:-1].long()
+        source[first] = entries.source.index_select(0, first)
+    return source
+
+
+def ends_of_rows(view: ContextGPUView, entries: DraftTokens) -> Tensor:
+    """Index of the last entry of each row, int64 `[rows]`: in a chunk that ends no prompt it is
+    that of its own last token.
+
+    Args:
+        view: the step.
+        entries: of `lay_out_entries`.
+    """
+    decode = view.dims.decode_rows
+    chunks = entries.last[decode:] - 1 + entries.drafts[decode:]
+    return torch.cat((entries.last[:decode], chunks))
 
 
 def lay_out_draft(

@@ -40,7 +40,8 @@ class ContextGPUView(StepView):
         norm_eps: epsilon of the model's q/k norms.
         attention: the attention backend.
         states: what steps leave for later steps, by slot.
-        draft_attention: the attention backend of an MTP drafter; None: there is none.
+        draft_attentions: the attention backend of each depth of an MTP drafter; none: there is no
+            such drafter.
 
     Attributes:
         rotary: as given, or of the model's own rotary embedding, where it has one.
@@ -69,7 +70,7 @@ class ContextGPUView(StepView):
         norm_eps: float,
         attention: TorchPagedAttention,
         states: SlotStates,
-        draft_attention: TorchPagedAttention | None = None,
+        draft_attentions: tuple[TorchPagedAttention, ...] = (),
     ) -> None:
         super().__init__(kv_cache, norm_eps, attention)
         device, ring = slots.last_token.device, config.steps_in_flight
@@ -91,7 +92,7 @@ class ContextGPUView(StepView):
         self._recurrent = states.find(RecurrentState)
         self._tensors = tensors
         self.rotary = rotary
-        self.draft_attention = draft_attention
+        self.draft_attentions = draft_attentions
         self.dims = BatchDimensions(decode_rows=0)
         self.mode = SamplingMode.GREEDY
 

@@ -36,6 +36,7 @@ class PagedKVCache:
             and for drafts that are looked up.
         hidden_size: elements of a hidden state that each block keeps, for a draft model; 0: none
             does.
+        num_hidden: hidden states that each block keeps then: one for each depth that drafts.
 
     Attributes:
         num_layers: as given.
@@ -43,11 +44,13 @@ class PagedKVCache:
         block_tokens: int32 `[blocks, block size]`: the token whose keys stand at the same place.
             Written by the unpacking of each step, before the keys are. None where no tokens are
             kept, and while the cache is released.
-        block_hidden: `[blocks, hidden size]`: the model's hidden state, behind its last norm, of a
-            full block's last token, or of the last token of a chunk that ended in the block. What a
-            draft model makes of a token needs the hidden state before it, which a chunk finds here,
-            be the block shared or the request's own. Zeros of the dummy block. Written by each step
-            behind its forward; None likewise.
+        block_hidden: `[hidden states, blocks, hidden size]`: the input of each depth of a draft
+            model. The first is the model's hidden state, behind its last norm, of a full block's
+            last token, or of the last token of a chunk that ended in the block; the others are what
+            the depth before made of the same token, or of the last token that is known. What a
+            depth makes of a token needs the hidden state before it, which a row finds here, be the
+            block shared or the request's own. Zeros of the dummy block. Written by each step behind
+            its forward; None likewise.
     """
 
     def __init__(
@@ -61,13 +64,15 @@ class PagedKVCache:
         device: torch.device,
         keeps_tokens: bool = False,
         hidden_size: int = 0,
+        num_hidden: int = 1,
     ) -> None:
         self.num_layers = num_layers
         self.dummy_block = num_blocks
         self.block_size = block_size
         self._shape = (num_layers, 2, num_blocks + 1, block_size, num_heads, head_dim)
         self._dtype, self._device = dtype, device
-        self._keeps_tokens, self._hidden_size = keeps_tokens, hidden_size
+        self._keeps_tokens = keeps_tokens
+        self._hidden_shape = num_hidden, num_blocks + 1, hidden_size
         self._data: Tensor | None = None
         self.block_tokens: Tensor | None = None
         self.block_hidden: Tensor | None = None
@@ -77,7 +82,7 @@ class PagedKVCache:
     def num_bytes(self) -> int:
         """Size of the whole cache, also while it is released."""
         tokens = math.prod(self._shape[2:4]) * TOKEN_BYTES if self._keeps_tokens else 0
-        elements = math.prod(self._shape) + self._shape[2] * self._hidden_size
+        elements = math.prod(self._shape) + math.prod(self._hidden_shape)
         return elements * self._dtype.itemsize + tokens
 
     @makes_ordinary_tensors
@@ -89,9 +94,10 @@ class PagedKVCache:
             self.block_tokens = torch.zeros(
                 self._shape[2:4], dtype=torch.int32, device=self._device
             )
-        if self._hidden_size:
-            shape = self._shape[2], self._hidden_size
-            self.block_hidden = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        if self._hidden_shape[-1]:
+            self.block_hidden = torch.zeros(
+                self._hidden_shape, dtype=self._dtype, device=self._device
+            )
 
     def release(self) -> None:
         """Give the memory back, contents and all; no step may run until `allocate`."""
@@ -111,12 +117,12 @@ def bytes_per_block(
     head_dim: int,
     dtype: torch.dtype,
     keeps_tokens: bool = False,
-    hidden_size: int = 0,
+    kept_elements: int = 0,
 ) -> int:
-    """Bytes of one block over all layers, its token ids and its hidden state included where they
-    are kept."""
+    """Bytes of one block over all layers, its token ids and its `kept_elements` of hidden states
+    included where they are kept."""
     tokens = block_size * TOKEN_BYTES if keeps_tokens else 0
-    elements = 2 * num_layers * block_size * num_heads * head_dim + hidden_size
+    elements = 2 * num_layers * block_size * num_heads * head_dim + kept_elements
     return elements * dtype.itemsize + tokens
 
 

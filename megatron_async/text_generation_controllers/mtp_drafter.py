@@ -3,7 +3,7 @@ arXiv 2412.19437): a layer of the model's own guesses the token behind the next.
 
 It runs inside the step, behind sampling, and everything that it keeps is on the device: entries of
 its attention in the paged cache, in layers behind the trunk's (`device_state/draft_tokens.py` says
-which), and a hidden state a block (`PagedKVCache.block_hidden`). The design it is held against,
+which), and hidden states a block (`PagedKVCache.block_hidden`). The design it is held against,
 RTP-LLM's stream-async bookkeeping (pull request 972), publishes lengths, drafts and hidden states
 of each request to the step behind; here the step's own last kernels leave them.
 
@@ -23,7 +23,9 @@ from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.draft_tokens import (
     DraftTokens,
     draft_dims,
+    ends_of_rows,
     entry_dims,
+    lay_out_behind,
     lay_out_draft,
     lay_out_entries,
 )
@@ -47,11 +49,11 @@ class DraftView(StepView):
 
     Args:
         view: the step.
+        depth: whose layers, from 0.
     """
 
-    def __init__(self, view: ContextGPUView) -> None:
-        assert view.draft_attention is not None, "the context was made for this drafter"
-        super().__init__(view.kv_cache, view.norm_eps, view.draft_attention)
+    def __init__(self, view: ContextGPUView, depth: int) -> None:
+        super().__init__(view.kv_cache, view.norm_eps, view.draft_attentions[depth])
         self._view = view
 
     @property
@@ -74,17 +76,20 @@ class DraftView(StepView):
 
 
 class MtpDrafter:
-    """Proposes what the model's MTP layer takes to be likely.
+    """Proposes what the model's MTP layers take to be likely.
 
-    The first depth makes all drafts, each but the first from its own output and the draft before.
-    (Later depths with weights of their own would each need entries of their own.)
+    The first depth makes the first draft. Draft number d comes from depth d, which has run over the
+    outputs of the depth before, at the tokens of the step and at the d - 1 drafts before. Drafts
+    beyond the last depth come from its own output and the draft before, as all do but the first
+    where one layer is used for all depths (Megatron-Core's `mtp_use_repeated_layer`).
 
     Args:
         model: wrapped; it has MTP layers (`model.mtp`).
         sampler: of the engine.
 
     Raises:
-        ConfigurationError: the model has no such layer, or its experts are on several ranks.
+        ConfigurationError: the model has no such layers, or their experts are on several ranks; or
+            `draft_vocab_size` is not served with it.
     """
 
     def __init__(self, model: GPTInferenceWrapper, sampler: TokenSampler) -> None:
@@ -110,45 +115,89 @@ class MtpDrafter:
                 f"multi-token prediction (mtp_pattern={config.mtp_pattern!r}): use 1, or "
                 "speculative_method='ngram', or None."
             )
-        self._layer = mtp.layers[0]
-        self._view: DraftView | None = None
+        self._layers: list[Any] = list(mtp.layers)
+        self._views: list[DraftView] = []
+        self._vocabulary = model.inference_context.config.draft_vocab_size
+        self._check_vocabulary()
+
+    def _check_vocabulary(self) -> None:
+        size, model = self._vocabulary, self._model
+        if size is None:
+            return
+        if size > model.vocab_size:
+            raise ConfigurationError(
+                f"draft_vocab_size={size} is more than the model's {model.vocab_size} tokens: use "
+                "fewer, or None for all."
+            )
+        if model.shard is not None:
+            # The low token ids are the first rank's columns: it would work as long as alone.
+            raise ConfigurationError(
+                f"draft_vocab_size={size} is not served with tensor_model_parallel_size > 1, where "
+                "ranks share the output layer already: use None."
+            )
 
     def propose(self, view: ContextGPUView, count: int) -> Tensor:
         """Drafts of a step's rows; see `Drafter.propose`."""
         kept, step = view.kv_cache.block_hidden, view.step
         assert kept is not None, "the context was made for this drafter"
-        if self._view is None:
-            self._view = DraftView(view)
-        drafting, kernels = self._view, kernels_for(kept)
+        if not self._views:
+            numbers = range(len(view.draft_attentions))
+            self._views = [DraftView(view, depth) for depth in numbers]
+        kernels, size = kernels_for(kept), view.kv_cache.block_size
         entries = lay_out_entries(view, view.sampled)
         # A chunk reads what the one before has kept, perhaps in the block in which it ends itself.
         of_trunk = view.hidden_states if self._decoder is None else self._decoder.mtp_hidden
-        hidden = kernels.gather_hidden(of_trunk, kept, entries.source)
+        hidden = kernels.gather_hidden(of_trunk, kept[0], entries.source)
         ends = step.last_token[view.dims.decode_tokens :]
-        size = view.kv_cache.block_size
-        kernels.keep_hidden(of_trunk, step.write_index, ends, size, kept)
-        out = self._run(drafting, entry_dims(view.dims), entries, hidden)
-        out = out.index_select(0, entries.last)
-        drafts = [self._draw(view, out, entries, 0)]
-        for number in range(1, count):
-            tokens = lay_out_draft(view, entries, drafts[-1], number)
-            out = self._run(drafting, draft_dims(view.dims, number), tokens, out)
+        kernels.keep_hidden(of_trunk, step.write_index, ends, size, kept[0])
+        depths = len(self._views)
+        if depths > 1:
+            behind, ends = lay_out_behind(view, entries), ends_of_rows(view, entries)
+        # Outputs of a depth at each row's last token and at the drafts that are known then.
+        outputs: list[Tensor] = []
+        drafts: list[Tensor] = []
+        for depth in range(depths):
+            out = self._run(depth, entry_dims(view.dims), entries, hidden)
+            if depth + 1 < depths:
+                hidden = kernels.gather_hidden(out, kept[depth + 1], behind)
+                kernels.keep_hidden(out, entries.write_index, ends, size, kept[depth + 1])
+            before, outputs = outputs, [out.index_select(0, entries.last)]
+            for number, (draft, output) in enumerate(zip(drafts, before, strict=True), 1):
+                outputs.append(self._run_draft(depth, view, entries, draft, output, number))
+            drafts.append(self._draw(view, outputs[-1], entries, depth))
+        out = outputs[-1]
+        for number in range(depths, count):
+            out = self._run_draft(depths - 1, view, entries, drafts[-1], out, number)
             drafts.append(self._draw(view, out, entries, number))
         return torch.stack(drafts, dim=1)
 
-    def _run(
-        self, drafting: DraftView, dims: BatchDimensions, tokens: DraftTokens, hidden: Tensor
+    def _run_draft(
+        self,
+        depth: int,
+        view: ContextGPUView,
+        entries: DraftTokens,
+        draft: Tensor,
+        hidden: Tensor,
+        number: int,
     ) -> Tensor:
-        """Hidden states `[tokens, hidden]` of the MTP layer."""
-        drafting.begin_pass(dims, tokens)
+        """Hidden states `[rows, hidden]` of a depth at each row's draft, the `number`th."""
+        tokens = lay_out_draft(view, entries, draft, number)
+        return self._run(depth, draft_dims(view.dims, number), tokens, hidden)
+
+    def _run(
+        self, depth: int, dims: BatchDimensions, tokens: DraftTokens, hidden: Tensor
+    ) -> Tensor:
+        """Hidden states `[tokens, hidden]` of a depth."""
+        view = self._views[depth]
+        view.begin_pass(dims, tokens)
         embedded = self._model.embed(tokens.token_ids)
-        found: Tensor = self._layer(embedded, hidden, drafting)
+        found: Tensor = self._layers[depth](embedded, hidden, view)
         return found[:, 0]
 
     def _draw(
         self, view: ContextGPUView, hidden: Tensor, entries: DraftTokens, number: int
     ) -> Tensor:
         """Draft `number` of each row, int64 `[rows]`."""
-        logits = self._model.project_columns(hidden)
+        logits = self._model.project_columns(hidden, self._vocabulary)
         rows = SamplingRows(view.step.row_slots, entries.lengths + number, view.slots.records)
         return self._sampler.draw(logits, rows, min(view.mode, SamplingMode.FILTERED))

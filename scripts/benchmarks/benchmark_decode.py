@@ -65,6 +65,7 @@ def open_engine(model: str, batch: int, lookahead: int, args: argparse.Namespace
         use_cuda_graphs_for_non_decode_steps=False,
         speculative_method=args.speculative_method,
         num_speculative_tokens=args.num_speculative_tokens,
+        draft_vocab_size=args.draft_vocab_size,
     )
     if args.forced_acceptance is not None:
         force_acceptance(llm.engine, args.forced_acceptance)
@@ -115,6 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--top-p", type=float, default=0.0)
     parser.add_argument("--speculative-method", default=None, help="mtp or ngram (default: none)")
     parser.add_argument("--num-speculative-tokens", type=int, default=0)
+    parser.add_argument(
+        "--draft-vocab-size", type=int, default=None, help="with mtp (default: all)"
+    )
     parser.add_argument(
         "--forced-acceptance",
         type=parse_chances,

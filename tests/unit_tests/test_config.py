@@ -57,6 +57,11 @@ def test_async_sched_mode_is_lookahead(mode, lookahead, expected):
         ({"inference_sampling_seed": "x"}, ("inference_sampling_seed='x'", "integer")),
         ({"inference_sampling_seed": -1}, ("inference_sampling_seed=-1", "at least 0")),
         ({"max_tokens": 4, "max_requests": 8}, ("max_tokens=4", "max_requests=8", "Raise")),
+        ({"draft_vocab_size": 9}, ("draft_vocab_size=9", "'mtp', not None")),
+        (
+            {"draft_vocab_size": 0, "speculative_method": "mtp"},
+            ("draft_vocab_size=0", "at least 1"),
+        ),
         (
             {"materialize_only_last_token_logits": False},
             ("materialize_only_last_token_logits=False", "leave it True"),

@@ -15,7 +15,7 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import stamp_kv_layers
 from megatron_async.models.embedding import InferenceOutputLayer
 from megatron_async.models.fitness import check_model
-from megatron_async.models.linear import pack_weights
+from megatron_async.models.linear import linear, pack_weights
 from megatron_async.models.norm import fold_norms
 from megatron_async.models.parallel_state import ensure_process_groups
 from megatron_async.models.pipeline import stage_of
@@ -140,16 +140,26 @@ class GPTInferenceWrapper:
         logits = self.project_columns(hidden_states)
         return logits if self.shard is None else self.shard.gather(logits)
 
-    def project_columns(self, hidden_states: Tensor) -> Tensor:
-        """`project`, of this rank's columns where there is a `shard`."""
+    def project_columns(self, hidden_states: Tensor, tokens: int | None = None) -> Tensor:
+        """`project`, of this rank's columns where there is a `shard`.
+
+        Args:
+            hidden_states: as for `project`.
+            tokens: only of so many tokens, those with the lowest ids; for a model without a
+                `shard`. None: of all.
+        """
         model: Any = self.model
         weight = None
         if model.share_embeddings_and_output_weights:
             weight = model.shared_embedding_or_output_weight()
-        with inference_mode_active():
-            logits, _ = model.output_layer(
-                hidden_states[:, None], weight=weight, runtime_gather_output=True
-            )
+        if tokens is not None:
+            weight = model.output_layer.weight if weight is None else weight
+            logits = linear(hidden_states[:, None], weight[:tokens], None, None)
+        else:
+            with inference_mode_active():
+                logits, _ = model.output_layer(
+                    hidden_states[:, None], weight=weight, runtime_gather_output=True
+                )
         if self.inference_context.model_config.use_mup:
             logits = model._scale_logits(logits)
         return logits[:, 0]

@@ -22,6 +22,7 @@ from test_ngram_drafts import drawn_jobs, undrafted, with_stops
 
 from megatron_async import LLM
 from megatron_async.devices import Chaos, CpuDevice
+from megatron_async.errors import ConfigurationError
 from megatron_async.engines.listener import EngineListener
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import load_recording
@@ -88,7 +89,7 @@ def test_tokens_are_those_of_plain_decoding(part: int) -> None:
     watched = {name: WholeSequences(model_of(name)) for name in MTP_MODELS}
     for seed in range(part * DRAWS, (part + 1) * DRAWS):
         chooser = random.Random(seed)
-        name = tuple(MTP_MODELS)[seed % 2]
+        name = tuple(MTP_MODELS)[seed % 3]
         count, size = 1 + seed // 2 % 4, chooser.choice([1, 3, 4, 8])
         jobs = drawn_jobs(chooser, count, size)
         plain = [run_at(serials[name], {0: [undrafted(job)]})[0] for job in jobs]
@@ -108,6 +109,7 @@ def test_tokens_are_those_of_plain_decoding(part: int) -> None:
             num_kv_blocks=-(-longest // size) + chooser.randint(0, 4),
             paused_buffer_size_gb=chooser.choice([None, 1e-9]),
             enable_prefix_caching=chooser.random() < 0.5,
+            draft_vocab_size=chooser.choice([None, None, 12]),
         )  # fmt: skip
         blocks = poison_blocks(engine)
         poison_states(engine)
@@ -175,10 +177,15 @@ class _Collector(EngineListener):
         self._drafts.append(step.drafts[step.plan.produces].flatten().tolist())
 
 
+def test_a_draft_vocabulary_larger_than_the_models() -> None:
+    with pytest.raises(ConfigurationError, match=r"draft_vocab_size=49 is more.*48 tokens"):
+        make_engine(model_of("MtpModel"), speculative_method="mtp", draft_vocab_size=49)
+
+
 def test_record_and_replay(tmp_path: Path) -> None:
     """A replay has neither the model nor its layer: it takes the recorded drafts, and reserves the
     same places for them."""
-    model = make_model(replace(TINY, mtp_pattern="*-", mtp_num_depths=1), with_mtp=True)
+    model = make_model(replace(TINY, mtp_pattern="*-", mtp_num_depths=2), with_mtp=True)
     engine = make_engine(
         model, lookahead=1, max_requests=3, max_tokens=40, block_size_tokens=4, num_kv_blocks=24,
         speculative_method="mtp", num_speculative_tokens=3,

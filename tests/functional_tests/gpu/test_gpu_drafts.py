@@ -106,7 +106,11 @@ def test_tokens_equal_the_cpus(
 
 
 MTP_SHAPES = {
-    name: replace(shape, mtp_pattern="*E" if shape.num_moe_experts else "*-", mtp_num_depths=1)
+    name: replace(
+        shape,
+        mtp_pattern="*E" if shape.num_moe_experts else "*-",
+        mtp_num_depths=2 if name == "attention" else 1,
+    )
     for name, shape in SHAPES.items()
 }
 MTP_CASES: dict[str, dict[str, Any]] = {

@@ -44,6 +44,11 @@ class OutputLayer(nn.Module):
         super().__init__()
         self.head = weights(VOCABULARY, HIDDEN, 2.0, generator)
 
+    @property
+    def weight(self) -> Tensor:
+        """Under Megatron's name."""
+        return self.head
+
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """`[.., hidden]` -> `[.., vocabulary]`, and no bias."""
         return hidden @ self.head.T, None

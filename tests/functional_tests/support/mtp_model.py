@@ -67,26 +67,32 @@ class MtpLayer(nn.Module):
         return entries + attended + pull
 
     def one_shot(self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The last output over a whole sequence of entries, which stand at positions 1 and on.
+        """The outputs over a whole sequence of entries.
 
         Args:
             embedded, hidden: `[entries, hidden]`.
-            cos, sin: `[positions, rotated]`, of all positions from 0 on.
+            cos, sin: `[entries, rotated]`, of their positions.
+
+        Returns:
+            `[entries, hidden]`.
         """
         entries, count = self.entries(embedded, hidden), len(hidden)
         mixed = entries @ self.attention.query_key_value.T
         by_head = mixed.view(count, HEADS + 2 * GROUPS, DIM)
         query, key, value = by_head.split((HEADS, GROUPS, GROUPS), dim=1)
-        turn = (table[1 : count + 1, None] for table in (cos, sin))
-        query, key = apply_rotary_reference(query, key, *turn)
-        scores = torch.einsum("hd,tgd->ht", query[-1], key) * DIM**-0.5
-        attended = torch.einsum("ht,tgd->hd", scores.softmax(dim=1), value)
-        output = attended.flatten() @ self.attention.output.T
-        return self.behind(embedded[-1:], entries[-1:], output[None])[0]
+        query, key = apply_rotary_reference(query, key, cos[:, None], sin[:, None])
+        scores = torch.einsum("qhd,tgd->hqt", query, key) * DIM**-0.5
+        later = torch.ones(count, count, dtype=torch.bool).triu(1)
+        shares = scores.masked_fill(later, -torch.inf).softmax(dim=2)
+        attended = torch.einsum("hqt,tgd->qhd", shares, value)
+        output = attended.flatten(1) @ self.attention.output.T
+        return self.behind(embedded, entries, output)
 
 
 class MtpModel(CyclingModel):
-    """With attention alone, and its layer for multi-token prediction."""
+    """With attention alone, and its layers for multi-token prediction."""
+
+    depths = 1
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
@@ -95,12 +101,20 @@ class MtpModel(CyclingModel):
         self.embedding = EmbeddingTable(table)  # type: ignore[assignment]
         generator = torch.Generator().manual_seed(seed + 10)
         self.mtp = nn.Module()
-        self.mtp.layers = nn.ModuleList([MtpLayer(generator, table, head)])
-        self.config.mtp_pattern, self.config.mtp_num_depths = "*", 1
+        self.mtp.layers = nn.ModuleList(
+            MtpLayer(generator, table, head) for _ in range(self.depths)
+        )
+        self.config.mtp_pattern, self.config.mtp_num_depths = "*", self.depths
 
 
 class MtpHybridModel(MtpModel, CyclingHybridModel):
     """With recurrent layers in the trunk."""
 
 
-MTP_MODELS = {kind.__name__: kind for kind in (MtpModel, MtpHybridModel)}
+class MtpDeepModel(MtpModel):
+    """With three depths."""
+
+    depths = 3
+
+
+MTP_MODELS = {kind.__name__: kind for kind in (MtpModel, MtpHybridModel, MtpDeepModel)}

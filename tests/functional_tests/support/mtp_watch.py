@@ -24,7 +24,12 @@ class WholeSequences:
 
     Args:
         model: both are its.
+
+    Attributes:
+        draft_vocab_size: as in the settings of the engine whose drafts these must be.
     """
+
+    draft_vocab_size: int | None = None
 
     def __init__(self, model: MtpModel) -> None:
         self._model = model
@@ -54,19 +59,23 @@ class WholeSequences:
             slot: whose record says how the request samples.
             records: of all slots.
         """
-        layer, rotary = self._model.mtp.layers[0], self._engine.context.gpu_view.rotary
+        layers, rotary = self._model.mtp.layers, self._engine.context.gpu_view.rotary
         hidden = self.hidden(tokens[:-1])
-        embedded = self._model.embedding[torch.tensor(tokens[1:])]
         cos, sin = rotary.cos.to(hidden.dtype), rotary.sin.to(hidden.dtype)
-        found: list[int] = []
+        known, found = list(tokens), list[int]()
         for number in range(count):
-            output = layer.one_shot(embedded, hidden, cos, sin)
-            logits, _ = self._model.output_layer(output[None])
-            place = torch.tensor([len(tokens) + number], dtype=torch.int32)
+            depth = min(number + 1, len(layers))
+            entries = slice(depth, len(known))
+            embedded = self._model.embedding[torch.tensor(known[entries])]
+            outputs = layers[depth - 1].one_shot(embedded, hidden, cos[entries], sin[entries])
+            # The next depth takes the outputs; the last one takes what it took, and its last one.
+            is_last = depth == len(layers)
+            hidden = torch.cat((hidden, outputs[-1:])) if is_last else outputs
+            logits = self._model.output_layer(outputs[-1:])[0][:, : self.draft_vocab_size]
+            place = torch.tensor([len(known)], dtype=torch.int32)
             rows = SamplingRows(torch.tensor([slot]), place, records)
             found.append(int(sample_reference(logits, rows, SamplingMode.FILTERED)))
-            embedded = torch.cat((embedded, self._model.embedding[torch.tensor(found[-1:])]))
-            hidden = torch.cat((hidden, output[None]))
+            known.append(found[-1])
         return found
 
 
@@ -83,6 +92,7 @@ class MtpWatch(EngineListener):
 
     def __init__(self, engine: DynamicInferenceEngine, whole: WholeSequences) -> None:
         self._slots, self._whole = engine.context.slots, whole
+        whole.draft_vocab_size = engine.context.config.draft_vocab_size
         self._records = engine.context.gpu_view.slots.records
         self._count = engine.context.config.num_speculative_tokens
         self.rows = 0
