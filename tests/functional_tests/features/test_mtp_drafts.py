@@ -22,8 +22,8 @@ from test_ngram_drafts import drawn_jobs, undrafted, with_stops
 
 from megatron_async import LLM
 from megatron_async.devices import Chaos, CpuDevice
-from megatron_async.errors import ConfigurationError
 from megatron_async.engines.listener import EngineListener
+from megatron_async.errors import ConfigurationError
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import load_recording
 from megatron_async.simulation.replay import Replay
