@@ -30,6 +30,7 @@ from megatron_async.contexts.request_slots import (
 )
 from megatron_async.contexts.state_rows import NO_ROW, StateRows
 from megatron_async.contexts.step_plan import IntArray, StatePlan, StepPlan
+from megatron_async.ops.sampling.slot_records import RowFeature
 
 if TYPE_CHECKING:
     from megatron_async.requests.inference_request import DynamicInferenceRequest
@@ -311,7 +312,13 @@ class PrefixCache:
         latest: the token that the last of these yields is not, nor a sequence's last token."""
         books = self._slots
         fed = np.minimum(books.at_least(slots), books.max_length[slots]) - 1
-        return np.minimum(books.num_known[slots], fed) // self._size
+        known = np.minimum(books.num_known[slots], fed)
+        if books.draft_places:
+            # A token under a grammar is chosen behind the step, too late for its draft entry.
+            is_constrained = (books.features[slots] & RowFeature.CONSTRAINED) != 0
+            prefilled = np.minimum(known, books.num_prefilled[slots])
+            known = np.where(is_constrained, prefilled, known)
+        return known // self._size
 
     def _enter(self, slot: int, count: int, step: int) -> None:
         """Enter blocks of `slot` up to `count` of them."""

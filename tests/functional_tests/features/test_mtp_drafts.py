@@ -14,13 +14,14 @@ from harness import TINY, Job, assert_all_is_back, greedy, make_engine, make_mod
 from late_device import LateDevice
 from mtp_model import MTP_MODELS, MtpModel
 from mtp_watch import MtpWatch, WholeSequences
+from pieces import Pieces
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
 from ranks import run_ranks
 from schedules import Schedule, run_schedule
 from test_ngram_drafts import drawn_jobs, undrafted, with_stops
 
-from megatron_async import LLM
+from megatron_async import LLM, StructuredOutput
 from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.engines.listener import EngineListener
 from megatron_async.errors import ConfigurationError
@@ -175,6 +176,32 @@ class _Collector(EngineListener):
 
     def resolved(self, step: LaunchedStep) -> None:
         self._drafts.append(step.drafts[step.plan.produces].flatten().tolist())
+
+
+def test_an_answer_under_a_grammar_is_not_shared() -> None:
+    """Its tokens are chosen behind the step, so their entries are not those of the layer; the
+    blocks of its prompt are shared.
+
+    Break it: `PrefixCache._held` without `is_constrained`, and the watch finds a wrong draft.
+    """
+    model = model_of("MtpModel")
+    engine = make_engine(
+        model, tokenizer=Pieces(), block_size_tokens=1, speculative_method="mtp",
+        num_speculative_tokens=3,
+    )  # fmt: skip
+    whole = WholeSequences(model)
+    watch = MtpWatch(engine, whole)
+    prompt = [24, 26, 2, 16]
+    grammar = greedy(6, structured_output=StructuredOutput(regex="(ab|cd|d)*"))
+    (answer,) = run_at(engine, {0: [Job(prompt, grammar)]})
+    for length in (1, 3, 5):
+        turn = Job([*prompt, *answer[:length]], greedy(4))
+        before = engine.stats()["prefix_cache_hits"]
+        run_at(engine, {0: [turn]}, first_id=length)
+        assert engine.stats()["prefix_cache_hits"] - before >= len(prompt)
+    assert watch.rows >= 6
+    whole.close()
+    engine.close()
 
 
 def test_a_draft_vocabulary_larger_than_the_models() -> None:
