@@ -53,11 +53,18 @@ class StepShape(NamedTuple):
         rows, longest = len(kv_lengths), int(kv_lengths.max(initial=0))
         if not rows and not prefill_lengths:
             rows = longest = width = 1  # a dummy row
+        chunks = len(prefill_lengths)
         tokens = rows * width + sum(query for query, _ in prefill_lengths)
+
+        def padded(agreed: int, own: int) -> int:
+            return agreed if agreed > own else 0
+
         return BatchDimensions(
             decode_rows=rows,
             width=width,
             prefill_lengths=prefill_lengths,
             max_decode_kv_length=longest,
-            dispatch_tokens=self.tokens if self.tokens > tokens else 0,
+            dispatch_tokens=padded(self.tokens, tokens),
+            dispatch_entries=padded(self.tokens + self.prefill_rows, tokens + chunks),
+            dispatch_rows=padded(self.decode_rows + self.prefill_rows, rows + chunks),
         )

@@ -37,6 +37,11 @@ class BatchDimensions:
     dispatch_tokens: int = 0
     """Tokens that each rank of an expert-parallel group sends to the others, padding included, when
     another rank has more than this one; 0: as many as this step has."""
+    dispatch_entries: int = 0
+    """The same of a draft model's pass over entries (`device_state/draft_tokens.py`), which has one
+    more token of each chunk."""
+    dispatch_rows: int = 0
+    """The same of its passes over one token of each row."""
 
     @property
     def prefill_rows(self) -> int:

@@ -50,6 +50,7 @@ def entry_dims(dims: BatchDimensions) -> BatchDimensions:
         max_decode_kv_length=dims.max_decode_kv_length + 1,
         padded_prefill_tokens=dims.padded_prefill_tokens + dims.padded_prefill_rows,
         longest_sequence=dims.longest_sequence + 1,
+        dispatch_tokens=dims.dispatch_entries,
     )
 
 
@@ -62,6 +63,7 @@ def draft_dims(dims: BatchDimensions, number: int) -> BatchDimensions:
         max_decode_kv_length=longest + 1 + number,
         is_captured=dims.is_captured,
         longest_sequence=dims.longest_sequence + 1 + number,
+        dispatch_tokens=dims.dispatch_rows,
     )
 
 

@@ -32,7 +32,6 @@ from megatron_async.device_state.draft_tokens import (
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.device_state.step_view import StepView
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.architecture import EXPERTS
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows
 
@@ -88,8 +87,8 @@ class MtpDrafter:
         sampler: of the engine.
 
     Raises:
-        ConfigurationError: the model has no such layers, or their experts are on several ranks; or
-            `draft_vocab_size` is not served with it.
+        ConfigurationError: the model has no such layers, or `draft_vocab_size` is not served with
+            it.
     """
 
     def __init__(self, model: GPTInferenceWrapper, sampler: TokenSampler) -> None:
@@ -105,15 +104,6 @@ class MtpDrafter:
                 "was built without them (with_mtp=True builds them), or has Megatron's own, which "
                 "keep no KV cache (build_model makes ours): use 'ngram', which needs no weights, "
                 "or None."
-            )
-        config: Any = model.inference_context.model_config
-        ranks = getattr(config, "expert_model_parallel_size", 1)
-        if ranks > 1 and EXPERTS in config.mtp_pattern:
-            # Ranks would have to agree on the tokens of each of its passes, as on a step's.
-            raise ConfigurationError(
-                f"expert_model_parallel_size={ranks} is not served with experts in layers of "
-                f"multi-token prediction (mtp_pattern={config.mtp_pattern!r}): use 1, or "
-                "speculative_method='ngram', or None."
             )
         self._layers: list[Any] = list(mtp.layers)
         self._views: list[DraftView] = []

@@ -17,18 +17,15 @@ from mtp_watch import MtpWatch, WholeSequences
 from pieces import Pieces
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
-from ranks import run_ranks
 from schedules import Schedule, run_schedule
 from test_ngram_drafts import drawn_jobs, undrafted, with_stops
 
-from megatron_async import LLM, StructuredOutput
+from megatron_async import StructuredOutput
 from megatron_async.devices import Chaos, CpuDevice
-from megatron_async.engines.listener import EngineListener
 from megatron_async.errors import ConfigurationError
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import load_recording
 from megatron_async.simulation.replay import Replay
-from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 PARTS, DRAWS = 2, 30
 MODELS: dict[str, MtpModel] = {}
@@ -146,36 +143,6 @@ def test_requests_that_want_fewer() -> None:
     engine.close()
     assert others == [first, first]
     assert stats["drafted_tokens_at_1"] > stats["drafted_tokens_at_2"] > 0
-
-
-def test_two_ranks_draft_what_one_drafts() -> None:
-    """Drafts of two tensor-parallel ranks are those of one."""
-    alone = draft_on_ranks(1)
-    assert alone["drafted_tokens"] > 20
-    for found in run_ranks(2, draft_on_ranks, 2):
-        assert found == alone
-
-
-def draft_on_ranks(ranks: int) -> dict[str, Any]:
-    """What ranks that share the dummy model's layers say, and draft."""
-    settings = {"num_kv_blocks": 64, "block_size_tokens": 16, "max_sequence_length": 256}
-    with LLM("dummy:tiny-mtp", device="cpu", speculative_method="mtp", num_speculative_tokens=2,
-             tensor_model_parallel_size=ranks, **settings) as llm:  # fmt: skip
-        drafts: list[list[int]] = []
-        llm.engine.listeners.append(_Collector(drafts))
-        llm.generate([[1, 2, 3], [4] * 9], greedy(30))
-        stats = llm.engine.stats()
-    return {"drafts": drafts, "drafted_tokens": stats["drafted_tokens"]}  # fmt: skip
-
-
-class _Collector(EngineListener):
-    """Drafts of every step."""
-
-    def __init__(self, drafts: list[list[int]]) -> None:
-        self._drafts = drafts
-
-    def resolved(self, step: LaunchedStep) -> None:
-        self._drafts.append(step.drafts[step.plan.produces].flatten().tolist())
 
 
 def test_an_answer_under_a_grammar_is_not_shared() -> None:

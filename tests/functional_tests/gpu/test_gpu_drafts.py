@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from draft_recorder import DraftRecorder
 from harness import Job, assert_all_is_back, greedy, make_engine, make_model, random_prompts, run_at
 from poisoned_states import poison_states
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import CpuDevice, CudaDevice
-from megatron_async.engines.listener import EngineListener
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,29 +123,6 @@ MTP_CASES: dict[str, dict[str, Any]] = {
     },
     "shared": {"lookahead": 1, "num_speculative_tokens": 3, "enable_prefix_caching": True},
 }
-
-
-class DraftRecorder(EngineListener):
-    """What was drafted behind which tokens.
-
-    Attributes:
-        drafts: by the tokens of the sequence.
-    """
-
-    def __init__(self, engine: DynamicInferenceEngine) -> None:
-        self._slots = engine.context.slots
-        self.drafts: dict[tuple[int, ...], list[int]] = {}
-        engine.listeners.append(self)
-
-    def resolved(self, step: LaunchedStep) -> None:
-        plan, slots = step.plan, self._slots
-        live = (slots.generation[plan.slots] == plan.generations) & plan.produces
-        for row in np.flatnonzero(live):
-            slot = plan.slots[row]
-            tokens = slots.tokens[slot, : slots.num_known[slot]].tolist()
-            room = int(slots.max_length[slot]) - 1 - len(tokens)
-            if room > 0:
-                self.drafts[tuple(tokens)] = step.drafts[row].tolist()[:room]
 
 
 def mtp_engine(model: torch.nn.Module, device: Any, **settings: Any) -> DynamicInferenceEngine:
