@@ -9,8 +9,11 @@ import argparse
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from megatron_async.cli.chances import parse_chances
 
 if TYPE_CHECKING:
     from megatron_async.simulation.device_times import Machine
@@ -55,6 +58,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("evictions", "evictions", "{}"),
     ("zombies", "zombie_rows", "{}"),
     ("recomputed", "recomputed_tokens", "{}"),
+    ("accepted", "accepted_tokens", "{}"),
 )
 """The first table: title, key of the figures, format."""
 
@@ -78,6 +82,7 @@ def add_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any)
         epilog="""examples:
   megatron-async simulate --machine h200:llama-3.1-8b --rate 16 48 --lookahead 0 1 2
   megatron-async simulate --machine h200:llama-3.1-8b --rate 100 --num-kv-blocks 500
+  megatron-async simulate --machine h200:llama-3.1-8b --rate 8 --forced-acceptance 0.8,0.6
   megatron-async simulate --machine run.rec --rate 4""",
     )
     simulate.set_defaults(run=run_simulate)
@@ -90,6 +95,15 @@ def add_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any)
         for name, type_, default, text in options:
             option = "--" + name.replace("_", "-")
             group.add_argument(option, type=type_, default=default, metavar="N", help=text)
+    engine.add_argument(
+        "--forced-acceptance", type=parse_chances, default=[], metavar="P,P,...",
+        help="draft as many tokens for each row as there are chances that each is right,\n"
+        "given those before it were (default: no drafts)",
+    )  # fmt: skip
+    engine.add_argument(
+        "--draft-us", type=float, default=0.0, metavar="N",
+        help="microseconds that drafting adds to a step (default: 0)",
+    )  # fmt: skip
     simulate.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     simulate.add_argument("--no-progress", action="store_true", help="no progress bars")
 
@@ -135,6 +149,8 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     from megatron_async.profiling.trace_summary import latency_lines
 
     shape, machine = load_machine(arguments.machine)
+    if arguments.draft_us:
+        machine = replace(machine, device=replace(machine.device, draft_us=arguments.draft_us))
     pairs = list(itertools.product(arguments.rate, arguments.lookahead))
     figures = [simulate_one(arguments, shape, machine, *pair) for pair in pairs]
     print(f"steps take the time of: {machine.source}")
@@ -217,10 +233,13 @@ def simulate_one(
         blocks = -(-longest // max(options["block_size_tokens"], 1))
         slots = options["max_requests"] or min(DEFAULT_MAX_REQUESTS, options["max_tokens"])
         options["num_kv_blocks"] = max(slots, 1) * blocks
+    chances = arguments.forced_acceptance
+    if chances:
+        options |= {"speculative_method": "ngram", "num_speculative_tokens": len(chances)}
     config = InferenceConfig(lookahead=lookahead, max_sequence_length=longest, **options)
     title = f"{rate:g}/s, lookahead {lookahead}"
     with tqdm(total=count, unit="request", desc=title, disable=arguments.no_progress) as bar:
-        result = simulate(trace, shape, config, machine, bar.update)
+        result = simulate(trace, shape, config, machine, bar.update, chances)
     return {"rate": rate, "lookahead": lookahead, "requests": count, **result.figures()}
 
 

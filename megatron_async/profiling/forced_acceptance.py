@@ -8,7 +8,6 @@ out are not the model's**; the step's own work stays as it is, but for one small
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -34,21 +33,6 @@ STREAM = 0x5EED
 WORDS = tl.constexpr(RECORD_WORDS)
 SEED_LOW = tl.constexpr(int(Header.SEED_LOW))
 STREAM_WORD = tl.constexpr(STREAM)
-
-
-def parse_chances(text: str) -> list[float]:
-    """Chances of an option, "0.8,0.6,0.45".
-
-    Raises:
-        argparse.ArgumentTypeError: one is no number from 0 to 1.
-    """
-    try:
-        chances = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers: {error}") from error
-    if not all(0 <= chance <= 1 for chance in chances):
-        raise argparse.ArgumentTypeError(f"{text!r}: each chance must lie between 0 and 1")
-    return chances
 
 
 def force_acceptance(engine: DynamicInferenceEngine, chances: Sequence[float]) -> None:

@@ -5,8 +5,10 @@ of its rows. So its time is taken as
 
     tokens(T) + prefill * P + decode * R + kv * K
 
-with P prefill tokens, R decode rows, T = P + R (padding included), K tokens of KV cache read, and
-`tokens` linear between given points. A fit of a recording has one point: a + b P + c R + d K.
+with P prefill tokens, R query tokens of decode rows (one a row, or with speculation its width), T =
+P + R (padding included), K tokens of KV cache read, and `tokens` linear between given points. So a
+row of w tokens is taken to cost what w rows cost, but for the keys, which are read once. A fit of a
+recording has one point: a + b P + c R + d K.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ class DeviceTimes:
     prefill_us: float = 0.0
     """More for each prefill token."""
     decode_us: float = 0.0
-    """More for each decode row."""
+    """More for each query token of a decode row."""
     kv_us: float = 0.0
     """For each token of KV cache that is read."""
+    draft_us: float = 0.0
+    """More for each step, where steps draft."""
     captures_graphs: bool = False
     """Whether decode steps are padded to captured shapes."""
     captured_prefill_tokens: int = 0
@@ -49,10 +53,10 @@ class DeviceTimes:
                 f"tokens_us={self.tokens_us!r} must be points in ascending order of tokens."
             )
 
-    def time_us(self, prefill_tokens: int, decode_rows: int, kv_tokens: int) -> float:
-        """Time of a step of so many tokens and rows, padding included; never negative."""
-        total = self._interpolate(prefill_tokens + decode_rows)
-        total += self.prefill_us * prefill_tokens + self.decode_us * decode_rows
+    def time_us(self, prefill_tokens: int, decode_tokens: int, kv_tokens: int) -> float:
+        """Time of a step of so many tokens, padding included; never negative."""
+        total = self._interpolate(prefill_tokens + decode_tokens) + self.draft_us
+        total += self.prefill_us * prefill_tokens + self.decode_us * decode_tokens
         return max(total + self.kv_us * kv_tokens, 0.0)
 
     def is_eager(self, dims: BatchDimensions) -> bool:

@@ -8,13 +8,13 @@ from typing import NamedTuple
 from megatron_async.contexts.step_plan import StepPlan
 
 Work = tuple[int, int, int]
-"""Of a step: prefill tokens, decode rows (padding included) and KV tokens."""
-NAMES = ("prompt tokens", "decode rows", "KV tokens")
+"""Of a step: prefill tokens, query tokens of decode rows (padding included) and KV tokens."""
+NAMES = ("prompt tokens", "decode tokens", "KV tokens")
 
 
 def work_of(plan: StepPlan) -> Work:
     """The work of a step, as recordings tell it."""
-    return plan.dims.prefill_tokens, plan.dims.decode_rows, int(plan.kv_at_most.sum())
+    return plan.dims.prefill_tokens, plan.dims.decode_tokens, int(plan.kv_at_most.sum())
 
 
 class Reach(NamedTuple):

@@ -22,6 +22,7 @@ from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.simulation.cached_tokens import cached_tokens
 from megatron_async.simulation.model_shape import ModelShape
+from megatron_async.simulation.reach import work_of
 from megatron_async.simulation.recording import (
     COUNTERS,
     FORMAT,
@@ -194,8 +195,7 @@ class Recorder(EngineListener):
         times = [*spent, now_ns / 1e3]
         if plan is None:
             return ["launch", None, [], [0, 0, 0], times]
-        work = [plan.dims.prefill_tokens, plan.dims.decode_rows, int(plan.kv_at_most.sum())]
-        record = ["launch", plan.step, plan_checksums(plan), work, times]
+        record = ["launch", plan.step, plan_checksums(plan), list(work_of(plan)), times]
         cached = [int(cached_tokens(plan).sum()), kept]
         return [*record, cached] if any(cached) else record
 

@@ -7,42 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from megatron_async.config import InferenceConfig
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.errors import ConfigurationError
 from megatron_async.profiling.arrival_trace import TraceRequest
 from megatron_async.profiling.trace_server import ServedRequest, ServedTrace
 from megatron_async.profiling.trace_summary import summarize
 from megatron_async.profiling.workloads import greedy
-from megatron_async.simulation.cached_tokens import cached_tokens
+from megatron_async.simulation.any_token import AnyToken
 from megatron_async.simulation.device_times import Machine
+from megatron_async.simulation.forced_drafts import ForcedDrafts
 from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.model_shape import ModelShape
 from megatron_async.simulation.reach import Work
-
-
-class _AnyToken:
-    """Requests end by their lengths, so it is all the same which tokens they get."""
-
-    def __init__(self) -> None:
-        self.first_launched: dict[int, float] = {}
-        """Request id -> time at which the step with its first chunk was launched, microseconds."""
-        self.cached_tokens = 0
-        """Prompt tokens that requests found in the cache when they were prefilled for the first
-        time."""
-
-    def sample(self, plan: StepPlan, context: DynamicInferenceContext) -> tuple[IntArray, IntArray]:
-        """Zeros; and note who is prefilled for the first time."""
-        now = context.device.clock.now_us  # type: ignore[attr-defined]  # a VirtualDevice
-        begun = context.slots.request_id[plan.slots[plan.num_decode :]]
-        for request_id, cached in zip(begun, cached_tokens(plan), strict=True):
-            if int(request_id) not in self.first_launched:
-                self.first_launched[int(request_id)] = now
-                self.cached_tokens += int(cached)
-        ones = np.ones(plan.num_rows, dtype=np.int32)
-        return np.zeros(plan.num_rows, dtype=np.int32), ones
 
 
 @dataclass(frozen=True)
@@ -58,6 +34,9 @@ class Simulated:
     """Prefilled a second time, after an eviction."""
     most_work: Work
     """Of one step, each kind of work by itself; see `reach`."""
+    drafted_tokens: int
+    accepted_tokens: int
+    """Of these, drafts that were right."""
     cpu_us: float
     """Real time of the engine's thread a step, microseconds, on this machine."""
 
@@ -69,6 +48,8 @@ class Simulated:
             "zombie_rows": self.zombie_rows,
             "recomputed_tokens": self.recomputed_tokens,
             "most_work": self.most_work,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
             "simulator_cpu_us_per_step": self.cpu_us,
         }
 
@@ -79,6 +60,7 @@ def simulate(
     config: InferenceConfig,
     machine: Machine,
     on_finish: Callable[[int], None] | None = None,
+    forced: Sequence[float] = (),
 ) -> Simulated:
     """Serve a trace, every request to its full length, on a machine that is only figures.
 
@@ -88,11 +70,19 @@ def simulate(
         config: settings of the engine; `num_kv_blocks` or `buffer_size_gb` must be set.
         machine: how long everything takes.
         on_finish: called with the number of requests that a step has finished.
+        forced: chances that each draft is right, given those before it were; as many as
+            `config.num_speculative_tokens`.
 
     Raises:
+        ConfigurationError: another number of chances.
         RuntimeError: a request failed; it carries the request's error.
     """
-    return _Simulation(trace, shape, config, machine).run(on_finish)
+    if len(forced) != config.num_speculative_tokens:
+        raise ConfigurationError(
+            f"chances of {len(forced)} drafts for num_speculative_tokens="
+            f"{config.num_speculative_tokens}: a simulation wants a chance for each draft."
+        )
+    return _Simulation(trace, shape, config, machine, forced).run(on_finish)
 
 
 @dataclass
@@ -122,9 +112,10 @@ class _Simulation:
         shape: ModelShape,
         config: InferenceConfig,
         machine: Machine,
+        forced: Sequence[float],
     ) -> None:
         self._trace, self._machine = trace, machine
-        self._tokens = _AnyToken()
+        self._tokens = ForcedDrafts(forced, config.max_requests) if forced else AnyToken()
         self._engine = ModelLessEngine(shape, config, self._tokens, machine)
         self._clock = self._engine.virtual_device.clock
         self._log = _Log()
@@ -189,6 +180,8 @@ class _Simulation:
             zombie_rows=counters.zombie_rows,
             recomputed_tokens=counters.prefill_tokens - prompts,
             most_work=engine.model_less_controller.most_work,
+            drafted_tokens=int(engine.stats()["drafted_tokens"]),
+            accepted_tokens=int(engine.stats()["accepted_tokens"]),
             cpu_us=float(engine.stats()["cpu_us_per_step"]),
         )
 

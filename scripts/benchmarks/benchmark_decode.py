@@ -21,10 +21,11 @@ from replay_time import replay_ms
 from step_times import time_steps
 
 from megatron_async import LLM, SamplingParams
+from megatron_async.cli.chances import parse_chances
 from megatron_async.config import DEFAULT_DRAFTS
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.profiling.forced_acceptance import force_acceptance, parse_chances
+from megatron_async.profiling.forced_acceptance import force_acceptance
 from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
 
 WINDOWS = 5

@@ -72,12 +72,14 @@ def test_simulate_by_a_recording(recording, capsys):
     assert cli.main(["simulate", *options, "--rate", "1000", "--lookahead", "1"]) == 0
     output = capsys.readouterr()
     assert "a recording of 22 steps on cpu" in output.out
-    assert "the recording reaches: 0 prompt tokens, 3 decode rows, 78 KV tokens in a step" in (
+    assert "the recording reaches: 0 prompt tokens, 3 decode tokens, 78 KV tokens in a step" in (
         output.out
     )
     assert "warning: rate 1000, lookahead 1 is a guess: its steps have up to" in output.err
     assert "prompt tokens (recorded: 0, always" in output.err
-    assert "decode rows (recorded: 3, always, so more of them are taken to cost noth" in output.err
+    assert (
+        "decode tokens (recorded: 3, always, so more of them are taken to cost noth" in output.err
+    )
 
 
 def test_a_simulation_within_the_recording_is_no_guess(tmp_path, capsys):

@@ -184,5 +184,5 @@ def test_a_fit_does_not_stretch_what_never_varied():
     assert machine.device.time_us(0, 69, 20) == pytest.approx(938, abs=1)
     assert machine.reach.varies == (False, False, True)
     beyond = machine.reach.exceeded_by((0, 69, 30))
-    assert beyond == ["69 decode rows (recorded: 1, always, so more of them are taken to cost "
+    assert beyond == ["69 decode tokens (recorded: 1, always, so more of them are taken to cost "
                       "nothing)"]  # fmt: skip

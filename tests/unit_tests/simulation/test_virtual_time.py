@@ -34,10 +34,10 @@ def trace(*requests):
     return [TraceRequest(at / 1e6, np.ones(prompt, np.int32), out) for at, prompt, out in requests]
 
 
-def run(requests, machine=MACHINE, **config):
+def run(requests, machine=MACHINE, forced=(), **config):
     settings = {"num_kv_blocks": 64, "block_size_tokens": 16, "max_requests": 8, "max_tokens": 64}
     config = InferenceConfig(**{**settings, "lookahead": 0, **config})
-    return simulate(trace(*requests), SHAPE, config, machine)
+    return simulate(trace(*requests), SHAPE, config, machine, forced=forced)
 
 
 def test_events_are_reached_when_their_stream_gets_there():
@@ -86,6 +86,44 @@ def test_lookahead_hides_the_host():
     # The second arrives while a step runs, and finds one more launched when looking ahead.
     ttft = [r.served.requests[1].ttft_s for r in (serial, ahead)]
     assert ttft[1] > ttft[0]
+
+
+DRAFTING = {"speculative_method": "ngram", "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_right_drafts_save_steps(lookahead):
+    """Break it: `ForcedDrafts.sample` without `room`, and requests of the end have too many."""
+    requests = [(0, 8, 61)]
+    plain = run(requests, lookahead=lookahead)
+    right = run(requests, forced=(1, 1), **DRAFTING, lookahead=lookahead)
+    # Three tokens a step behind the first, once drafts have been seen to be right.
+    assert right.accepted_tokens == right.drafted_tokens > 30
+    steps = plain.served.steps - right.accepted_tokens
+    assert abs(right.served.steps - steps) <= 1 + lookahead
+    assert right.served.duration_s < 0.6 * plain.served.duration_s
+
+
+def test_wrong_drafts_are_soon_left_out():
+    requests = [(0, 8, 200)] * 2
+    plain, wrong = run(requests), run(requests, forced=(0, 0), **DRAFTING)
+    assert wrong.accepted_tokens == 0 < wrong.drafted_tokens
+    assert wrong.served.steps == plain.served.steps
+    assert 1 < wrong.served.duration_s / plain.served.duration_s < 1.05
+
+
+def test_half_of_the_drafts():
+    half = run([(0, 8, 500)] * 4, forced=(0.8, 0.5), **DRAFTING, num_kv_blocks=200,
+               max_sequence_length=600)  # fmt: skip
+    # Of two drafts 0.8 + 0.4 are accepted in the mean, where steps are wide.
+    assert half.accepted_tokens / half.drafted_tokens == pytest.approx(0.6, abs=0.06)
+
+
+def test_time_of_drafting_and_of_wide_rows():
+    assert DEVICE.time_us(0, 3, 9) == 1000 + 300 + 9
+    assert replace(DEVICE, draft_us=50).time_us(0, 3, 9) == 1000 + 300 + 9 + 50
+    with pytest.raises(ConfigurationError, match=r"chances of 1 drafts for.*=2"):
+        run([(0, 8, 3)], forced=(1,), **DRAFTING)
 
 
 def test_a_gap_without_requests_is_no_idling():

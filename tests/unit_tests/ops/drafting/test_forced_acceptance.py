@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton_interpreter import INTERPRETED
 
+from megatron_async.cli.chances import parse_chances
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
 from megatron_async.profiling import forced_acceptance
@@ -77,10 +78,10 @@ def test_accepted_as_often_as_asked():
 
 
 def test_what_is_refused():
-    assert forced_acceptance.parse_chances("0.8,1") == [0.8, 1.0]
+    assert parse_chances("0.8,1") == [0.8, 1.0]
     for text in ("", "a", "0.5,1.5"):
         with pytest.raises(argparse.ArgumentTypeError):
-            forced_acceptance.parse_chances(text)
+            parse_chances(text)
     engine = make_engine(AttentionModel(), speculative_method="ngram", num_speculative_tokens=2)
     with pytest.raises(ConfigurationError, match=r"num_speculative_tokens=3, not 2"):
         forced_acceptance.force_acceptance(engine, [0.5] * 3)

@@ -1,0 +1,54 @@
+"""`ForcedDrafts`: tokens of a simulated engine that drafts, and is right by chance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.simulation.any_token import AnyToken
+
+RIGHT, WRONG = 0, 1
+"""Drafts. Every token of the simulation is 0."""
+
+
+class ForcedDrafts(AnyToken):
+    """Every row drafts behind every step; the device's part of the books (lengths, the drafts that
+    the next step verifies) is kept here, by slot.
+
+    Args:
+        chances: that a draft is right, given those before it in its row were.
+        slots: of the engine.
+        seed: of the chances.
+    """
+
+    def __init__(self, chances: Sequence[float], slots: int, seed: int = 0) -> None:
+        super().__init__()
+        self._chances = np.array(chances)
+        self._random = np.random.default_rng(seed)
+        self._length = np.zeros(slots, dtype=np.int64)
+        self._right = np.zeros(slots, dtype=np.int64)
+        """How many of a slot's drafts are right, up to the first that is not."""
+
+    def sample(self, plan: StepPlan, context: DynamicInferenceContext) -> tuple[IntArray, IntArray]:
+        """As many zeros for each row as it has right drafts, and one more, within its limit."""
+        super().sample(plan, context)
+        slots, decode = plan.slots, plan.num_decode
+        counts = np.ones(plan.num_rows, dtype=np.int32)
+        decoding = slots[:decode]
+        right = np.minimum(self._right[decoding], plan.widths[:decode] - 1)
+        room = context.slots.max_length[decoding] - self._length[decoding]
+        counts[:decode] = np.clip(1 + right, 0, np.maximum(room, 0))
+        self._length[decoding] += counts[:decode]
+        # A chunk's KV length is exact; behind its prompt there is one token.
+        self._length[slots[decode:]] = plan.kv_at_most[decode:] + 1
+        return np.zeros(int(counts.sum()), dtype=np.int32), counts
+
+    def drafts(self, plan: StepPlan) -> IntArray:
+        """Drafts of the plan's rows for the next step, int32 `[rows, drafts]`."""
+        is_right = self._random.random((plan.num_rows, len(self._chances))) < self._chances
+        right = np.logical_and.accumulate(is_right, axis=1)
+        self._right[plan.slots] = right.sum(axis=1)
+        return np.where(right, RIGHT, WRONG).astype(np.int32)
