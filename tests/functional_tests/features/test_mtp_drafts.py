@@ -3,25 +3,19 @@ sequence, and text that it knows comes several tokens at once."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import TINY, Job, assert_all_is_back, greedy, make_engine, make_model, run_at
-from late_device import LateDevice
+from drawn_drafts import DrawnSchedules
+from harness import TINY, Job, greedy, make_engine, make_model, run_at
 from mtp_model import MTP_MODELS, MtpModel
 from mtp_watch import MtpWatch, WholeSequences
 from pieces import Pieces
-from poisoned_blocks import poison_blocks
-from poisoned_states import poison_states
-from schedules import Schedule, run_schedule
-from test_ngram_drafts import drawn_jobs, undrafted, with_stops
 
 from megatron_async import StructuredOutput
-from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.errors import ConfigurationError
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import load_recording
@@ -80,52 +74,17 @@ def test_tokens_are_those_of_plain_decoding(part: int) -> None:
     - `MtpDrafter.propose`: keep hidden states before they are gathered, or not at all
     - `TorchPagedAttention._sees`: without `first_key`
     """
-    seen: Counter[str] = Counter()
-    serials = {
-        name: make_engine(model_of(name), lookahead=0, max_requests=8) for name in MTP_MODELS
-    }
-    watched = {name: WholeSequences(model_of(name)) for name in MTP_MODELS}
+    drawn = DrawnSchedules({name: model_of(name) for name in MTP_MODELS})
+    whole = {name: WholeSequences(model_of(name)) for name in MTP_MODELS}
     for seed in range(part * DRAWS, (part + 1) * DRAWS):
-        chooser = random.Random(seed)
         name = tuple(MTP_MODELS)[seed % 3]
-        count, size = 1 + seed // 2 % 4, chooser.choice([1, 3, 4, 8])
-        jobs = drawn_jobs(chooser, count, size)
-        plain = [run_at(serials[name], {0: [undrafted(job)]})[0] for job in jobs]
-        jobs, expected = with_stops(chooser, jobs, plain)
-        longest = max(len(job.prompt) + len(each) for job, each in zip(jobs, plain, strict=True))
-        schedule = Schedule(jobs)
-        for number in range(len(jobs)):
-            schedule.arrivals.setdefault(chooser.randrange(8), []).append(number)
-            if chooser.random() < 0.15:
-                schedule.aborts.setdefault(chooser.randrange(25), []).append(number)
-        max_requests = chooser.randint(1, 4)
-        device = CpuDevice(Chaos(seed, 0.2, 0.001)) if seed % 3 else LateDevice()
-        engine = make_engine(
-            model_of(name), device=device, lookahead=seed // 8 % 3, block_size_tokens=size,
-            max_requests=max_requests, speculative_method="mtp", num_speculative_tokens=count,
-            max_tokens=max_requests * (count + 1) + chooser.choice([0, 1, 9, 60]),
-            num_kv_blocks=-(-longest // size) + chooser.randint(0, 4),
-            paused_buffer_size_gb=chooser.choice([None, 1e-9]),
-            enable_prefix_caching=chooser.random() < 0.5,
-            draft_vocab_size=chooser.choice([None, None, 12]),
-        )  # fmt: skip
-        blocks = poison_blocks(engine)
-        poison_states(engine)
-        watch = MtpWatch(engine, watched[name])
-        try:
-            found = run_schedule(engine, schedule)
-            assert_all_is_back(engine)
-            engine.reset_prefix_cache()
-            blocks.check_free_blocks()
-        finally:
-            engine.close()
-        for number, ((tokens, aborted), want) in enumerate(zip(found, expected, strict=True)):
-            assert tokens == (want[: len(tokens)] if aborted else want), (seed, number)
-        seen.update({name: int(value) for name, value in engine.stats().items()})
-        seen["watched"] += watch.rows
-        seen["aborted"] += sum(aborted for _, aborted in found)
-    for each in (*serials.values(), *watched.values()):
+        watched = partial(MtpWatch, whole=whole[name])
+        watch = drawn.play(seed, name, "mtp", 1 + seed // 2 % 4, seed // 8 % 3, watched)
+        drawn.seen["watched"] += watch.rows
+    drawn.close()
+    for each in whole.values():
         each.close()
+    seen = drawn.seen
     wanted = ("pauses", "evictions", "zombie_rows", "aborted", "prefix_cache_hits",
               "accepted_tokens_at_4", "fewer_drafts_blocks", "fewer_drafts_length")  # fmt: skip
     assert [name for name in wanted if not seen[name]] == [], seen

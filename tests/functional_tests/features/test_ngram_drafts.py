@@ -3,8 +3,6 @@ a text that repeats itself comes several tokens at once."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,31 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_model import VOCABULARY, AttentionModel
+from attention_model import AttentionModel
 from capturing_cpu import CapturingCpu
 from cycling_model import CyclingHybridModel, CyclingModel
-from harness import Job, assert_all_is_back, greedy, make_engine, run_at
-from late_device import LateDevice
+from drawn_drafts import DrawnSchedules
+from harness import Job, greedy, make_engine, run_at
 from ngram_watch import NgramWatch, wanted_drafts
-from poisoned_blocks import poison_blocks
-from poisoned_states import poison_states
-from schedules import Schedule, run_schedule
 
-from megatron_async import DynamicInferenceEngine, InferenceConfig, SamplingParams
-from megatron_async.devices import Chaos, CpuDevice
+from megatron_async import DynamicInferenceEngine, InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import load_recording
 from megatron_async.simulation.replay import Replay
 
 PARTS, DRAWS = 2, 40
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 0.6},
-    "filtered": {"temperature": 1.0, "top_k": 3, "top_p": 0.9},
-    "penalised": {"temperature": 0.8, "repetition_penalty": 1.2, "frequency_penalty": 0.7},
-}
-"""How tokens are chosen."""
+KINDS = (CyclingModel, CyclingHybridModel)
 MODELS: dict[str, torch.nn.Module] = {}
 
 
@@ -49,53 +37,10 @@ def model_of(kind: type[AttentionModel]) -> AttentionModel:
     return found
 
 
-def periodic(chooser: random.Random, length: int) -> list[int]:
-    """A prompt that repeats itself."""
-    period = [chooser.randrange(VOCABULARY) for _ in range(chooser.randint(1, 7))]
-    return (period * length)[:length]
-
-
 def ngram_engine(model: torch.nn.Module, count: int, **config: Any) -> DynamicInferenceEngine:
     return make_engine(
         model, speculative_method="ngram", num_speculative_tokens=count, **config
     )  # fmt: skip
-
-
-def drawn_jobs(chooser: random.Random, count: int, size: int) -> list[Job]:
-    """Requests of every mode, with prompts that end around the border of a block."""
-    jobs = []
-    for number in range(chooser.randint(2, 5)):
-        length = max(chooser.randint(1, 5) * size - chooser.randint(0, count + 1), 1)
-        sampling = MODES[chooser.choice(list(MODES))]
-        params = SamplingParams(
-            num_tokens_to_generate=chooser.randint(10, 60),
-            termination_id=-1,
-            seed=number,
-            num_speculative_tokens=chooser.choice([None, None, None, 0, count - 1]),
-            **sampling,
-        )
-        jobs.append(Job(periodic(chooser, length), params))
-    return jobs
-
-
-def undrafted(job: Job) -> Job:
-    """The same for an engine without drafts."""
-    return Job(job.prompt, replace(job.params, num_speculative_tokens=None))
-
-
-def with_stops(
-    chooser: random.Random, jobs: list[Job], answers: list[list[int]]
-) -> tuple[list[Job], list[list[int]]]:
-    """Some of the requests end by a token of their answers, wherever in a row that comes."""
-    stopping, expected = [], []
-    for job, answer in zip(jobs, answers, strict=True):
-        if chooser.random() < 0.3:
-            stop = chooser.choice(answer)
-            job = Job(job.prompt, replace(job.params, stop_token_ids=[stop]))
-            answer = answer[: answer.index(stop) + 1]
-        stopping.append(job)
-        expected.append(answer)
-    return stopping, expected
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -110,52 +55,13 @@ def test_tokens_are_those_of_plain_decoding(part: int) -> None:
     - `unpack_step_reference`: do not store tokens of chunks
     - `unpack_step_reference`: `brought` without the request's own number
     """
-    seen: Counter[str] = Counter()
-    serials = {
-        kind: make_engine(model_of(kind), lookahead=0, max_requests=8)
-        for kind in (CyclingModel, CyclingHybridModel)
-    }
+    drawn = DrawnSchedules({kind.__name__: model_of(kind) for kind in KINDS})
     for seed in range(part * DRAWS, (part + 1) * DRAWS):
-        chooser = random.Random(seed)
-        kind = (CyclingModel, CyclingHybridModel)[seed % 2]
-        count, size = 1 + seed // 2 % 4, chooser.choice([1, 3, 4, 8])
-        jobs = drawn_jobs(chooser, count, size)
-        serial = serials[kind]
-        plain = [run_at(serial, {0: [undrafted(job)]})[0] for job in jobs]
-        jobs, expected = with_stops(chooser, jobs, plain)
-        longest = max(len(job.prompt) + len(each) for job, each in zip(jobs, plain, strict=True))
-        schedule = Schedule(jobs)
-        for number in range(len(jobs)):
-            schedule.arrivals.setdefault(chooser.randrange(8), []).append(number)
-            if chooser.random() < 0.15:
-                schedule.aborts.setdefault(chooser.randrange(25), []).append(number)
-        max_requests = chooser.randint(1, 4)
-        device = CpuDevice(Chaos(seed, 0.2, 0.001)) if seed % 3 else LateDevice()
-        engine = ngram_engine(
-            model_of(kind), count, device=device, lookahead=seed // 8 % 3, block_size_tokens=size,
-            max_requests=max_requests,
-            max_tokens=max_requests * (count + 1) + chooser.choice([0, 1, 9, 60]),
-            num_kv_blocks=-(-longest // size) + chooser.randint(0, 4),
-            paused_buffer_size_gb=chooser.choice([None, 1e-9]),
-            enable_prefix_caching=chooser.random() < 0.5,
-        )  # fmt: skip
-        blocks = poison_blocks(engine)
-        poison_states(engine)
-        watch = NgramWatch(engine)
-        try:
-            found = run_schedule(engine, schedule)
-            assert_all_is_back(engine)
-            engine.reset_prefix_cache()
-            blocks.check_free_blocks()
-        finally:
-            engine.close()
-        for number, ((tokens, aborted), want) in enumerate(zip(found, expected, strict=True)):
-            assert tokens == (want[: len(tokens)] if aborted else want), (seed, number)
-        seen.update({name: int(value) for name, value in engine.stats().items()})
-        seen["found"] += watch.found
-        seen["aborted"] += sum(aborted for _, aborted in found)
-    for engine in serials.values():
-        engine.close()
+        name = KINDS[seed % 2].__name__
+        watch = drawn.play(seed, name, "ngram", 1 + seed // 2 % 4, seed // 8 % 3, NgramWatch)
+        drawn.seen["found"] += watch.found
+    drawn.close()
+    seen = drawn.seen
     wanted = ("evictions", "zombie_rows", "aborted", "prefix_cache_hits", "fewer_drafts_request",
               "fewer_drafts_length", "fewer_drafts_nothing_found", "fewer_drafts_narrow_step",
               "fewer_drafts_blocks")  # fmt: skip
