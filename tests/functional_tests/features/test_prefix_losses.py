@@ -1,5 +1,5 @@
-"""What the prefix cache must not find any more: blocks whose owner went, whose step failed, and that
-were handed out or forgotten."""
+"""What the prefix cache must not find any more: blocks whose owner went or whose step failed, and
+those that were handed out or forgotten."""
 
 from __future__ import annotations
 

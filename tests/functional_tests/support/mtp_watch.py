@@ -6,16 +6,14 @@ one of a block's former owner would never be seen in the output.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
+from draft_watch import DraftWatch
 from harness import greedy, make_engine
 from mtp_model import MtpModel
 from torch import Tensor
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.engines.listener import EngineListener
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows, sample_reference
-from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 
 class WholeSequences:
@@ -79,8 +77,8 @@ class WholeSequences:
         return found
 
 
-class MtpWatch(EngineListener):
-    """Looks at the drafts of every step that an engine books.
+class MtpWatch(DraftWatch):
+    """Compares the drafts of every step that an engine books.
 
     Args:
         engine: with `speculative_method="mtp"`.
@@ -91,27 +89,16 @@ class MtpWatch(EngineListener):
     """
 
     def __init__(self, engine: DynamicInferenceEngine, whole: WholeSequences) -> None:
-        self._slots, self._whole = engine.context.slots, whole
+        super().__init__(engine)
+        self._whole = whole
         whole.draft_vocab_size = engine.context.config.draft_vocab_size
         self._records = engine.context.gpu_view.slots.records
-        self._count = engine.context.config.num_speculative_tokens
         self.rows = 0
-        engine.listeners.append(self)
 
-    def resolved(self, step: LaunchedStep) -> None:
-        plan, slots = step.plan, self._slots
-        if step.error is not None:
+    def look(self, step: int, slot: int, tokens: list[int], drafts: list[int]) -> None:
+        count = min(self.count, int(self.slots.drafts[slot]), self.room(slot, tokens))
+        if count < 1 or len(tokens) < 2:
             return
-        live = (slots.generation[plan.slots] == plan.generations) & plan.produces
-        for row in np.flatnonzero(live):
-            slot = int(plan.slots[row])
-            tokens = slots.tokens[slot, : slots.num_known[slot]].tolist()
-            # Behind the last place that a request may fill nothing is drafted that could be fed.
-            room = int(slots.max_length[slot]) - 1 - len(tokens)
-            count = min(self._count, int(slots.drafts[slot]), room)
-            if count < 1 or len(tokens) < 2:
-                continue
-            wanted = self._whole.drafts(tokens, count, slot, self._records)
-            reported = step.drafts[row].tolist()[:count]
-            assert reported == wanted, (plan.step, slot, tokens, reported, wanted)
-            self.rows += 1
+        wanted = self._whole.drafts(tokens, count, slot, self._records)
+        assert drafts[:count] == wanted, (step, slot, tokens, drafts[:count], wanted)
+        self.rows += 1

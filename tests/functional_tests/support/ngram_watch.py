@@ -6,12 +6,10 @@ be seen in the output.
 
 from __future__ import annotations
 
-import numpy as np
+from draft_watch import DraftWatch
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.engines.listener import EngineListener
 from megatron_async.ops.drafting.ngram_lookup import LONGEST, SEARCHED, SHORTEST
-from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 
 def wanted_drafts(tokens: list[int], count: int, searched: int = SEARCHED) -> list[int]:
@@ -28,8 +26,8 @@ def wanted_drafts(tokens: list[int], count: int, searched: int = SEARCHED) -> li
     return [-1] * count
 
 
-class NgramWatch(EngineListener):
-    """Looks at the drafts of every step that an engine books.
+class NgramWatch(DraftWatch):
+    """Compares the drafts of every step that an engine books.
 
     Args:
         engine: with the n-gram drafter.
@@ -39,21 +37,11 @@ class NgramWatch(EngineListener):
     """
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
-        self._slots = engine.context.slots
-        self._count = engine.context.config.num_speculative_tokens
+        super().__init__(engine)
         self.found = 0
-        engine.listeners.append(self)
 
-    def resolved(self, step: LaunchedStep) -> None:
-        plan, slots = step.plan, self._slots
-        if step.error is not None:
-            return
-        live = (slots.generation[plan.slots] == plan.generations) & plan.produces
-        for row in np.flatnonzero(live):
-            slot = plan.slots[row]
-            tokens = slots.tokens[slot, : slots.num_known[slot]].tolist()
-            allowed = int(slots.drafts[slot])
-            wanted = wanted_drafts(tokens, self._count)[:allowed] + [-1] * (self._count - allowed)
-            reported = step.drafts[row].tolist()
-            assert reported == wanted, (plan.step, int(slot), tokens, reported, wanted)
-            self.found += wanted[:1] > [-1]
+    def look(self, step: int, slot: int, tokens: list[int], drafts: list[int]) -> None:
+        allowed = int(self.slots.drafts[slot])
+        wanted = wanted_drafts(tokens, self.count)[:allowed] + [-1] * (self.count - allowed)
+        assert drafts == wanted, (step, slot, tokens, drafts, wanted)
+        self.found += wanted[:1] > [-1]
