@@ -73,6 +73,8 @@ class LLM:
         timeline: record the step timeline; see `timeline`.
         record: file to write every arrival, plan and sample to, for `megatron-async replay` and
             `simulate`; it is complete when the LLM is closed. See `replica_file`.
+        draft_layer: file of a layer for multi-token prediction that was trained for the model
+            (scripts/train_draft_layer.py); `speculative_method="mtp"` drafts with it.
         **inference_config: any field of `InferenceConfig`.
 
     Attributes:
@@ -99,9 +101,10 @@ class LLM:
         progress: bool = False,
         timeline: bool = False,
         record: str | Path | None = None,
+        draft_layer: str | Path | None = None,
         **inference_config: Any,
     ) -> None:
-        source = open_model(model)
+        source = open_model(model, draft_layer)
         sizes = ParallelSizes(
             tensor_model_parallel_size,
             pipeline_model_parallel_size,

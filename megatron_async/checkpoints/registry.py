@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_async.checkpoints.draft_layer import WithDraftLayer
 from megatron_async.checkpoints.dummy import PREFIX, UNIFORM, DummySource
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.gguf import GGUFSource
@@ -42,15 +43,23 @@ class LoadedModel:
     architecture: ModelArchitecture
 
 
-def open_model(name_or_path: str | Path) -> ModelSource:
+def open_model(name_or_path: str | Path, draft_layer: str | Path | None = None) -> ModelSource:
     """The model that a name or path means, configuration read, weights not.
 
     Args:
         name_or_path: "smollm2", a GGUF file, a Hugging Face or `torch_dist` folder, "dummy:SHAPE".
+        draft_layer: file of a layer for multi-token prediction that was trained for it; see
+            `WithDraftLayer`.
 
     Raises:
-        CheckpointError: nothing of the kind; the message lists what is accepted.
+        CheckpointError: nothing of the kind; the message lists what is accepted. Or the draft layer
+            is not the model's.
     """
+    source = _open(name_or_path)
+    return source if draft_layer is None else WithDraftLayer(source, draft_layer)
+
+
+def _open(name_or_path: str | Path) -> ModelSource:
     name = str(name_or_path)
     if name == DEMO:
         return GGUFSource(demo_file(), name)

@@ -22,6 +22,7 @@ from megatron_async import __version__
 from megatron_async.cli.answers import print_as_it_is_made, printer_of_ended
 from megatron_async.cli.files import check_writable, written_as
 from megatron_async.cli.options import (
+    DRAFT_LAYER_HELP,
     MODEL_HELP,
     PROGRAM,
     HelpFormatter,
@@ -110,6 +111,7 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     generate.set_defaults(run=run_generate)
     source = generate.add_argument_group("model and prompts")
     source.add_argument("--model", required=True, metavar="NAME_OR_PATH", help=MODEL_HELP)
+    source.add_argument("--draft-layer", metavar="FILE", help=DRAFT_LAYER_HELP)
     source.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated"
     )
@@ -230,6 +232,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         progress=progress,
         timeline=arguments.timeline is not None,
         record=arguments.record,
+        draft_layer=arguments.draft_layer,
         **parallel_sizes(arguments),
         **options,
     )

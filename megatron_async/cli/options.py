@@ -22,6 +22,9 @@ MODEL_HELP = """one of
                        tiny and tiny-moe start at once (prompts are token ids)
   dummy:SHAPE:uniform  the same, tokens spread evenly over the experts"""
 
+DRAFT_LAYER_HELP = """a layer for multi-token prediction that was trained for the model
+(scripts/train_draft_layer.py); with --speculative-method mtp"""
+
 ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
     ("device", str, "DEVICE", "cpu, cuda or cuda:N (default: a GPU where there is one)"),
     ("lookahead", int, "N", "steps launched ahead of bookkeeping: 0 is serial (default: 1)"),

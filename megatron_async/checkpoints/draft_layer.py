@@ -1,0 +1,136 @@
+"""A layer for multi-token prediction in a file of its own, for a model that came without one.
+
+`scripts/train_draft_layer.py` trains such layers. The file is safetensors; its tensors have the
+names of `checkpoints/mtp_names.py` (`mtp.layers.0...`), its metadata say what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.mapping import Region, Shape
+from megatron_async.checkpoints.source import ModelSource, NamedTensorSource
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.text.tokenizer import Tokenizer
+
+PATTERN = "mtp_pattern"
+"""Key of the metadata: layers of the one depth."""
+REMEDY = "make one for this model with scripts/train_draft_layer.py"
+
+
+class WithDraftLayer(NamedTensorSource):
+    """A model, and a trained layer for multi-token prediction.
+
+    Args:
+        base: the model.
+        file: safetensors, of one depth that is used for all drafts.
+
+    Raises:
+        CheckpointError: the file is not such a layer, or the model has layers of its own, or is of
+            a format that names its tensors otherwise.
+    """
+
+    def __init__(self, base: ModelSource, file: str | Path) -> None:
+        super().__init__(base.name)
+        self.format = base.format
+        self.file = Path(file).expanduser()
+        if not isinstance(base, NamedTensorSource):
+            raise CheckpointError(
+                f"draft layer {str(file)!r}: a {base.format} model takes none; use a GGUF file or "
+                "a Hugging Face folder (`megatron-async convert` writes one)."
+            )
+        if base.architecture.mtp_pattern:
+            raise CheckpointError(
+                f"draft layer {str(file)!r}: {base.name} has layers for multi-token prediction of "
+                "its own; leave the file out."
+            )
+        self._base = base
+        self.metadata = self._read_metadata()
+
+    @property
+    def architecture(self) -> ModelArchitecture:
+        """The model's, with the layer."""
+        return replace(
+            self._base.architecture,
+            mtp_pattern=self.metadata[PATTERN],
+            mtp_num_depths=1,
+            mtp_use_repeated_layer=True,
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's."""
+        return self._base.tokenizer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return self._base.dtype
+
+    @property
+    def tensor_shapes(self) -> Mapping[str, Shape]:
+        """The model's."""
+        return self._base.tensor_shapes
+
+    @cached_property
+    def mtp_shapes(self) -> Mapping[str, Shape]:
+        """Shapes of the file's tensors, by name."""
+        names: list[str] = self._file.keys()
+        return {name: tuple(self._file.get_slice(name).get_shape()) for name in names}
+
+    def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
+        """A region of a tensor of the file, or else of the model."""
+        if name not in self.mtp_shapes:
+            return self._base.read_tensor(name, region, device)
+        values: Tensor = self._file.get_slice(name)[region]
+        return values.to(device)
+
+    def fill(self, place: Tensor, name: str, region: Region) -> None:
+        """Read a region of a tensor into its place in a parameter."""
+        if name in self.mtp_shapes:
+            super().fill(place, name, region)
+        else:
+            self._base.fill(place, name, region)
+
+    @cached_property
+    def _file(self) -> safe_open:
+        try:
+            return safe_open(self.file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"draft layer {str(self.file)!r}: not a readable safetensors file ({error}); "
+                f"{REMEDY}."
+            ) from error
+
+    def _read_metadata(self) -> dict[str, str]:
+        found: dict[str, str] = self._file.metadata() or {}
+        if PATTERN not in found:
+            raise CheckpointError(
+                f"draft layer {str(self.file)!r}: its metadata have no {PATTERN!r}, so it is no "
+                f"draft layer; {REMEDY}."
+            )
+        return found
+
+
+def save_draft_layer(
+    tensors: Mapping[str, Tensor], pattern: str, facts: Mapping[str, str], file: Path
+) -> None:
+    """Write a layer that `WithDraftLayer` reads.
+
+    Args:
+        tensors: by the names of `checkpoints/mtp_names.py`.
+        pattern: layers of the depth, such as "*-".
+        facts: of the training, for who reads the file later: model, tokens, seed, loss.
+        file: to write.
+    """
+    kept = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    save_file(kept, file, metadata={PATTERN: pattern, **facts})

@@ -1,0 +1,57 @@
+"""What the model itself says of texts: hidden states, computed by the engine's own prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_async import LLM, SamplingParams
+from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.engines.listener import EngineListener
+from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+
+
+class HiddenStates(EngineListener):
+    """Takes the hidden states of prompts while an engine prefills them.
+
+    Args:
+        llm: made with lookahead 0, without prefix caching and captured graphs.
+
+    Attributes:
+        found: of the present texts, by request id: `[tokens, hidden]`, the model's dtype, host.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm, self._context = llm, llm.engine.context
+        self._ids: list[int] = []
+        self.found: dict[int, Tensor] = {}
+        llm.engine.listeners.append(self)
+
+    def of(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Hidden states behind the last norm, `[tokens, hidden]` of each text, on the host."""
+        self.found = {}
+        self._llm.generate(
+            [list(text) for text in texts],
+            SamplingParams(num_tokens_to_generate=1, temperature=0.0, termination_id=-1),
+        )
+        return [self.found[number] for number in sorted(self.found)]
+
+    def launched(self, plan: StepPlan | None) -> None:
+        """Note whose chunks these are: who ends with the step has left its slot when it is
+        booked."""
+        if plan is not None:
+            chunks = plan.slots[plan.num_decode :]
+            self._ids = self._context.slots.request_id[chunks].tolist()
+
+    def resolved(self, step: LaunchedStep) -> None:
+        """Copy what the step's chunks have."""
+        plan, view = step.plan, self._context.gpu_view
+        states: Any = view.hidden_states
+        starts, first = plan.prefill_starts, plan.dims.decode_tokens
+        for chunk, request in enumerate(self._ids):
+            rows = states[first + int(starts[chunk]) : first + int(starts[chunk + 1])].cpu()
+            before = self.found.get(request)
+            self.found[request] = rows if before is None else torch.cat((before, rows))
