@@ -12,10 +12,17 @@ from training_checkpoints import megatron_log_probs, parsed_args, save_run, trai
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.checkpoints import open_model
+from megatron_async.checkpoints.torch_dist import TorchDistSource
+from megatron_async.checkpoints.torch_dist_reader import TorchDistReader
 
 PROMPT = [3, 17, 42, 5, 88, 61, 9, 33, 70, 2, 54, 21, 90, 7, 12, 66, 38, 81, 29, 44]
 NEW_TOKENS = 6
 EXPERTS = {"num_experts": 4, "add_qkv_bias": False}
+BIASED = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+}
 QWEN2_MOE = EXPERTS | {
     "add_qkv_bias": True,
     "moe_shared_expert_intermediate_size": 40,
@@ -31,6 +38,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "bias-and-norm": ({"add_qkv_bias": True, "qk_layernorm": True}, "megatron"),
     "experts": (EXPERTS, "mixtral"),
     "some-experts": (EXPERTS | {"moe_layer_freq": [0, 1]}, "mixtral"),
+    "expert-bias": (EXPERTS | BIASED, "mixtral"),
     "shared-expert": (EXPERTS | {"moe_shared_expert_intermediate_size": 40}, "megatron"),
     "qwen2-moe": (QWEN2_MOE, "megatron"),
     "qwen2-moe-mixed": (QWEN2_MOE | {"moe_layer_freq": [1, 0]}, "megatron"),
@@ -79,4 +87,23 @@ def test_served_as_megatron_computes(name: str, kind: str, tmp_path: Path) -> No
     model = trained_model(args)
     save_run(model, tmp_path, args, METADATA[kind])
     assert open_model(tmp_path).architecture.model_type == family
+    check_served(tmp_path, model)
+
+
+def test_names_of_transformer_engine(tmp_path: Path) -> None:
+    """Of Megatron's TransformerEngine spec the norm before experts is a module of its own, which
+    the local spec stores under the name of a norm in `linear_fc1`. All other keys, those of
+    grouped experts too, are equal (`TEGroupedMLP.sharded_state_dict`)."""
+    args = parsed_args(**QWEN2_MOE)
+    model = trained_model(args)
+    local, other = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
+    save_run(model, tmp_path, args, METADATA["by-layer"], rename=lambda k: k.replace(local, other))
+    found = open_model(tmp_path)
+    assert isinstance(found, TorchDistSource)
+    keys = TorchDistReader(found.folder).shapes
+    assert f"decoder.layers.1.{other}" in keys
+    assert not any(local in key for key in keys)
+    assert TorchDistReader(found.folder).has_object(
+        "decoder.layers.0.self_attention.linear_qkv._extra_state/shard_0_1"
+    )
     check_served(tmp_path, model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from signal import Signals
@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import AttnBackend, CudaGraphModule, InferenceCudaGraphScope
@@ -88,6 +89,9 @@ def parsed_args(**changes: Any) -> Namespace:
         "moe_layer_freq": 1,
         "moe_router_topk": 2,
         "moe_router_load_balancing_type": "aux_loss",
+        "moe_router_score_function": "softmax",
+        "moe_router_enable_expert_bias": False,
+        "moe_router_topk_scaling_factor": None,
         "moe_shared_expert_intermediate_size": None,
         "moe_shared_expert_gate": False,
         "hybrid_layer_pattern": None,
@@ -122,25 +126,31 @@ def trained_model(args: Namespace, **config: Any) -> GPTModel:
             "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
             "moe_shared_expert_gate": args.moe_shared_expert_gate,
             "moe_ffn_hidden_size": args.ffn_hidden_size,
+            "moe_router_score_function": args.moe_router_score_function,
+            "moe_router_enable_expert_bias": args.moe_router_enable_expert_bias,
+            "moe_router_topk_scaling_factor": args.moe_router_topk_scaling_factor,
         }
     fields = {**CONFIG, **{name: getattr(args, name) for name in names}, **experts, **config}
     built = TransformerConfig(**fields)
-    model = GPTModel(
-        built,
-        get_gpt_decoder_block_spec(built, use_transformer_engine=False, normalization="RMSNorm"),
-        VOCABULARY,
-        LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-        parallel_output=False,
-        pg_collection=groups,
-    )
+    with without_gpu():
+        model = GPTModel(
+            built,
+            get_gpt_decoder_block_spec(
+                built, use_transformer_engine=False, normalization="RMSNorm"
+            ),
+            VOCABULARY,
+            LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
+            parallel_output=False,
+            pg_collection=groups,
+        )
     rank = torch.distributed.get_rank()
     generator = torch.Generator().manual_seed(rank)
     for name, parameter in model.named_parameters():
@@ -151,6 +161,9 @@ def trained_model(args: Namespace, **config: Any) -> GPTModel:
             width = 1.0 if "embedding" in name else parameter.size(1)
             scale = (4.0 if "linear_qkv" in name else 2.0) / math.sqrt(width)
             parameter.data.copy_(values * scale)
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
 
 
@@ -160,6 +173,7 @@ def save_run(
     args: Namespace,
     metadata: dict[str, Any] | None = None,
     strategy: Any = None,
+    rename: Callable[[str], str] | None = None,
     **state: Any,
 ) -> None:
     """What `save_checkpoint` of Megatron-LM gives to `dist_checkpointing.save`; collective.
@@ -170,6 +184,7 @@ def save_run(
         args: of the run.
         metadata: of the model's `sharded_state_dict`; as training has them by default.
         strategy: that writes; None: all of a shard by its main replica.
+        rename: gives a key of the model another name.
         **state: further entries, such as the optimizer's.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,12 +192,16 @@ def save_run(
         metadata or {}
     )
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    stored = model.sharded_state_dict(metadata=metadata)
+    if rename is not None:
+        for shard in nested_values(stored):
+            shard.key = rename(shard.key)
     everything = {
         "args": args,
         "checkpoint_version": 3.0,
         "iteration": 7,
         "num_floating_point_operations_so_far": 1.0,
-        "model": model.sharded_state_dict(metadata=metadata),
+        "model": stored,
         **state,
     }
     dist_checkpointing.save(everything, str(folder), strategy or SynchronousSaveStrategy())
@@ -190,8 +209,8 @@ def save_run(
 
 @contextmanager
 def without_gpu() -> Iterator[None]:
-    """Two things that Megatron's forward wants of a GPU: its router moves its weight to the current
-    device, and its attention takes the random state of a GPU for dropout, which is 0."""
+    """Two things that Megatron's models want of a GPU: a router has its weight and biases on the
+    current device, and attention takes the random state of a GPU for dropout, which is 0."""
     no_tracker = SimpleNamespace(fork=nullcontext)
     with (
         patch.object(torch.cuda, "current_device", lambda: "cpu"),
