@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.iteration_folders import METADATA, checkpoint_folder
+from megatron_async.checkpoints.iteration_folders import METADATA, TRACKER, checkpoint_folder
 from megatron_async.checkpoints.json_files import read_json, write_json
 from megatron_async.checkpoints.mapping import Shard, mtp_weights, weights
 from megatron_async.checkpoints.megatron_args import architecture_from_args
@@ -94,8 +94,11 @@ class TorchDistSource(ModelSource):
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """See `ModelSource.tokenizer`."""
-        return Tokenizer.from_folder(self.folder) if Tokenizer.is_in(self.folder) else None
+        """From the folder of the iteration, or the training folder above it."""
+        above = self.folder.parent
+        folders = [self.folder, *([above] if (above / TRACKER).is_file() else [])]
+        found = next((folder for folder in folders if Tokenizer.is_in(folder)), None)
+        return None if found is None else Tokenizer.from_folder(found)
 
     @cached_property
     def dtype(self) -> torch.dtype:

@@ -157,3 +157,15 @@ def test_a_legacy_iteration_by_its_own_path(run_folder: Path) -> None:
     _legacy(run_folder)
     with pytest.raises(CheckpointError, match="its format is 'torch'"):
         open_model(run_folder / "iter_0000123")
+
+
+def test_a_tokenizer_of_the_run_serves_all_its_iterations(run_folder: Path) -> None:
+    folders = (run_folder, run_folder / "release")
+    assert [open_model(folder).tokenizer for folder in folders] == [None, None]
+    tokenizer = open_model("smollm2").tokenizer
+    assert tokenizer is not None
+    tokenizer.save(run_folder)
+    for folder in folders:
+        found = open_model(folder)
+        assert found.tokenizer is not None
+        assert found.tokenizer.eos_ids == found.architecture.eos_token_ids == tokenizer.eos_ids
