@@ -139,6 +139,14 @@ QWEN3_5 = FamilyNames(
 QWEN3_5_MODULES = replace(
     QWEN3_5, expert_gate_up=STACKED.expert_gate_up, expert_down=STACKED.expert_down
 )
+MEGATRON = replace(QWEN3_5, expert_bias="mlp.gate.e_score_correction_bias")
+"""In no file: transformers trained with Megatron-LM whose features no family has together."""
+MEGATRON_UNGATED = replace(
+    MEGATRON,
+    gate_up=("mlp.up_proj.weight",),
+    expert_gate_up=("mlp.experts.{e}.up_proj.weight",),
+    shared_gate_up=("mlp.shared_expert.up_proj.weight",),
+)
 QWEN3_NEXT = replace(QWEN3_5, delta_in_proj=("in_proj_qkvz.weight", "in_proj_ba.weight"))
 QWEN3_NEXT_MODULES = replace(QWEN3_5_MODULES, delta_in_proj=QWEN3_NEXT.delta_in_proj)
 
@@ -151,6 +159,7 @@ PUBLISHED = {
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5,
+    "megatron": MEGATRON,
 }
 """Names in published files, by `ModelArchitecture.model_type`; all others have the default."""
 MODULES = {
@@ -175,6 +184,8 @@ def names_of(model_type: str, modules: bool, gated: bool) -> FamilyNames:
     """
     if gated and model_type == "nemotron_h":
         return NEMOTRON_H_GATED
+    if not gated and model_type == "megatron":
+        return MEGATRON_UNGATED
     if modules:
         return MODULES.get(model_type, STACKED)
     return PUBLISHED.get(model_type, FamilyNames())

@@ -21,8 +21,6 @@ class Layer:
     """Prefix of its parameters."""
     theirs: str
     """Prefix of its Hugging Face tensors."""
-    block: int | None
-    """Number of the layer in the family's own count; None: it has none there."""
 
     def weight(
         self,
@@ -39,7 +37,6 @@ class Layer:
             {self.theirs + part: shape for part, shape in parts.items()},
             groups,
             self.ours + (stored or name),
-            self.block,
             dim,
             strips=tuple(Strip(strip, rows) for strip, rows in (strips or {}).items()),
         )

@@ -60,13 +60,13 @@ def _whole_weights(a: ModelArchitecture, stacked: bool) -> Iterator[Weight]:
     names = names_of(a.model_type, stacked, a.activation == "silu")
 
     def plain(name: str, huggingface: str, shape: Shape, dim: int | None) -> Weight:
-        return Weight(name, {huggingface: shape}, 1, name, None, dim)
+        return Weight(name, {huggingface: shape}, 1, name, dim)
 
     embedding = (a.vocab_size, a.hidden_size)
     yield plain(EMBEDDING, names.embedding, embedding, 0)
     for number, kind in enumerate(a.pattern):
         block = number // a.layers_per_block
-        layer = Layer(a, names, f"decoder.layers.{number}.", names.layer.format(block), block)
+        layer = Layer(a, names, f"decoder.layers.{number}.", names.layer.format(block))
         yield from WEIGHTS_OF[kind](layer)
     yield plain("decoder.final_norm.weight", names.final_norm, (a.hidden_size,), None)
     if not a.tie_word_embeddings:
@@ -86,7 +86,7 @@ def mtp_weights(a: ModelArchitecture, stacked: bool = False) -> Iterator[Weight]
         first = depth * layers
         numbers = {"depth": depth, "first": first, "last": first + layers - 1}
         ours = f"mtp.layers.{depth}."
-        whole = Layer(a, names, ours, "", None)
+        whole = Layer(a, names, ours, "")
         for norm in ("enorm", "hnorm", "final_layernorm"):
             theirs: str = getattr(mtp, norm)
             yield whole.weight(f"{norm}.weight", {theirs.format(**numbers): (hidden,)})
@@ -96,4 +96,4 @@ def mtp_weights(a: ModelArchitecture, stacked: bool = False) -> Iterator[Weight]
         for number, kind in enumerate(a.mtp_pattern):
             inside = f"{ours}mtp_model_layer.layers.{number}."
             theirs = mtp.inside.format(layer=first + number, **numbers)
-            yield from WEIGHTS_OF[kind](Layer(a, names, inside, theirs, None))
+            yield from WEIGHTS_OF[kind](Layer(a, names, inside, theirs))

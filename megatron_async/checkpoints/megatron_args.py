@@ -26,17 +26,28 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "add_bias_linear": (False,),
     "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "apply_layernorm_1p": (False, True),
+    "rope_type": (None, "rope"),
+    "no_rope_freq": (None,),
+    "softmax_type": ("vanilla",),
+    "apply_residual_connection_post_layernorm": (False,),
+    "glu_linear_offset": (0.0,),
+    "activation_func_clamp_value": (None,),
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_shared_expert_glu_interleave_size": (None,),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
     "experimental_attention_variant": (None, "gated_delta_net"),
     "moe_router_score_function": ("softmax", "sigmoid"),
     "moe_router_num_groups": (None,),
-    "moe_shared_expert_gate": (False, True),
+    "moe_router_force_load_balancing": (False,),
+    "moe_router_force_biased": (None,),
+    "moe_apply_probs_on_input": (False,),
+    "moe_expert_capacity_factor": (None,),
+    "moe_expert_rank_capacity_factor": (None,),
     "moe_latent_size": (None,),
     "multi_latent_attention": (False,),
     "qk_l2_norm": (False,),
-    "attention_output_gate": (False, True),
     "linear_conv_kernel_dim": (CONV_KERNEL, None),
-    "window_size": (None, (-1, -1)),
     "use_mup": (False,),
 }
 """Arguments that change the computation, and the values that are supported. Absent is not set."""
@@ -55,6 +66,20 @@ DELTA_DEFAULTS = {
     "linear_value_head_dim": 128,
 }
 """Sizes of Gated DeltaNet layers where the arguments are silent: Megatron-Core's."""
+
+BALANCED = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+"""Ways of `moe_router_load_balancing_type` that do nothing but add to the loss: "sinkhorn" and
+"quantile_balancing" choose other experts."""
+
+GENERIC = "megatron"
+"""`model_type` of a transformer whose features no family of transformers has together."""
+
+RENAMED = {
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+}
+"""Arguments of Megatron-Core 0.19's parser, which has `TransformerConfig`'s names, and what they
+were called before."""
 
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 """Fixed in Megatron-Core; only the factor is an argument (`rope_scaling_factor`)."""
@@ -76,7 +101,6 @@ def architecture_from_args(
     """
     for name, supported in REQUIRED.items():
         value = args.get(name, MEGATRON_DEFAULTS.get(name, supported[0]))
-        value = tuple(value) if isinstance(value, list) else value
         if value not in supported:
             allowed = " or ".join(map(repr, supported))
             raise CheckpointError(f"{where}: {name} = {value!r} is not supported (only {allowed})")
@@ -86,14 +110,16 @@ def architecture_from_args(
     layers, pattern, mtp_pattern = _layers(args, where)
     activation = _activation(args, where)
     position = args.get("position_embedding_type", "rope")
-    # Whatever no family of transformers has is a hybrid, even without Mamba-2.
-    plain = re.fullmatch(r"(\*[-E])+", pattern) and activation == "silu" and position == "rope"
-    shared = args.get("moe_shared_expert_intermediate_size")
-    is_hybrid = not plain or bool(args.get("num_experts") and shared)
-    is_hybrid = is_hybrid or bool(args.get("attention_output_gate"))
-    is_hybrid = is_hybrid or bool(args.get("apply_layernorm_1p"))
-    biases, norms = bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm"))
+    is_centered = bool(_renamed(args, "layernorm_zero_centered_gamma", False))
     experts = args.get("num_experts") or 0
+    # Whatever no family of transformers has is a hybrid, even without Mamba-2, if it was one.
+    plain = re.fullmatch(r"(\*[-E])+", pattern) and activation == "silu" and position == "rope"
+    is_plain = plain and not (
+        is_centered
+        or args.get("attention_output_gate")
+        or (experts and args.get("moe_shared_expert_intermediate_size"))
+    )
+    biases, norms = bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm"))
     features = (biases, norms, experts > 0)
     families = [
         family.model_type
@@ -101,19 +127,19 @@ def architecture_from_args(
         if (family.add_qkv_bias, family.qk_layernorm, family.has_experts) == features
     ]
     if DELTA in pattern:
-        families = ["qwen3_next"]
-    elif is_hybrid:
-        families, layers = ["nemotron_h"], len(pattern)
-    if not families:
-        raise CheckpointError(
-            f"{where}: add_qkv_bias together with qk_layernorm or experts is not supported"
-        )
+        model_type = "qwen3_next"
+    elif is_plain:
+        model_type = families[0] if families else GENERIC
+    elif _hybrid_pattern(args):
+        model_type, layers = "nemotron_h", len(pattern)
+    else:
+        model_type = GENERIC
     scaling = None
     if args.get("use_rope_scaling"):
         factor = float(args.get("rope_scaling_factor", 8.0))
         scaling = RopeScaling(factor, LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL)
     return ModelArchitecture(
-        model_type=families[0],
+        model_type=model_type,
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -121,15 +147,16 @@ def architecture_from_args(
         kv_channels=args.get("kv_channels") or hidden // heads,
         ffn_hidden_size=_size(args, "ffn_hidden_size", where),
         vocab_size=vocab_size,
-        layernorm_epsilon=float(args.get("norm_epsilon", 1e-5)),
+        layernorm_epsilon=float(_renamed(args, "layernorm_epsilon", 1e-5)),
         rotary_base=float(args.get("rotary_base", 10000)),
         rope_scaling=scaling,
         add_qkv_bias=biases,
         qk_layernorm=norms,
         attention_output_gate=bool(args.get("attention_output_gate")),
-        layernorm_zero_centered_gamma=bool(args.get("apply_layernorm_1p")),
+        layernorm_zero_centered_gamma=is_centered,
         tie_word_embeddings=not args.get("untie_embeddings_and_output_weights", False),
         max_position_embeddings=_size(args, "max_position_embeddings", where),
+        sliding_window=_window(args, where),
         eos_token_ids=eos_token_ids,
         pattern=pattern,
         activation=activation,
@@ -149,12 +176,40 @@ def _size(args: Mapping[str, Any], name: str, where: str) -> int:
     return value
 
 
+def _renamed(args: Mapping[str, Any], name: str, default: Any) -> Any:
+    """The value of an argument that has had another name before (`RENAMED`)."""
+    value = args.get(name)
+    return args.get(RENAMED[name], default) if value is None else value
+
+
+def _window(args: Mapping[str, Any], where: str) -> int | None:
+    """Tokens that a token sees, itself among them. Megatron counts those before it."""
+    window = args.get("window_size")
+    window = tuple(window) if isinstance(window, list) else window
+    if window is None or window == (-1, -1):
+        return None
+    if not (isinstance(window, tuple) and len(window) == 2 and window[0] > 0 and window[1] == 0):
+        raise CheckpointError(
+            f"{where}: window_size = {window!r} is not supported (only None, (-1, -1), or (n, 0) "
+            "with n > 0)"
+        )
+    return int(window[0]) + 1
+
+
 def _experts(args: Mapping[str, Any], where: str) -> dict[str, Any]:
     ffn = args.get("moe_ffn_hidden_size") or args.get("ffn_hidden_size")
     shared = args.get("moe_shared_expert_intermediate_size") or 0
+    topk = args.get("moe_router_topk", 2)
+    balancing = args.get("moe_router_load_balancing_type") or "none"
+    kinds = [balancing] if isinstance(balancing, str) else balancing
+    if not all(kind in BALANCED for kind in kinds):
+        raise CheckpointError(
+            f"{where}: moe_router_load_balancing_type = {balancing!r} is not supported (only "
+            f"{', '.join(map(repr, BALANCED))})"
+        )
     return {
         "num_moe_experts": _size(args, "num_experts", where),
-        "moe_router_topk": _size({"moe_router_topk": 2, **args}, "moe_router_topk", where),
+        "moe_router_topk": _size({"moe_router_topk": topk}, "moe_router_topk", where),
         "moe_ffn_hidden_size": _size({"moe_ffn_hidden_size": ffn}, "moe_ffn_hidden_size", where),
         "moe_router_pre_softmax": bool(args.get("moe_router_pre_softmax")),
         "moe_router_score_function": args.get("moe_router_score_function", "softmax"),
@@ -178,15 +233,19 @@ def _activation(args: Mapping[str, Any], where: str) -> str:
 
 def _mamba(args: Mapping[str, Any], hidden: int, where: str) -> dict[str, Any]:
     defaults = {"mamba_head_dim": 64, "mamba_state_dim": 128, "mamba_num_groups": 8}
-    given = {name: value for name, value in args.items() if value is not None}
-    sizes = {name: _size(defaults | given, name, where) for name in defaults}
-    heads = given.get("mamba_num_heads", 2 * hidden // sizes["mamba_head_dim"])
+    sizes = _sizes(args, defaults, where)
+    heads = args.get("mamba_num_heads") or 2 * hidden // sizes["mamba_head_dim"]
     return {**sizes, "mamba_num_heads": _size({"mamba_num_heads": heads}, "mamba_num_heads", where)}
 
 
 def _delta(args: Mapping[str, Any], where: str) -> dict[str, Any]:
-    given = {name: value for name, value in args.items() if value is not None}
-    return {name: _size(DELTA_DEFAULTS | given, name, where) for name in DELTA_DEFAULTS}
+    return _sizes(args, DELTA_DEFAULTS, where)
+
+
+def _sizes(args: Mapping[str, Any], defaults: Mapping[str, int], where: str) -> dict[str, int]:
+    given = {name: args.get(name) for name in defaults}
+    sizes = {name: defaults[name] if size is None else size for name, size in given.items()}
+    return {name: _size(sizes, name, where) for name in defaults}
 
 
 def _mixers(args: Mapping[str, Any], layers: int, where: str) -> str:
@@ -204,10 +263,14 @@ def _mixers(args: Mapping[str, Any], layers: int, where: str) -> str:
     return "".join(DELTA if linear else ATTENTION for linear in frequency)
 
 
+def _hybrid_pattern(args: Mapping[str, Any]) -> str:
+    return args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern") or ""
+
+
 def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str, str]:
     """Number of layers as families count them; the pattern; that of a depth of multi-token
     prediction, if there are any. A `HybridModel` counts attention and MLP apart."""
-    pattern = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    pattern = _hybrid_pattern(args)
     has_experts = bool(args.get("num_experts"))
     if not pattern:
         layers = _size(args, "num_layers", where)

@@ -15,6 +15,7 @@ from megatron_async.checkpoints.dummy import PREFIX, UNIFORM, DummySource
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.gguf import GGUFSource
 from megatron_async.checkpoints.huggingface import CONFIG, HuggingFaceSource
+from megatron_async.checkpoints.iteration_folders import is_megatron
 from megatron_async.checkpoints.source import ModelSource
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
@@ -129,9 +130,9 @@ def demo_file() -> Path:
 def _open_folder(folder: Path, name: str) -> ModelSource:
     if (folder / CONFIG).is_file():
         return HuggingFaceSource(folder, name)
-    # torch's distributed checkpoints take half a second to import, and few models are any.
-    from megatron_async.checkpoints.torch_dist import TorchDistSource, is_torch_dist
+    if is_megatron(folder):
+        # torch's distributed checkpoints take half a second to import, and few models are any.
+        from megatron_async.checkpoints.torch_dist import TorchDistSource
 
-    if is_torch_dist(folder):
         return TorchDistSource(folder, name)
     raise CheckpointError(f"folder {name!r} holds no model. Accepted: {ACCEPTED}.")

@@ -19,6 +19,7 @@ from megatron_async.models.pipeline import Stage, stage_of
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]
 """A slice of each axis of a stored tensor, with start and stop."""
+LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,6 @@ class Weight:
     groups: int
     stored: str
     """Key in a Megatron checkpoint of the `HybridModel`, which is that of the whole model."""
-    layer: int | None
-    """Layer as the family counts them, None outside the layers."""
     partition_dim: int | None = None
     """Axis along which tensor-parallel ranks share the weight, by Megatron's name: 0, rows (of each
     part, or whole groups), 1, columns, or None: every rank holds all of it. Where an axis does not
@@ -200,13 +199,20 @@ class Weight:
         return tuple(slice(held.start, held.stop) for held in ranges)
 
     @property
+    def gpt_layer(self) -> int | None:
+        """Its layer in a Megatron checkpoint of the deprecated `GPTModel`, where a layer is two of
+        the `HybridModel`: a mixer, and an MLP or experts. None outside the layers."""
+        found = LAYER_NUMBER.match(self.stored)
+        return None if found is None else int(found[1]) // 2
+
+    @property
     def stored_gpt(self) -> str:
         """Key in a Megatron checkpoint of the deprecated `GPTModel`, where a depth of multi-token
         prediction is one transformer layer."""
-        if self.layer is None:
+        if self.gpt_layer is None:
             name = self.stored.replace("final_norm", "final_layernorm")
             return re.sub(r"mtp_model_layer\.layers\.\d+\.", "transformer_layer.", name)
-        return re.sub(r"layers\.\d+\.", f"layers.{self.layer}.", self.stored)
+        return LAYER_NUMBER.sub(f"decoder.layers.{self.gpt_layer}.", self.stored)
 
     @property
     def stored_stacked(self) -> str:

@@ -212,11 +212,11 @@ def test_hybrid_model_checkpoints_of_training_load(
     ("args", "message"),
     [
         (None, "says nothing about the model's architecture; place an architecture.json"),
-        (ARGS | {"num_experts": 8}, "add_qkv_bias together with qk_layernorm or experts"),
+        (ARGS | {"num_experts": 8}, r"router\.weight' .*is missing"),
         (ARGS | {"experimental_attention_variant": "dsa"}, "attention_variant = 'dsa'"),
         (ARGS | {"normalization": "LayerNorm"}, "normalization = 'LayerNorm' .*'RMSNorm'"),
         (ARGS | {"hybrid_layer_pattern": "*-*E*-"}, "and 'E' where num_experts says how many"),
-        (ARGS | {"qk_layernorm": True}, "add_qkv_bias together with qk_layernorm"),
+        (ARGS | {"qk_layernorm": True}, r"q_layernorm\.weight' .*is missing"),
         (ARGS | {"hybrid_layer_pattern": "D-D-*-"}, "pattern 'D-D-\\*-' is not supported"),
         (ARGS | {"hidden_size": None}, "hidden_size = None"),
         ({k: v for k, v in ARGS.items() if k != "swiglu"}, "swiglu = False"),

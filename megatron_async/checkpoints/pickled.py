@@ -1,0 +1,172 @@
+"""Reading a pickle that others wrote: known plain classes are made, any other is left unread.
+
+A checkpoint of a training run holds whatever was in the run's arguments: enums of the installed or
+of another Megatron, classes of the user's own program. Nothing of these is imported or called here.
+Each becomes an `UnreadObject`, so that it stops only who needs its value.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.serialization import _get_layout
+
+from megatron_async.checkpoints.errors import CheckpointError
+
+ARGUMENT_CLASSES = (Namespace, SimpleNamespace, OrderedDict, set, frozenset, bytearray, complex)
+"""Of training arguments whose value is read."""
+
+METADATA_CLASSES = (
+    metadata.Metadata,
+    metadata.TensorStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.TensorProperties,
+    metadata.ChunkStorageMetadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+    _get_layout,
+    OrderedDict,
+)
+"""What the index of a distributed checkpoint consists of."""
+
+NAMES_OF_PYTHON_2 = {"__builtin__": "builtins"}
+"""Modules that pickles of protocol 2 name as Python 2 does."""
+
+
+class UnreadObject:
+    """Stands for an object whose class is not known, and takes whatever a pickle gives it.
+
+    Attributes:
+        class_name: of the object that was pickled, with its module.
+    """
+
+    class_name = ""
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> UnreadObject:
+        """The pickled arguments are dropped."""
+        return super().__new__(cls)
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        """The pickled arguments are dropped."""
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> UnreadObject:
+        """What a pickled function would have given is unread too."""
+        return self
+
+    def __setstate__(self, _state: Any) -> None:
+        """The pickled attributes are dropped."""
+
+    def __setitem__(self, _key: Any, _value: Any) -> None:
+        """An item of a mapping of an unknown class is dropped."""
+
+    def append(self, _item: Any) -> None:
+        """An item of a list of an unknown class is dropped."""
+
+    def extend(self, _items: Any) -> None:
+        """Items of a list of an unknown class are dropped."""
+
+    def add(self, _item: Any) -> None:
+        """An item of a set of an unknown class is dropped."""
+
+    def __repr__(self) -> str:
+        return f"<{self.class_name}, not read>"
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """A pickle in which only the given classes are made.
+
+    Names are looked up in a table and never imported, so nothing that a pickle names can run.
+
+    Args:
+        file: read from its position.
+        known: classes to make, and functions to call, by the name that Python gives them. torch's
+            dtypes and sizes are known too.
+    """
+
+    def __init__(self, file: BinaryIO | io.BytesIO, known: tuple[Callable[..., Any], ...]) -> None:
+        super().__init__(file)
+        self._known = {(item.__module__, item.__qualname__): item for item in known}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class of that name, or a new subclass of `UnreadObject`."""
+        module = NAMES_OF_PYTHON_2.get(module, module)
+        if module == "torch":
+            value = getattr(torch, name, None)
+            if value is torch.Size or isinstance(value, torch.dtype):
+                return value
+        if (module, name) == ("builtins", "getattr"):  # how protocol 2 names an inner class
+            return _inner_class
+        return self._known.get((module, name)) or _unread_class(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> UnreadObject:
+        """A tensor, whose bytes are elsewhere: left unread."""
+        return _unread_class("torch.Tensor")()
+
+
+class TrainingArguments(Mapping[str, Any]):
+    """Arguments of a training run by name, as a checkpoint holds them.
+
+    Args:
+        values: name -> value.
+        where: for error messages.
+        remedy: what to do where a value is needed and was not read.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str, remedy: str) -> None:
+        self._values, self._where, self._remedy = values, where, remedy
+
+    def __getitem__(self, name: str) -> Any:
+        """The value.
+
+        Raises:
+            KeyError: there is none.
+            CheckpointError: it is an object of an unknown class.
+        """
+        value = self._values[name]
+        items = value if isinstance(value, list | tuple) else (value,)
+        if any(isinstance(item, UnreadObject) for item in items):
+            raise CheckpointError(
+                f"{self._where}: {name} = {value!r} is an object of a class that is not read from "
+                f"checkpoints; {self._remedy}"
+            )
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def load_common_state(data: bytes) -> Any:
+    """What `torch.save` wrote, without its tensors and without objects of unknown classes.
+
+    Args:
+        data: the whole file.
+
+    Raises:
+        Exception: of any class, where the file is damaged; a pickle reads damaged bytes as
+            anything.
+    """
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+        return PlainUnpickler(io.BytesIO(archive.read(name)), ARGUMENT_CLASSES).load()
+
+
+def _unread_class(class_name: str) -> type[UnreadObject]:
+    return type("UnreadObject", (UnreadObject,), {"class_name": class_name})
+
+
+def _inner_class(outer: Any, name: str) -> type[UnreadObject]:
+    return _unread_class(f"{getattr(outer, 'class_name', '') or outer!r}.{name}")

@@ -1,0 +1,167 @@
+"""Arguments of training runs: what is read of them, and what is refused or left unread."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from training_checkpoints import LENGTH, VOCABULARY, parsed_args, save_run, trained_model
+
+from megatron_async.checkpoints import CheckpointError, load_model, open_model
+from megatron_async.checkpoints.megatron_args import architecture_from_args
+from megatron_async.checkpoints.pickled import UnreadObject, load_common_state
+from megatron_async.models.architecture import ModelArchitecture
+
+CPU = torch.device("cpu")
+LOST = "lost_training_module"
+
+
+def read(**changes: Any) -> ModelArchitecture:
+    args = vars(parsed_args(**changes))
+    return architecture_from_args({k: v for k, v in args.items() if v != "absent"}, 96, (), "run")
+
+
+class Danger:
+    """Runs a command when an ordinary unpickler reads it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.file}",)
+
+
+@pytest.fixture
+def lost() -> Iterator[ModuleType]:
+    """A module whose objects are pickled, and which is then no more."""
+    module = ModuleType(LOST)
+
+    def own(name: str, base: Any, **members: Any) -> None:
+        made = type(name, (base,), {"__module__": LOST, **members})
+        setattr(module, name, made)
+
+    own("Plain", object)
+    own("Listed", list)
+    own("Mapped", dict)
+    module.Kind = Enum("Kind", ["RMSNorm"], module=LOST)  # type: ignore[attr-defined]
+    outer = type("Outer", (), {"__module__": LOST})
+    inner = Enum("Inner", ["one"], module=LOST, qualname="Outer.Inner")
+    outer.Inner = inner  # type: ignore[attr-defined]
+    module.Outer = outer  # type: ignore[attr-defined]
+    sys.modules[LOST] = module
+    yield module
+    sys.modules.pop(LOST, None)
+
+
+def test_objects_of_unknown_classes_do_not_stop_loading(lost: Any, tmp_path: Path) -> None:
+    plain = lost.Plain()
+    plain.attribute = [1]
+    args = parsed_args(
+        plain=plain,
+        listed=lost.Listed([1, 2]),
+        mapped=lost.Mapped(a=1),
+        kind=lost.Kind.RMSNorm,
+        kinds=[lost.Kind.RMSNorm],
+        inner=lost.Outer.Inner.one,
+        by_kind={lost.Kind.RMSNorm: 1},
+        danger=Danger(tmp_path / "ran"),
+        generator=torch.Generator().get_state(),
+    )
+    model = trained_model(args)
+    save_run(model, tmp_path / "m", args)
+    (tmp_path / "ran").unlink(missing_ok=True)  # whoever copied the arguments ran it
+    sys.modules.pop(LOST)
+    loaded = load_model(tmp_path / "m", torch.float32, CPU)
+    assert loaded.architecture.layernorm_epsilon == args.layernorm_epsilon
+    assert loaded.architecture.max_position_embeddings == LENGTH
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_unknown_object_that_is_needed_is_named(lost: Any, tmp_path: Path) -> None:
+    args = parsed_args(normalization=lost.Kind.RMSNorm)
+    save_run(trained_model(parsed_args()), tmp_path, args)
+    sys.modules.pop(LOST)
+    message = rf"normalization = <{LOST}\.Kind, not read>.*place an architecture\.json"
+    with pytest.raises(CheckpointError, match=message):
+        _ = open_model(tmp_path).architecture
+
+
+def test_values_of_known_classes_are_kept(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    args = parsed_args()
+    torch.save({"args": args, "weight": torch.ones(2)}, file)
+    state = load_common_state(file.getvalue())
+    found, expected = vars(state["args"]), vars(args)
+    assert found.keys() == expected.keys()
+    unread = {name for name, value in found.items() if isinstance(value, UnreadObject)}
+    assert unread == {"attention_backend", "inference_cuda_graph_scope", "exit_signal"}
+    for name in found.keys() - unread - {"cuda_graph_modules"}:
+        assert found[name] == expected[name], name
+    assert isinstance(state["weight"], UnreadObject)
+
+
+def test_nothing_in_the_index_runs(tmp_path: Path) -> None:
+    args = parsed_args()
+    save_run(trained_model(args), tmp_path / "m", args)
+    index = tmp_path / "m" / ".metadata"
+    index.write_bytes(pickle.dumps(Danger(tmp_path / "ran")))
+    with pytest.raises(CheckpointError, match=r"\.metadata: truncated or corrupt \(it is a Unread"):
+        _ = open_model(tmp_path / "m").architecture
+    assert not (tmp_path / "ran").exists()
+
+
+def test_names_of_earlier_parsers() -> None:
+    """`--norm-epsilon` and `--apply-layernorm-1p` were arguments of these names before 0.19, and
+    have the names of `TransformerConfig` since."""
+    assert read(layernorm_epsilon=1e-6).layernorm_epsilon == 1e-6
+    assert read(layernorm_epsilon="absent", norm_epsilon=1e-6).layernorm_epsilon == 1e-6
+    assert read(layernorm_epsilon="absent").layernorm_epsilon == 1e-5
+    assert read(layernorm_zero_centered_gamma=True).layernorm_zero_centered_gamma
+    old = read(layernorm_zero_centered_gamma="absent", apply_layernorm_1p=True)
+    assert old.layernorm_zero_centered_gamma
+
+
+def test_a_window_is_a_limit_of_the_length() -> None:
+    assert read().sliding_window is None
+    assert read(window_size=(-1, -1)).sliding_window is None
+    assert read(window_size=(127, 0)).sliding_window == 128  # those before it, and the token
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("softmax_type", "off-by-one"),
+        ("no_rope_freq", [0, 1]),
+        ("apply_residual_connection_post_layernorm", True),
+        ("activation_func_clamp_value", 7.0),
+        ("glu_linear_offset", 1.0),
+        ("moe_mlp_glu_interleave_size", 32),
+        ("moe_expert_capacity_factor", 1.0),
+        ("moe_apply_probs_on_input", True),
+        ("heterogeneous_layers_config_path", "layers.json"),
+        ("rotary_interleaved", True),
+        ("rotary_seq_len_interpolation_factor", 4),
+        ("position_embedding_type", "yarn"),
+        ("window_size", (128, 128)),
+        ("moe_router_load_balancing_type", "sinkhorn"),
+        ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"]),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf"{name} = .*is not supported \(only"):
+        read(num_experts=4, **{name: value})
+
+
+def test_vocabulary_is_that_of_the_stored_embedding(tmp_path: Path) -> None:
+    args = parsed_args(padded_vocab_size=None)
+    save_run(trained_model(args), tmp_path, args)
+    assert open_model(tmp_path).architecture.vocab_size == VOCABULARY
