@@ -41,6 +41,7 @@ def megatron_on_a_cpu() -> Iterator[None]:
     with (
         mock.patch.object(torch.cuda, "current_device", lambda: "cpu"),
         mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", lambda: no_tracker),
+        torch.compiler.set_stance("force_eager"),  # its fusions would be compiled, for seconds
     ):
         yield
 
