@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from megatron.core.transformer.enums import InferenceCudaGraphScope
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
@@ -37,13 +38,12 @@ SERVING: dict[str, Any] = {
     "attention_dropout": 0.0,
     "enable_cuda_graph": False,
     "cuda_graph_impl": "none",
-    "inference_cuda_graph_scope": None,
+    "inference_cuda_graph_scope": InferenceCudaGraphScope.none,
     "mlp_chunks_for_prefill": 1,
     "recompute_granularity": None,
     "fine_grained_activation_offloading": False,
     "cpu_offloading": False,
     "moe_paged_stash": False,
-    "moe_router_load_balancing_type": "none",
     "mtp_num_layers": None,
 }
 """Fields that belong to training, to how weights are first made, or to Megatron's own engine, and
@@ -76,10 +76,9 @@ def serving_config(
     if isinstance(config, ModelConfig) and config.hybrid_layer_pattern is not None:
         return config
     served = object.__new__(ModelConfig)  # its values are final: nothing is derived once more
-    for field in ADDED:
-        setattr(served, field.name, field.default)
-    vars(served).update(vars(config))
-    vars(served).update(SERVING)
+    values = {field.name: field.default for field in ADDED} | vars(config) | SERVING
+    for name, value in values.items():
+        setattr(served, name, value)
     if layer_pattern is None and model is not None:
         layer_pattern = getattr(model, "hybrid_layer_pattern", None)
     if layer_pattern is None:

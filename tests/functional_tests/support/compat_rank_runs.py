@@ -31,9 +31,7 @@ def prompts_of(rank: int) -> list[list[int]]:
     return random_prompts(9 + rank, LENGTHS, VOCABULARY)
 
 
-def serve_part(
-    changes: dict[str, Any], options: dict[str, Any], sizes: ParallelSizes
-) -> RankFound:
+def serve_part(changes: dict[str, Any], options: dict[str, Any], sizes: ParallelSizes) -> RankFound:
     """Build this rank's part, serve all prompts (with experts on ranks this rank's own), and ask
     Megatron's forward about the same tokens."""
     model = gpt_model(changes, options, sizes).eval()
