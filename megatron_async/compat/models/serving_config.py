@@ -59,7 +59,9 @@ def serving_config(
 
     A context is made before the model is known. For a `GPTModel` its configuration is enough. A
     `HybridModel`'s has no layer pattern: give `layer_pattern` (Megatron's scripts have it in
-    `MambaInferenceStateConfig.layer_type_list`), or the model itself.
+    `MambaInferenceStateConfig.layer_type_list`, where there are Mamba layers), or the model itself.
+    Without either, what is returned counts every layer as attention, and has no pattern: the
+    wrapper makes the context again when it knows (`context_for.py`).
 
     Args:
         config: Megatron's `TransformerConfig` of the model; a `ModelConfig` is returned as it is.
@@ -81,6 +83,9 @@ def serving_config(
         setattr(served, name, value)
     if layer_pattern is None and model is not None:
         layer_pattern = getattr(model, "hybrid_layer_pattern", None)
+    if layer_pattern is None and config.is_hybrid_model:
+        served.pipeline_model_parallel_size = 1  # nobody can tell where its stages begin
+        return served
     if layer_pattern is None:
         pattern = gpt_pattern(config)
     else:
@@ -100,16 +105,8 @@ def gpt_pattern(config: TransformerConfig) -> str:
     stages: attention or Gated DeltaNet, then an MLP or experts.
 
     Raises:
-        ConfigurationError: the configuration is a hybrid model's, or a field of it that says which
-            layer is what cannot be read.
+        ConfigurationError: a field that says which layer is what, or where, is not served.
     """
-    if config.is_hybrid_model:
-        raise ConfigurationError(
-            "is_hybrid_model=True, but nothing tells the model's layer pattern: set the "
-            "InferenceConfig's mamba_inference_state_config (Megatron's "
-            "MambaInferenceStateConfig.from_model(model)), or make the context from "
-            "megatron_async.compat.models.serving_config(model.config, model=model)."
-        )
     count = config.num_layers
     mixers, experts = _mixers(config, count), _experts(config, count)
     layers = [

@@ -18,7 +18,11 @@ from megatron.core.transformer.torch_norm import L2Norm
 from test_compat_models import EXPERTS, GPT2, LEARNED, UNTIED
 from torch import nn
 
-from megatron_async.compat.models import serve_model, serving_config
+from megatron_async import DynamicInferenceContext, InferenceConfig
+from megatron_async.compat.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+    GPTInferenceWrapper,
+)
+from megatron_async.compat.models import serve_model
 from megatron_async.errors import ConfigurationError
 
 FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -227,13 +231,15 @@ def test_a_class_with_a_forward_of_its_own() -> None:
     refused(model, "a Scaled is not served: its forward is not that of")
 
 
-def test_a_hybrid_model_whose_context_was_not_told() -> None:
+def test_a_used_context_is_not_made_again() -> None:
     model = hybrid_model("M*-", **MAMBA)
-    refused(model, "layers are 'M*-', but the context was made for '3 attention layers'")
-    model.config.is_hybrid_model = True
-    with pytest.raises(ConfigurationError, match="mamba_inference_state_config"):
-        serving_config(model.config)
-    assert serving_config(model.config, ["M", "*", "-"]).hybrid_layer_pattern == "M*-"
+    settings = InferenceConfig(device="cpu", num_kv_blocks=4, max_requests=4)
+    context = DynamicInferenceContext(model.config, settings)
+    context.expect_step(1)
+    context._plan_builder.next_step = 1
+    with pytest.raises(ConfigurationError, match="has been used: make a context for each model"):
+        GPTInferenceWrapper(model, context)
+    context.device.close()
 
 
 def test_weights_of_another_dtype_than_the_configurations() -> None:

@@ -39,7 +39,7 @@ def serve_part(changes: dict[str, Any], options: dict[str, Any], sizes: Parallel
     prompts = prompts_of(int(os.environ["RANK"]) if has_experts else 0)
     found, kind = [], ""
     for lookahead in (0, 1):
-        engine = engine_of(model, with_serving_config=True, lookahead=lookahead)
+        engine = engine_of(model, with_serving_config=bool(lookahead), lookahead=lookahead)
         kind = type(engine.controller.inference_wrapped_model.model).__name__
         if has_experts:
             engine.group, _ = join_group(check_agreement=False)

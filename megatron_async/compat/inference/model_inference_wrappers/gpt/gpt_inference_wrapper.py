@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from megatron_async.compat.models.context_for import has_room, make_again
 from megatron_async.compat.models.served_model import serve_model
 from megatron_async.errors import ConfigurationError
 from megatron_async.model_inference_wrappers.gpt import gpt_inference_wrapper as core
-from megatron_async.models.architecture import ATTENTION, RECURRENT
 from megatron_async.models.linear import pack_weights
 from megatron_async.models.norm import fold_norms
 
@@ -28,8 +28,9 @@ class GPTInferenceWrapper(core.GPTInferenceWrapper):
     Args:
         model: Megatron's, of its local or its TransformerEngine spec; on the context's device. One
             that this package built is served as it is.
-        inference_context: made from the model's configuration: `model.config` itself is enough for
-            a `GPTModel` on one pipeline stage, `serving_config` of it for all.
+        inference_context: made from the model's configuration, `model.config`. Where that does not
+            tell the model's layers (a `HybridModel`, pipeline stages), the context is made again
+            from what does, unless it was made from `serving_config(model.config, model=model)`.
 
     Attributes:
         user_model: the user's, without `DistributedDataParallel` and `Float16Module`.
@@ -45,7 +46,8 @@ class GPTInferenceWrapper(core.GPTInferenceWrapper):
         self.user_model: nn.Module = found.user_model
         self.config: Any = found.user_model.config
         self._weights = found.weights
-        _check_layers(found.config, inference_context)
+        if not has_room(inference_context, found.config):
+            make_again(inference_context, found.config)
         _check_place(found.user_model, inference_context)
         super().__init__(found.served, inference_context)
         self._addresses = self._parameter_addresses()
@@ -79,28 +81,6 @@ class GPTInferenceWrapper(core.GPTInferenceWrapper):
 
     def _parameter_addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self.model.parameters()]
-
-
-def _check_layers(config: Any, context: DynamicInferenceContext) -> None:
-    """Check that a context has room for the layers of a model.
-
-    Args:
-        config: that the model is served with.
-        context: which was made before anybody knew the model.
-    """
-    wanted, known = config.hybrid_layer_pattern, context.model_config
-    told = getattr(known, "hybrid_layer_pattern", None)
-    if told is None and wanted is not None:
-        # One layer with keys and values for each that Megatron counts, on one stage, and no states.
-        simple = "|" not in wanted and not any(kind in wanted for kind in RECURRENT)
-        told = wanted if simple and wanted.count(ATTENTION) == known.num_layers else None
-    if told != wanted:
-        raise ConfigurationError(
-            f"the model's layers are {wanted!r}, but the context was made for "
-            f"{told or f'{known.num_layers} attention layers'!r}: make the context from "
-            "megatron_async.compat.models.serving_config(model.config, model=model), or set the "
-            "InferenceConfig's mamba_inference_state_config."
-        )
 
 
 def _check_place(model: nn.Module, context: DynamicInferenceContext) -> None:
