@@ -48,6 +48,7 @@ def assert_megatrons(model: Any, found: list[list[int]]) -> None:
 def train_one_step(model: nn.Module) -> None:
     """Forward, backward and an optimizer's step, which writes the parameters in place."""
     model.train()
+    model.config.hidden_dropout = model.config.attention_dropout = 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     ids = torch.tensor([PROMPTS[0]])
     mask = torch.ones(1, 1, ids.size(1), ids.size(1)).triu(1).bool()
@@ -166,6 +167,23 @@ def test_experts_that_lie_side_by_side_are_shared() -> None:
     assert wrapper.refresh_weights() is False
     assert_megatrons(model, generate(engine))
     engine.close()
+
+
+def test_inside_and_outside_of_inference_mode() -> None:
+    """Megatron's scripts run in it from their first line; training does not."""
+    model = gpt_model(EXPERTS | SHARED, UNTIED).eval()
+    with torch.inference_mode():
+        engine = engine_of(model, lookahead=1)
+        before = generate(engine)
+        assert_megatrons(model, before)
+        engine.suspend(free_kv_cache=True)
+    train_one_step(model)
+    engine.controller.inference_wrapped_model.refresh_weights()
+    engine.resume()
+    after = generate(engine)
+    engine.close()
+    assert after != before
+    assert_megatrons(model, after)
 
 
 def test_two_engines_on_one_model() -> None:
