@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from capturing_cpu import CapturingCpu
+from compat_hybrids import DELTA, MAMBA, hybrid_model
 from compat_models import engine_of, fill, gpt_model, logits_of, megatron_on_a_cpu
-from harness import drain, greedy
+from harness import drain, greedy, make_model
 from test_compat_models import EXPERTS, GPT2, LEARNED, PROMPTS, SHARED, UNTIED
 from torch import nn
 
@@ -48,7 +49,6 @@ def assert_megatrons(model: Any, found: list[list[int]]) -> None:
 def train_one_step(model: nn.Module) -> None:
     """Forward, backward and an optimizer's step, which writes the parameters in place."""
     model.train()
-    model.config.hidden_dropout = model.config.attention_dropout = 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     ids = torch.tensor([PROMPTS[0]])
     mask = torch.ones(1, 1, ids.size(1), ids.size(1)).triu(1).bool()
@@ -138,6 +138,31 @@ def test_what_is_copied() -> None:
         for product in (1, 2)
     ]
     assert weights.copied_bytes == 2 * 4 * (2 * 24 * 32 + 24 * 32) * 4
+
+
+def test_in_bfloat16_only_what_is_wanted_wider_is_copied() -> None:
+    model = hybrid_model("MG*-", params_dtype=torch.bfloat16, bf16=True, **MAMBA, **DELTA)
+    weights = serve_model(model.bfloat16()).weights
+    assert weights is not None
+    assert weights.copied_names == [
+        "decoder.layers.0.mixer.A_log",
+        "decoder.layers.0.mixer.D",
+        "decoder.layers.1.self_attention.A_log",
+        "decoder.layers.1.self_attention.out_norm.weight",
+    ]
+    engine = engine_of(model, lookahead=1)
+    generate(engine)
+    engine.close()
+
+
+def test_a_model_of_the_engines_loader_is_served_as_it_is() -> None:
+    model = make_model()
+    found = serve_model(model)
+    assert found.served is model
+    engine = engine_of(model, lookahead=1)
+    assert engine.controller.inference_wrapped_model.refresh_weights() is False
+    generate(engine)
+    engine.close()
 
 
 def test_experts_that_lie_side_by_side_are_shared() -> None:
