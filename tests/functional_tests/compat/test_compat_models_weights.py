@@ -14,6 +14,9 @@ from test_compat_models import EXPERTS, GPT2, LEARNED, PROMPTS, SHARED, UNTIED
 from torch import nn
 
 from megatron_async.compat.models import serve_model
+from megatron_async.compat.models.shared_weights import SharedWeights
+from megatron_async.device_state import device_memory
+from megatron_async.devices import CpuDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
 
@@ -162,6 +165,39 @@ def test_a_model_of_the_engines_loader_is_served_as_it_is() -> None:
     engine = engine_of(model, lookahead=1)
     assert engine.controller.inference_wrapped_model.refresh_weights() is False
     generate(engine)
+    engine.close()
+
+
+def test_a_context_makes_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has taken most of the memory; it gives that back, and then takes of what is left."""
+    model = gpt_model(EXPERTS, UNTIED).eval()
+    copies = serve_model(model).weights
+    assert copies is not None
+    device, bind = CpuDevice(), SharedWeights.bind
+    free, caches = [2 * copies.copied_bytes], list[Any]()
+    make_cache = device_memory.PagedKVCache
+
+    def bind_and_count(weights: SharedWeights) -> None:
+        free[0] -= weights.copied_bytes
+        assert device.free_memory() >= 0, "there is no memory for this"
+        bind(weights)
+
+    def make_and_count(*args: Any) -> Any:
+        caches.append(make_cache(*args))
+        return caches[-1]
+
+    def free_memory() -> int:
+        return free[0] - sum(cache.num_bytes for cache in caches if cache._data is not None)
+
+    monkeypatch.setattr(SharedWeights, "bind", bind_and_count)
+    monkeypatch.setattr(device_memory, "PagedKVCache", make_and_count)
+    device.free_memory = free_memory  # type: ignore[method-assign]
+    settings = {"num_kv_blocks": None, "max_requests": 2, "block_size_tokens": 4}
+    engine = engine_of(model, device=device, lookahead=1, **settings)
+    first, second = (cache.num_bytes for cache in caches)
+    assert first > copies.copied_bytes > second
+    assert engine.context.gpu_view.kv_cache is caches[1]
+    assert_megatrons(model, generate(engine))
     engine.close()
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron_async.compat.models.context_for import has_room, make_again
+from megatron_async.compat.models.context_for import fit_context
 from megatron_async.compat.models.served_model import serve_model
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
@@ -48,9 +48,8 @@ class GPTInferenceWrapper(core.GPTInferenceWrapper):
         self.user_model: nn.Module = found.user_model
         self.config: Any = found.user_model.config
         self._weights = found.weights
-        if not has_room(inference_context, found.config):
-            make_again(inference_context, found.config)
         _check_place(found.user_model, inference_context)
+        fit_context(inference_context, found.config, found.weights)
         super().__init__(found.served, inference_context)
         self._addresses = self._parameter_addresses()
 
