@@ -21,6 +21,7 @@ TP, EP, PP = (
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], ParallelSizes, str]] = {
     "tensor": ({"qk_layernorm": True, "add_qkv_bias": True}, {}, TP, "HybridModel"),
     "tensor, Megatron's modules": (GPT2, LEARNED, TP, "GPTModel"),
+    "tensor, experts": (EXPERTS | SHARED, UNTIED, TP, "HybridModel"),
     "expert": (EXPERTS | SHARED, UNTIED, EP, "HybridModel"),
 }
 
@@ -32,7 +33,7 @@ def assert_lively(found: list[RankFound]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_give_megatrons_tokens(name: str) -> None:
     changes, options, sizes, kind = CASES[name]
-    found: list[RankFound] = run_ranks(2, serve_part, changes, options, sizes, timeout_s=120)
+    found: list[RankFound] = run_ranks(2, serve_part, changes, options, sizes, timeout_s=240)
     for one in found:
         assert one.kind == kind
         assert one.tokens == [one.megatrons] * 2
@@ -41,11 +42,10 @@ def test_ranks_give_megatrons_tokens(name: str) -> None:
         assert found[0].tokens == found[1].tokens
 
 
-@pytest.mark.parametrize("options", [UNTIED])
-def test_pipeline_stages_give_the_tokens_of_the_whole_model(options: dict[str, Any]) -> None:
+def test_pipeline_stages_give_the_tokens_of_the_whole_model() -> None:
     changes = {"num_layers": 4, "pipeline_dtype": torch.float32}
-    found: list[RankFound] = run_ranks(2, serve_part, changes, options, PP, timeout_s=120)
-    whole = gpt_model({"num_layers": 4}, options).eval()
+    found: list[RankFound] = run_ranks(2, serve_part, changes, UNTIED, PP, timeout_s=240)
+    whole = gpt_model({"num_layers": 4}, UNTIED).eval()
     for prompt, *tokens in zip(prompts_of(0), *found[0].tokens, *found[1].tokens, strict=True):
         assert tokens[1:] == tokens[:1] * 3
         logits = logits_of(whole, [*prompt, *tokens[0]])
