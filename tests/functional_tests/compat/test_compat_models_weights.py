@@ -182,8 +182,8 @@ def test_a_context_makes_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> Non
         assert device.free_memory() >= 0, "there is no memory for this"
         bind(weights)
 
-    def make_and_count(*args: Any) -> Any:
-        caches.append(make_cache(*args))
+    def make_and_count(*args: Any, **kwargs: Any) -> Any:
+        caches.append(make_cache(*args, **kwargs))
         return caches[-1]
 
     def free_memory() -> int:
