@@ -48,10 +48,10 @@ def with_memory_limits(
     pool = int(buffer_gb * GIB)
     block, states = block_bytes(model_config, settings), _state_bytes(model_config, settings)
     if asked is None:
-        # A request has one block and one state.
+        # A request has one block and one state; one block is the dummy block.
         count = pool // max(block + states, 1)
         kv_pool = count * block if states else pool
-        limits = {"max_requests": _rounded(min(count, most), model_config)}
+        limits = {"max_requests": _rounded(min(count - 1, most), model_config)}
     else:
         kv_pool = pool - asked * states
         limits = {"max_requests": asked}
