@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 import torch
@@ -287,3 +289,17 @@ def test_verbose_logs_a_summary(
     engine.close()
     assert "8 requests" in caplog.text
     assert "KV blocks" in caplog.text
+
+
+def test_an_engines_memory_goes_with_its_last_reference(tiny_model: torch.nn.Module) -> None:
+    engine = make(tiny_model, compat_config(track_generated_token_events=True))
+    drive(engine, PROMPTS[:2], greedy_params(3))
+    engine.close()
+    gc.collect()
+    gc.disable()
+    try:
+        parts = weakref.ref(engine), weakref.ref(engine.context)
+        del engine
+        assert [part() for part in parts] == [None, None], "without looking for cycles"
+    finally:
+        gc.enable()
