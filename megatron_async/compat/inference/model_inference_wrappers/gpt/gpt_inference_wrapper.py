@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from megatron_async.compat.models.context_for import fit_context
 from megatron_async.compat.models.served_model import serve_model
+from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
 from megatron_async.model_inference_wrappers.gpt import gpt_inference_wrapper as core
 from megatron_async.models.linear import pack_weights
@@ -27,8 +29,9 @@ class GPTInferenceWrapper(core.GPTInferenceWrapper):
     Args:
         model: Megatron's, of its local or its TransformerEngine spec; on the context's device. One
             that this package built is served as it is.
-        inference_context: made from the model's configuration: `model.config` itself is enough for
-            a `GPTModel` on one pipeline stage, `serving_config` of it for all.
+        inference_context: made from the model's configuration, `model.config`. Where that does not
+            tell the model's layers (a `HybridModel`, pipeline stages), the context is made again
+            from what does, unless it was made from `serving_config(model.config, model=model)`.
 
     Attributes:
         user_model: the user's, without `DistributedDataParallel` and `Float16Module`.
@@ -39,12 +42,14 @@ class GPTInferenceWrapper(core.GPTInferenceWrapper):
             named in the message.
     """
 
+    @makes_ordinary_tensors
     def __init__(self, model: Any, inference_context: DynamicInferenceContext) -> None:
         found = serve_model(model)
         self.user_model: nn.Module = found.user_model
         self.config: Any = found.user_model.config
         self._weights = found.weights
         _check_place(found.user_model, inference_context)
+        fit_context(inference_context, found.config, found.weights)
         super().__init__(found.served, inference_context)
         self._addresses = self._parameter_addresses()
 
@@ -52,6 +57,7 @@ class GPTInferenceWrapper(core.GPTInferenceWrapper):
         """Megatron's call before the first step. What it would do is done: the served modules are
         in eval mode, whatever mode the user's are in."""
 
+    @makes_ordinary_tensors
     def refresh_weights(self) -> bool:
         """Serve what the user's parameters are now, after training has changed them in place or
         given them other memory. No step may be in flight; `resume` of the engine calls it.
