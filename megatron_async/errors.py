@@ -9,6 +9,18 @@ class RequestError(ValueError):
     """A request that cannot be served as asked; only this request fails."""
 
 
+class SequenceTooLong(RequestError):
+    """A prompt, or the length that was asked for, leaves no room for a generated token."""
+
+
+class PromptTooLong(RequestError):
+    """A prompt is longer than a step's token budget, and chunked prefill is off."""
+
+
+class PoolTooSmall(RequestError):
+    """The whole KV pool does not hold the sequence that a request may reach."""
+
+
 class RequestAborted(RuntimeError):
     """The request was aborted by its owner before it finished."""
 

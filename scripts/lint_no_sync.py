@@ -153,16 +153,23 @@ def public_definitions(body: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef
 
 
 def documented_methods(trees: Iterable[ast.AST]) -> dict[str, set[str]]:
-    """Class name -> names of the methods that have a docstring there or in a base class."""
-    classes = {n.name: n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+    """Class name -> names of the methods that have a docstring there or in a base class. Classes of
+    one name are taken together: those of `compat` have the names of their bases."""
+    classes: dict[str, list[ast.ClassDef]] = {}
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.ClassDef):
+            classes.setdefault(node.name, []).append(node)
     found: dict[str, set[str]] = {}
 
     def methods(name: str) -> set[str]:
         if name not in found and name in classes:
             found[name] = set()  # ends a circle of names
-            own = {m.name for m in public_definitions(classes[name]) if ast.get_docstring(m)}
-            bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in classes[name].bases]
-            found[name] = own.union(*map(methods, bases))
+            own: set[str] = set()
+            for node in classes[name]:
+                own |= {m.name for m in public_definitions(node) if ast.get_docstring(m)}
+                bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
+                own = own.union(*map(methods, bases))
+            found[name] = own
         return found.get(name, set())
 
     for name in classes:

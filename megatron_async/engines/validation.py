@@ -12,7 +12,7 @@ import torch
 
 from megatron_async.contexts.admission import MAX_PRIORITY
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-from megatron_async.errors import RequestError
+from megatron_async.errors import PoolTooSmall, PromptTooLong, RequestError, SequenceTooLong
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
 
@@ -124,26 +124,27 @@ def check_request(
     """Check a request against the limits of the engine.
 
     Raises:
-        RequestError: naming the value and the remedy.
+        RequestError: naming the value and the remedy; `SequenceTooLong`, `PromptTooLong` or
+            `PoolTooSmall` where a limit of the engine is in the way.
     """
     params, config = request.sampling_params, context.config
     params.validate(vocab_size)
     prompt = len(request.prompt_tokens)
     longest = context.max_sequence_length
     if prompt >= longest:
-        raise RequestError(
+        raise SequenceTooLong(
             f"the prompt has {prompt} tokens, but max_sequence_length={longest} must hold it and "
             "at least one generated token: shorten the prompt or raise max_sequence_length."
         )
     if prompt > context.max_tokens and not config.enable_chunked_prefill:
-        raise RequestError(
+        raise PromptTooLong(
             f"the prompt has {prompt} tokens, more than max_tokens={context.max_tokens} of one "
             "step: set enable_chunked_prefill=True or raise max_tokens."
         )
     if params.num_tokens_total is not None:
         max_length = params.num_tokens_total
         if max_length <= prompt:
-            raise RequestError(
+            raise SequenceTooLong(
                 f"num_tokens_total={max_length} leaves nothing to generate after a prompt of "
                 f"{prompt} tokens: raise it, or give num_tokens_to_generate."
             )
@@ -157,7 +158,7 @@ def check_request(
     blocks = -(-(max_length - 1) // context.block_size_tokens)
     if blocks > context.blocks.total:
         pool = context.blocks.total * context.block_size_tokens
-        raise RequestError(
+        raise PoolTooSmall(
             f"the request may reach {max_length} tokens and so needs {blocks} KV blocks, but the "
             f"whole pool has {context.blocks.total} ({pool} tokens): lower num_tokens_to_generate, "
             "or raise num_kv_blocks or buffer_size_gb."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -51,10 +51,13 @@ class RequestRegistry:
     Attributes:
         news: notified when a request is added and when one ends.
         readers: of streams, who wait for tokens.
+        on_end: called with each request as it ends, when its books are complete and before those
+            who wait for it are told; None: nobody is.
     """
 
     def __init__(self, statistics: EngineStatistics) -> None:
         self._statistics = statistics
+        self.on_end: Callable[[DynamicInferenceRequest], None] | None = None
         self._entries: dict[int, RequestEntry] = {}
         self._too_slow: set[int] = set()
         self._ended: list[DynamicInferenceRequest] = []
@@ -139,6 +142,8 @@ class RequestRegistry:
         self._statistics.finished_requests += not failed
         self._ended.append(request)
         entry = self._entries.pop(request.request_id)
+        if self.on_end is not None:
+            self.on_end(request)
         if not entry.future.cancelled() and not entry.future.get_loop().is_closed():
             entry.future.set_result(request)
         self._too_slow.discard(request.request_id)

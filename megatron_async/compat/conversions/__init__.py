@@ -1,0 +1,1 @@
+"""From Megatron's data classes to ours and back."""

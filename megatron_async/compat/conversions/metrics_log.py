@@ -1,0 +1,91 @@
+"""`MetricsLog`: numbers of the engine to wandb every few steps, under Megatron's names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.engines.listener import EngineListener
+from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.errors import ConfigurationError
+from megatron_async.requests.request_registry import RequestRegistry
+
+if TYPE_CHECKING:
+    from megatron_async.compat.inference.contexts.dynamic_context import DynamicInferenceContext
+
+
+class MetricsLog(EngineListener):
+    """Writes what `InferenceConfig.metrics_writer` asks for. It reads counters of the host: nothing
+    waits for the device. So the step's time is not the device's but the mean wall time of a step
+    since the line before.
+
+    Args:
+        writer: wandb's module or a run of it: anything with `log(metrics, commit=True)`.
+        interval: steps between two lines, at least 1.
+        context: of the engine; its occupancy is written.
+        statistics: of the engine.
+        requests: the unfinished ones.
+
+    Raises:
+        ConfigurationError: the writer has no `log`.
+    """
+
+    def __init__(
+        self,
+        writer: Any,
+        interval: int,
+        context: DynamicInferenceContext,
+        statistics: EngineStatistics,
+        requests: RequestRegistry,
+    ) -> None:
+        if not callable(getattr(writer, "log", None)):
+            raise ConfigurationError(
+                f"metrics_writer={writer!r} has no method `log`: give the wandb module, or an "
+                "object with log(metrics, commit=True)."
+            )
+        self._writer = writer
+        self._interval = interval
+        self._context = context
+        self._statistics = statistics
+        self._requests = requests
+        self._before = 0, 0.0
+        if callable(define := getattr(writer, "define_metric", None)):
+            define("inference/*", step_metric="inference/inference_step")
+
+    def launched(self, plan: StepPlan | None) -> None:
+        """Write a line if one is due."""
+        if plan is not None and self._statistics.steps % self._interval == 0:
+            self._writer.log(self.metrics(), commit=True)
+
+    def metrics(self) -> dict[str, float | int]:
+        """The present numbers; shares of memory in percent."""
+        counts = self._statistics
+        steps, seconds = counts.steps - self._before[0], counts.busy_s - self._before[1]
+        self._before = counts.steps, counts.busy_s
+        found: dict[str, float | int] = {
+            "inference/inference_step": counts.steps,
+            "inference/step_time_s": seconds / max(steps, 1),
+            "inference/waiting_queue_len": len(self._context.waiting),
+            "inference/total_requests_dict_size": len(self._requests),
+        }
+        for name, value in self._context.get_kvcache_utilization_stats().items():
+            found[f"inference/{name}"] = value * 100.0 if "utilization" in name else value
+        return found | self._drafts() | self._prefix_cache()
+
+    def _drafts(self) -> dict[str, float | int]:
+        drafts = self._statistics.drafts.as_dict()
+        proposed, accepted = drafts.get("drafted_tokens", 0), drafts.get("accepted_tokens", 0)
+        if not proposed:
+            return {}
+        return {
+            "inference/spec_decode_acceptance_rate": 100.0 * accepted / proposed,
+            "inference/spec_decode_tokens_proposed": int(proposed),
+            "inference/spec_decode_tokens_accepted": int(accepted),
+        }
+
+    def _prefix_cache(self) -> dict[str, float | int]:
+        cache = self._context.prefix_cache
+        if cache is None or not cache.hits:
+            return {}
+        blocks = cache.hits // self._context.block_size_tokens
+        return {"inference/prefix_cache_blocks_matched": blocks}

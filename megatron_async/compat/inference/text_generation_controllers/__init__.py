@@ -1,0 +1,1 @@
+"""Controllers under Megatron's path."""

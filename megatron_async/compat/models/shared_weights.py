@@ -1,0 +1,136 @@
+"""The weights of a served model: the user's own memory wherever that is possible.
+
+Training and serving the same model (reinforcement learning) then needs no second model, and what
+the optimizer writes is what the next step computes with. Where the engine wants another form, it
+has a copy, which `refresh` makes again in the same place, because captured steps hold addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_async.compat.models.names import as_one, source_names, tensor_of, unused_parameters
+from megatron_async.compat.models.reading import Part
+from megatron_async.errors import ConfigurationError
+
+
+@dataclass
+class _Weight:
+    """One parameter of the served model, and where it comes from."""
+
+    name: str
+    sources: tuple[str, ...]
+    is_shared: bool = True
+    address: int = 0
+    """Of a shared one's memory, when it was bound."""
+
+
+class SharedWeights:
+    """Binds the parameters of a served model to those of the user's.
+
+    Args:
+        model: the user's.
+        parts: its layers.
+        served: laid out on the meta device; its parameters get memory here.
+
+    Raises:
+        ConfigurationError: a weight is missing in `model`, has another shape, or is one that the
+            served model has no place for.
+    """
+
+    def __init__(self, model: nn.Module, parts: Sequence[Part], served: nn.Module) -> None:
+        self._model, self._served = model, served
+        names = [name for name, _ in served.named_parameters()]
+        self._weights = [_Weight(name, source_names(model, parts, name)) for name in names]
+        unused = unused_parameters(model, {one for w in self._weights for one in w.sources})
+        if unused:
+            raise ConfigurationError(
+                f"this model is not served: nothing here knows what its parameter {unused[0]!r} "
+                f"(one of {len(unused)}) is for. Merge adapters into the weights, or serve it with "
+                "Megatron-Core's own engine."
+            )
+        for weight in self._weights:
+            self._bind(weight)
+        left = [name for name, tensor in served.named_buffers() if tensor.is_meta]
+        assert not left, f"buffers without memory: {left}"
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the weights that had to be copied."""
+        copies = [w.name for w in self._weights if not w.is_shared]
+        return sum(self._served.get_parameter(name).nbytes for name in copies)
+
+    @property
+    def copied_names(self) -> list[str]:
+        """Names in the served model of the weights that had to be copied."""
+        return [weight.name for weight in self._weights if not weight.is_shared]
+
+    def refresh(self) -> bool:
+        """Make the served weights the user's present ones.
+
+        Returns:
+            whether any of them lies elsewhere now, so that steps that were captured before read
+            memory that is the model's no more.
+        """
+        moved = False
+        for weight in self._weights:
+            moved |= self._rebind(weight)
+        return moved
+
+    def _found(self, weight: _Weight) -> list[Tensor]:
+        tensors = [tensor_of(self._model, name) for name in weight.sources]
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def _rebind(self, weight: _Weight) -> bool:
+        sources = self._found(weight)
+        if not weight.is_shared:
+            _copy(self._served.get_parameter(weight.name), sources)
+            return False
+        kept = self._served.get_parameter(weight.name)
+        if sources[0].data_ptr() == weight.address and kept.data_ptr() == weight.address:
+            return False
+        self._bind(weight)
+        return True
+
+    def _bind(self, weight: _Weight) -> None:
+        sources = self._found(weight)
+        template = self._served.get_parameter(weight.name)
+        _check_shapes(weight, sources, template.shape)
+        alike = all(source.dtype == template.dtype for source in sources)
+        one = sources[0] if len(weight.sources) == 1 else as_one(sources)
+        if not alike or one is None or not one.is_contiguous():
+            memory = torch.empty(template.shape, dtype=template.dtype, device=sources[0].device)
+            bound = nn.Parameter(memory, requires_grad=False)
+            _copy(bound, sources)
+            weight.is_shared = False
+        elif isinstance(one, nn.Parameter):
+            bound = one  # itself, so that memory that training gives it anew is seen at once
+        else:
+            bound = nn.Parameter(one.detach(), requires_grad=False)
+        weight.address = bound.data_ptr()
+        where, _, leaf = weight.name.rpartition(".")
+        self._served.get_submodule(where).register_parameter(leaf, bound)
+
+
+def _copy(target: Tensor, sources: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        if len(sources) == 1:
+            target.copy_(sources[0])
+            return
+        for part, source in zip(target, sources, strict=True):
+            part.copy_(source)
+
+
+def _check_shapes(weight: _Weight, sources: Sequence[Tensor], shape: torch.Size) -> None:
+    wanted = shape if len(weight.sources) == 1 else shape[1:]
+    count = 1 if len(weight.sources) == 1 else shape[0]
+    for name, source in zip(weight.sources, sources, strict=True):
+        if source.shape != wanted or len(sources) != count:
+            raise ConfigurationError(
+                f"this model is not served: its {name!r} is {list(source.shape)} of "
+                f"{len(sources)}, where its configuration says {list(wanted)} of {count}."
+            )
