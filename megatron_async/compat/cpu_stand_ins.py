@@ -3,7 +3,7 @@
 Megatron's training stack asks for CUDA where a model for the CPU needs none of it: it asserts that
 a GPU is there, resets memory counters, names "cuda" as the device of small tensors. `stand_in`
 answers these calls, each listed here with its reason. `torch.cuda.is_available()` stays False, so
-code that asks first is not misled. Nothing here computes: what needs a kernel of CUDA fails as ever.
+code that asks first is not misled. Nothing here computes: what needs a CUDA kernel fails as ever.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def stand_in() -> None:
 
     Beside those of `TORCH_CUDA`: `torch.nn.Module.cuda` leaves a model where it is; the backend
     "nccl" of `init_process_group` is "gloo"; Megatron's `initialize_megatron` is called with
-    `allow_no_cuda=True`, its own argument for this, and after its process groups are made, and does not
-    compile the C++ helpers of data sets, which no inference needs and the wheel has no sources for.
-    Where a GPU is there, nothing is changed.
+    `allow_no_cuda=True`, its own argument for this, after its process groups are made, and without
+    compiling the C++ helpers of data sets: no inference needs these, and the wheel lacks their
+    sources. Where a GPU is there, nothing is changed.
     """
     if torch.cuda.is_available():
         return

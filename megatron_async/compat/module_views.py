@@ -1,7 +1,7 @@
 """`megatron` and `megatron.core` as a script sees them: `megatron.core.inference` is ours.
 
 `import megatron.core.inference.config` binds the name `megatron`, and the script walks down from
-there. So a script is given these views in place of the two packages; all else in them is Megatron's.
+there. So a script is given these views of the two packages; all else in them is Megatron's.
 """
 
 from __future__ import annotations

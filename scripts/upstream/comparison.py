@@ -57,7 +57,8 @@ class Comparison:
         passed = len(self.counted) - len(self.lost)
         total = len([why for why in self.control.values() if why is not None])
         kept = len([why for why in self.control.values() if why == ""])
-        return f"| {self.file} | {kept}/{total} | {passed}/{len(self.counted)} | {len(self.left_out)} |"
+        cells = (self.file, f"{kept}/{total}", f"{passed}/{len(self.counted)}", len(self.left_out))
+        return f"| {' | '.join(map(str, cells))} |"
 
 
 HEAD = """\

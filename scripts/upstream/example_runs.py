@@ -126,8 +126,8 @@ NOT_RUN = {
     "examples/inference/launch_inference_server.py": "HTTP server, the same",
     "examples/inference/advanced/gpt_static_inference.py": "static batching is Megatron's own "
     "engine, with and without the hook",
-    "examples/inference/advanced/simple_t5_batch_inference.py": "encoder-decoder models: Megatron's "
-    "own engine, with and without the hook",
+    "examples/inference/advanced/simple_t5_batch_inference.py": "encoder-decoder models: "
+    "Megatron's own engine, with and without the hook",
 }
 """Examples that are not run, each with its reason."""
 
@@ -158,7 +158,9 @@ def command(
         "--no-persist-layer-norm", "--distributed-backend", "gloo" if cpu else "nccl",
         *without_gpu, *flags,
         "--prompts", *example.prompts, "--num-tokens-to-generate", str(TOKENS),
-        "--incoming-requests-per-sec", "-1", "--output-path", str(output), *example.flags,
+        "--incoming-requests-per-sec", "-1",
+        "--inference-dynamic-batching-buffer-size-gb", "1", "--output-path", str(output),
+        *example.flags,
     ]  # fmt: skip
 
 
@@ -206,7 +208,7 @@ def differences(example: Example, answers: list[Answer], expected: list[Any]) ->
 
 
 def reference(model: str, device: str) -> list[list[Any]]:
-    """The answers of `LLM` to each of `EXAMPLES`.
+    """The answers of `LLM` to each of `EXAMPLES`, its requests numbered as the scripts number them.
 
     Args:
         model: what the checkpoint was made of.
@@ -215,8 +217,14 @@ def reference(model: str, device: str) -> list[list[Any]]:
     from megatron_async import LLM, SamplingParams
 
     every = []
-    with LLM(model, device=device, dtype="float32", sampling_seed=1234) as llm:
+    # 1234 is the default of Megatron's --seed.
+    with LLM(model, device=device, dtype="float32", inference_sampling_seed=1234) as llm:
         for example in EXAMPLES:
-            params = {"temperature": 0.0, "num_tokens_to_generate": TOKENS, **example.sampling}
-            every.append(llm.generate(list(example.prompts), SamplingParams(**params)))
+            given = {"temperature": 0.0, "num_tokens_to_generate": TOKENS, **example.sampling}
+            params = SamplingParams(**given)
+            add = llm.engine.add_request
+            answers = [add(number, prompt, params) for number, prompt in enumerate(example.prompts)]
+            while llm.engine.has_unfinished_requests():
+                llm.engine.step_modern()
+            every.append([answer.result() for answer in answers])
     return every

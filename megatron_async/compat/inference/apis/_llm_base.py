@@ -62,14 +62,13 @@ class _MegatronLLMBase:
             raise ConfigurationError(f"use_coordinator=True {NO_COORDINATOR}")
         if coordinator_host is not None or coordinator_port is not None:
             raise ConfigurationError(
-                "coordinator_host/port require use_coordinator=True, which "
-                + NO_COORDINATOR
+                "coordinator_host/port require use_coordinator=True, which " + NO_COORDINATOR
             )
         experts = parallel_state.get_expert_model_parallel_world_size()
         if experts > 1:
             raise ConfigurationError(
-                f"expert_model_parallel_size > 1 (it is {experts}) needs a coordinator in Megatron, "
-                "since ranks that share experts step together: use "
+                f"expert_model_parallel_size > 1 (it is {experts}) needs a coordinator in "
+                "Megatron, since ranks that share experts step together: use "
                 "megatron_async.LLM(..., expert_model_parallel_size=...), which steps them so."
             )
         if inference_config is None:

@@ -23,7 +23,9 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         super().__init__(**arguments)
         self._task: asyncio.Task[None] | None = None
 
-    async def generate(self, prompts: Prompts, sampling_params: SamplingParams | None = None) -> Any:
+    async def generate(
+        self, prompts: Prompts, sampling_params: SamplingParams | None = None
+    ) -> Any:
         """Generate for one prompt or several.
 
         Args:
@@ -43,7 +45,8 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         if not batch:
             return []
         params = sampling_params or SamplingParams()
-        answers = [self._engine.add_request(self._engine.requests.free_id(), prompt, params)
+        answers = [
+            self._engine.add_request(self._engine.requests.free_id(), prompt, params)
             for prompt in batch
         ]
         together = asyncio.gather(*answers)
