@@ -18,8 +18,9 @@ from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 class RefreshesWeights(Protocol):
     """A wrapper that serves copies of some weights."""
 
-    def refresh_weights(self) -> None:
-        """Make what is served follow from the model's present parameters."""
+    def refresh_weights(self) -> bool:
+        """Make what is served follow from the model's present parameters; whether some lie
+        elsewhere now, so that captured steps would read old memory."""
         ...
 
 
@@ -94,10 +95,13 @@ class EngineControl(DynamicInferenceEngine):
             return
         wrapper = self.controller.inference_wrapped_model
         with suspension_log("resumed"):
-            if isinstance(wrapper, RefreshesWeights):
-                wrapper.refresh_weights()
+            moved = isinstance(wrapper, RefreshesWeights) and wrapper.refresh_weights()
             self.reset_prefix_cache()
+            captured = self.controller.graphs.count
             super().resume()
+            if moved and captured:  # those of a freed cache were captured again just now
+                self.controller.graphs.clear()
+                self.controller.recapture_cuda_graphs()
 
     def reset(self) -> None:
         """Remove all requests without reporting them (their futures get failed records), forget

@@ -18,7 +18,7 @@ BY_ENGINE = frozenset({"return_segments", "return_prompt_tokens", "return_prompt
 
 
 class RefusedParams(SamplingParams):
-    """Parameters whose request fails alone when it is prepared.
+    """Parameters whose request fails alone, as soon as it is prepared.
 
     Args:
         error: what it fails with.
@@ -29,10 +29,6 @@ class RefusedParams(SamplingParams):
         self._error = error
 
     def copy(self) -> RefusedParams:
-        """Itself: nothing in it changes."""
-        return self
-
-    def validate(self, vocab_size: int) -> None:
         """Raise the error."""
         raise self._error
 

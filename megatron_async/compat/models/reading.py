@@ -52,6 +52,7 @@ INSIDE = frozenset(
         "GatedRMSNorm",
         "GatedHeadNorm",
         "Conv1d",
+        "SiLU",
         "ModuleList",
         "TopKRouter",
         "InferenceTopKRouter",

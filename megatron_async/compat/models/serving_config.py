@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.architecture import ATTENTION, DELTA, EXPERTS, MLP
+from megatron_async.models.architecture import ATTENTION, DELTA, EXPERTS, MAMBA, MLP
 from megatron_async.models.model_config import ModelConfig
 
 THEIRS = frozenset(field.name for field in fields(TransformerConfig))
@@ -90,6 +90,9 @@ def serving_config(
     served.num_layers = len(pattern.replace("|", ""))
     served.init_model_with_meta_device = "|" in pattern  # as `build_model` does, and why
     served.pipeline_stage = _stage(config, model)
+    if MAMBA in pattern and served.mamba_num_heads is None:
+        # Megatron's mixer widens by two where nobody tells its heads.
+        served.mamba_num_heads = 2 * config.hidden_size // config.mamba_head_dim
     return served
 
 

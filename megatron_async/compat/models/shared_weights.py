@@ -25,8 +25,8 @@ class _Weight:
     name: str
     sources: tuple[str, ...]
     is_shared: bool = True
-    address: int = 0
-    """Of a shared one's memory, when it was bound."""
+    addresses: tuple[int, ...] = ()
+    """Of its sources, when it was bound."""
 
 
 class SharedWeights:
@@ -91,7 +91,8 @@ class SharedWeights:
             _copy(self._served.get_parameter(weight.name), sources)
             return False
         kept = self._served.get_parameter(weight.name)
-        if sources[0].data_ptr() == weight.address and kept.data_ptr() == weight.address:
+        first = sources[0].data_ptr()
+        if _addresses(sources) == weight.addresses and kept.data_ptr() == first:
             return False
         self._bind(weight)
         return True
@@ -111,9 +112,13 @@ class SharedWeights:
             bound = one  # itself, so that memory that training gives it anew is seen at once
         else:
             bound = nn.Parameter(one.detach(), requires_grad=False)
-        weight.address = bound.data_ptr()
+        weight.addresses = _addresses(sources)
         where, _, leaf = weight.name.rpartition(".")
         self._served.get_submodule(where).register_parameter(leaf, bound)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors)
 
 
 def _copy(target: Tensor, sources: Sequence[Tensor]) -> None:

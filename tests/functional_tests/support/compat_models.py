@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,7 @@ def megatron_on_a_cpu() -> Iterator[None]:
     with (
         mock.patch.object(torch.cuda, "current_device", lambda: "cpu"),
         mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", lambda: no_tracker),
+        torch.compiler.set_stance("force_eager"),  # its fusions would be compiled, for seconds
     ):
         yield
 
@@ -101,23 +104,41 @@ def gpt_model(
             vocab_size=VOCABULARY,
             max_sequence_length=LENGTH,
             pg_collection=groups,
+            pre_process=groups.pp.rank() == 0,
+            post_process=groups.pp.rank() == groups.pp.size() - 1,
             **{
                 "position_embedding_type": "rope",
                 "share_embeddings_and_output_weights": True,
                 **(options or {}),
             },
         )
-    fill(model, seed)
+    stage = groups.pp.rank()
+    fill(model, seed, stage * config.num_layers // sizes.pipeline_model_parallel)
     return model
 
 
 @torch.no_grad()
-def fill(model: torch.nn.Module, seed: int = 0) -> None:
-    """Lively weights, changed in place."""
-    generator = torch.Generator().manual_seed(seed)
+def fill(model: torch.nn.Module, seed: int = 0, first_layer: int = 0) -> None:
+    """Lively weights, changed in place. They depend on a weight's name in the whole model, and
+    where ranks share it on the rank.
+
+    Args:
+        model: whose parameters and buffers are filled.
+        seed: of the weights.
+        first_layer: of this pipeline stage.
+    """
+    rank = int(os.environ.get("RANK", "0"))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "local_tokens" in name:
             continue
+        steps = name.split(".")
+        if "layers" in steps:
+            steps[2] = str(int(steps[2]) + first_layer)
+        is_shared = getattr(tensor, "tensor_model_parallel", False)
+        is_shared |= not getattr(tensor, "allreduce", True)
+        part = rank if is_shared and not first_layer and is_split(model) else 0
+        number = crc32(".".join(steps).encode()) + 1000 * seed + part
+        generator = torch.Generator().manual_seed(number)
         width = 1.0 if tensor.dim() == 1 or "embedding" in name else tensor.size(-1)
         # Scores of queries and keys must be large, or positions would hardly matter.
         scale = (4.0 if "linear_qkv" in name else 2.0) / math.sqrt(width)
@@ -126,6 +147,12 @@ def fill(model: torch.nn.Module, seed: int = 0) -> None:
             is_factor = "norm" in name and name.endswith("weight")
             values = (1.0 if is_factor else 0.0) + 0.15 * values
         tensor.copy_(values)
+
+
+def is_split(model: Any) -> bool:
+    """Whether ranks have other parts of a model's layers, and not other layers."""
+    config = model.config
+    return bool(config.tensor_model_parallel_size * config.expert_model_parallel_size > 1)
 
 
 @torch.no_grad()

@@ -25,10 +25,10 @@ from megatron.core.inference.contexts.dynamic_context import (
 )
 
 from megatron_async.compat.conversions.kv_block_counts import KVBlockCounts
-from megatron_async.compat.conversions.model_facts import with_layer_pattern
 from megatron_async.compat.conversions.not_served import NamesOfMegatron
 from megatron_async.compat.conversions.settings import DEFAULT_MAX_TOKENS, to_settings
 from megatron_async.compat.conversions.step_watch import StepWatch
+from megatron_async.compat.models.serving_config import serving_config
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext as OwnContext
 from megatron_async.contexts.request_slots import SlotState
@@ -91,7 +91,8 @@ class DynamicInferenceContext(NamesOfMegatron, OwnContext):
         timeline: Timeline | None = None,
     ) -> None:
         states = getattr(inference_config, "mamba_inference_state_config", None)
-        described = with_layer_pattern(model_config, states)
+        pattern = None if states is None else states.layer_type_list
+        described = serving_config(model_config, pattern)
         settings = to_settings(described, inference_config)
         super().__init__(described, settings, device, timeline)
         assert settings.given is not None

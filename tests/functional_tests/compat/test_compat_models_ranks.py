@@ -1,0 +1,53 @@
+"""Models that Megatron built on several ranks, served on Megatron's groups, give its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compat_models import gpt_model, logits_of
+from compat_rank_runs import RankFound, prompts_of, serve_part
+from ranks import run_ranks
+from test_compat_models import EXPERTS, GPT2, LEARNED, SHARED, UNTIED
+
+from megatron_async.models.parallel_state import ParallelSizes
+
+TP, EP, PP = (
+    ParallelSizes(tensor_model_parallel=2),
+    ParallelSizes(expert_model_parallel=2),
+    ParallelSizes(pipeline_model_parallel=2),
+)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], ParallelSizes, str]] = {
+    "tensor": ({"qk_layernorm": True, "add_qkv_bias": True}, {}, TP, "HybridModel"),
+    "tensor, Megatron's modules": (GPT2, LEARNED, TP, "GPTModel"),
+    "expert": (EXPERTS | SHARED, UNTIED, EP, "HybridModel"),
+}
+
+
+def assert_lively(found: list[RankFound]) -> None:
+    assert len({t for one in found for tokens in one.tokens[0] for t in tokens}) >= 5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_give_megatrons_tokens(name: str) -> None:
+    changes, options, sizes, kind = CASES[name]
+    found: list[RankFound] = run_ranks(2, serve_part, changes, options, sizes, timeout_s=120)
+    for one in found:
+        assert one.kind == kind
+        assert one.tokens == [one.megatrons] * 2
+    assert_lively(found)
+    if sizes.tensor_model_parallel > 1:
+        assert found[0].tokens == found[1].tokens
+
+
+@pytest.mark.parametrize("options", [UNTIED])
+def test_pipeline_stages_give_the_tokens_of_the_whole_model(options: dict[str, Any]) -> None:
+    changes = {"num_layers": 4, "pipeline_dtype": torch.float32}
+    found: list[RankFound] = run_ranks(2, serve_part, changes, options, PP, timeout_s=120)
+    whole = gpt_model({"num_layers": 4}, options).eval()
+    for prompt, *tokens in zip(prompts_of(0), *found[0].tokens, *found[1].tokens, strict=True):
+        assert tokens[1:] == tokens[:1] * 3
+        logits = logits_of(whole, [*prompt, *tokens[0]])
+        assert tokens[0] == logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
+    assert_lively(found)
