@@ -85,7 +85,7 @@ def run_tests(checkout: Path, options: argparse.Namespace) -> list[str]:
     Returns:
         tests that pass with Megatron's own code only, and are not on the list.
     """
-    from upstream.test_runs import compare_file
+    from upstream.file_runs import compare_file
 
     files = PUBLIC | ({} if options.cpu else ON_A_GPU)
     comparisons: list[Comparison] = []

@@ -48,12 +48,13 @@ def main():
             found[request.request_id] = request.generated_tokens
     torch.cuda.synchronize()
     small = torch.tensor([int(torch.cuda.max_memory_allocated())], device="cuda")
+    theirs = sys.modules["megatron.core.inference.contexts"]
     print(json.dumps({
         "expected": expected,
         "found": [list(map(int, found[number])) for number in (0, 1)],
         "engine": DynamicInferenceEngine.__module__,
         "context": DynamicInferenceContext.__module__,
-        "theirs": sys.modules["megatron.core.inference.contexts"].DynamicInferenceContext.__module__,
+        "theirs": theirs.DynamicInferenceContext.__module__,
         "arguments": sys.argv[1:],
         "small": small.tolist(),
         "available": torch.cuda.is_available(),

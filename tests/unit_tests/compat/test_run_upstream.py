@@ -2,16 +2,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import run_upstream
 from upstream.comparison import Comparison, lost_tests, table
-from upstream.example_runs import DYNAMIC, EXAMPLES, Example, command, differences
+from upstream.example_runs import DYNAMIC, EXAMPLES, Example, Expected, command, differences
+from upstream.file_runs import compare_file
 from upstream.processes import run
 from upstream.public_tests import FOLDER, ON_A_GPU, OUT, PUBLIC, unlisted
-from upstream.test_runs import compare_file
 
 FILE = FOLDER + "test_made_up.py"
 TESTS = """
@@ -77,7 +76,7 @@ def test_a_file_runs_on_both_engines_and_leaves_the_checkout_alone(
     assert found.row == f"| {FILE} | 4/5 | 1/2 | 2 |"
     # The exit status, and what is printed, by the same outcomes.
     monkeypatch.setattr(run_upstream, "PUBLIC", {"test_made_up.py": ("this engine's", listed)})
-    monkeypatch.setattr("upstream.test_runs.compare_file", lambda *_: found)
+    monkeypatch.setattr("upstream.file_runs.compare_file", lambda *_: found)
     monkeypatch.setattr("sys.argv", ["run_upstream.py", str(checkout), "--cpu", "--only", "tests"])
     assert run_upstream.main() == 1
     said = capsys.readouterr().out
@@ -122,15 +121,9 @@ def answer(tokens: list[int], **fields: Any) -> dict[str, Any]:
     return {"input_prompt": "p", "generated_tokens": tokens, **fields}
 
 
-def request(tokens: list[int], log_probs: list[float]) -> SimpleNamespace:
-    return SimpleNamespace(
-        generated_tokens=tokens, generated_log_probs=log_probs, prompt_tokens=[1, 2, 3]
-    )
-
-
 def test_a_wrong_answer_of_an_example_is_told() -> None:
     plain = Example(DYNAMIC)
-    wanted = [request([1, 2], [-1.0, -2.0])]
+    wanted = [Expected([1, 2], [-1.0, -2.0], 3)]
     assert differences(plain, [answer([1, 2])], wanted) == []
     assert differences(plain, [answer([1, 3])], wanted) == ["'p': tokens [1, 3], not [1, 2]"]
     assert differences(plain, [], wanted) == ["0 answers for 1 prompts"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from megatron_async.compat.inference.apis.async_llm import MegatronAsyncLLM
-from megatron_async.compat.inference.apis.llm import MegatronLLM
-from megatron_async.compat.inference.inference_request import (
+from megatron.core.inference.apis.serve_config import ServeConfig
+from megatron.core.inference.inference_request import (
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
 )
-from megatron_async.compat.inference.sampling_params import SamplingParams
+from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron_async.compat.inference.apis.async_llm import MegatronAsyncLLM
+from megatron_async.compat.inference.apis.llm import MegatronLLM
 
 __all__ = [
     "DynamicInferenceRequest",
@@ -16,4 +18,5 @@ __all__ = [
     "MegatronAsyncLLM",
     "MegatronLLM",
     "SamplingParams",
+    "ServeConfig",
 ]

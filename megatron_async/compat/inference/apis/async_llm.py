@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Self
 
+from megatron.core.inference.apis.serve_config import ServeConfig
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.inference.sampling_params import SamplingParams
+
 from megatron_async.compat.inference.apis._llm_base import Prompts, _MegatronLLMBase
-from megatron_async.compat.inference.sampling_params import SamplingParams
 from megatron_async.errors import ConfigurationError
 
 
@@ -25,7 +28,7 @@ class MegatronAsyncLLM(_MegatronLLMBase):
 
     async def generate(
         self, prompts: Prompts, sampling_params: SamplingParams | None = None
-    ) -> Any:
+    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Generate for one prompt or several.
 
         Args:
@@ -33,7 +36,7 @@ class MegatronAsyncLLM(_MegatronLLMBase):
             sampling_params: for all of them; None takes Megatron's defaults.
 
         Returns:
-            Megatron's `DynamicInferenceRequest` for one prompt; a list of them, in order, for a
+            a request for one prompt; a list of them, in order, for a
             list of prompts. A request that could not be served is FAILED.
 
         Raises:
@@ -51,7 +54,8 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         ]
         together = asyncio.gather(*answers)
         task = self._running()
-        await asyncio.wait({together, task}, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {together, task}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not together.done():
             together.cancel()
             task.result()  # why the engine ended
@@ -76,7 +80,7 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         """Take `suspend` back. An engine that was paused, too, stays so until `unpause`."""
         self._engine.resume()
 
-    async def serve(self, serve_config: Any, *, blocking: bool = True) -> None:
+    async def serve(self, serve_config: ServeConfig, *, blocking: bool = True) -> None:
         """Refused.
 
         Raises:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
+
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_async.compat.inference.apis._llm_base import Prompts, _MegatronLLMBase
-from megatron_async.compat.inference.sampling_params import SamplingParams
 
 
 class MegatronLLM(_MegatronLLMBase):
@@ -17,7 +19,7 @@ class MegatronLLM(_MegatronLLMBase):
 
     def generate(
         self, prompts: Prompts, sampling_params: SamplingParams | None = None
-    ) -> list[Any]:
+    ) -> list[DynamicInferenceRequest]:
         """Generate for one prompt or several, all at once.
 
         Args:
@@ -25,7 +27,7 @@ class MegatronLLM(_MegatronLLMBase):
             sampling_params: for all of them; None takes Megatron's defaults.
 
         Returns:
-            Megatron's `DynamicInferenceRequest` of each, in order; a list for a single prompt too.
+            the request of each, in order; a list for a single prompt too.
             A request that could not be served is FAILED, and the others are not affected.
 
         Raises:
