@@ -136,9 +136,12 @@ def agree_on_least(value: int) -> int:
         parallel_state.get_expert_model_parallel_group(),
     ):
         if dist.get_world_size(group) > 1:
-            number = torch.tensor([value], dtype=torch.int64)
+            # Groups that a user's Megatron made may know NCCL alone, which wants device memory.
+            takes_host = "cpu:" in dist.get_backend_config(group)
+            device = "cpu" if takes_host else torch.cuda.current_device()
+            number = torch.full((1,), value, dtype=torch.int64, device=device)
             dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
-            value = int(number.item())  # sync-ok: host memory, and no engine runs yet
+            value = int(number.item())  # sync-ok: no engine runs yet
     return value
 
 

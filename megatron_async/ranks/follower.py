@@ -181,10 +181,11 @@ def _replay(engine: DynamicInferenceEngine, group: Follower, action: Action) -> 
             action.request_id, action.tokens, action.params, action.priority
         )
         if future.done():
+            failed = future.result()
             raise RanksDisagree(
                 f"request {action.request_id} is served by the leader, but here: "
-                f"{future.result().error}. Make model, tokenizer and configuration alike on all "
-                "ranks."
+                f"{getattr(failed, 'error', failed)}. Make model, tokenizer and configuration "
+                "alike on all ranks."
             )
     elif isinstance(action, Abort):
         engine.abort_request(action.request_id)

@@ -17,6 +17,7 @@ from megatron_async.device_state.device_memory import block_bytes, recurrent_sta
 from megatron_async.device_state.kv_cache import DEFAULT_CPU_POOL_GB, GIB
 from megatron_async.devices import resolve_device_name
 from megatron_async.errors import ConfigurationError
+from megatron_async.models.parallel_state import agree_on_least
 from megatron_async.models.partition import recurrent_layers, recurrent_sizes
 
 REQUEST_MULTIPLE = 4
@@ -27,7 +28,8 @@ DEFAULT_BUFFER_GB = MegatronConfig.buffer_size_gb
 def with_memory_limits(
     model_config: Any, config: MegatronConfig, settings: InferenceConfig
 ) -> dict[str, Any]:
-    """`max_requests`, and `buffer_size_gb` of the KV cache alone.
+    """`max_requests`, the same on all ranks of the model, and `buffer_size_gb` of the KV cache
+    alone.
 
     Args:
         model_config: the model's `TransformerConfig`.
@@ -49,7 +51,7 @@ def with_memory_limits(
     block, states = block_bytes(model_config, settings), _state_bytes(model_config, settings)
     if asked is None:
         # A request has one block and one state; one block is the dummy block.
-        count = pool // max(block + states, 1)
+        count = agree_on_least(pool // max(block + states, 1))
         kv_pool = count * block if states else pool
         limits = {"max_requests": _rounded(min(count - 1, most), model_config)}
     else:

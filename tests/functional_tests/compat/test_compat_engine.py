@@ -251,8 +251,12 @@ def test_sampling_repeats_with_the_models_seed(tiny_model: torch.nn.Module) -> N
             other = drive(third, PROMPTS, params)
     finally:
         tiny_model.config.inference_sampling_seed = before
-    tokens = [[r.generated_tokens for r in found] for found in (once, twice, other)]
-    assert tokens[0] == tokens[1] != tokens[2]
+    with compat_engine(tiny_model) as fourth:
+        assert fourth.controller.sampling_rng.initial_seed() == before
+        fourth.controller.sampling_rng.manual_seed(before + 1)
+        seeded = drive(fourth, PROMPTS, params)
+    tokens = [[r.generated_tokens for r in found] for found in (once, twice, other, seeded)]
+    assert tokens[0] == tokens[1] != tokens[2] == tokens[3]
 
 
 def test_attributes_that_scripts_print(tiny_model: torch.nn.Module) -> None:

@@ -12,6 +12,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 
 from megatron_async.compat.conversions.not_served import NamesOfMegatron
+from megatron_async.compat.conversions.sampling_seed import SamplingSeed
 from megatron_async.compat.conversions.text import detokenize, tokenize_prompt
 from megatron_async.errors import ConfigurationError
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
@@ -35,6 +36,7 @@ class TextGenerationController(NamesOfMegatron, OwnController):
     Attributes:
         model_config: the model's `TransformerConfig`.
         num_speculative_tokens: of the context's settings.
+        sampling_rng: takes a seed.
 
     Raises:
         ConfigurationError: the configuration's process groups are not the model's.
@@ -55,6 +57,7 @@ class TextGenerationController(NamesOfMegatron, OwnController):
         super().__init__(inference_wrapped_model, tokenizer, drafter)
         self.model_config = inference_wrapped_model.inference_context.model_config
         self.num_speculative_tokens = self.context.config.num_speculative_tokens
+        self.sampling_rng = SamplingSeed(self.context.config)
 
 
 def _check_groups(wrapper: GPTInferenceWrapper) -> None:
