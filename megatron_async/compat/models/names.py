@@ -54,6 +54,7 @@ def source_names(model: nn.Module, parts: Sequence[Part], name: str) -> tuple[st
     Raises:
         ConfigurationError: it is nowhere; names both.
     """
+    candidates: list[tuple[str, ...]]
     steps = name.split(".", 3)
     if steps[:2] != ["decoder", "layers"]:
         candidates = [(one,) for one in TOP.get(name, (name,))]

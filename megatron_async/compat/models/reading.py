@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import nn
 
 from megatron_async.errors import ConfigurationError
@@ -19,6 +21,15 @@ from megatron_async.models.architecture import ATTENTION, DELTA, EXPERTS, MAMBA,
 
 PACKAGES = ("megatron.core.", "transformer_engine.", "megatron_async.", "torch.nn.")
 """Where known modules come from. (Norms of apex are LayerNorms that need a GPU: not tried.)"""
+MODELS = (GPTModel, HybridModel)
+ENDS = {
+    "embedding": frozenset({"LanguageModelEmbedding", "InferenceEmbedding"}),
+    "output_layer": frozenset({"ColumnParallelLinear", "InferenceOutputLayer"}),
+    "decoder": frozenset({"TransformerBlock", "HybridStack"}),
+    "decoder.final_layernorm": frozenset({"LayerNorm", "RMSNorm"}),
+    "decoder.final_norm": frozenset({"LayerNorm", "RMSNorm"}),
+}
+"""Classes of what is around the layers, by place."""
 LAYERS = frozenset({"TransformerLayer", "MoETransformerLayer", "MLPLayer", "MambaLayer"})
 ABSENT = frozenset({"IdentityOp", "IdentityFuncOp"})
 MIXERS = {
@@ -98,11 +109,19 @@ def unwrapped(model: Any) -> nn.Module:
         model = model[0]
     while isinstance(inner := getattr(model, "module", None), nn.Module):
         model = inner
-    if not isinstance(model, nn.Module) or not hasattr(model, "decoder"):
+    base = next((kind for kind in MODELS if isinstance(model, kind)), None)
+    if base is None:
         raise ConfigurationError(
             f"a {type(model).__name__} is not served: give Megatron-Core's GPTModel or HybridModel."
         )
-    return model
+    for name in ("forward", "_preprocess", "_postprocess"):
+        if getattr(type(model), name, None) is not getattr(base, name, None):
+            raise ConfigurationError(
+                f"a {type(model).__name__} is not served: its {name} is not that of "
+                f"Megatron-Core's {base.__name__}, and the engine would not call it."
+            )
+    found: nn.Module = model
+    return found
 
 
 def parts_of(model: nn.Module) -> list[Part]:
@@ -113,7 +132,7 @@ def parts_of(model: nn.Module) -> list[Part]:
     """
     decoder: Any = model.decoder
     parts: list[Part] = []
-    unknown: list[str] = []
+    unknown = list(_strange_ends(model))
     for index, layer in enumerate(decoder.layers):
         path = f"decoder.layers.{index}"
         if _kind(layer) not in LAYERS:
@@ -122,7 +141,7 @@ def parts_of(model: nn.Module) -> list[Part]:
         found, strange = _read_layer(path, layer)
         parts += found
         unknown += strange
-    unknown += _hooked(model)
+    unknown += _changed(model)
     if unknown:
         raise ConfigurationError(
             f"this model is not served: {'; '.join(unknown)}. Only modules of Megatron-Core's own "
@@ -133,7 +152,8 @@ def parts_of(model: nn.Module) -> list[Part]:
 
 
 def _read_layer(path: str, layer: Any) -> tuple[list[Part], list[str]]:
-    parts, unknown = [], []
+    parts: list[Part] = []
+    unknown: list[str] = []
     for name, known in (("self_attention", MIXERS), ("mixer", MIXERS), ("mlp", FFNS)):
         block = getattr(layer, name, None)
         if block is None or _kind(block) in ABSENT:
@@ -163,13 +183,24 @@ def _strangers(path: str, block: nn.Module) -> Iterator[str]:
             yield _named(where, child)
 
 
-def _hooked(model: nn.Module) -> Iterator[str]:
-    """Modules whose output others have put a hand on: the engine would not call their hooks."""
+def _strange_ends(model: nn.Module) -> Iterator[str]:
+    for path, known in ENDS.items():
+        found: Any = model
+        for step in path.split("."):
+            found = getattr(found, step, None)
+        if isinstance(found, nn.Module) and _kind(found) not in known:
+            yield _named(path, found)
+
+
+def _changed(model: nn.Module) -> Iterator[str]:
+    """Modules that others have put a hand on: the engine would not call what they put there."""
     for name, module in model.named_modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        for hook in hooks:
+        where = name or "the model"
+        if "forward" in vars(module):
+            yield f"{where} has a forward of its own"
+        for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
             if not str(getattr(hook, "__module__", "")).startswith(TRAINING_HOOKS):
-                yield f"{name or 'the model'} has a forward hook ({hook!r})"
+                yield f"{where} has a forward hook ({hook!r})"
 
 
 def _kind(module: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import nn
 
+from megatron_async.compat.models.module_facts import strange_facts
 from megatron_async.compat.models.own_layers import own_layers
 from megatron_async.compat.models.reading import parts_of, unwrapped
 from megatron_async.compat.models.refusals import check_config, gaps, refuse
@@ -52,8 +53,10 @@ def serve_model(model: Any) -> ServedModel:
     config = serving_config(found.config, model=found)
     reasons = gaps(found.config, found.position_embedding_type)
     if not reasons:
+        refuse(strange_facts(found, parts, config))
         served, weights = own_layers(found, parts, config)
         return ServedModel(found, served, config, weights)
+    served_by_theirs = len(reasons)
     kinds = {part.kind for part in parts}
     others = sorted(kinds - {ATTENTION, MLP})
     if not isinstance(found, GPTModel):
@@ -62,7 +65,8 @@ def serve_model(model: Any) -> ServedModel:
         reasons.append(f"layers of other kinds beside that ({', '.join(others)})")
     if found.config.pipeline_model_parallel_size > 1:
         reasons.append("pipeline stages beside that")
-    if isinstance(found, GPTModel) and not others and "|" not in str(config.hybrid_layer_pattern):
-        return ServedModel(found, their_modules(found, config), config, None)
-    refuse(reasons)
-    raise AssertionError("there are reasons")
+    if found.config.sequence_parallel and found.config.tensor_model_parallel_size > 1:
+        reasons.append("sequence_parallel=True beside that")
+    if len(reasons) > served_by_theirs:
+        refuse(reasons)
+    return ServedModel(found, their_modules(found, config), config, None)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from megatron.core.transformer.enums import InferenceCudaGraphScope
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
@@ -37,13 +38,12 @@ SERVING: dict[str, Any] = {
     "attention_dropout": 0.0,
     "enable_cuda_graph": False,
     "cuda_graph_impl": "none",
-    "inference_cuda_graph_scope": None,
+    "inference_cuda_graph_scope": InferenceCudaGraphScope.none,
     "mlp_chunks_for_prefill": 1,
     "recompute_granularity": None,
     "fine_grained_activation_offloading": False,
     "cpu_offloading": False,
     "moe_paged_stash": False,
-    "moe_router_load_balancing_type": "none",
     "mtp_num_layers": None,
 }
 """Fields that belong to training, to how weights are first made, or to Megatron's own engine, and
@@ -59,7 +59,9 @@ def serving_config(
 
     A context is made before the model is known. For a `GPTModel` its configuration is enough. A
     `HybridModel`'s has no layer pattern: give `layer_pattern` (Megatron's scripts have it in
-    `MambaInferenceStateConfig.layer_type_list`), or the model itself.
+    `MambaInferenceStateConfig.layer_type_list`, where there are Mamba layers), or the model itself.
+    Without either, what is returned counts every layer as attention, and has no pattern: the
+    wrapper makes the context again when it knows (`context_for.py`).
 
     Args:
         config: Megatron's `TransformerConfig` of the model; a `ModelConfig` is returned as it is.
@@ -76,12 +78,14 @@ def serving_config(
     if isinstance(config, ModelConfig) and config.hybrid_layer_pattern is not None:
         return config
     served = object.__new__(ModelConfig)  # its values are final: nothing is derived once more
-    for field in ADDED:
-        setattr(served, field.name, field.default)
-    vars(served).update(vars(config))
-    vars(served).update(SERVING)
+    values = {field.name: field.default for field in ADDED} | vars(config) | SERVING
+    for name, value in values.items():
+        setattr(served, name, value)
     if layer_pattern is None and model is not None:
         layer_pattern = getattr(model, "hybrid_layer_pattern", None)
+    if layer_pattern is None and config.is_hybrid_model:
+        served.pipeline_model_parallel_size = 1  # nobody can tell where its stages begin
+        return served
     if layer_pattern is None:
         pattern = gpt_pattern(config)
     else:
@@ -101,16 +105,8 @@ def gpt_pattern(config: TransformerConfig) -> str:
     stages: attention or Gated DeltaNet, then an MLP or experts.
 
     Raises:
-        ConfigurationError: the configuration is a hybrid model's, or a field of it that says which
-            layer is what cannot be read.
+        ConfigurationError: a field that says which layer is what, or where, is not served.
     """
-    if config.is_hybrid_model:
-        raise ConfigurationError(
-            "is_hybrid_model=True, but nothing tells the model's layer pattern: set the "
-            "InferenceConfig's mamba_inference_state_config (Megatron's "
-            "MambaInferenceStateConfig.from_model(model)), or make the context from "
-            "megatron_async.compat.models.serving_config(model.config, model=model)."
-        )
     count = config.num_layers
     mixers, experts = _mixers(config, count), _experts(config, count)
     layers = [

@@ -101,6 +101,7 @@ class SharedWeights:
         sources = self._found(weight)
         template = self._served.get_parameter(weight.name)
         _check_shapes(weight, sources, template.shape)
+        _check_dtypes(weight, sources, template.dtype)
         alike = all(source.dtype == template.dtype for source in sources)
         one = sources[0] if len(weight.sources) == 1 else as_one(sources)
         if not alike or one is None or not one.is_contiguous():
@@ -138,4 +139,13 @@ def _check_shapes(weight: _Weight, sources: Sequence[Tensor], shape: torch.Size)
             raise ConfigurationError(
                 f"this model is not served: its {name!r} is {list(source.shape)} of "
                 f"{len(sources)}, where its configuration says {list(wanted)} of {count}."
+            )
+
+
+def _check_dtypes(weight: _Weight, sources: Sequence[Tensor], dtype: torch.dtype) -> None:
+    for name, source in zip(weight.sources, sources, strict=True):
+        if not source.is_floating_point() or torch.promote_types(source.dtype, dtype) != dtype:
+            raise ConfigurationError(
+                f"this model is not served: its {name!r} is {source.dtype}, and {dtype} would "
+                "round it: give the model one dtype, and its configuration's params_dtype."
             )

@@ -47,7 +47,12 @@ def test_tokens_are_megatrons(name: str) -> None:
         before = logits_of(model, PROMPTS[0])
     found = []
     for lookahead in (0, 1):
-        engine = engine_of(model, lookahead=lookahead, with_serving_config=True)
+        # With a context that was told the layers, and one that was not.
+        model.config.is_hybrid_model = bool(lookahead)
+        engine = engine_of(model, lookahead=lookahead, with_serving_config=not lookahead)
+        context = engine.context
+        assert context.gpu_view.kv_cache.num_layers == pattern.count("*")
+        assert context.model_config.hybrid_layer_pattern == pattern
         requests = engine.generate(PROMPTS, greedy(TOKENS))
         assert [request.error for request in requests] == [None] * len(PROMPTS)
         found.append([list(request.generated_tokens) for request in requests])

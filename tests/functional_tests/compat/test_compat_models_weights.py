@@ -13,8 +13,18 @@ from test_compat_models import EXPERTS, GPT2, LEARNED, PROMPTS, SHARED, UNTIED
 from torch import nn
 
 from megatron_async.compat.models import serve_model
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.hybrid import build_model
 
 TOKENS = 8
+CONSTRUCTED = (
+    "position_embedding_type",
+    "moe_router_load_balancing_type",
+    "moe_token_dispatcher_type",
+    "vocab_size",
+    "pipeline_dtype",
+)
+"""Fields that tell no layer what to compute."""
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": ({"qk_layernorm": True}, {}),
     "experts": (EXPERTS | SHARED, UNTIED),
@@ -38,7 +48,7 @@ def assert_megatrons(model: Any, found: list[list[int]]) -> None:
 def train_one_step(model: nn.Module) -> None:
     """Forward, backward and an optimizer's step, which writes the parameters in place."""
     model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=20.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     ids = torch.tensor([PROMPTS[0]])
     mask = torch.ones(1, 1, ids.size(1), ids.size(1)).triu(1).bool()
     with megatron_on_a_cpu():
@@ -180,3 +190,28 @@ def test_wrappers_of_training_are_looked_through() -> None:
     model = gpt_model().eval()
     wrapped = Float16Module(Float16Module(model))
     assert serve_model([wrapped]).user_model is model
+
+
+def test_the_layers_are_those_of_a_model_that_the_engine_loads() -> None:
+    """The same modules launch the same kernels."""
+    served = serve_model(gpt_model({"qk_layernorm": True})).served
+    shape = ModelArchitecture(
+        "qwen3", 2, 32, 4, 2, 16, 48, 96, qk_layernorm=True, tie_word_embeddings=True
+    )
+    loaded = build_model(shape, torch.float32, torch.device("cpu"))
+    modules = [
+        {name: type(module) for name, module in model.named_modules() if "rotary" not in name}
+        for model in (served, loaded)
+    ]
+    assert modules[0] == modules[1]
+    shapes = [{name: p.shape for name, p in m.named_parameters()} for m in (served, loaded)]
+    assert shapes[0] == shapes[1]
+    configs = [
+        {
+            name: value
+            for name, value in vars(model.config).items()
+            if not callable(value) and name not in CONSTRUCTED
+        }
+        for model in (served, loaded)
+    ]
+    assert configs[0] == configs[1]

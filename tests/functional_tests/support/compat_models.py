@@ -41,8 +41,8 @@ def megatron_on_a_cpu() -> Iterator[None]:
     """Megatron's own forward asks for the current GPU and for its random numbers."""
     no_tracker = SimpleNamespace(fork=nullcontext)
     with (
-        mock.patch.object(torch.cuda, "current_device", lambda: "cpu"),
-        mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", lambda: no_tracker),
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", return_value=no_tracker),
         torch.compiler.set_stance("force_eager"),  # its fusions would be compiled, for seconds
     ):
         yield
@@ -102,11 +102,11 @@ def gpt_model(
                 config, use_transformer_engine=False, normalization=config.normalization
             ),
             vocab_size=VOCABULARY,
-            max_sequence_length=LENGTH,
             pg_collection=groups,
             pre_process=groups.pp.rank() == 0,
             post_process=groups.pp.rank() == groups.pp.size() - 1,
             **{
+                "max_sequence_length": LENGTH,
                 "position_embedding_type": "rope",
                 "share_embeddings_and_output_weights": True,
                 **(options or {}),

@@ -31,9 +31,7 @@ def prompts_of(rank: int) -> list[list[int]]:
     return random_prompts(9 + rank, LENGTHS, VOCABULARY)
 
 
-def serve_part(
-    changes: dict[str, Any], options: dict[str, Any], sizes: ParallelSizes
-) -> RankFound:
+def serve_part(changes: dict[str, Any], options: dict[str, Any], sizes: ParallelSizes) -> RankFound:
     """Build this rank's part, serve all prompts (with experts on ranks this rank's own), and ask
     Megatron's forward about the same tokens."""
     model = gpt_model(changes, options, sizes).eval()
@@ -41,7 +39,7 @@ def serve_part(
     prompts = prompts_of(int(os.environ["RANK"]) if has_experts else 0)
     found, kind = [], ""
     for lookahead in (0, 1):
-        engine = engine_of(model, with_serving_config=True, lookahead=lookahead)
+        engine = engine_of(model, with_serving_config=bool(lookahead), lookahead=lookahead)
         kind = type(engine.controller.inference_wrapped_model.model).__name__
         if has_experts:
             engine.group, _ = join_group(check_agreement=False)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from megatron_async.compat.models.context_for import has_room, make_again
 from megatron_async.compat.models.served_model import serve_model
 from megatron_async.errors import ConfigurationError
 from megatron_async.model_inference_wrappers.gpt import gpt_inference_wrapper as core
@@ -27,8 +28,9 @@ class GPTInferenceWrapper(core.GPTInferenceWrapper):
     Args:
         model: Megatron's, of its local or its TransformerEngine spec; on the context's device. One
             that this package built is served as it is.
-        inference_context: made from the model's configuration: `model.config` itself is enough for
-            a `GPTModel` on one pipeline stage, `serving_config` of it for all.
+        inference_context: made from the model's configuration, `model.config`. Where that does not
+            tell the model's layers (a `HybridModel`, pipeline stages), the context is made again
+            from what does, unless it was made from `serving_config(model.config, model=model)`.
 
     Attributes:
         user_model: the user's, without `DistributedDataParallel` and `Float16Module`.
@@ -44,6 +46,8 @@ class GPTInferenceWrapper(core.GPTInferenceWrapper):
         self.user_model: nn.Module = found.user_model
         self.config: Any = found.user_model.config
         self._weights = found.weights
+        if not has_room(inference_context, found.config):
+            make_again(inference_context, found.config)
         _check_place(found.user_model, inference_context)
         super().__init__(found.served, inference_context)
         self._addresses = self._parameter_addresses()

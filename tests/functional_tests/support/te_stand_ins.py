@@ -1,0 +1,118 @@
+"""Modules with the names and attributes of TransformerEngine's, in plain PyTorch.
+
+TransformerEngine has no CPU kernels, so its own modules were not run. These have the parameters
+that Megatron's wrappers of it have (`extensions/transformer_engine.py` of Megatron-Core 0.19.2): a
+norm's weight inside the linear layer behind it, and `weight0`, `weight1` and so on of experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor, nn
+
+
+class LayerNormColumn(nn.Module):
+    """RMSNorm and a product."""
+
+    def __init__(self, norm: nn.RMSNorm, linear: Any) -> None:
+        super().__init__()
+        self.layer_norm_weight = norm.weight
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)
+        self.eps, self.normalization, self.zero_centered_gamma = norm.eps, "RMSNorm", False
+        self.sequence_parallel = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        normed = torch.rms_norm(x, (x.size(-1),), self.layer_norm_weight, self.eps)
+        return F.linear(normed, self.weight, self.bias), None
+
+
+class Linear(nn.Module):
+    """A product."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return F.linear(x, self.weight, self.bias), None
+
+
+class Norm(nn.Module):
+    """RMSNorm."""
+
+    def __init__(self, norm: nn.RMSNorm) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.eps, self.zero_centered_gamma = norm.eps, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.rms_norm(x, (x.size(-1),), self.weight, self.eps)
+
+
+class GroupedLinear(nn.Module):
+    """A weight for each expert."""
+
+    def __init__(self, linears: list[Any]) -> None:
+        super().__init__()
+        for index, linear in enumerate(linears):
+            self.register_parameter(f"weight{index}", linear.weight)
+
+
+class GroupedMLP(nn.Module):
+    """Experts with SwiGLU."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.num_local_experts = experts.num_local_experts
+        self.linear_fc1 = GroupedLinear([e.linear_fc1 for e in experts.local_experts])
+        self.linear_fc2 = GroupedLinear([e.linear_fc2 for e in experts.local_experts])
+
+    def forward(self, x: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        outputs, start = [], 0
+        for index, count in enumerate(counts.tolist()):
+            rows, share = x[start : start + count], probs[start : start + count]
+            fc1 = getattr(self.linear_fc1, f"weight{index}")
+            gate, up = F.linear(rows, fc1).chunk(2, -1)
+            hidden = F.silu(gate) * up * share[:, None]
+            outputs.append(F.linear(hidden, getattr(self.linear_fc2, f"weight{index}")))
+            start += count
+        return torch.cat(outputs), None
+
+
+MEGATRONS = "megatron.core.extensions.transformer_engine"
+for kind, name, module in (
+    (LayerNormColumn, "TELayerNormColumnParallelLinear", MEGATRONS),
+    (Linear, "TERowParallelLinear", MEGATRONS),
+    (Norm, "RMSNorm", "transformer_engine.pytorch.module.rmsnorm"),
+    (GroupedLinear, "TEColumnParallelGroupedLinear", MEGATRONS),
+    (GroupedMLP, "TEGroupedMLP", "megatron.core.transformer.moe.experts"),
+):
+    kind.__name__, kind.__module__ = name, module
+
+
+def as_transformer_engine(model: Any) -> Any:
+    """Exchange the modules of a model of the local spec, in place; parameters stay the same."""
+    for layer in model.decoder.layers:
+        attention, mlp = layer.self_attention, layer.mlp
+        attention.linear_qkv = LayerNormColumn(layer.input_layernorm, attention.linear_qkv)
+        attention.linear_proj = Linear(attention.linear_proj)
+        for name in ("q_layernorm", "k_layernorm"):
+            norm = getattr(attention, name)
+            if isinstance(norm, nn.RMSNorm):
+                setattr(attention, name, Norm(norm))
+        layer.input_layernorm = IdentityOp()
+        if hasattr(mlp, "experts"):
+            mlp.experts = GroupedMLP(mlp.experts)
+            layer.pre_mlp_layernorm = Norm(layer.pre_mlp_layernorm)
+        else:
+            mlp.linear_fc1 = LayerNormColumn(layer.pre_mlp_layernorm, mlp.linear_fc1)
+            mlp.linear_fc2 = Linear(mlp.linear_fc2)
+            layer.pre_mlp_layernorm = IdentityOp()
+    model.decoder.final_layernorm = Norm(model.decoder.final_layernorm)
+    return model
