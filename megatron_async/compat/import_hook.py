@@ -111,7 +111,7 @@ def install(
 
     Args:
         folder: of the script: modules whose files lie there or below are its own, as `__main__`
-            is. None: none are, beside those of `packages`.
+            is. None: the folder of the file that Python was started with.
         packages: names of further packages and modules that count as its own, each with all below.
 
     Returns:
@@ -120,10 +120,15 @@ def install(
     global _hook
     place = None if folder is None else Path(folder)
     if _hook is None:
-        _hook = ImportHook(OwnModules(place, packages))
+        _hook = ImportHook(OwnModules(place or _main_folder(), packages))
     else:
         _hook.own.add(place, packages)
     return _hook
+
+
+def _main_folder() -> Path | None:
+    file = getattr(sys.modules["__main__"], "__file__", None)  # none in an interactive session
+    return None if file is None else Path(file).parent
 
 
 def uninstall() -> None:

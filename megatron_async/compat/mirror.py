@@ -72,7 +72,10 @@ class MirrorFinder(MetaPathFinder):
         original = original_of(name)
         if original is None or name == MIRROR:
             return None
-        spec = PathFinder.find_spec(name, path, target)
+        parent = name.rpartition(".")[0]
+        # Below a package of Megatron's, its own search path would find the files a second time.
+        is_ours = sys.modules[parent].__name__ == parent
+        spec = PathFinder.find_spec(name, path, target) if is_ours else None
         if spec is None:
             if not _exists(original):
                 return None

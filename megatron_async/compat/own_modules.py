@@ -33,7 +33,7 @@ class OwnModules:
     def __init__(self, folder: Path | None, packages: Iterable[str]) -> None:
         self._folder = None if folder is None else folder.resolve()
         self._packages = frozenset(packages)
-        self._known: dict[str, bool] = {}
+        self._known: dict[tuple[str, Any], bool] = {}
 
     def add(self, folder: Path | None, packages: Iterable[str]) -> None:
         """Count more modules as own.
@@ -59,9 +59,10 @@ class OwnModules:
             return False
         if name == "__main__":
             return True
-        if name not in self._known:
-            self._known[name] = self._is_own(name, namespace.get("__file__"))
-        return self._known[name]
+        key = name, namespace.get("__file__")
+        if key not in self._known:
+            self._known[key] = self._is_own(*key)
+        return self._known[key]
 
     def _is_own(self, name: str, file: Any) -> bool:
         parts = name.split(".")

@@ -109,6 +109,23 @@ def test_names_and_modules_that_the_mirror_lacks_are_megatrons_own(folder: Path)
     )
 
 
+def test_modules_below_a_package_that_the_mirror_lacks_are_not_loaded_twice(folder: Path) -> None:
+    name = "disaggregation.utils"
+    own = write(folder, "own", f"import megatron.core.inference.{name} as module")
+    assert own.module is importlib.import_module(f"megatron.core.inference.{name}")
+    assert own.module is importlib.import_module(f"{MIRROR}.{name}")
+
+
+def test_the_folder_is_that_of_the_main_script_at_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uninstall()
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "main.py"), raising=False)
+    install(packages=())
+    own = write(folder, "own", f"from {CONTEXT} import DynamicInferenceContext as found")
+    assert own.found is our_contexts.DynamicInferenceContext
+
+
 def test_what_nobody_has_is_an_error_about_the_name_that_was_written(folder: Path) -> None:
     with pytest.raises(ModuleNotFoundError, match=r"'megatron\.core\.inference\.no_such'"):
         write(folder, "first", "import megatron.core.inference.no_such")
