@@ -21,12 +21,14 @@ outcomes: dict[str, dict[str, str]] = {}
 def pytest_configure() -> None:
     """Prepare the process before a test file is imported."""
     import megatron.core  # noqa: F401  (the installed one, before the checkout is on the path)
+    import torch
 
     sys.path.append(os.environ["UPSTREAM_CHECKOUT"])
     if os.environ["UPSTREAM_CPU"] == "1":
         from megatron_async.compat.cpu_stand_ins import stand_in
 
         stand_in()
+        torch.cuda.device_count = lambda: 1  # the tests take a device by rank, modulo their count
     if os.environ["UPSTREAM_OURS"] == "1":
         from megatron_async.compat import install
 
