@@ -1,14 +1,17 @@
 """A context that has room for a model which was not known when the context was made.
 
-Megatron makes the context first and the wrapper with the model afterwards, and its configuration
-does not tell a `HybridModel`'s layers. Which of them have keys and values, and which a recurrent
-state, decides what a context allocates; so it may have to allocate again.
+Megatron makes the context first and the wrapper with the model afterwards. Its configuration does
+not tell a `HybridModel`'s layers: which of them have keys and values, and which a recurrent state.
+Nor does the context know what the wrapper will copy of the weights, and it has taken most of the
+memory. So it may have to allocate again.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megatron_async.compat.models.shared_weights import SharedWeights
+from megatron_async.device_state.device_memory import agree_on_least
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ATTENTION, RECURRENT
 from megatron_async.models.model_config import ModelConfig
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 
 OURS = "megatron_async."
+FREE_SHARE = 0.5
+"""Copies take at most this share of what a context has left free; the rest is for activations."""
 
 
 def has_room(context: DynamicInferenceContext, config: ModelConfig) -> bool:
@@ -35,31 +40,43 @@ def has_room(context: DynamicInferenceContext, config: ModelConfig) -> bool:
     return bool(simple and wanted.count(ATTENTION) == known.num_layers)
 
 
-def make_again(context: DynamicInferenceContext, config: ModelConfig) -> None:
-    """Make a context, in its place, for another configuration, with the settings that it has.
+def fit_context(
+    context: DynamicInferenceContext, config: ModelConfig, weights: SharedWeights | None
+) -> None:
+    """Bind a served model's weights, and make its context again, in its place and with the settings
+    that it has, where it was made for other layers or has left too little memory for copies.
 
-    Its memory is given back first. Nobody may have used it: what others hold of it (its slots, its
-    view) is of the old one.
+    What others hold of the context (its slots, its view) is of the old one then.
 
     Args:
-        context: unused as yet.
+        context: unused as yet, if it is to be made again.
         config: that the model is served with.
+        weights: of the model; None: all are the user's own objects.
 
     Raises:
-        ConfigurationError: the context has had requests or steps.
+        ConfigurationError: the context is to be made again, and has had requests or steps.
         OutOfMemoryError: what the model needs does not fit.
     """
-    if context.has_unfinished_requests() or context.next_step:
+    device = context.device
+    copies = 0 if weights is None else weights.copied_bytes
+    # The ranks that hold the model take the same way, because making a context is collective.
+    fits = agree_on_least(int(copies <= FREE_SHARE * device.free_memory()), device)
+    as_it_is = has_room(context, config) and bool(fits)
+    if not as_it_is and (context.has_unfinished_requests() or context.next_step):
         raise ConfigurationError(
-            "the context was made for other layers than the model has, and has been used: make a "
-            "context for each model, from its own configuration."
+            "the context was made for other layers than the model has, or leaves too little memory "
+            "for the weights that are copied, and has been used: make a context for each model, "
+            "from its own configuration."
         )
-    settings = _given_settings(context)
-    device, timeline = context.device, context.tracer.timeline
-    context.gpu_view.kv_cache.release()
-    context.gpu_view.states.release()
-    device.trim()
-    type(context).__init__(context, config, settings, device, timeline)
+    if not as_it_is:
+        context.gpu_view.kv_cache.release()
+        context.gpu_view.states.release()
+        device.trim()
+    if weights is not None:
+        weights.bind()
+    if not as_it_is:
+        settings, timeline = _given_settings(context), context.tracer.timeline
+        type(context).__init__(context, config, settings, device, timeline)
 
 
 def _given_settings(context: DynamicInferenceContext) -> Any:

@@ -26,7 +26,7 @@ from megatron_async.models.positions import AppliedInAttention, rotary_of
 def own_layers(
     model: Any, parts: Sequence[Part], config: ModelConfig
 ) -> tuple[nn.Module, SharedWeights]:
-    """The served model and what binds its weights to the user's.
+    """The served model, on the meta device, and what binds its weights to the user's.
 
     Args:
         model: the user's, which is not changed.

@@ -31,7 +31,8 @@ class ServedModel:
     config: ModelConfig
     """Of `served`."""
     weights: SharedWeights | None
-    """What binds the two; None where every parameter is the same object."""
+    """What binds the two, and has not yet: `served` has no memory before. None where every
+    parameter is the same object."""
 
 
 def serve_model(model: Any) -> ServedModel:

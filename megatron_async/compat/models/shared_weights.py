@@ -35,7 +35,7 @@ class SharedWeights:
     Args:
         model: the user's.
         parts: its layers.
-        served: laid out on the meta device; its parameters get memory here.
+        served: laid out on the meta device; its parameters get memory when `bind` is called.
 
     Raises:
         ConfigurationError: a weight is missing in `model`, has another shape, or is one that the
@@ -54,20 +54,24 @@ class SharedWeights:
                 "Megatron-Core's own engine."
             )
         for weight in self._weights:
-            self._bind(weight)
+            weight.is_shared = self._as_it_is(weight) is not None
         left = [name for name, tensor in served.named_buffers() if tensor.is_meta]
         assert not left, f"buffers without memory: {left}"
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of the weights that had to be copied."""
-        copies = [w.name for w in self._weights if not w.is_shared]
-        return sum(self._served.get_parameter(name).nbytes for name in copies)
+        """Bytes of the weights that are copied."""
+        return sum(self._served.get_parameter(name).nbytes for name in self.copied_names)
 
     @property
     def copied_names(self) -> list[str]:
-        """Names in the served model of the weights that had to be copied."""
+        """Names in the served model of the weights that are copied."""
         return [weight.name for weight in self._weights if not weight.is_shared]
+
+    def bind(self) -> None:
+        """Give the served model its weights, and copies their memory."""
+        for weight in self._weights:
+            self._bind(weight)
 
     def refresh(self) -> bool:
         """Make the served weights the user's present ones.
@@ -87,35 +91,38 @@ class SharedWeights:
 
     def _rebind(self, weight: _Weight) -> bool:
         sources = self._found(weight)
-        if not weight.is_shared:
-            _copy(self._served.get_parameter(weight.name), sources)
-            return False
         kept = self._served.get_parameter(weight.name)
-        first = sources[0].data_ptr()
-        if _addresses(sources) == weight.addresses and kept.data_ptr() == first:
+        if not weight.is_shared:
+            _copy(kept, sources)
+            return False
+        if _addresses(sources) == weight.addresses and kept.data_ptr() == weight.addresses[0]:
             return False
         self._bind(weight)
         return True
 
     def _bind(self, weight: _Weight) -> None:
-        sources = self._found(weight)
-        template = self._served.get_parameter(weight.name)
-        _check_shapes(weight, sources, template.shape)
-        _check_dtypes(weight, sources, template.dtype)
-        alike = all(source.dtype == template.dtype for source in sources)
-        one = sources[0] if len(weight.sources) == 1 else as_one(sources)
-        if not alike or one is None or not one.is_contiguous():
+        sources, template = self._found(weight), self._served.get_parameter(weight.name)
+        bound = self._as_it_is(weight)
+        weight.is_shared = bound is not None
+        if bound is None:
             memory = torch.empty(template.shape, dtype=template.dtype, device=sources[0].device)
             bound = nn.Parameter(memory, requires_grad=False)
             _copy(bound, sources)
-            weight.is_shared = False
-        elif isinstance(one, nn.Parameter):
-            bound = one  # itself, so that memory that training gives it anew is seen at once
-        else:
-            bound = nn.Parameter(one.detach(), requires_grad=False)
         weight.addresses = _addresses(sources)
         where, _, leaf = weight.name.rpartition(".")
         self._served.get_submodule(where).register_parameter(leaf, bound)
+
+    def _as_it_is(self, weight: _Weight) -> nn.Parameter | None:
+        """The user's memory in the form that the served model wants; None where it has another."""
+        sources, template = self._found(weight), self._served.get_parameter(weight.name)
+        _check_shapes(weight, sources, template.shape)
+        _check_dtypes(weight, sources, template.dtype)
+        one = sources[0] if len(weight.sources) == 1 else as_one(sources)
+        if one is None or one.dtype != template.dtype or not one.is_contiguous():
+            return None
+        if isinstance(one, nn.Parameter):
+            return one  # itself, so that memory that training gives it anew is seen at once
+        return nn.Parameter(one.detach(), requires_grad=False)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A user's `GPTModel` in Megatron's own modules, but for attention and the products.
+"""A user's `GPTModel` in Megatron's own modules, but for attention, products and the vocabulary.
 
 For what the engine's layers do not compute and Megatron's modules do: LayerNorm, biases, GELU and
 other activations, learned positions. The tree of modules is made anew, because modules carry what
@@ -13,9 +13,10 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
+from megatron_async.models.embedding import InferenceEmbedding, InferenceOutputLayer
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
@@ -28,6 +29,31 @@ GRAPHS = "cudagraph_manager"
 """Of Megatron's own engine, which captures layer by layer."""
 
 
+class PositionedEmbedding(InferenceEmbedding):
+    """Megatron's `LanguageModelEmbedding` with the engine's lookup, and learned positions if the
+    model has them."""
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, tokentype_ids: Any = None
+    ) -> Tensor:
+        """Embeddings of a step's tokens.
+
+        Args:
+            input_ids: int64 `[1, tokens]`.
+            position_ids: int64 `[1, tokens]`; not read without learned positions.
+            tokentype_ids: None.
+
+        Returns:
+            `[tokens, 1, hidden]`.
+        """
+        rows = super().forward(input_ids)
+        if not self.add_position_embedding:
+            return rows
+        assert position_ids is not None, "the wrapper gives them"
+        positions: Tensor = self.position_embeddings(position_ids.flatten())
+        return rows + positions[:, None]
+
+
 def their_modules(model: GPTModel, config: ModelConfig) -> nn.Module:
     """The served model, which shares all parameters and buffers with the user's.
 
@@ -37,6 +63,9 @@ def their_modules(model: GPTModel, config: ModelConfig) -> nn.Module:
     """
     served = _copied(model, model.config, config, {})
     served.mtp_process = False
+    served.embedding.__class__ = PositionedEmbedding
+    served.output_layer.__class__ = InferenceOutputLayer
+    served.output_layer.vocab_size = model.vocab_size
     return served.eval()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from compat_models import engine_of, gpt_model
 from harness import drain
 from te_stand_ins import as_transformer_engine
@@ -31,6 +32,23 @@ def test_tokens_are_megatrons(name: str) -> None:
     assert any("linear_qkv.layer_norm_weight" in name for name, _ in model.named_parameters())
     engine = engine_of(model, lookahead=1)
     check_tokens(engine, model)
+    drain(engine)
+    engine.close()
+
+
+def test_norms_that_multiply_by_one_plus_weight() -> None:
+    """Their factors are made from the weights, and again when these have changed."""
+    model = as_transformer_engine(gpt_model({"qk_layernorm": True}), centered=True).eval()
+    engine = engine_of(model, lookahead=1)
+    before = check_tokens(engine, model)
+    drain(engine)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.mul_(0.3)
+    engine.context.reset_prefix_cache()
+    engine.controller.inference_wrapped_model.refresh_weights()
+    assert check_tokens(engine, model) != before
     drain(engine)
     engine.close()
 

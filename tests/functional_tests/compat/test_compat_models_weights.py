@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 from capturing_cpu import CapturingCpu
+from compat_hybrids import DELTA, MAMBA, hybrid_model
 from compat_models import engine_of, fill, gpt_model, logits_of, megatron_on_a_cpu
-from harness import drain, greedy
+from harness import drain, greedy, make_model
 from test_compat_models import EXPERTS, GPT2, LEARNED, PROMPTS, SHARED, UNTIED
 from torch import nn
 
 from megatron_async.compat.models import serve_model
+from megatron_async.compat.models.shared_weights import SharedWeights
+from megatron_async.device_state import device_memory
+from megatron_async.devices import CpuDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
 
@@ -139,6 +143,64 @@ def test_what_is_copied() -> None:
     assert weights.copied_bytes == 2 * 4 * (2 * 24 * 32 + 24 * 32) * 4
 
 
+def test_in_bfloat16_only_what_is_wanted_wider_is_copied() -> None:
+    model = hybrid_model("MG*-", params_dtype=torch.bfloat16, bf16=True, **MAMBA, **DELTA)
+    weights = serve_model(model.bfloat16()).weights
+    assert weights is not None
+    assert weights.copied_names == [
+        "decoder.layers.0.mixer.A_log",
+        "decoder.layers.0.mixer.D",
+        "decoder.layers.1.self_attention.A_log",
+        "decoder.layers.1.self_attention.out_norm.weight",
+    ]
+    engine = engine_of(model, lookahead=1)
+    generate(engine)
+    engine.close()
+
+
+def test_a_model_of_the_engines_loader_is_served_as_it_is() -> None:
+    model = make_model()
+    found = serve_model(model)
+    assert found.served is model
+    engine = engine_of(model, lookahead=1)
+    assert engine.controller.inference_wrapped_model.refresh_weights() is False
+    generate(engine)
+    engine.close()
+
+
+def test_a_context_makes_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has taken most of the memory; it gives that back, and then takes of what is left."""
+    model = gpt_model(EXPERTS, UNTIED).eval()
+    copies = serve_model(model).weights
+    assert copies is not None
+    device, bind = CpuDevice(), SharedWeights.bind
+    free, caches = [2 * copies.copied_bytes], list[Any]()
+    make_cache = device_memory.PagedKVCache
+
+    def bind_and_count(weights: SharedWeights) -> None:
+        free[0] -= weights.copied_bytes
+        assert device.free_memory() >= 0, "there is no memory for this"
+        bind(weights)
+
+    def make_and_count(*args: Any) -> Any:
+        caches.append(make_cache(*args))
+        return caches[-1]
+
+    def free_memory() -> int:
+        return free[0] - sum(cache.num_bytes for cache in caches if cache._data is not None)
+
+    monkeypatch.setattr(SharedWeights, "bind", bind_and_count)
+    monkeypatch.setattr(device_memory, "PagedKVCache", make_and_count)
+    device.free_memory = free_memory  # type: ignore[method-assign]
+    settings = {"num_kv_blocks": None, "max_requests": 2, "block_size_tokens": 4}
+    engine = engine_of(model, device=device, lookahead=1, **settings)
+    first, second = (cache.num_bytes for cache in caches)
+    assert first > copies.copied_bytes > second
+    assert engine.context.gpu_view.kv_cache is caches[1]
+    assert_megatrons(model, generate(engine))
+    engine.close()
+
+
 def test_experts_that_lie_side_by_side_are_shared() -> None:
     model = gpt_model(EXPERTS, UNTIED).eval()
     for layer in model.decoder.layers:
@@ -166,6 +228,23 @@ def test_experts_that_lie_side_by_side_are_shared() -> None:
     assert wrapper.refresh_weights() is False
     assert_megatrons(model, generate(engine))
     engine.close()
+
+
+def test_inside_and_outside_of_inference_mode() -> None:
+    """Megatron's scripts run in it from their first line; training does not."""
+    model = gpt_model(EXPERTS | SHARED, UNTIED).eval()
+    with torch.inference_mode():
+        engine = engine_of(model, lookahead=1)
+        before = generate(engine)
+        assert_megatrons(model, before)
+        engine.suspend(free_kv_cache=True)
+    train_one_step(model)
+    engine.controller.inference_wrapped_model.refresh_weights()
+    engine.resume()
+    after = generate(engine)
+    engine.close()
+    assert after != before
+    assert_megatrons(model, after)
 
 
 def test_two_engines_on_one_model() -> None:

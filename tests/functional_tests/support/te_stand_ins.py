@@ -16,18 +16,19 @@ from torch import Tensor, nn
 
 
 class LayerNormColumn(nn.Module):
-    """RMSNorm and a product."""
+    """RMSNorm, whose factors may be 1 + weight, and a product."""
 
-    def __init__(self, norm: nn.RMSNorm, linear: Any) -> None:
+    def __init__(self, norm: nn.RMSNorm, linear: Any, centered: bool) -> None:
         super().__init__()
         self.layer_norm_weight = norm.weight
         self.weight = linear.weight
         self.register_parameter("bias", linear.bias)
-        self.eps, self.normalization, self.zero_centered_gamma = norm.eps, "RMSNorm", False
+        self.eps, self.normalization, self.zero_centered_gamma = norm.eps, "RMSNorm", centered
         self.sequence_parallel = False
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        normed = torch.rms_norm(x, (x.size(-1),), self.layer_norm_weight, self.eps)
+        factors = self.layer_norm_weight + int(self.zero_centered_gamma)
+        normed = torch.rms_norm(x, (x.size(-1),), factors, self.eps)
         return F.linear(normed, self.weight, self.bias), None
 
 
@@ -44,15 +45,16 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMSNorm."""
+    """RMSNorm, whose factors may be 1 + weight."""
 
-    def __init__(self, norm: nn.RMSNorm) -> None:
+    def __init__(self, norm: nn.RMSNorm, centered: bool) -> None:
         super().__init__()
         self.weight = norm.weight
-        self.eps, self.zero_centered_gamma = norm.eps, False
+        self.eps, self.zero_centered_gamma = norm.eps, centered
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.rms_norm(x, (x.size(-1),), self.weight, self.eps)
+        factors = self.weight + int(self.zero_centered_gamma)
+        return torch.rms_norm(x, (x.size(-1),), factors, self.eps)
 
 
 class GroupedLinear(nn.Module):
@@ -96,23 +98,30 @@ for kind, name, module in (
     kind.__name__, kind.__module__ = name, module
 
 
-def as_transformer_engine(model: Any) -> Any:
-    """Exchange the modules of a model of the local spec, in place; parameters stay the same."""
+def as_transformer_engine(model: Any, centered: bool = False) -> Any:
+    """Exchange the modules of a model of the local spec, in place; parameters stay the same.
+
+    Args:
+        model: which Megatron built.
+        centered: norms multiply by 1 + weight, which torch's in the local spec cannot.
+    """
+    model.config.layernorm_zero_centered_gamma = centered
     for layer in model.decoder.layers:
         attention, mlp = layer.self_attention, layer.mlp
-        attention.linear_qkv = LayerNormColumn(layer.input_layernorm, attention.linear_qkv)
+        norms = layer.input_layernorm, layer.pre_mlp_layernorm
+        attention.linear_qkv = LayerNormColumn(norms[0], attention.linear_qkv, centered)
         attention.linear_proj = Linear(attention.linear_proj)
         for name in ("q_layernorm", "k_layernorm"):
             norm = getattr(attention, name)
             if isinstance(norm, nn.RMSNorm):
-                setattr(attention, name, Norm(norm))
+                setattr(attention, name, Norm(norm, centered))
         layer.input_layernorm = IdentityOp()
         if hasattr(mlp, "experts"):
             mlp.experts = GroupedMLP(mlp.experts)
-            layer.pre_mlp_layernorm = Norm(layer.pre_mlp_layernorm)
+            layer.pre_mlp_layernorm = Norm(norms[1], centered)
         else:
-            mlp.linear_fc1 = LayerNormColumn(layer.pre_mlp_layernorm, mlp.linear_fc1)
+            mlp.linear_fc1 = LayerNormColumn(norms[1], mlp.linear_fc1, centered)
             mlp.linear_fc2 = Linear(mlp.linear_fc2)
             layer.pre_mlp_layernorm = IdentityOp()
-    model.decoder.final_layernorm = Norm(model.decoder.final_layernorm)
+    model.decoder.final_layernorm = Norm(model.decoder.final_layernorm, centered)
     return model

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron_async.compat.models.context_for import has_room, make_again
+from megatron_async.compat.models.context_for import fit_context
 from megatron_async.compat.models.served_model import serve_model
+from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
 from megatron_async.model_inference_wrappers.gpt import gpt_inference_wrapper as core
 from megatron_async.models.linear import pack_weights
@@ -41,14 +42,14 @@ class GPTInferenceWrapper(core.GPTInferenceWrapper):
             named in the message.
     """
 
+    @makes_ordinary_tensors
     def __init__(self, model: Any, inference_context: DynamicInferenceContext) -> None:
         found = serve_model(model)
         self.user_model: nn.Module = found.user_model
         self.config: Any = found.user_model.config
         self._weights = found.weights
-        if not has_room(inference_context, found.config):
-            make_again(inference_context, found.config)
         _check_place(found.user_model, inference_context)
+        fit_context(inference_context, found.config, found.weights)
         super().__init__(found.served, inference_context)
         self._addresses = self._parameter_addresses()
 
@@ -56,6 +57,7 @@ class GPTInferenceWrapper(core.GPTInferenceWrapper):
         """Megatron's call before the first step. What it would do is done: the served modules are
         in eval mode, whatever mode the user's are in."""
 
+    @makes_ordinary_tensors
     def refresh_weights(self) -> bool:
         """Serve what the user's parameters are now, after training has changed them in place or
         given them other memory. No step may be in flight; `resume` of the engine calls it.
