@@ -1,0 +1,144 @@
+"""The import hook: a script's imports of `megatron.core.inference` are answered by this project.
+
+The function behind every import statement (`builtins.__import__`) is told the globals of the
+module that imports, so one wrapper decides by who asks. A loader that rewrites the script's
+source would not do: pytest's own loader rewrites test files already, a name that is walked down to
+(`import megatron` ... `megatron.core.inference.config`) is no import statement, and compiled files
+have no source. Imports of other names cost a comparison of strings.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_async.compat.mirror import MIRROR, mirror_of
+from megatron_async.compat.module_views import CORE, ROOT, view
+from megatron_async.compat.own_modules import DEFAULT_PACKAGES, OwnModules
+
+
+class ImportHook:
+    """Stands in front of `builtins.__import__` and `importlib.import_module` until `stop`.
+
+    Args:
+        own: whose imports are answered.
+    """
+
+    def __init__(self, own: OwnModules) -> None:
+        self.own = own
+        self._is_on = True
+        self._import: Callable[..., Any] = builtins.__import__
+        self._import_module: Callable[..., Any] = importlib.import_module
+        builtins.__import__ = self.import_
+        importlib.import_module = self.import_module
+
+    def stop(self) -> None:
+        """Give the place back. Where somebody else has wrapped the hook since, the hook stays in
+        the chain and does nothing."""
+        self._is_on = False
+        if builtins.__import__ == self.import_:
+            builtins.__import__ = self._import
+        if importlib.import_module == self.import_module:
+            importlib.import_module = self._import_module
+
+    def import_(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> Any:
+        """As `builtins.__import__`. Relative imports (`level` above 0) are never Megatron's: no
+        module of a script lies in Megatron's packages."""
+        if level or not _is_megatron(name) or not self._answers(globals):
+            return self._import(name, globals, locals, fromlist, level)
+        mirrored = self._mirror(name)
+        if not fromlist:
+            self._import(mirrored or name, globals, locals, (), 0)
+            return view(ROOT)  # what the statement binds, or walks down from
+        if mirrored is None and name in (ROOT, CORE):
+            self._import(name, globals, locals, fromlist, 0)
+            return view(name)
+        return self._import(mirrored or name, globals, locals, fromlist, 0)
+
+    def import_module(self, name: str, package: str | None = None) -> Any:
+        """As `importlib.import_module`; the module that calls is the one that asks."""
+        full_name = importlib.util.resolve_name(name, package)
+        if not _is_megatron(full_name) or not self._answers(sys._getframe(1).f_globals):
+            return self._import_module(name, package)
+        if full_name in (ROOT, CORE):
+            return view(full_name)
+        return self._import_module(self._mirror(full_name) or full_name)
+
+    def _answers(self, namespace: Mapping[str, Any] | None) -> bool:
+        return self._is_on and self.own.has(namespace)
+
+    def _mirror(self, name: str) -> str | None:
+        """The mirror's module for Megatron's, None if neither has one: then Megatron's name is
+        imported, and the error is about the name that the script wrote."""
+        mirrored = mirror_of(name)
+        if mirrored is None:
+            return None
+        self._import_module(MIRROR)  # adds the finder
+        try:
+            return mirrored if importlib.util.find_spec(mirrored) is not None else None
+        except ModuleNotFoundError as error:
+            if error.name is not None and mirrored.startswith(error.name):
+                return None
+            raise
+
+
+def _is_megatron(name: str) -> bool:
+    return name == ROOT or name.startswith(ROOT + ".")
+
+
+_hook: ImportHook | None = None
+
+
+def install(
+    folder: str | Path | None = None, packages: Iterable[str] = DEFAULT_PACKAGES
+) -> ImportHook:
+    """Answer a script's imports of `megatron.core.inference` with this project's modules.
+
+    Call it before the script's modules are imported: what is imported already stays. Called again,
+    it counts the modules as well, and moves on to the new folder.
+
+    Args:
+        folder: of the script: modules whose files lie there or below are its own, as `__main__`
+            is. None: the folder of the file that Python was started with.
+        packages: names of further packages and modules that count as its own, each with all below.
+
+    Returns:
+        the hook.
+    """
+    global _hook
+    place = None if folder is None else Path(folder)
+    if _hook is None:
+        _hook = ImportHook(OwnModules(place or _main_folder(), packages))
+    else:
+        _hook.own.add(place, packages)
+    return _hook
+
+
+def _main_folder() -> Path | None:
+    file = getattr(sys.modules["__main__"], "__file__", None)  # none in an interactive session
+    return None if file is None else Path(file).parent
+
+
+def uninstall() -> None:
+    """Take the hook away; what was imported through it stays. Without one, nothing happens."""
+    global _hook
+    if _hook is not None:
+        _hook.stop()
+    _hook = None
+
+
+def is_installed() -> bool:
+    """Whether the hook answers imports."""
+    return _hook is not None

@@ -1,0 +1,125 @@
+"""What `MegatronLLM` and `MegatronAsyncLLM` share: the engine of a model, and forms of prompts.
+
+Constructor, properties and forms of prompts are those of Megatron-Core 0.19's
+`megatron.core.inference.apis`. There, an engine without a coordinator can only generate, and only
+synchronously; here it can also be paused and suspended, and both classes work without one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import parallel_state
+
+from megatron_async.compat.inference.config import InferenceConfig
+from megatron_async.compat.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.compat.inference.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.compat.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+    GPTInferenceWrapper,
+)
+from megatron_async.compat.inference.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
+from megatron_async.errors import ConfigurationError
+
+Prompts = str | list[int] | list[str] | list[list[int]]
+"""One prompt or several, each as text or as token ids."""
+
+NO_COORDINATOR = (
+    "is not served here: no coordinator starts beside the engine. Leave use_coordinator out; "
+    "generate, pause, unpause, suspend and resume work in this process without one. For several "
+    "replicas see docs/serving.md."
+)
+
+
+class _MegatronLLMBase:
+    """The engine of a model that Megatron built.
+
+    Args:
+        model: `GPTModel` or `HybridModel`, in eval mode.
+        tokenizer: Megatron's, or any with its methods.
+        inference_config: Megatron's; None takes its defaults.
+        use_coordinator: None (Megatron's default is True) and False: the engine is driven in this
+            process.
+        coordinator_host, coordinator_port: of a coordinator.
+
+    Raises:
+        ConfigurationError: a coordinator is asked for, experts are spread over ranks, or the model
+            or the configuration cannot be served; a ValueError, as Megatron's is.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        tokenizer: Any,
+        inference_config: InferenceConfig | None = None,
+        use_coordinator: bool | None = None,
+        coordinator_host: str | None = None,
+        coordinator_port: int | None = None,
+    ) -> None:
+        if use_coordinator:
+            raise ConfigurationError(f"use_coordinator=True {NO_COORDINATOR}")
+        if coordinator_host is not None or coordinator_port is not None:
+            raise ConfigurationError(
+                "coordinator_host/port require use_coordinator=True, which " + NO_COORDINATOR
+            )
+        experts = parallel_state.get_expert_model_parallel_world_size()
+        if experts > 1:
+            raise ConfigurationError(
+                f"expert_model_parallel_size > 1 (it is {experts}) needs a coordinator in "
+                "Megatron, since ranks that share experts step together: use "
+                "megatron_async.LLM(..., expert_model_parallel_size=...), which steps them so."
+            )
+        if inference_config is None:
+            inference_config = InferenceConfig()
+        self._use_coordinator = False
+        self._is_primary_rank = True
+        self._shutdown_called = False
+        self._context = DynamicInferenceContext(model.config, inference_config)
+        wrapper = GPTInferenceWrapper(model, self._context)
+        self._controller = TextGenerationController(wrapper, tokenizer)
+        self._engine = DynamicInferenceEngine(self._controller, self._context)
+
+    @property
+    def engine(self) -> DynamicInferenceEngine:
+        """The engine, for what this class has no method for."""
+        return self._engine
+
+    @property
+    def context(self) -> DynamicInferenceContext:
+        """The engine's context: its limits (`max_tokens`, `max_requests`) and counters."""
+        return self._context
+
+    @property
+    def controller(self) -> TextGenerationController:
+        """The engine's controller."""
+        return self._controller
+
+    @property
+    def is_primary_rank(self) -> bool:
+        """Whether `generate` may be called here: always, without a coordinator."""
+        return self._is_primary_rank
+
+    def _assert_primary(self) -> None:
+        if not self._is_primary_rank:
+            raise RuntimeError("generate is for the primary rank alone: call it there")
+
+    def _normalize_prompts(self, prompts: Any) -> tuple[list[str] | list[list[int]], bool]:
+        """A list of prompts, and whether several were given.
+
+        Raises:
+            TypeError: `prompts` is of another form than `Prompts`. Only its first element is
+                looked at; the engine refuses a wrong prompt among others by itself.
+        """
+        if isinstance(prompts, str):
+            return [prompts], False
+        if isinstance(prompts, list):
+            if prompts and isinstance(prompts[0], int):
+                return [prompts], False
+            if not prompts or isinstance(prompts[0], str | list):
+                return prompts, True
+        raise TypeError(
+            f"prompts={prompts!r}: give a text, a list of token ids, or a list of texts or of "
+            "lists of token ids"
+        )

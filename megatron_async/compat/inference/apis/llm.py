@@ -1,0 +1,74 @@
+"""`MegatronLLM`: generate, and control the engine, by ordinary calls."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron_async.compat.inference.apis._llm_base import Prompts, _MegatronLLMBase
+
+
+class MegatronLLM(_MegatronLLMBase):
+    """Generate for prompts with a model that Megatron built.
+
+    Constructor and methods are those of Megatron-Core 0.19's `MegatronLLM`; see
+    `_MegatronLLMBase` for the arguments. A `with` block shuts it down at its end.
+    """
+
+    def generate(
+        self, prompts: Prompts, sampling_params: SamplingParams | None = None
+    ) -> list[DynamicInferenceRequest]:
+        """Generate for one prompt or several, all at once.
+
+        Args:
+            prompts: see `Prompts`.
+            sampling_params: for all of them; None takes Megatron's defaults.
+
+        Returns:
+            the request of each, in order; a list for a single prompt too.
+            A request that could not be served is FAILED, and the others are not affected.
+
+        Raises:
+            TypeError: `prompts` is of no known form.
+            EngineSuspendedError: the engine is paused, suspended or shut down.
+        """
+        self._assert_primary()
+        batch, _ = self._normalize_prompts(prompts)
+        if not batch:
+            return []
+        records = self._engine.generate(batch, sampling_params or SamplingParams())
+        return [record.merge() for record in records]
+
+    def pause(self) -> None:
+        """Launch no further step until `unpause`; tokens of steps in flight are kept."""
+        self._engine.pause()
+
+    def unpause(self) -> None:
+        """Take `pause` back."""
+        self._engine.unpause()
+
+    def suspend(self) -> None:
+        """Stop until `resume`, and give the memory of the KV cache back, if the configuration's
+        `kv_cache_management_mode` says so."""
+        self._engine.suspend()
+
+    def resume(self) -> None:
+        """Take `suspend` back. An engine that was paused, too, stays so until `unpause`."""
+        self._engine.resume()
+
+    def shutdown(self) -> None:
+        """End the engine for good; unfinished requests fail. Again: nothing happens."""
+        if not self._shutdown_called:
+            self._shutdown_called = True
+            self._engine.close()
+
+    def wait_for_shutdown(self) -> None:
+        """Return at once: nothing runs in the background that could be waited for."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()

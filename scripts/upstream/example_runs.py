@@ -1,0 +1,273 @@
+"""Megatron-LM's inference examples, run unmodified, and what each option's answer must be."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from upstream.processes import environment, run
+
+DYNAMIC = "examples/inference/advanced/gpt_dynamic_inference.py"
+OFFLINE = "examples/inference/offline_inference.py"
+PROMPTS = ("The sea is", "Once upon a time, in a land far away,", "1 2 3 4 5 6 7")
+TOKENS = 12
+LAUNCH = Path(__file__).with_name("launch.py")
+
+Answer = dict[str, Any]
+"""What the script's JSON says of one request: `generated_tokens`, `generated_text` and more."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What `LLM` says to a prompt.
+
+    Attributes:
+        tokens: that it generates, cut by Megatron's rule of stop words where the run has any.
+        log_probs: of these tokens; None if none were asked for.
+        prompt_length: tokens of the prompt.
+    """
+
+    tokens: list[int]
+    log_probs: list[float] | None
+    prompt_length: int
+
+
+@dataclass(frozen=True)
+class Example:
+    """One run of a script.
+
+    Attributes:
+        script: its path in the checkout.
+        flags: beside those of model, prompts and lengths.
+        sampling: what `SamplingParams` of the reference differ in.
+        prompts: of this run.
+        stop_words: of this run. Megatron ends a request where the tokens of a word have been
+            generated, and takes these away.
+        check: looks at an answer, beside its tokens, and says what is wrong; "" if nothing is.
+    """
+
+    script: str
+    flags: tuple[str, ...] = ()
+    sampling: dict[str, Any] = field(default_factory=dict)
+    prompts: tuple[str, ...] = PROMPTS
+    stop_words: tuple[str, ...] = ()
+    check: Callable[[Answer, Expected], str] = lambda answer, expected: ""
+
+    @property
+    def name(self) -> str:
+        """As the report calls it."""
+        return " ".join((self.script.rsplit("/", 1)[-1], *self.flags))
+
+
+def _log_probs(answer: Answer, expected: Expected) -> str:
+    found, wanted = answer["generated_logprobs"], expected.log_probs or []
+    if len(found) != len(wanted):
+        return f"{len(found)} log probs of generated tokens for {len(wanted)}"
+    worst = max(abs(a - b) for a, b in zip(found, wanted, strict=True))
+    return "" if worst < 1e-3 else f"a log prob differs by {worst:.2g}"
+
+
+def _prompt_log_probs(answer: Answer, expected: Expected) -> str:
+    # The first token of a prompt follows nothing.
+    wanted = expected.prompt_length - 1
+    if len(answer["prompt_logprobs"]) != wanted:
+        return f"{len(answer['prompt_logprobs'])} log probs of the prompt, not {wanted}"
+    return _log_probs(answer, expected)
+
+
+def _no_prompt_log_probs(answer: Answer, expected: Expected) -> str:
+    if answer["prompt_logprobs"]:
+        return "log probs of the prompt that were to be skipped"
+    return _log_probs(answer, expected)
+
+
+def _top_three(answer: Answer, expected: Expected) -> str:
+    for token, top in zip(answer["generated_tokens"], answer["top_n_logprobs"], strict=True):
+        if len(top) != 3:
+            return f"{len(top)} of top_n_logprobs=3 for token {token}"
+        if list(top.values()) != sorted(top.values(), reverse=True):
+            return f"top_n_logprobs of token {token} are not in order"
+    return _log_probs(answer, expected)
+
+
+def _events(answer: Answer, _: Expected) -> str:
+    if not answer["events"]:
+        return "no events"
+    return ""
+
+
+SAMPLED = ("--temperature", "0.9", "--top_k", "20")
+NUCLEUS = ("--temperature", "0.9", "--top_k", "0", "--top_p", "0.8")
+STOP_WORDS = (" mystery", " was a", "8")
+WITH_LOG_PROBS = {"return_log_probs": True}
+ASYNC = (
+    # One request a step: where all are prefilled in the first step, whose result comes with the
+    # second, the script counts no prefill step, and divides by that count (read, not run, with
+    # Megatron's own engine, which reports that first step in the same way).
+    "--incoming-requests-per-step",
+    "1",
+    "--inference-dynamic-batching-async-sched-mode",
+    "async",
+)
+DRAIN = ("--drain-between-batches", "--batch-boundaries", "0,2")
+
+EXAMPLES = (
+    Example(DYNAMIC),
+    Example(DYNAMIC, ("--return-log-probs",), WITH_LOG_PROBS, check=_prompt_log_probs),
+    Example(
+        DYNAMIC,
+        ("--return-log-probs", "--skip-prompt-log-probs"),
+        WITH_LOG_PROBS,
+        check=_no_prompt_log_probs,
+    ),
+    Example(
+        DYNAMIC,
+        ("--return-log-probs", "--skip-prompt-log-probs", "--top-n-logprobs", "3"),
+        WITH_LOG_PROBS,
+        check=_top_three,
+    ),
+    Example(DYNAMIC, ("--enable-chunked-prefill", "--inference-dynamic-batching-max-tokens", "16")),
+    Example(DYNAMIC, SAMPLED, {"temperature": 0.9, "top_k": 20}),
+    Example(DYNAMIC, NUCLEUS, {"temperature": 0.9, "top_p": 0.8}),
+    Example(DYNAMIC, ("--stop-words", *STOP_WORDS), stop_words=STOP_WORDS),
+    Example(DYNAMIC, ("--inference-repeat-n", "2")),
+    Example(DYNAMIC, ("--output-request-events",), check=_events),
+    Example(DYNAMIC, ("--suspend-resume-interval", "4")),
+    Example(DYNAMIC, ("--incoming-requests-per-step", "1")),
+    Example(DYNAMIC, DRAIN),
+    Example(DYNAMIC, ASYNC),
+    Example(OFFLINE),
+    Example(OFFLINE, ("--async-mode",)),
+    Example(OFFLINE, ("--inference-repeat-n", "2", "--output-request-events"), check=_events),
+    Example(OFFLINE, ("--return-log-probs",), WITH_LOG_PROBS, check=_prompt_log_probs),
+)
+"""Every run that is compared."""
+
+NOT_RUN = {
+    "examples/inference/advanced/gpt_dynamic_inference_with_coordinator.py": "coordinator and "
+    "client of Megatron are refused by name; they come with the server",
+    "examples/inference/launch_inference_server.py": "HTTP server, the same",
+    "examples/inference/advanced/gpt_static_inference.py": "static batching is Megatron's own "
+    "engine, with and without the hook",
+    "examples/inference/advanced/simple_t5_batch_inference.py": "encoder-decoder models: "
+    "Megatron's own engine, with and without the hook",
+}
+"""Examples that are not run, each with its reason."""
+
+
+def command(
+    checkout: Path, example: Example, folder: Path, flags: list[str], cpu: bool, output: Path,
+    hook: bool = True,
+) -> list[str]:  # fmt: skip
+    """The command line of a run.
+
+    Args:
+        checkout: of Megatron-LM.
+        example: what to run.
+        folder: the training checkpoint, with a tokenizer.
+        flags: of the model.
+        cpu: use the stand-ins for a machine without a GPU.
+        output: JSON that the script writes.
+        hook: on this engine; False: on Megatron's.
+    """
+    without_gpu = ["--no-rope-fusion", "--no-gradient-accumulation-fusion"] if cpu else []
+    return [
+        sys.executable, "-W", "ignore", str(LAUNCH), str(checkout),
+        *(["--cpu"] if cpu else []), *([] if hook else ["--no-hook"]),
+        str(checkout / example.script),
+        "--load", str(folder), "--ckpt-format", "torch_dist",
+        "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder),
+        "--micro-batch-size", "1", "--seq-length", "256", "--transformer-impl", "local",
+        "--no-persist-layer-norm", "--distributed-backend", "gloo" if cpu else "nccl",
+        *without_gpu, *flags,
+        "--prompts", *example.prompts, "--num-tokens-to-generate", str(TOKENS),
+        "--incoming-requests-per-sec", "-1",
+        "--inference-dynamic-batching-buffer-size-gb", "1", "--output-path", str(output),
+        *example.flags,
+    ]  # fmt: skip
+
+
+def run_example(
+    checkout: Path, example: Example, folder: Path, flags: list[str], cpu: bool, timeout_s: float,
+    hook: bool = True,
+) -> tuple[list[Answer], str]:  # fmt: skip
+    """Run an example to its end.
+
+    Returns:
+        the answers in the order of the prompts, none if the script failed; and the end of what it
+        wrote.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        output = Path(place) / "answers.json"
+        words = command(checkout, example, folder, flags, cpu, output, hook)
+        status, said = run(words, environment(), Path(place), timeout_s)
+        if status or not output.is_file():
+            return [], "\n".join([*said.splitlines()[-25:], f"exit status {status}"])
+        written = json.loads(output.read_text())
+    answers = [answer for answer in written.values() if isinstance(answer, dict)]
+    return answers, ""
+
+
+def differences(example: Example, answers: list[Answer], expected: list[Expected]) -> list[str]:
+    """What is wrong with the answers of a run; nothing if all is as expected.
+
+    Args:
+        example: the run.
+        answers: of the script, in the order of the prompts.
+        expected: for the same prompts.
+    """
+    if len(answers) != len(expected):
+        return [f"{len(answers)} answers for {len(expected)} prompts"]
+    wrong = []
+    for answer, one in zip(answers, expected, strict=True):
+        tokens = list(answer["generated_tokens"])
+        if tokens != one.tokens:
+            said = f"tokens {tokens}, not {one.tokens}"
+        else:
+            said = example.check(answer, one)
+        if said:
+            wrong.append(f"{answer['input_prompt']!r}: {said}")
+    return wrong
+
+
+def reference(model: str, device: str) -> list[list[Expected]]:
+    """The answers of `LLM` to each of `EXAMPLES`, its requests numbered as the scripts number them.
+
+    Args:
+        model: what the checkpoint was made of.
+        device: "cpu" or "cuda".
+    """
+    from megatron_async import LLM, SamplingParams
+
+    every = []
+    # 1234 is the default of Megatron's --seed.
+    with LLM(model, device=device, dtype="float32", inference_sampling_seed=1234) as llm:
+        tokenizer = llm.tokenizer
+        assert tokenizer is not None
+        for example in EXAMPLES:
+            given = {"temperature": 0.0, "num_tokens_to_generate": TOKENS, **example.sampling}
+            params = SamplingParams(**given)
+            add = llm.engine.add_request
+            answers = [add(number, prompt, params) for number, prompt in enumerate(example.prompts)]
+            while llm.engine.has_unfinished_requests():
+                llm.engine.step_modern()
+            words = [
+                tokenizer.tokenize(word, add_special_tokens=False) for word in example.stop_words
+            ]
+            every.append([_expected(answer.result(), words) for answer in answers])
+    return every
+
+
+def _expected(request: Any, stop_words: list[list[int]]) -> Expected:
+    tokens = list(request.generated_tokens)
+    for end in range(1, len(tokens) + 1):
+        hit = [word for word in stop_words if tokens[:end][-len(word) :] == word]
+        if hit:
+            tokens = tokens[: end - len(hit[0])]
+            break
+    return Expected(tokens, request.generated_log_probs, len(request.prompt_tokens))
