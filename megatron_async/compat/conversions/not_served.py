@@ -8,8 +8,8 @@ from megatron_async.errors import ConfigurationError
 
 COORDINATOR = (
     "Megatron's coordinator, client and HTTP server are not served by megatron_async.compat: use "
-    "the engine itself (add_request with run_engine or step_modern), or `megatron-async serve` and "
-    "`megatron-async coordinator` with `megatron_async.serving.client`"
+    "the engine itself (add_request with run_engine or step_modern), or `megatron-async replicas` "
+    "behind `megatron-async coordinator`, with `megatron_async.serving.client`"
 )
 
 

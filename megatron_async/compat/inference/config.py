@@ -56,6 +56,7 @@ class InferenceConfig(MegatronInferenceConfig):
     speculative_method: str | None = None
     """None: "mtp", as in Megatron, where `num_speculative_tokens` is above 0. Or "ngram"."""
 
+    draft_vocab_size: int | None = None
     attention_backend: str | None = None
     invalidation: str | None = None
     mamba_ssm_states_dtype: str | None = None
