@@ -8,25 +8,25 @@ More schedules than CI plays, and others:
 Planted bugs (`planted_bugs.py`, `planted_recurrent_bugs.py`, `planted_mtp_bugs.py`) and the
 schedule that found them, by seed 0 or that of `SEEDS`, each with serial answers of its own:
 
-    a buffer changes under a copy      one_staging_buffer 6, one_sample_buffer 6
-    rows and blocks are reused         no_generations 6, one_block_too_few 28
-    counters, and what they count      last_token_twice 15, pending_for_ever 15
+    a buffer changes under a copy      one_staging_buffer 2, one_sample_buffer 6
+    rows and blocks are reused         no_generations 6, one_block_too_few 14
+    counters, and what they count      last_token_twice 14, pending_for_ever 32
     overlap is silently off            serial_after_an_abort 6
     state of a slot's last owner       stale_sampling_parameters 6, length_of_the_last_owner 6
     streams                            a_reader_misses_the_end 10
     blocks of drafts                   blocks_for_one_token 15, drafts_without_blocks 22,
-                                       surplus_and_one_more 15
-    verification of drafts             drafts_believed 22, one_draft_too_many 22,
+                                       surplus_and_one_more 32
+    verification of drafts             drafts_believed 12, one_draft_too_many 12,
                                        one_token_less_at_a_border 15
-    drafts that are looked up          drafts_of_the_last_owner 63, a_match_with_itself 63
-    an MTP layer                       hidden_states_are_not_kept 45, drafts_have_no_places 63,
-                                       entries_of_rejected_drafts 11
+    drafts that are looked up          drafts_of_the_last_owner 12, a_match_with_itself 12
+    an MTP layer                       hidden_states_are_not_kept 42, drafts_have_no_places 10,
+                                       entries_of_rejected_drafts 12
     shared blocks                      starts_at_zero_alone 8, shared_blocks_are_freed 8,
-                                       blocks_entered_too_early 8, lost_blocks_are_found 22
+                                       blocks_entered_too_early 2, lost_blocks_are_found 22
     recurrent states                   state_of_the_last_owner 6, short_chunks_forget 6,
-                                       drafts_are_flushed 22, snapshot_of_the_wrong_chunk 17,
-                                       snapshot_without_inputs 26,
-                                       snapshot_behind_its_tokens 17,
+                                       drafts_are_flushed 12, snapshot_of_the_wrong_chunk 8,
+                                       snapshot_without_inputs 68,
+                                       snapshot_behind_its_tokens 70,
                                        snapshot_in_use_is_given_away 24,
                                        states_without_blocks 22
 """
@@ -44,7 +44,7 @@ from small_grid import use_small_grid
 
 from megatron_async.text import structured_output
 
-SCHEDULES = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SCHEDULES", "800"))
+SCHEDULES = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SCHEDULES", "560"))
 FIRST_SEED = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SEED", "0"))
 TESTS = 4
 CALLS = 12
@@ -53,12 +53,12 @@ ENOUGH = 1000
 """Schedules in which every planted bug must be found."""
 SEEDS = {
     "one_block_too_few": 1, "last_token_twice": 1, "pending_for_ever": 1,
-    "surplus_and_one_more": 1, "drafts_of_the_last_owner": 5, "a_match_with_itself": 5,
-    "hidden_states_are_not_kept": 2, "drafts_have_no_places": 6,
-    "snapshot_of_the_wrong_chunk": 9, "snapshot_without_inputs": 2,
-    "snapshot_behind_its_tokens": 9,
+    "surplus_and_one_more": 1, "drafts_of_the_last_owner": 18, "a_match_with_itself": 18,
+    "hidden_states_are_not_kept": 2, "drafts_have_no_places": 11,
+    "snapshot_of_the_wrong_chunk": 12, "snapshot_without_inputs": 2,
+    "snapshot_behind_its_tokens": 16,
 }  # fmt: skip
-"""Bugs that seed 0 takes longer to find (104 to 394 schedules): a seed that soon does."""
+"""Bugs that seed 0 takes longer to find (over 100 schedules): a seed that soon does."""
 
 
 @pytest.fixture(autouse=True)
