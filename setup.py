@@ -25,13 +25,16 @@ RUNTIME = [
     "safetensors>=0.8",
     "tokenizers>=0.23",
     "tqdm>=4.67",
+    # The HTTP server. Its protocol class is subclassed, and such internals move between series.
+    "uvicorn>=0.38,<1",
+    "httptools>=0.6",
+    "uvloop>=0.21; sys_platform != 'win32'",
 ]
 
 EXTRAS = {
     # Exact: a pre-release whose interface still moves. It compiles its kernels at run time.
     "gpu": ["flash-attn-4[cu13]==4.0.0b36"],
     "te": ["transformer-engine[core_cu13,pytorch]"],
-    "server": ["fastapi", "uvicorn"],
     "dev": [
         # The reference that the engine's tokens are compared with; it reads GGUF by accelerate.
         "transformers>=5.17,<6",
@@ -39,6 +42,7 @@ EXTRAS = {
         "hypothesis",
         "matplotlib",  # scripts/benchmarks/plot_performance.py
         "mypy",
+        "openai",  # the client that the server's tests speak with
         "pre-commit",
         "pytest",
         "pytest-timeout",
