@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from draft_layer.layer import PATTERN, DraftLayer
 from draft_layer.texts import make_up
-from draft_layer.trunk import HiddenStates
+from draft_layer.trunk import HiddenStates, StateStore
 from torch import Tensor
 from tqdm import tqdm
 
@@ -59,22 +59,23 @@ class Batch:
 
 
 def batches(
-    trunk: HiddenStates, texts: Sequence[Sequence[int]], tokens: int, seed: int
+    store: StateStore, texts: Sequence[Sequence[int]], tokens: int, seed: int
 ) -> Iterator[Batch]:
     """All texts once, in an order of the seed's, so many tokens a batch."""
-    order = list(texts)
+    order = list(range(len(texts)))
     random.Random(seed).shuffle(order)
     while order:
-        chosen, size = [], 0
+        chosen: list[int] = []
+        size = 0
         while order and size < tokens:
             chosen.append(order.pop())
-            size += len(chosen[-1])
-        states = trunk.of(chosen)
-        ids = [torch.tensor(text) for text in chosen]
+            size += len(texts[chosen[-1]])
+        states = store.of(chosen)
+        ids = [torch.tensor(texts[number]) for number in chosen]
         yield Batch(
             torch.nn.utils.rnn.pad_sequence(ids, batch_first=True),
             torch.nn.utils.rnn.pad_sequence(states, batch_first=True),
-            torch.tensor([len(text) for text in chosen]),
+            torch.tensor([len(texts[number]) for number in chosen]),
         )
 
 
@@ -119,7 +120,7 @@ def rate(done: float) -> float:
 
 def train(
     layer: DraftLayer,
-    trunk: HiddenStates,
+    store: StateStore,
     texts: Sequence[Sequence[int]],
     embedding: Tensor,
     head: Tensor,
@@ -133,7 +134,7 @@ def train(
     seen: list[tuple[float, float]] = []
     with tqdm(total=total, unit="token", unit_scale=True, desc="training") as bar:
         for epoch in range(args.epochs):
-            for batch in batches(trunk, texts, args.batch_tokens, args.seed + epoch):
+            for batch in batches(store, texts, args.batch_tokens, args.seed + epoch):
                 moved = Batch(
                     batch.tokens.to(device), batch.hidden.to(device), batch.lengths.to(device)
                 )
@@ -201,6 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Make up texts, train, save, measure."""
     args = arguments_of(argv)
     torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")  # TF32: the loss is far rougher than its rounding
     longest = args.answer_tokens + 512
     plain = {"device": args.device, "max_sequence_length": longest, "enable_prefix_caching": False}
     with LLM(args.model, **plain) as llm:
@@ -212,15 +214,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         mtp_pattern=PATTERN, mtp_num_depths=1, mtp_use_repeated_layer=True,
     )  # fmt: skip
     budget = max(args.batch_tokens + longest, 2048)
-    with LLM(args.model, lookahead=0, num_cuda_graphs=0, max_tokens=budget, **plain) as llm:
+    # Few KV blocks: memory is for hidden states.
+    pool = {"block_size_tokens": 64, "num_kv_blocks": 2 * budget // 64}
+    with LLM(args.model, lookahead=0, num_cuda_graphs=0, max_tokens=budget, **pool, **plain) as llm:
         model = llm.engine.controller.inference_wrapped_model.model
         weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
         embedding = weights["embedding.word_embeddings.weight"]
         head = weights.get("output_layer.weight", embedding)
         rotary = llm.engine.context.gpu_view.rotary
         layer = DraftLayer(architecture, weights, rotary.cos, rotary.sin)
-        trunk = HiddenStates(llm)
-        loss, agreed = train(layer, trunk, taught, embedding, head, args)
+        room = llm.engine.context.device.free_memory() // 4
+        store = StateStore(HiddenStates(llm), taught, embedding.device, room)
+        loss, agreed = train(layer, store, taught, embedding, head, args)
     tokens = sum(map(len, taught))
     facts = {
         "model": args.model, "seed": str(args.seed), "tokens": str(tokens),

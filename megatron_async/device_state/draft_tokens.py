@@ -212,7 +212,7 @@ def lay_out_behind(view: ContextGPUView, entries: DraftTokens) -> Tensor:
 
 def ends_of_rows(view: ContextGPUView, entries: DraftTokens) -> Tensor:
     """Index of the last entry of each row, int64 `[rows]`: in a chunk that ends no prompt it is
-    that of its own last token.
+    that of its own last token. A dummy chunk has none: the index means nothing, but is one.
 
     Args:
         view: the step.
@@ -220,7 +220,7 @@ def ends_of_rows(view: ContextGPUView, entries: DraftTokens) -> Tensor:
     """
     decode = view.dims.decode_rows
     chunks = entries.last[decode:] - 1 + entries.drafts[decode:]
-    return torch.cat((entries.last[:decode], chunks))
+    return torch.cat((entries.last[:decode], chunks.clamp(min=0)))
 
 
 def lay_out_draft(

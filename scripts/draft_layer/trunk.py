@@ -55,3 +55,38 @@ class HiddenStates(EngineListener):
             rows = states[first + int(starts[chunk]) : first + int(starts[chunk + 1])].cpu()
             before = self.found.get(request)
             self.found[request] = rows if before is None else torch.cat((before, rows))
+
+
+class StateStore:
+    """Hidden states of texts, computed when they are first asked for, and kept while they fit.
+
+    Args:
+        trunk: computes them.
+        texts: token ids of each.
+        device: where they are wanted, and kept.
+        most_bytes: of what is kept; what comes later is computed each time.
+    """
+
+    def __init__(
+        self,
+        trunk: HiddenStates,
+        texts: Sequence[Sequence[int]],
+        device: torch.device,
+        most_bytes: int,
+    ) -> None:
+        self._trunk, self._texts, self._device = trunk, texts, device
+        self._room = most_bytes
+        self._kept: dict[int, Tensor] = {}
+
+    def of(self, numbers: Sequence[int]) -> list[Tensor]:
+        """`[tokens, hidden]` of each of these texts, on the device."""
+        missing = [number for number in numbers if number not in self._kept]
+        new: dict[int, Tensor] = {}
+        if missing:
+            states = self._trunk.of([self._texts[number] for number in missing])
+            for number, state in zip(missing, states, strict=True):
+                new[number] = state.to(self._device)
+                if state.nbytes <= self._room:
+                    self._room -= state.nbytes
+                    self._kept[number] = new[number]
+        return [self._kept[n] if n in self._kept else new[n] for n in numbers]

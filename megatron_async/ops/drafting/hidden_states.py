@@ -38,6 +38,8 @@ def keep_hidden_reference(
 ) -> None:
     """`keep_hidden` in plain torch; it reads numbers back, so it is for the CPU and for tests."""
     chosen = write_index % block_size == block_size - 1
+    if (ends < 0).any():  # which torch takes for the last ones, and the kernel for any memory
+        raise IndexError(f"keep_hidden: ends of chunks are {ends.tolist()}.")  # sync-ok: an error
     chosen[ends] = True
     chosen &= write_index // block_size < len(kept) - 1
     token = chosen.nonzero()[:, 0]  # sync-ok: on the CPU

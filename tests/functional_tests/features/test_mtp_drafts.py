@@ -16,7 +16,9 @@ from mtp_watch import MtpWatch, WholeSequences
 from pieces import Pieces
 
 from megatron_async import StructuredOutput
+from megatron_async.contexts.graph_shapes import GraphShapes
 from megatron_async.errors import ConfigurationError
+from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import load_recording
 from megatron_async.simulation.replay import Replay
@@ -133,6 +135,28 @@ def test_an_answer_under_a_grammar_is_not_shared() -> None:
 def test_a_draft_vocabulary_larger_than_the_models() -> None:
     with pytest.raises(ConfigurationError, match=r"draft_vocab_size=49 is more.*48 tokens"):
         make_engine(model_of("MtpModel"), speculative_method="mtp", draft_vocab_size=49)
+
+
+@pytest.mark.parametrize("decode_rows", [0, 2])
+def test_a_step_of_dummy_rows(decode_rows: int) -> None:
+    """As graphs are captured with: chunks of no token, whose last one is no token's index.
+
+    Break it: `ends_of_rows` without `clamp`.
+    """
+    model = make_model(replace(TINY, mtp_pattern="*-", mtp_num_depths=2), with_mtp=True)
+    engine = make_engine(model, speculative_method="mtp", num_speculative_tokens=3)
+    context, controller = engine.context, engine.controller
+    rows = context.config.mixed_prefill_rows
+    shapes = GraphShapes(mixed_sizes={64: (decode_rows,)}, prefill_rows=rows, longest_sequence=512)
+    dims = replace(shapes.shape(decode_rows, 64), max_decode_kv_length=512)
+    context.transfer_dummy_rows_to_gpu(dims)
+    controller._compute_step(dims, SamplingMode.GREEDY)
+    context.expect_step()
+    tokens = run_at(engine, {0: [Job([3, 5, 7], greedy(12))]})
+    engine.close()
+    plain = make_engine(model)
+    assert tokens == run_at(plain, {0: [Job([3, 5, 7], greedy(12))]})
+    plain.close()
 
 
 def test_record_and_replay(tmp_path: Path) -> None:

@@ -99,7 +99,8 @@ def test_software_that_differs():
 def _come_without(missing):
     if int(os.environ["RANK"]) in missing:
         return None
-    return _join_as({}, timeout_s=1.0)
+    # Rank 2 waits longer: who gives up first is a lost rank to the other.
+    return _join_as({}, timeout_s=1.0 + int(os.environ["RANK"]))
 
 
 def test_a_missing_rank_is_named():

@@ -51,7 +51,10 @@ def trained(script, folder, texts, epochs):
         rotary = llm.engine.context.gpu_view.rotary
         layer = script.DraftLayer(architecture, weights, rotary.cos, rotary.sin)
         trunk, head = script.HiddenStates(llm), weights.get("output_layer.weight", embedding)
-        return layer, script.train(layer, trunk, texts, embedding, head, settings)
+        # Half of the states fit, the others are computed in each epoch.
+        most = sum(map(len, texts)) * embedding.size(1) * embedding.itemsize // 2
+        store = script.StateStore(trunk, texts, embedding.device, most)
+        return layer, script.train(layer, store, texts, embedding, head, settings)
 
 
 def test_what_is_learnt_is_drafted(script, folder, tmp_path):
