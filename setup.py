@@ -62,7 +62,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_async", "megatron_async.*"]),
-    package_data={"megatron_async": ["py.typed", "profiling/*.html"]},
+    package_data={"megatron_async": ["py.typed", "profiling/*.html", "checkpoints/layers/*"]},
     install_requires=RUNTIME,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-async = megatron_async.__main__:main"]},

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.dtypes import parse_dtype
+from megatron_async.checkpoints.registry import shipped_draft_layer
 from megatron_async.cli.output import progress_line
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.job import FINISH_TIMEOUT_S
@@ -74,7 +75,8 @@ class LLM:
         record: file to write every arrival, plan and sample to, for `megatron-async replay` and
             `simulate`; it is complete when the LLM is closed. See `replica_file`.
         draft_layer: file of a layer for multi-token prediction that was trained for the model
-            (scripts/train_draft_layer.py); `speculative_method="mtp"` drafts with it.
+            (scripts/train_draft_layer.py); `speculative_method="mtp"` drafts with it. None: the
+            model's own, or for "smollm2" the one that comes with this package.
         **inference_config: any field of `InferenceConfig`.
 
     Attributes:
@@ -104,6 +106,8 @@ class LLM:
         draft_layer: str | Path | None = None,
         **inference_config: Any,
     ) -> None:
+        if draft_layer is None and inference_config.get("speculative_method") == "mtp":
+            draft_layer = shipped_draft_layer(model)
         source = open_model(model, draft_layer)
         sizes = ParallelSizes(
             tensor_model_parallel_size,

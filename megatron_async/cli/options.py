@@ -23,7 +23,7 @@ MODEL_HELP = """one of
   dummy:SHAPE:uniform  the same, tokens spread evenly over the experts"""
 
 DRAFT_LAYER_HELP = """a layer for multi-token prediction that was trained for the model
-(scripts/train_draft_layer.py); with --speculative-method mtp"""
+(scripts/train_draft_layer.py); with --speculative-method mtp. smollm2 has one"""
 
 ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
     ("device", str, "DEVICE", "cpu, cuda or cuda:N (default: a GPU where there is one)"),

@@ -56,7 +56,7 @@ def test_beside_run_engine(make_tiny_engine: EngineFactory, call: str, lookahead
             assert threading.current_thread().name in message
             assert "loop.call_soon_threadsafe" in message
         assert not engine.is_stopped
-        assert (await asyncio.wait_for(future, 20)).generated_length == 12
+        assert (await asyncio.wait_for(future, 60)).generated_length == 12
         runner.cancel()
 
     asyncio.run(main())

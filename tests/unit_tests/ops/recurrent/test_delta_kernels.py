@@ -28,12 +28,12 @@ def odd_layer(device):
 
 
 def test_odd_sizes(odd_layer):
-    steps = 2 if INTERPRETED else 4
+    steps = 1 if INTERPRETED else 4
     checks.check_packed(odd_layer, KERNELS, steps)
     checks.check_widths(odd_layer, KERNELS, steps=steps)
     checks.check_split(odd_layer, KERNELS, (5, 2, 6), steps)
-    splits = (63, 2, 1, 6) if INTERPRETED else (127, 2, 1, 129)
-    checks.check_split(odd_layer, KERNELS, splits, steps=2)
+    if not INTERPRETED:
+        checks.check_split(odd_layer, KERNELS, (127, 2, 1, 129), steps=2)
 
 
 @pytest.mark.parametrize("splits", checks.FEW_SPLITS if INTERPRETED else checks.SPLITS)
@@ -43,7 +43,7 @@ def test_chunks_of_any_length_then_decode(layer, splits):
 
 def test_decode_over_several_flushes(device):
     layer = Layer(key_heads=1, value_heads=2, device=device)
-    checks.check_split(layer, KERNELS, (5, 2, 6), steps=45)
+    checks.check_split(layer, KERNELS, (5, 2, 6), steps=20 if INTERPRETED else 45)
 
 
 @pytest.mark.parametrize(("period", "lag"), checks.FEW_RULES if INTERPRETED else checks.RULES)
@@ -89,7 +89,7 @@ def test_packed_batch(layer):
 
 
 def test_widths_with_rejected_drafts(layer):
-    checks.check_widths(layer, KERNELS, steps=5 if INTERPRETED else 14)
+    checks.check_widths(layer, KERNELS, steps=3 if INTERPRETED else 14)
     checks.check_widths(layer, KERNELS, widths=(8,), steps=2 if INTERPRETED else 5)
 
 
@@ -98,7 +98,7 @@ def test_wide_rows_are_causal(layer):
 
 
 def test_steps_taken_back(layer):
-    checks.check_taken_back(layer, KERNELS, steps=14 if INTERPRETED else 40)
+    checks.check_taken_back(layer, KERNELS, steps=8 if INTERPRETED else 40)
 
 
 @pytest.mark.parametrize("width", [1, 3])
