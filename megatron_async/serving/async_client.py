@@ -255,6 +255,19 @@ class AsyncCoordinatorClient:
         """The coordinator's counters, and its replicas by name; see docs/serving.md."""
         return await self._ask("stats")
 
+    async def ask(self, what: str, **fields: Any) -> dict[str, Any]:
+        """Ask something of the whole service, or tell it what to do.
+
+        Args:
+            what: "stats", or one of `service_verbs.VERBS`.
+            fields: what else the verb takes.
+
+        Raises:
+            CoordinatorLost: there is none.
+            ValueError: the service cannot do that.
+        """
+        return await self._ask(what, fields=fields)
+
     async def pause_replica(self, name: str) -> None:
         """Let a replica stand still, with its requests, until `resume_replica`.
 
@@ -285,11 +298,13 @@ class AsyncCoordinatorClient:
             self._connection.send(Goodbye())
         self._lose(CoordinatorLost("this client was closed"))
 
-    async def _ask(self, what: str, replica: str = "") -> dict[str, Any]:
+    async def _ask(
+        self, what: str, replica: str = "", fields: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         connection = await self._open()
         number = next(self._numbers)
         self._questions[number] = asyncio.get_running_loop().create_future()
-        connection.send(Ask(number, what, replica))
+        connection.send(Ask(number, what, replica, fields or {}))
         return await self._questions[number]
 
     async def _open(self) -> Connection[ToClient]:

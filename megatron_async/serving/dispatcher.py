@@ -20,6 +20,7 @@ from megatron_async.serving.messages import (
     Chunk,
     ClientHello,
     Completion,
+    Done,
     Ended,
     Generate,
     Goodbye,
@@ -51,6 +52,8 @@ from megatron_async.serving.records import (
     why_refused,
 )
 from megatron_async.serving.request_queue import RequestQueue
+from megatron_async.serving.service_counters import ServiceCounters
+from megatron_async.serving.service_verbs import VERBS, ServiceVerbs
 
 logger = logging.getLogger("megatron_async")
 
@@ -71,6 +74,8 @@ class Dispatcher:
         queue: those of them that no replica has.
         counters: requests "received", "completed", "failed", "aborted", "retried", "refused", and
             "prefix_blocks", those that their replicas had served before.
+        verbs: what the whole service was told, and its state.
+        service: counters for metrics.
     """
 
     def __init__(
@@ -80,7 +85,7 @@ class Dispatcher:
         now: float,
     ) -> None:
         self._config = config
-        self._send = send
+        self.tell = self._send = send
         self._numbers = count()
         self._last_ping = now
         self._replica_there = now
@@ -90,6 +95,8 @@ class Dispatcher:
         self.clients: dict[bytes, ClientRecord] = {}
         self.requests: dict[int, RoutedRequest] = {}
         self.counters: Counter[str] = Counter()
+        self.verbs = ServiceVerbs(self)
+        self.service = ServiceCounters()
 
     # ---- What comes in -----------------------------------------------------------------------
 
@@ -109,6 +116,7 @@ class Dispatcher:
 
     def lost(self, identity: bytes, reason: str, now: float) -> None:
         """Somebody is gone."""
+        self.verbs.lost(identity)
         if (client := self.clients.pop(identity, None)) is not None:
             if client.requests:
                 logger.warning("A client is gone: %s; its requests are aborted.", reason)
@@ -129,6 +137,8 @@ class Dispatcher:
             self._check_alive(now)
         if any(not replica.state.is_departing for replica in self.replicas.values()):
             self._replica_there = now
+        elif self.verbs.holds_queue:
+            pass
         elif self.queue and now - self._replica_there >= config.no_replica_timeout_s:
             self._fail_queue(now)
         self._dispatch(now)
@@ -181,6 +191,8 @@ class Dispatcher:
         else:
             self.clients[identity] = ClientRecord(identity, now)
         self._send(identity, Welcome(self._config.silence_s))
+        if (replica := self.replicas.get(identity)) is not None:
+            self.verbs.joined(replica)
 
     def _replace(self, info: ReplicaInfo, now: float) -> None:
         """A replica that connects again has forgotten what it was given."""
@@ -190,6 +202,7 @@ class Dispatcher:
 
     def _lose(self, replica: ReplicaRecord, reason: str, now: float, in_order: bool) -> None:
         del self.replicas[replica.identity]
+        self.verbs.lost(replica.identity)
         self._departed = f"{replica.name}: {reason}"
         note = logger.info if in_order else logger.warning
         note(
@@ -228,6 +241,8 @@ class Dispatcher:
                     request = replica.requests.get(event.number)
                     if request is not None:
                         self._hear_event(replica, request, event)
+            case Done():
+                self.verbs.done(replica.identity, message)
             case Leaving():
                 self._set_state(replica, ReplicaState.LEAVING)
             case Helping():
@@ -285,6 +300,7 @@ class Dispatcher:
         replica = by_name[chosen.name]
         self.counters["prefix_blocks"] += match
         request.give_to(replica)
+        request.given_at = now
         if not replica.requests:
             replica.last_progress = now
         replica.given(request, hashes, match)
@@ -303,7 +319,9 @@ class Dispatcher:
                 self._take(client, message, now)
             case Abort():
                 if (request := client.requests.get(message.number)) is not None:
-                    self._abort(request)
+                    self.abort_request(request)
+            case Ask(replica="") if message.what in VERBS:
+                self.verbs.ask(client.identity, message)
             case Ask():
                 try:
                     value = self._do(message.what, message.replica)
@@ -323,20 +341,26 @@ class Dispatcher:
         if asked.number in client.requests:
             logger.warning("A client used the number %d twice.", asked.number)
             return
-        if len(self.requests) >= self._config.max_unfinished:
+        if text := self.verbs.why_refused() or self._why_too_many():
             self.counters["refused"] += 1
-            text = (
-                f"{len(self.requests)} requests are unfinished, and max_unfinished is "
-                f"{self._config.max_unfinished}: send the request again later, or add replicas."
-            )
             refused = Completion(finish_reason="error", failure=("Overloaded", text))
             self._send(client.identity, Ended(asked.number, refused))
             return
-        request = RoutedRequest(next(self._numbers), client.identity, asked)
+        request = RoutedRequest(next(self._numbers), client.identity, asked, received_at=now)
         self.requests[request.number] = client.requests[asked.number] = request
         self.queue.add(request)
 
-    def _abort(self, request: RoutedRequest) -> None:
+    def _why_too_many(self) -> str:
+        """Why no further request is taken; "" if it is."""
+        if len(self.requests) < self._config.max_unfinished:
+            return ""
+        return (
+            f"{len(self.requests)} requests are unfinished, and max_unfinished is "
+            f"{self._config.max_unfinished}: send the request again later, or add replicas."
+        )
+
+    def abort_request(self, request: RoutedRequest) -> None:
+        """End a request that its client, or an administrator, wants no more of."""
         request.is_aborted = True
         if request.replica is None:
             self._end_here(request, "RequestAborted", "aborted before a replica had it")
@@ -357,11 +381,24 @@ class Dispatcher:
         outcome = "completed" if kind is None else "failed"
         self.counters["aborted" if kind == "RequestAborted" else outcome] += 1
         self._forget(request)
+        self._count_end(request, completion)
         client = self.clients.get(request.client)
         if client is not None:
             client.requests.pop(request.asked.number, None)
             told = msgspec.structs.replace(completion, attempts=request.attempts)
             self._send(request.client, Ended(request.asked.number, told))
+
+    def _count_end(self, request: RoutedRequest, completion: Completion) -> None:
+        tokens = len(completion.generated_tokens)
+        self.service.generated(tokens)
+        self.service.ended(
+            completion.finish_reason,
+            prompt_tokens=len(completion.prompt_tokens),
+            generated_tokens=tokens,
+            wait_s=max(request.given_at - request.received_at, 0.0),
+            ttft=completion.ttft,
+            latency=completion.latency,
+        )
 
     def _forget(self, request: RoutedRequest) -> None:
         del self.requests[request.number]
@@ -395,4 +432,8 @@ class Dispatcher:
 
     def stats(self) -> dict[str, object]:
         """Counters since the start, and all replicas by name."""
-        return service_stats(self.counters, self.requests, len(self.clients), self.replicas)
+        return {
+            **service_stats(self.counters, self.requests, len(self.clients), self.replicas),
+            "state": self.verbs.state_name(),
+            "service": self.service.as_dict(),
+        }

@@ -109,6 +109,7 @@ class Generate(Message):
         max_new_tokens: of the sampling parameters, for estimates; None: no limit.
         priority: higher goes first, here and in the replica.
         stream: send chunks.
+        label: the name that people know it by, at most 128 characters; several may share one.
     """
 
     number: int
@@ -117,6 +118,7 @@ class Generate(Message):
     max_new_tokens: int | None
     priority: int
     stream: bool
+    label: str = ""
 
 
 class Abort(Message):
@@ -130,13 +132,16 @@ class Ask(Message):
 
     Attributes:
         number: the client's own.
-        what: "stats", "pause", "drain", "resume" or "remove".
-        replica: whom it concerns; "" for stats.
+        what: "stats"; of one replica "pause", "drain", "resume" or "remove"; of the whole service
+            one of `service_verbs.VERBS`.
+        replica: whom it concerns; "": the service.
+        fields: what else the verb takes.
     """
 
     number: int
     what: str
     replica: str = ""
+    fields: dict[str, Any] = {}
 
 
 class Chunk(Message):
@@ -278,16 +283,38 @@ class SetPaused(Message):
     paused: bool
 
 
+class Do(Message):
+    """To a replica: do what an administrator wants of the service, and say `Done`.
+
+    Attributes:
+        number: the coordinator's.
+        what: one of `service_verbs.OF_REPLICAS`.
+        fields: what else it takes.
+    """
+
+    number: int
+    what: str
+    fields: dict[str, Any] = {}
+
+
+class Done(Message):
+    """A replica has done a `Do`, or could not: an error's kind and message."""
+
+    number: int
+    value: dict[str, Any] = {}
+    failure: tuple[str, str] | None = None
+
+
 class Leave(Message):
     """To a replica: you have nothing left; end, or help those that share your experts."""
 
 
 ToCoordinator = (
     ClientHello | Generate | Abort | Ask | Pong | ReplicaHello | ReplicaStatus | Leaving | Helping
-    | Goodbye | Batch
+    | Goodbye | Batch | Done
 )  # fmt: skip
 ToClient = Ping | Welcome | Refused | Chunk | Ended | Answer
-ToReplica = Ping | Welcome | Refused | Run | Abort | SetPaused | Leave
+ToReplica = Ping | Welcome | Refused | Run | Abort | SetPaused | Leave | Do
 
 
 def _plain(value: Any) -> Any:

@@ -127,11 +127,15 @@ class RoutedRequest:
         is_aborted: its client wants no more of it.
         delivered: tokens that the client of a stream has.
         delivered_chars: characters that it has.
+        received_at: when it came, seconds.
+        given_at: when the replica that serves it got it; 0.0: none has.
     """
 
     number: int
     client: bytes
     asked: Generate
+    received_at: float = 0.0
+    given_at: float = 0.0
     replica: ReplicaRecord | None = None
     attempts: int = 0
     early_deaths: int = 0

@@ -18,6 +18,7 @@ from megatron_async.errors import ConfigurationError, CoordinatorLost, JobFailed
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.connection import Connection
+from megatron_async.serving.engine_verbs import do_verb
 from megatron_async.serving.heap import frozen_heap
 from megatron_async.serving.messages import (
     PROTOCOL,
@@ -27,6 +28,8 @@ from megatron_async.serving.messages import (
     Batch,
     Chunk,
     Completion,
+    Do,
+    Done,
     Ended,
     Goodbye,
     Helping,
@@ -216,6 +219,12 @@ class Replica:
                 self._engine.pause()
             case SetPaused():
                 self._engine.unpause()
+            case Do():
+                value, failure = do_verb(
+                    self._engine, self.info.name, message.what, message.fields
+                )
+                if self._connection is not None:
+                    self._connection.send(Done(message.number, value, failure))
 
     def _begin(self, run: Run) -> None:
         engine, number = self._engine, run.number

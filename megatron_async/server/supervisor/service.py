@@ -12,9 +12,7 @@ from contextlib import ExitStack
 
 import msgspec
 
-from megatron_async.errors import ConfigurationError
-from megatron_async.server.api_process import ApiConfig
-from megatron_async.server.supervisor.commands import api_config, replica_command
+from megatron_async.server.supervisor.commands import api_config, curl_line, replica_command
 from megatron_async.server.supervisor.devices import share_gpus, visible_gpus
 from megatron_async.server.supervisor.keys import without_keys
 from megatron_async.server.supervisor.listener import listen, url_of
@@ -22,6 +20,7 @@ from megatron_async.server.supervisor.own_coordinator import OwnCoordinator
 from megatron_async.server.supervisor.processes import ChildProcess, why_ended
 from megatron_async.server.supervisor.settings import ServeSettings
 from megatron_async.server.supervisor.signals import Signals
+from megatron_async.serving.engine_verbs import PROFILE_VARIABLE
 
 logger = logging.getLogger("megatron_async")
 
@@ -93,6 +92,8 @@ class Supervisor:
         self._stack.callback(os.close, pipe)
         self._stack.callback(os.close, held)
         environment = without_keys(os.environ)
+        if settings.profile_folder is not None:
+            environment[PROFILE_VARIABLE] = os.path.abspath(settings.profile_folder)
         address = settings.coordinator
         if address is None:
             self._coordinator = self._stack.enter_context(OwnCoordinator(settings.dispatch))
@@ -107,8 +108,7 @@ class Supervisor:
                         on_parents_death=signal.SIGTERM if settings.ranks > 1 else signal.SIGKILL,
                     )
                 )  # fmt: skip
-        config: ApiConfig = api_config(settings, address)
-        given = msgspec.json.encode(config)
+        given = msgspec.json.encode(api_config(settings, address))
         for number in range(settings.api_processes):
             arguments = ("api", str(listener.fileno()))
             fds = [listener.fileno()]
@@ -118,7 +118,8 @@ class Supervisor:
         return listener
 
     def _what(self) -> str:
-        return f"serving {self._settings.model or 'the replicas of ' + str(self._settings.coordinator)}"
+        settings = self._settings
+        return f"serving {settings.model or f'the replicas of {settings.coordinator}'}"
 
     def _loading(self) -> str:
         return "" if self._coordinator is None else "; loading the model"
@@ -143,7 +144,8 @@ class Supervisor:
             replica.was_ready = replica.was_ready or joined
         if not self._is_announced and all(replica.was_ready for replica in self._replicas):
             self._is_announced = True
-            self._say(f"ready after {time.monotonic() - self._started:.1f} s; try:\n{self._try_it()}")
+            lines = curl_line(self._settings, self.url)
+            self._say(f"ready after {time.monotonic() - self._started:.1f} s; try:\n{lines}")
 
     def _dead(self, child: ChildProcess, status: int) -> None:
         """A child has ended that was not told to."""
@@ -164,11 +166,6 @@ class Supervisor:
         due = [child.due for child in children if child.due is not None]
         return min([TURN_S, *(moment - time.monotonic() for moment in due)])
 
-    def _try_it(self) -> str:
-        from megatron_async.server.supervisor.commands import curl_line
-
-        return curl_line(self._settings, self.url)
-
     # ---- Ending ------------------------------------------------------------------------------
 
     def _leave(self, signals: Signals) -> int:
@@ -181,9 +178,9 @@ class Supervisor:
         deadline = time.monotonic() + self._settings.shutdown_timeout_s
         if not self._failure and self._coordinator is not None and self._coordinator.drain():
             self._wait(signals, asked, deadline, self._is_drained)
-        # Without an own coordinator it is API processes that end what they have.
-        limit = WRITERS_S if self._coordinator is not None else 0.0
-        self._end(signals, asked, self._fronts, max(deadline, time.monotonic() + limit))
+            deadline = 0.0  # what is left is writing
+        # Without an own coordinator it is API processes that refuse what comes.
+        self._end(signals, asked, self._fronts, max(deadline, time.monotonic() + WRITERS_S))
         self._end(signals, asked, self._replicas, time.monotonic() + REPLICAS_S)
         if signals.leave > asked:
             return 128 + (signals.last or signal.SIGTERM)
@@ -236,6 +233,3 @@ class Supervisor:
 def serve(settings: ServeSettings, say: Callable[[str], None]) -> int:
     """Run a service; see `Supervisor.run`."""
     return Supervisor(settings, say).run()
-
-
-__all__ = ["ConfigurationError", "Supervisor", "serve"]
