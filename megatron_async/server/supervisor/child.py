@@ -49,7 +49,7 @@ def _run_api(listener: int) -> int:
 
 
 def _run_ranks(number: int, rest: Sequence[str]) -> int:
-    """torchrun in this process, which ends its ranks when it is told to end."""
+    """Torchrun in this process, which ends its ranks when it is told to end."""
     sys.argv = [
         "torchrun", "--standalone", f"--nproc-per-node={number}", "-m", "megatron_async", "replica",
         *rest,
