@@ -27,6 +27,7 @@ from megatron_async.serving.messages import (
     Ended,
     Generate,
     Goodbye,
+    NewModel,
     Pong,
     StepTokens,
     ToClient,
@@ -75,6 +76,7 @@ class AsyncCoordinatorClient:
     ) -> None:
         self._address = address
         self._timeout_s = connect_timeout_s
+        self._replica_timeout_s = replica_timeout_s
         self._first_replica = FirstReplica(address, replica_timeout_s)
         self._connection: Connection[ToClient] | None = None
         self._opening = asyncio.Lock()
@@ -83,6 +85,7 @@ class AsyncCoordinatorClient:
         self._requests: dict[int, SentRequest] = {}
         self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._card: ModelCard | None = None
+        self._card_is_new = False
         self._tokenizer: tuple[str, Any] | None = None
         self.after_message: Callable[[], None] | None = None
         self.lost: Callable[[CoordinatorLost], None] | None = None
@@ -268,15 +271,23 @@ class AsyncCoordinatorClient:
             CoordinatorLost: there is none.
             ReplicaLost: no replica came within `replica_timeout_s`.
         """
-        while True:
-            known = "" if self._card is None else self._card.digest
+        deadline = asyncio.get_running_loop().time() + self._replica_timeout_s
+        while self._card is None or not self._card_is_new:
+            known = None if self._card is None else self._card.digest
             answer = await self._ask("card", fields={"digest": known})
             if "card" in answer:
                 self._card = decode_card(answer["card"])
-            if answer and self._card is not None:
+            self._card_is_new = bool(answer)
+            if self._card_is_new and self._card is not None:
                 return self._card
             await self._first_replica.wait(self.stats)
+            if asyncio.get_running_loop().time() >= deadline:
+                raise ReplicaLost(
+                    f"no replica told the coordinator at {self._address} what it serves within "
+                    f"{self._replica_timeout_s:g} s."
+                )
             await asyncio.sleep(CARD_EVERY_S)
+        return self._card
 
     async def _text_of(self, card: ModelCard) -> Any:
         """The tokenizer of a card, read once."""
@@ -393,6 +404,8 @@ class AsyncCoordinatorClient:
             case Again():
                 if (request := self._requests.get(message.number)) is not None:
                     request.again()
+            case NewModel():
+                self._card_is_new = False
             case Answer():
                 self._answer(message)
 
@@ -467,6 +480,7 @@ class AsyncCoordinatorClient:
     def _lose(self, error: CoordinatorLost) -> None:
         connection, self._connection = self._connection, None
         self._first_replica.forget()
+        self._card_is_new = False
         requests, self._requests = self._requests, {}
         questions, self._questions = self._questions, {}
         for request in requests.values():

@@ -27,6 +27,7 @@ from megatron_async.serving.messages import (
     Helping,
     Leave,
     Leaving,
+    NewModel,
     Ping,
     Pong,
     Refused,
@@ -122,7 +123,8 @@ class Dispatcher:
             self._hear_client(client, message, now)
         else:
             self._send(identity, Refused("the coordinator does not know you: connect again."))
-        if not isinstance(message, StepTokens) or message.ends:
+        is_step = isinstance(message, StepTokens) and not message.ends
+        if not is_step or self.queue.first(suspects=True) is not None:
             self._dispatch(now)
 
     def lost(self, identity: bytes, reason: str, now: float) -> None:
@@ -256,6 +258,9 @@ class Dispatcher:
             case StepTokens():
                 self._hear_tokens(replica, message, now)
             case Card():
+                if self._card is not None and self._card.digest != message.digest:
+                    for client in self.clients.values():
+                        self._send(client.identity, NewModel())
                 self._card = message
             case Done():
                 self.verbs.done(replica.identity, message)

@@ -135,6 +135,10 @@ class StepTokens(Message, omit_defaults=True):
     ends: list[Ended] = []
 
 
+class NewModel(Message):
+    """To a client: another model is served than before; its card says which."""
+
+
 class Again(Message):
     """To a client: another replica serves the request, and what follows are its tokens from the
     first on, the same as before.
@@ -343,7 +347,7 @@ ToCoordinator = (
     ClientHello | Generate | Abort | Ask | Pong | ReplicaHello | ReplicaStatus | Leaving | Helping
     | Goodbye | StepTokens | Card | Done
 )  # fmt: skip
-ToClient = Ping | Welcome | Refused | StepTokens | Again | Answer
+ToClient = Ping | Welcome | Refused | StepTokens | Again | NewModel | Answer
 ToReplica = Ping | Welcome | Refused | Run | Abort | SetPaused | Leave | Do
 
 
