@@ -71,9 +71,7 @@ def vllm_metrics(stats: Mapping[str, Any], model_name: str) -> Iterator[Metric]:
         yield from _of_requests(service, model_name)
 
 
-def _by_engine(
-    engines: Mapping[str, Mapping[str, float]], model_name: str
-) -> Iterator[Metric]:
+def _by_engine(engines: Mapping[str, Mapping[str, float]], model_name: str) -> Iterator[Metric]:
     labels = ["model_name", "engine"]
     usage = GaugeMetricFamily(
         "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", labels=labels

@@ -220,9 +220,7 @@ class Replica:
             case SetPaused():
                 self._engine.unpause()
             case Do():
-                value, failure = do_verb(
-                    self._engine, self.info.name, message.what, message.fields
-                )
+                value, failure = do_verb(self._engine, self.info.name, message.what, message.fields)
                 if self._connection is not None:
                     self._connection.send(Done(message.number, value, failure))
 
