@@ -19,6 +19,9 @@ ALL=(openai-1 openai-2 openai litellm instructor pydantic-ai langchain-openai ll
      schemathesis)
 mkdir -p "$ENVS/logs"
 export MODEL=${MODEL:-smollm2} API_KEY=${API_KEY:-sk-check-clients}
+# Not a Python that uv would fetch, but the one that the project's own environment is made of.
+BASE_PYTHON=$(${PYTHON:-.venv/bin/python} -c 'import sys; print(sys._base_executable)')
+export BASE_PYTHON
 export LITELLM_LOCAL_MODEL_COST_MAP=True
 
 server=
@@ -49,7 +52,7 @@ environment() { # NAME PACKAGE...: its Python
     local folder="$ENVS/$1"
     shift
     if [ ! -x "$folder/bin/python" ]; then
-        uv venv -q --python 3.12 "$folder" && uv pip install -q --python "$folder" "$@" || {
+        uv venv -q --python "$BASE_PYTHON" "$folder" && uv pip install -q --python "$folder" "$@" || {
             rm -rf "$folder"
             return 1
         }

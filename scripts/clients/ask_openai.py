@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -84,29 +85,36 @@ def check_chat(api: openai.OpenAI) -> None:
     called = api.chat.completions.create(
         model=MODEL, messages=MESSAGES, max_tokens=120, tools=tools, tool_choice="required"
     )
-    (call, *_) = called.choices[0].message.tool_calls or []
-    function: Any = getattr(call, "function")  # noqa: B009: its class differs between series
+    calls: Any = called.choices[0].message.tool_calls or []
+    function = calls[0].function
     assert function.name == "paint"
     assert json.loads(function.arguments)["color"] in ("red", "blue")
 
 
+def error_of(kind: type[openai.APIStatusError], ask: Callable[[], Any]) -> openai.APIStatusError:
+    """The error that a call raises, which must be of this kind."""
+    try:
+        ask()
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__}")
+
+
 def check_errors(api: openai.OpenAI) -> None:
     """Each fault has the exception that people catch, and a message."""
-    try:
-        client("wrong").models.list()
-        raise AssertionError("a wrong key was taken")
-    except openai.AuthenticationError:
-        pass
-    try:
-        api.chat.completions.create(model="no-such-model", messages=MESSAGES)
-        raise AssertionError("an unknown model was served")
-    except openai.NotFoundError as error:
-        assert error.code == "model_not_found", error
-    try:
-        api.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=-1.0)
-        raise AssertionError("a negative temperature was taken")
-    except openai.BadRequestError as error:
-        assert "temperature" in str(error), error
+    chat = api.chat.completions
+    error_of(openai.AuthenticationError, lambda: client("wrong").models.list())
+    unknown = error_of(
+        openai.NotFoundError, lambda: chat.create(model="no-such-model", messages=MESSAGES)
+    )
+    if unknown.code != "model_not_found":
+        raise unknown
+    negative = error_of(
+        openai.BadRequestError,
+        lambda: chat.create(model=MODEL, messages=MESSAGES, temperature=-1.0),
+    )
+    if "temperature" not in str(negative):
+        raise negative
 
 
 def main() -> None:

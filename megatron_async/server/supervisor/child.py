@@ -44,14 +44,15 @@ def main(arguments: Sequence[str]) -> int:
 def _run_api(listener: int) -> int:
     import msgspec
 
-    from megatron_async.server.api_process import ApiConfig, run_api_process
+    from megatron_async.server.api_config import ApiConfig
+    from megatron_async.server.api_process import run_api_process
 
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiConfig)
     return run_api_process(config, listener) or 0
 
 
 def _run_ranks(number: int, rest: Sequence[str]) -> int:
-    """torchrun in this process, which ends its ranks when it is told to end."""
+    """Torchrun in this process, which ends its ranks when it is told to end."""
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     sys.argv = [
         "torchrun", "--standalone", f"--nproc-per-node={number}",

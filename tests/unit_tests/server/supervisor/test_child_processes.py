@@ -23,7 +23,8 @@ import os, sys, time
 from megatron_async.server.supervisor.processes import ChildProcess
 pipe, held = os.pipe()
 # A command that needs no torch, and waits ten seconds for a coordinator that is not there.
-child = ChildProcess("child", ("replicas", "--coordinator", "ipc:///tmp/none-%d" % os.getpid()), pipe)
+address = "ipc:///tmp/none-%d" % os.getpid()
+child = ChildProcess("child", ("replicas", "--coordinator", address), pipe)
 child.start()
 print(child.pid, flush=True)
 time.sleep(60)
