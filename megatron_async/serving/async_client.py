@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import count
 from typing import Any
 
 import msgspec
 
-from megatron_async.errors import CoordinatorLost, RequestError
+from megatron_async.errors import CoordinatorLost, ReplicaLost, RequestError
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.connection import Connection, check_sendable
 from megatron_async.serving.failures import exception_of
@@ -19,86 +20,36 @@ from megatron_async.serving.messages import (
     PROTOCOL,
     UNSENDABLE,
     Abort,
+    Again,
     Answer,
     Ask,
-    Chunk,
     ClientHello,
-    Completion,
     Ended,
     Generate,
     Goodbye,
     Pong,
+    StepTokens,
     ToClient,
-    TokenChunk,
     decode_for_client,
     encode,
 )
+from megatron_async.serving.model_card import ModelCard, decode_card
+from megatron_async.serving.readers import TokenLogProbs, TokenReader
+from megatron_async.serving.remote_request import Completion, RemoteRequest, TokenChunk
+from megatron_async.serving.sent_request import SentRequest
+from megatron_async.serving.step_arrays import StepArrays
+
+logger = logging.getLogger("megatron_async")
+
+RETRY_EVERY_S = 0.2
+"""A client that keeps its connection looks so often for a coordinator that it has lost."""
+CARD_EVERY_S = 0.1
+"""A coordinator without a model card is asked so often."""
+MOST_LABEL = 128
+"""Characters of a label or an owner."""
 
 Prompt = str | Sequence[int] | Any
 """Text, or token ids (list, NumPy array or CPU tensor)."""
-
-
-class RemoteRequest(AsyncIterator[TokenChunk]):
-    """A request that was sent: `await request.completion()`, and, if it is streamed,
-    `async for chunk in request` before.
-
-    Attributes:
-        number: the client's.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._chunks: list[TokenChunk] = []
-        self._news = asyncio.Event()
-        self._completion: Completion | None = None
-        self._lost: CoordinatorLost | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more will come."""
-        return self._completion is not None or self._lost is not None
-
-    async def completion(self) -> Completion:
-        """How it ended; `error` says why it failed.
-
-        Raises:
-            CoordinatorLost: before it ended.
-        """
-        while not self.is_over:
-            self._news.clear()
-            await self._news.wait()
-        if self._completion is None:
-            assert self._lost is not None
-            raise self._lost
-        return self._completion
-
-    async def __anext__(self) -> TokenChunk:
-        while not self._chunks:
-            if self.is_over:
-                completion = await self.completion()
-                if completion.error is not None:
-                    raise completion.error
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        chunks, self._chunks = self._chunks, []
-        if len(chunks) == 1:
-            return chunks[0]
-        # A slow reader gets larger chunks.
-        texts = [chunk.text for chunk in chunks if chunk.text is not None]
-        tokens = [token for chunk in chunks for token in chunk.tokens]
-        return TokenChunk(tokens, "".join(texts) if texts else None)
-
-    def _hear(self, message: Chunk | Ended) -> None:
-        if isinstance(message, Chunk):
-            self._chunks.append(TokenChunk(message.tokens, message.text))
-        else:
-            self._completion = message.completion
-        self._news.set()
-
-    def _lose(self, error: CoordinatorLost) -> None:
-        self._lost = error
-        self._news.set()
 
 
 class AsyncCoordinatorClient:
@@ -112,6 +63,11 @@ class AsyncCoordinatorClient:
         connect_timeout_s: how long a call waits for a coordinator.
         replica_timeout_s: how long requests wait for the coordinator's first replica, which may
             still load its model. (Later ones wait in the coordinator; see docs/serving.md.)
+
+    Attributes:
+        after_message: called when readers were given all that had come: who writes for several of
+            them writes once.
+        lost: called when the coordinator is lost; all readers have been told before.
     """
 
     def __init__(
@@ -121,11 +77,15 @@ class AsyncCoordinatorClient:
         self._timeout_s = connect_timeout_s
         self._first_replica = FirstReplica(address, replica_timeout_s)
         self._connection: Connection[ToClient] | None = None
-        self._reader: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
+        self._keeping: asyncio.Task[None] | None = None
         self._numbers = count()
-        self._requests: dict[int, RemoteRequest] = {}
+        self._requests: dict[int, SentRequest] = {}
         self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._card: ModelCard | None = None
+        self._tokenizer: tuple[str, Any] | None = None
+        self.after_message: Callable[[], None] | None = None
+        self.lost: Callable[[CoordinatorLost], None] | None = None
 
     async def __aenter__(self) -> AsyncCoordinatorClient:
         await self._open()
@@ -139,7 +99,6 @@ class AsyncCoordinatorClient:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         priority: int = 0,
-        stream: bool = False,
     ) -> RemoteRequest:
         """Send one request.
 
@@ -147,7 +106,6 @@ class AsyncCoordinatorClient:
             prompt: text or token ids.
             sampling_params: defaults when None.
             priority: requests of higher priority go first.
-            stream: its tokens come while they are made.
 
         Raises:
             CoordinatorLost: there is none.
@@ -155,23 +113,74 @@ class AsyncCoordinatorClient:
             RequestError: something in it cannot be sent.
         """
         params = sampling_params or SamplingParams()
-        tokens = prompt if isinstance(prompt, str) else _token_ids(prompt)
+        given = prompt if isinstance(prompt, str) else _token_ids(prompt)
+        message = self._request(given, params, priority, "", "")
+        await self._first_replica.wait(self.stats)
+        card = await self.card()
+        reader = RemoteRequest(given, params, await self._text_of(card), card.replica_makes_text)
+        await self._open()
+        reader.number = self._send(message, params, reader)
+        return reader
+
+    def send(
+        self,
+        prompt: Sequence[int] | str,
+        params: SamplingParams,
+        reader: TokenReader,
+        priority: int = 0,
+        owner: str = "",
+        label: str = "",
+    ) -> int:
+        """Send one request over the connection that is there; on the client's event loop.
+
+        Args:
+            prompt: text or token ids.
+            params: as of `generate`.
+            reader: is called with what comes; see `TokenReader`.
+            priority: requests of higher priority go first.
+            owner: whose limits the request counts for; "": nobody's.
+            label: what people call it, for an administrator who aborts it; at most 128 characters.
+
+        Returns:
+            its number, for `abort`.
+
+        Raises:
+            CoordinatorLost: there is no connection (now).
+            RequestError: something in it cannot be sent.
+        """
+        if self._connection is None:
+            raise CoordinatorLost(f"there is no connection to the coordinator at {self._address}.")
+        return self._send(self._request(prompt, params, priority, owner, label), params, reader)
+
+    def _request(
+        self, prompt: Sequence[int] | str, params: SamplingParams, priority: int, owner: str,
+        label: str,
+    ) -> Generate:  # fmt: skip
+        """The message of a request, without a number."""
         if type(priority) is not int:
             raise RequestError(f"priority={priority!r} is not allowed: it must be an integer.")
-        request = RemoteRequest(next(self._numbers))
+        if len(label) > MOST_LABEL or len(owner) > MOST_LABEL:
+            raise RequestError(
+                f"a label of {len(label)} and an owner of {len(owner)} characters were given: at "
+                f"most {MOST_LABEL} are allowed."
+            )
         message = Generate(
-            request.number, tokens, msgspec.Raw(_encoded(params)), params.num_tokens_to_generate,
-            priority, stream,
+            0, prompt if isinstance(prompt, str) else list(prompt), msgspec.Raw(_encoded(params)),
+            params.num_tokens_to_generate, priority, label, owner,
         )  # fmt: skip
         try:
             check_sendable(message)
         except UNSENDABLE as error:
             raise RequestError(f"the prompt cannot be sent: {error}") from error
-        await self._first_replica.wait(self.stats)
-        connection = await self._open()
-        connection.send(message)
-        self._requests[request.number] = request
-        return request
+        return message
+
+    def _send(self, message: Generate, params: SamplingParams, reader: TokenReader) -> int:
+        assert self._connection is not None
+        message.number = next(self._numbers)
+        self._connection.send(message)
+        top_n = params.top_n_logprobs if params.return_log_probs else 0
+        self._requests[message.number] = SentRequest(reader, top_n)
+        return message.number
 
     async def generate(
         self,
@@ -239,17 +248,41 @@ class AsyncCoordinatorClient:
         Raises:
             CoordinatorLost, and whatever the request fails with, behind the last chunk.
         """
-        request = await self.submit(prompt, sampling_params, priority, stream=True)
+        request = await self.submit(prompt, sampling_params, priority)
         try:
             async for chunk in request:
                 yield chunk
         finally:
             self.abort(request)
 
-    def abort(self, request: RemoteRequest) -> None:
-        """End a request; one that has ended stays as it is."""
-        if not request.is_over and self._connection is not None:
-            self._connection.send(Abort(request.number))
+    def abort(self, request: RemoteRequest | int) -> None:
+        """End a request, that `submit` or `send` returned; one that has ended stays as it is."""
+        number = request if isinstance(request, int) else request.number
+        if number in self._requests and self._connection is not None:
+            self._connection.send(Abort(number))
+
+    async def card(self) -> ModelCard:
+        """What is served. Waits for the first replica, which knows.
+
+        Raises:
+            CoordinatorLost: there is none.
+            ReplicaLost: no replica came within `replica_timeout_s`.
+        """
+        while True:
+            known = "" if self._card is None else self._card.digest
+            answer = await self._ask("card", fields={"digest": known})
+            if "card" in answer:
+                self._card = decode_card(answer["card"])
+            if answer and self._card is not None:
+                return self._card
+            await self._first_replica.wait(self.stats)
+            await asyncio.sleep(CARD_EVERY_S)
+
+    async def _text_of(self, card: ModelCard) -> Any:
+        """The tokenizer of a card, read once."""
+        if self._tokenizer is None or self._tokenizer[0] != card.digest:
+            self._tokenizer = card.digest, await asyncio.to_thread(card.tokenizer)
+        return self._tokenizer[1]
 
     async def stats(self) -> dict[str, Any]:
         """The coordinator's counters, and its replicas by name; see docs/serving.md."""
@@ -290,10 +323,11 @@ class AsyncCoordinatorClient:
 
     async def close(self) -> None:
         """Disconnect; the coordinator aborts what is unfinished."""
-        if self._reader is not None:
-            self._reader.cancel()
+        if self._keeping is not None:
+            self._keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
+                await self._keeping
+            self._keeping = None
         if self._connection is not None:
             self._connection.send(Goodbye())
         self._lose(CoordinatorLost("this client was closed"))
@@ -317,27 +351,109 @@ class AsyncCoordinatorClient:
                     connection.close()
                     raise
                 self._connection = connection
-                self._reader = asyncio.create_task(self._read(connection))
+                connection.listen(self._hear, self._flush, self._lose_connection)
+            if self._connection is None:
+                raise CoordinatorLost(f"the coordinator at {self._address} is gone again.")
             return self._connection
 
-    async def _read(self, connection: Connection[ToClient]) -> None:
+    async def open(self) -> None:
+        """Connect, and from now on connect again whenever the coordinator is lost, until `close`.
+
+        Raises:
+            CoordinatorLost: nobody answers within `connect_timeout_s`.
+        """
+        await self._open()
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep_open())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection now."""
+        return self._connection is not None
+
+    async def _keep_open(self) -> None:
+        while True:
+            if self._connection is None:
+                with contextlib.suppress(CoordinatorLost):
+                    await self._open()
+            await asyncio.sleep(RETRY_EVERY_S)
+
+    # ---- What comes in -----------------------------------------------------------------------
+
+    def _hear(self, message: ToClient) -> None:
+        match message:
+            case StepTokens():
+                if message.numbers:
+                    self._give(message)
+                for number, text in message.texts:
+                    if (request := self._requests.get(number)) is not None:
+                        self._guarded(number, request, request.text, text)
+                for ended in message.ends:
+                    self._end(ended)
+            case Again():
+                if (request := self._requests.get(message.number)) is not None:
+                    request.again()
+            case Answer():
+                self._answer(message)
+
+    def _flush(self) -> None:
+        if self.after_message is not None:
+            self.after_message()
+
+    def _give(self, message: StepTokens) -> None:
+        """Give each reader its tokens: Python per row."""
+        step = StepArrays.of(message)
+        requests, tokens, first = self._requests, step.tokens, 0
+        words = step.first_words() if step.asking is not None else None
+        rows = zip(step.numbers.tolist(), step.counts.tolist(), strict=True)
+        for row, (number, count_) in enumerate(rows):
+            end = first + count_
+            request = requests.get(number)
+            if request is not None and count_:
+                log_probs = None
+                if words is not None and step.words is not None and words[row] >= 0:
+                    place = words[row]
+                    log_probs = TokenLogProbs.of(
+                        step.words[place : place + count_], step.top_n, request.top_n
+                    )
+                self._guarded(number, request, request.tokens, tokens[first:end], log_probs)
+            first = end
+
+    def _guarded(
+        self, number: int, request: SentRequest, take: Callable[..., bool | None], *news: Any
+    ) -> None:
+        """Give a reader what has come; its own fault is its request's alone."""
         try:
-            while True:
-                message = await connection.receive()
-                match message:
-                    case Chunk():
-                        if (request := self._requests.get(message.number)) is not None:
-                            request._hear(message)
-                    case Ended():
-                        if (request := self._requests.pop(message.number, None)) is not None:
-                            request._hear(message)
-                    case Answer():
-                        self._answer(message)
-        except Exception as error:  # whatever it is, nobody is to wait for ever
-            text = str(error) if isinstance(error, CoordinatorLost) else repr(error)
-            self._lose(
-                CoordinatorLost(f"{text} What was unfinished is aborted: send it once more.")
-            )
+            if take(*news) is not False:
+                return
+            kind, text = ReplicaLost.__name__, request.why_lost()
+        except Exception as error:
+            logger.exception("A reader of a request's tokens failed; the request is aborted.")
+            kind, text = type(error).__name__, str(error)
+        self.abort(number)
+        del self._requests[number]
+        self._tell_end(request, kind, text)
+
+    def _end(self, ended: Ended) -> None:
+        request = self._requests.pop(ended.number, None)
+        if request is None:
+            return
+        if request.contradicts(ended):
+            self._tell_end(request, ReplicaLost.__name__, request.why_lost())
+            return
+        try:
+            request.ended(ended)
+        except Exception:
+            logger.exception("A reader of a request's tokens failed at its end.")
+
+    def _tell_end(self, request: SentRequest, kind: str, text: str) -> None:
+        try:
+            request.fail(kind, text)
+        except Exception:
+            logger.exception("A reader of a request's tokens failed at its end.")
+
+    def _lose_connection(self, error: CoordinatorLost) -> None:
+        self._lose(CoordinatorLost(f"{error} What was unfinished is aborted: send it once more."))
 
     def _answer(self, message: Answer) -> None:
         question = self._questions.pop(message.number, None)
@@ -351,15 +467,17 @@ class AsyncCoordinatorClient:
     def _lose(self, error: CoordinatorLost) -> None:
         connection, self._connection = self._connection, None
         self._first_replica.forget()
-        for request in self._requests.values():
-            request._lose(error)
-        for question in self._questions.values():
+        requests, self._requests = self._requests, {}
+        questions, self._questions = self._questions, {}
+        for request in requests.values():
+            self._tell_end(request, CoordinatorLost.__name__, str(error))
+        for question in questions.values():
             if not question.done():
                 question.set_exception(error)
-        self._requests.clear()
-        self._questions.clear()
         if connection is not None:
             connection.close()
+            if self.lost is not None:
+                self.lost(error)
 
 
 def is_one_prompt(prompts: Any) -> bool:

@@ -11,15 +11,15 @@ from itertools import count
 import msgspec
 
 from megatron_async.serving.commands import find_replica, state_after
+from megatron_async.serving.limits import InFlight
 from megatron_async.serving.messages import (
     PROTOCOL,
     Abort,
+    Again,
     Answer,
     Ask,
-    Batch,
-    Chunk,
+    Card,
     ClientHello,
-    Completion,
     Done,
     Ended,
     Generate,
@@ -34,7 +34,7 @@ from megatron_async.serving.messages import (
     ReplicaInfo,
     ReplicaStatus,
     SetPaused,
-    Started,
+    StepTokens,
     ToClient,
     ToCoordinator,
     ToReplica,
@@ -47,6 +47,7 @@ from megatron_async.serving.records import (
     ReplicaState,
     RoutedRequest,
     service_stats,
+    tokens_of,
     why_nobody_serves,
     why_not_again,
     why_refused,
@@ -54,8 +55,13 @@ from megatron_async.serving.records import (
 from megatron_async.serving.request_queue import RequestQueue
 from megatron_async.serving.service_counters import ServiceCounters
 from megatron_async.serving.service_verbs import VERBS, ServiceVerbs
+from megatron_async.serving.step_arrays import StepArrays
+from megatron_async.serving.token_routes import TokenRoutes
 
 logger = logging.getLogger("megatron_async")
+
+TOKEN_BYTES = 4
+"""Of a token id on the wire."""
 
 
 class Dispatcher:
@@ -86,7 +92,11 @@ class Dispatcher:
     ) -> None:
         self._config = config
         self.tell = self._send = send
-        self._numbers = count()
+        self._indexes = count()
+        self._routes = TokenRoutes()
+        self._in_flight = InFlight(config)
+        self._by_index: dict[int, ClientRecord] = {}
+        self._card: Card | None = None
         self._last_ping = now
         self._replica_there = now
         self._departed = ""
@@ -112,12 +122,14 @@ class Dispatcher:
             self._hear_client(client, message, now)
         else:
             self._send(identity, Refused("the coordinator does not know you: connect again."))
-        self._dispatch(now)
+        if not isinstance(message, StepTokens) or message.ends:
+            self._dispatch(now)
 
     def lost(self, identity: bytes, reason: str, now: float) -> None:
         """Somebody is gone."""
         self.verbs.lost(identity)
         if (client := self.clients.pop(identity, None)) is not None:
+            del self._by_index[client.index]
             if client.requests:
                 logger.warning("A client is gone: %s; its requests are aborted.", reason)
             for request in list(client.requests.values()):
@@ -186,13 +198,16 @@ class Dispatcher:
                 logger.warning("Replica %s is refused: %s", hello.info.name, refusal)
                 self._send(identity, Refused(refusal))
                 return
-            self.replicas[identity] = ReplicaRecord(identity, hello.info, now)
+            replica = ReplicaRecord(identity, hello.info, now, next(self._indexes))
+            self.replicas[identity] = replica
+            has_card = self._card is not None and self._card.digest == hello.info.card
+            self._send(identity, Welcome(self._config.silence_s, wants_card=not has_card))
+            self.verbs.joined(replica)
             logger.info("Replica %s joined; %d now.", hello.info.name, len(self.replicas))
         else:
-            self.clients[identity] = ClientRecord(identity, now)
-        self._send(identity, Welcome(self._config.silence_s))
-        if (replica := self.replicas.get(identity)) is not None:
-            self.verbs.joined(replica)
+            client = ClientRecord(identity, now, next(self._indexes))
+            self.clients[identity] = self._by_index[client.index] = client
+            self._send(identity, Welcome(self._config.silence_s))
 
     def _replace(self, info: ReplicaInfo, now: float) -> None:
         """A replica that connects again has forgotten what it was given."""
@@ -219,6 +234,8 @@ class Dispatcher:
             elif in_order or request.may_be_served_again(self._config):
                 self.counters["retried"] += 1
                 del replica.requests[request.number]
+                if request.has_started:
+                    self._send(request.client, Again(request.asked.number))
                 request.give_to(None)
                 self.queue.add(request)
             else:
@@ -236,11 +253,10 @@ class Dispatcher:
         match message:
             case ReplicaStatus():
                 replica.heard(message, now)
-            case Batch():
-                for event in message.events:
-                    request = replica.requests.get(event.number)
-                    if request is not None:
-                        self._hear_event(replica, request, event)
+            case StepTokens():
+                self._hear_tokens(replica, message, now)
+            case Card():
+                self._card = message
             case Done():
                 self.verbs.done(replica.identity, message)
             case Leaving():
@@ -255,29 +271,33 @@ class Dispatcher:
             case _:
                 logger.warning("Replica %s sent a client's message.", replica.name)
 
-    def _hear_event(
-        self, replica: ReplicaRecord, request: RoutedRequest, event: Chunk | Started | Ended
-    ) -> None:
-        if isinstance(event, Started):
-            request.has_started = True
+    def _hear_tokens(self, replica: ReplicaRecord, message: StepTokens, now: float) -> None:
+        """Tell each client its part of a step: Python per client and per end, not per token."""
+        try:
+            step = StepArrays.of(message)
+        except ValueError as error:
+            reason = f"it told tokens that cannot be read ({error})"
+            self._lose(replica, reason, now, in_order=False)
+            self._send(replica.identity, Refused(f"{reason}: connect again."))
             return
-        if isinstance(event, Ended):
-            if not request.contradicts(event.completion):
-                replica.completed += event.completion.failure is None
-                self._end(request, event.completion)
-                return
-        elif (new := request.news(event)) is not None:
-            if new[0] or new[1]:
-                self._send(request.client, Chunk(request.asked.number, *new))
-            return
-        else:
-            self._abort_at_replica(request)
-        self._end_here(
-            request, "ReplicaLost",
-            f"its replica was lost, and replica {replica.name} continues otherwise than the "
-            f"{len(request.delivered)} tokens that were delivered: near ties fall differently in "
-            "other batches below float32.",
-        )  # fmt: skip
+        told: dict[int, StepTokens] = dict(self._routes.split(replica.index, step))
+        self.service.generated(sum(len(part.tokens) // TOKEN_BYTES for part in told.values()))
+        for number, text in message.texts:
+            if (request := replica.requests.get(number)) is not None:
+                self._part(told, request).texts.append((request.asked.number, text))
+        for ended in message.ends:
+            if (request := replica.requests.get(ended.number)) is not None:
+                part = self._part(told, request)
+                replica.completed += ended.failure is None
+                self._finish(request, ended)
+                part.ends.append(self._named(request, ended))
+        for index, part in told.items():
+            if (client := self._by_index.get(index)) is not None:
+                self._send(client.identity, part)
+
+    def _part(self, told: dict[int, StepTokens], request: RoutedRequest) -> StepTokens:
+        """What the client of a request is told of a step."""
+        return told.setdefault(self.clients[request.client].index, StepTokens())
 
     def _dispatch(self, now: float) -> None:
         """Give queued requests to replicas that have room; none has two suspects, or who is
@@ -324,7 +344,7 @@ class Dispatcher:
                 self.verbs.ask(client.identity, message)
             case Ask():
                 try:
-                    value = self._do(message.what, message.replica)
+                    value = self._do(message)
                     answer = Answer(message.number, value)
                 except ValueError as error:
                     answer = Answer(message.number, failure=("ValueError", str(error)))
@@ -341,23 +361,17 @@ class Dispatcher:
         if asked.number in client.requests:
             logger.warning("A client used the number %d twice.", asked.number)
             return
-        if text := self.verbs.why_refused() or self._why_too_many():
+        why = self.verbs.why_refused()
+        if why := why or self._in_flight.why_too_many(asked.owner, tokens_of(asked)):
             self.counters["refused"] += 1
-            refused = Completion(finish_reason="error", failure=("Overloaded", text))
-            self._send(client.identity, Ended(asked.number, refused))
+            refused = Ended(asked.number, "error", ("Overloaded", why))
+            self._send(client.identity, StepTokens(ends=[refused]))
             return
-        request = RoutedRequest(next(self._numbers), client.identity, asked, received_at=now)
+        number = self._routes.add(client.index, asked.number)
+        request = RoutedRequest(number, client.identity, asked, self._routes, received_at=now)
         self.requests[request.number] = client.requests[asked.number] = request
+        self._in_flight.add(request)
         self.queue.add(request)
-
-    def _why_too_many(self) -> str:
-        """Why no further request is taken; "" if it is."""
-        if len(self.requests) < self._config.max_unfinished:
-            return ""
-        return (
-            f"{len(self.requests)} requests are unfinished, and max_unfinished is "
-            f"{self._config.max_unfinished}: send the request again later, or add replicas."
-        )
 
     def abort_request(self, request: RoutedRequest) -> None:
         """End a request that its client, or an administrator, wants no more of."""
@@ -374,34 +388,40 @@ class Dispatcher:
     def _end_here(self, request: RoutedRequest, kind: str, text: str) -> None:
         """End a request of which no replica says more."""
         reason = "aborted" if kind == "RequestAborted" else "error"
-        self._end(request, Completion(finish_reason=reason, failure=(kind, text)))
+        ended = Ended(request.number, reason, (kind, text))
+        self._finish(request, ended)
+        if request.client in self.clients:
+            self._send(request.client, StepTokens(ends=[self._named(request, ended)]))
 
-    def _end(self, request: RoutedRequest, completion: Completion) -> None:
-        kind = None if completion.failure is None else completion.failure[0]
+    def _finish(self, request: RoutedRequest, ended: Ended) -> None:
+        """Book the end of a request."""
+        kind = None if ended.failure is None else ended.failure[0]
         outcome = "completed" if kind is None else "failed"
         self.counters["aborted" if kind == "RequestAborted" else outcome] += 1
         self._forget(request)
-        self._count_end(request, completion)
-        client = self.clients.get(request.client)
-        if client is not None:
+        if (client := self.clients.get(request.client)) is not None:
             client.requests.pop(request.asked.number, None)
-            told = msgspec.structs.replace(completion, attempts=request.attempts)
-            self._send(request.client, Ended(request.asked.number, told))
-
-    def _count_end(self, request: RoutedRequest, completion: Completion) -> None:
-        tokens = len(completion.generated_tokens)
-        self.service.generated(tokens)
         self.service.ended(
-            completion.finish_reason,
-            prompt_tokens=len(completion.prompt_tokens),
-            generated_tokens=tokens,
+            ended.finish_reason,
+            prompt_tokens=ended.num_prompt_tokens,
+            cached_tokens=ended.num_cached_tokens or 0,
+            generated_tokens=ended.num_generated_tokens,
             wait_s=max(request.given_at - request.received_at, 0.0),
-            ttft=completion.ttft,
-            latency=completion.latency,
+            queue_s=ended.queue_s,
+            ttft=ended.ttft,
+            latency=ended.latency,
+        )
+
+    def _named(self, request: RoutedRequest, ended: Ended) -> Ended:
+        """An end as the client is told it."""
+        return msgspec.structs.replace(
+            ended, number=request.asked.number, attempts=request.attempts
         )
 
     def _forget(self, request: RoutedRequest) -> None:
         del self.requests[request.number]
+        self._routes.remove(request.number)
+        self._in_flight.remove(request)
         self.queue.discard(request)
         if request.replica is not None:
             request.replica.requests.pop(request.number, None)
@@ -415,11 +435,15 @@ class Dispatcher:
 
     # ---- Control and statistics --------------------------------------------------------------
 
-    def _do(self, what: str, name: str) -> dict[str, object]:
-        if what == "stats":
+    def _do(self, ask: Ask) -> dict[str, object]:
+        if ask.what == "stats":
             return self.stats()
-        replica = find_replica(name, self.replicas.values())
-        state = state_after(what, replica)
+        if ask.what == "card":
+            if self._card is None or self._card.digest == ask.fields.get("digest"):
+                return {} if self._card is None else {"digest": self._card.digest}
+            return {"digest": self._card.digest, "card": self._card.data}
+        replica = find_replica(ask.replica, self.replicas.values())
+        state = state_after(ask.what, replica)
         if state != replica.state or not state.is_departing:
             self._set_state(replica, state)
         return {}
@@ -434,6 +458,7 @@ class Dispatcher:
         """Counters since the start, and all replicas by name."""
         return {
             **service_stats(self.counters, self.requests, len(self.clients), self.replicas),
+            "unfinished_tokens": self._in_flight.tokens,
             "state": self.verbs.state_name(),
             "service": self.service.as_dict(),
         }

@@ -11,8 +11,6 @@ import msgspec
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.serving.messages import (
-    Chunk,
-    Completion,
     Generate,
     ReplicaInfo,
     ReplicaStatus,
@@ -25,6 +23,7 @@ from megatron_async.serving.routing import (
     prompt_hashes,
     prompt_length,
 )
+from megatron_async.serving.token_routes import TokenRoutes
 
 UNLIMITED_TOKENS = 256
 """Taken as the length of an answer without a limit."""
@@ -46,6 +45,11 @@ class CoordinatorConfig:
         max_retries: times that a request is served again; one whose replica died before the
             request's first token, and which may be what kills replicas, at most once.
         max_unfinished: requests in the coordinator, queued or served; further ones are refused.
+        max_tokens_in_flight: tokens that these may have together, prompts and answers, as far as
+            their limits tell (an answer without a limit counts as `UNLIMITED_TOKENS`); a request
+            that would be more is refused unless it is alone. None: no limit.
+        max_unfinished_of_owner, max_tokens_of_owner: the same of the requests of one owner that has
+            a name.
         requests_per_slot: a replica is given as many times its slots; the others wait here.
         ping_interval_s: seconds between two pings to everybody.
         silence_s: a replica that answers nothing for so long is lost.
@@ -58,6 +62,9 @@ class CoordinatorConfig:
     on_replica_death: str = "retry"
     max_retries: int = 2
     max_unfinished: int = 4096
+    max_tokens_in_flight: int | None = None
+    max_unfinished_of_owner: int | None = None
+    max_tokens_of_owner: int | None = None
     requests_per_slot: float = 2.0
     ping_interval_s: float = 0.5
     silence_s: float = 8.0
@@ -84,6 +91,10 @@ class CoordinatorConfig:
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be more than 0.")
+        for name in ("max_tokens_in_flight", "max_unfinished_of_owner", "max_tokens_of_owner"):
+            most = getattr(self, name)
+            if most is not None and most <= 0:
+                raise ConfigurationError(f"{name}={most} must be more than 0, or None.")
         for name in ("silence_s", "stall_s", "client_silence_s"):
             if getattr(self, name) < 2 * self.ping_interval_s:
                 raise ConfigurationError(
@@ -111,6 +122,13 @@ class ReplicaState(StrEnum):
         return self in (ReplicaState.LEAVING, ReplicaState.HELPING)
 
 
+def tokens_of(asked: Generate) -> int:
+    """Tokens that a request needs at most, about: prompt and answer."""
+    limit = asked.max_new_tokens
+    new = UNLIMITED_TOKENS if limit is None else min(max(limit, 0), MOST_TOKENS)
+    return prompt_length(asked.prompt) + new
+
+
 @dataclass(eq=False)
 class RoutedRequest:
     """An unfinished request.
@@ -121,12 +139,9 @@ class RoutedRequest:
         asked: what it asked for.
         replica: who serves it; None while it is queued.
         attempts: replicas that it was given to.
-        early_deaths: how many of them died before its first token, as far as is known: of an answer
-            that is not streamed, only a suspect's first token is told.
-        has_started: whether the replica that serves it has said that it has a token.
+        early_deaths: how many of them died before its first token.
         is_aborted: its client wants no more of it.
-        delivered: tokens that the client of a stream has.
-        delivered_chars: characters that it has.
+        routes: where its tokens go.
         received_at: when it came, seconds.
         given_at: when the replica that serves it got it; 0.0: none has.
     """
@@ -134,17 +149,18 @@ class RoutedRequest:
     number: int
     client: bytes
     asked: Generate
+    routes: TokenRoutes
     received_at: float = 0.0
     given_at: float = 0.0
     replica: ReplicaRecord | None = None
     attempts: int = 0
     early_deaths: int = 0
-    has_started: bool = False
     is_aborted: bool = False
-    delivered: list[int] = field(default_factory=list)
-    delivered_chars: int = 0
-    _num_seen: int = 0
-    _chars_seen: int = 0
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the replica that serves it has told a token of it."""
+        return self.routes.has_started(self.number)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -153,10 +169,8 @@ class RoutedRequest:
 
     @property
     def tokens(self) -> int:
-        """That it needs at most, about: prompt and answer."""
-        limit = self.asked.max_new_tokens
-        new = UNLIMITED_TOKENS if limit is None else min(max(limit, 0), MOST_TOKENS)
-        return prompt_length(self.asked.prompt) + new
+        """See `tokens_of`."""
+        return tokens_of(self.asked)
 
     @property
     def is_suspect(self) -> bool:
@@ -171,39 +185,13 @@ class RoutedRequest:
     def run(self) -> Run:
         """What a replica is sent."""
         asked = self.asked
-        return Run(
-            self.number, asked.prompt, asked.params, asked.priority, asked.stream, self.is_suspect
-        )
+        return Run(self.number, asked.prompt, asked.params, asked.priority)
 
     def give_to(self, replica: ReplicaRecord | None) -> None:
         """Another replica serves it from its beginning; None: it is queued again."""
         self.replica = replica
         self.attempts += replica is not None
-        self.has_started = False
-        self._num_seen = self._chars_seen = 0
-
-    def contradicts(self, completion: Completion) -> bool:
-        """Whether an answer is another than the client of a stream has the beginning of."""
-        known = self.delivered
-        return completion.failure is None and completion.generated_tokens[: len(known)] != known
-
-    def news(self, chunk: Chunk) -> tuple[list[int], str | None] | None:
-        """What of a chunk the client does not have yet; None: the replica says other tokens than
-        the one before it, of which the client has some already."""
-        known = self.delivered[self._num_seen : self._num_seen + len(chunk.tokens)]
-        if chunk.tokens[: len(known)] != known:
-            return None
-        self.has_started = self.has_started or bool(chunk.tokens)
-        self._num_seen += len(chunk.tokens)
-        new = chunk.tokens[len(known) :]
-        self.delivered += new
-        text = chunk.text
-        if text is not None:
-            behind = max(self.delivered_chars - self._chars_seen, 0)
-            self._chars_seen += len(text)
-            text = text[behind:]
-            self.delivered_chars += len(text)
-        return new, text
+        self.routes.give(self.number, None if replica is None else replica.index)
 
 
 class ReplicaRecord:
@@ -213,6 +201,7 @@ class ReplicaRecord:
         identity: its connection's.
         info: what it said of itself.
         now: seconds.
+        index: a small number of its own.
 
     Attributes:
         status: what it said last, or None.
@@ -222,8 +211,9 @@ class ReplicaRecord:
         completed: requests that it ended without an error.
     """
 
-    def __init__(self, identity: bytes, info: ReplicaInfo, now: float) -> None:
+    def __init__(self, identity: bytes, info: ReplicaInfo, now: float, index: int) -> None:
         self.identity = identity
+        self.index = index
         self.info = info
         self.state = ReplicaState.READY
         self.status: ReplicaStatus | None = None
@@ -306,12 +296,14 @@ class ClientRecord:
     """A client.
 
     Attributes:
+        index: a small number of its own.
         requests: its unfinished ones, by its own numbers.
         last_heard: when it said anything.
     """
 
     identity: bytes
     last_heard: float
+    index: int
     requests: dict[int, RoutedRequest] = field(default_factory=dict)
 
 
@@ -328,6 +320,8 @@ def why_refused(info: ReplicaInfo, replicas: Collection[ReplicaRecord]) -> str:
             for key in sorted(info.model.keys() | other.info.model.keys())
             if info.model.get(key) != other.info.model.get(key)
         ]
+        if info.card != other.info.card:
+            wrong.append("its tokenizer, its chat template or a limit is another")
         if wrong:
             return (
                 f"it would give other tokens than replica {other.name!r}: {', '.join(wrong)}. "
