@@ -125,6 +125,18 @@ def _add_limits(group: Any) -> None:
         help="requests queued and served; further ones are told to come back later (503)",
     )  # fmt: skip
     group.add_argument(
+        "--max-tokens-in-flight", type=int, metavar="N",
+        help="tokens that they may take together, prompts and answers (default: no limit)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-unfinished-per-key", type=int, metavar="N",
+        help="requests of one API key (default: no limit)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-tokens-per-key", type=int, metavar="N",
+        help="tokens in flight of one API key (default: no limit)",
+    )  # fmt: skip
+    group.add_argument(
         "--max-body-mb", type=float, default=32.0, metavar="MB", help="of an HTTP request"
     )
     group.add_argument(
@@ -201,6 +213,9 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         dispatch=CoordinatorConfig(
             on_replica_death=arguments.on_replica_death,
             max_unfinished=arguments.max_unfinished,
+            max_tokens_in_flight=arguments.max_tokens_in_flight,
+            max_unfinished_of_owner=arguments.max_unfinished_per_key,
+            max_tokens_of_owner=arguments.max_tokens_per_key,
             policy=make_policy(arguments.policy),
         ),
         host=arguments.host,

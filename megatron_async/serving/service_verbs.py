@@ -97,7 +97,10 @@ class ServiceVerbs:
         return REFUSALS.get(self.state, "")
 
     def state_name(self) -> str:
-        """The state as people see it: without replicas a service is "loading" or "dead"."""
+        """The state as people see it: without replicas a service is "loading" or "dead", unless it
+        takes no requests anyway."""
+        if self.state == ServiceState.DRAINING:
+            return str(self.state)
         if not any(not replica.state.is_departing for replica in self._books.replicas.values()):
             return "dead" if self.had_replica else "loading"
         return str(self.state)

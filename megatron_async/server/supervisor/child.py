@@ -11,11 +11,13 @@ in as JSON by standard input (keys are in it, and must not be seen in a list of 
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
 
 from megatron_async.server.supervisor.parent import end_with_parent
+from megatron_async.server.supervisor.rank import PARENT_VARIABLE
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,7 +44,8 @@ def main(arguments: Sequence[str]) -> int:
 def _run_api(listener: int) -> int:
     import msgspec
 
-    from megatron_async.server.api_process import ApiConfig, run_api_process
+    from megatron_async.server.api_config import ApiConfig
+    from megatron_async.server.api_process import run_api_process
 
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiConfig)
     return run_api_process(config, listener) or 0
@@ -50,9 +53,10 @@ def _run_api(listener: int) -> int:
 
 def _run_ranks(number: int, rest: Sequence[str]) -> int:
     """Torchrun in this process, which ends its ranks when it is told to end."""
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
     sys.argv = [
-        "torchrun", "--standalone", f"--nproc-per-node={number}", "-m", "megatron_async", "replica",
-        *rest,
+        "torchrun", "--standalone", f"--nproc-per-node={number}",
+        "-m", "megatron_async.server.supervisor.rank", "replica", *rest,
     ]  # fmt: skip
     runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
     return 0

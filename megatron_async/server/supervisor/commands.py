@@ -1,4 +1,4 @@
-"""What the supervisor tells its children: arguments, configurations; and how people try a service."""
+"""What the supervisor tells its children, and people who want to try the service."""
 
 from __future__ import annotations
 
@@ -70,10 +70,11 @@ def curl_line(settings: ServeSettings, url: str) -> str:
         url: where it is found.
     """
     model = (*names_of(settings), "MODEL")[0]
-    path, body = "chat/completions", {
+    path = "chat/completions"
+    body: dict[str, object] = {
         "model": model,
         "messages": [{"role": "user", "content": "Why is the sky blue?"}],
-    }  # fmt: skip
+    }
     if settings.model is not None and settings.model.startswith("dummy:"):
         # It has no tokenizer: prompts are token ids.
         path, body = "completions", {"model": model, "prompt": [1, 2, 3]}

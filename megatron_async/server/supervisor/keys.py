@@ -16,7 +16,7 @@ KEY_VARIABLE = "MEGATRON_ASYNC_API_KEY"
 ADMIN_VARIABLE = "MEGATRON_ASYNC_ADMIN_KEY"
 """Environment: the admin key."""
 MOST_KEYS = 1000
-"""Every key is tried for every request, so that the time does not tell which one is nearly right."""
+"""Every key is tried for every request: the time must not tell which one is nearly right."""
 LONGEST_KEY = 512
 LONGEST_NAME = 64
 
