@@ -64,6 +64,7 @@ class AsyncCoordinatorClient:
         connect_timeout_s: how long a call waits for a coordinator.
         replica_timeout_s: how long requests wait for the coordinator's first replica, which may
             still load its model. (Later ones wait in the coordinator; see docs/serving.md.)
+        secret: the coordinator's, if it asks for one.
 
     Attributes:
         after_message: called when readers were given all that had come: who writes for several of
@@ -72,9 +73,14 @@ class AsyncCoordinatorClient:
     """
 
     def __init__(
-        self, address: str, connect_timeout_s: float = 10.0, replica_timeout_s: float = 600.0
+        self,
+        address: str,
+        connect_timeout_s: float = 10.0,
+        replica_timeout_s: float = 600.0,
+        secret: bytes | None = None,
     ) -> None:
         self._address = address
+        self._secret = secret
         self._timeout_s = connect_timeout_s
         self._replica_timeout_s = replica_timeout_s
         self._first_replica = FirstReplica(address, replica_timeout_s)
@@ -355,7 +361,7 @@ class AsyncCoordinatorClient:
     async def _open(self) -> Connection[ToClient]:
         async with self._opening:
             if self._connection is None:
-                connection = Connection(self._address, decode_for_client, Pong)
+                connection = Connection(self._address, decode_for_client, Pong, self._secret)
                 try:
                     await connection.open(ClientHello(PROTOCOL), self._timeout_s)
                 except BaseException:

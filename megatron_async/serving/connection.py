@@ -29,6 +29,7 @@ from megatron_async.serving.messages import (
     Welcome,
     encode,
 )
+from megatron_async.serving.secret import secure_peer
 
 SLICE_S = 0.2
 """How often it is looked whether the connection has ended."""
@@ -45,13 +46,18 @@ class Connection[Heard]:
         address: of the coordinator.
         decode: of the messages that come in.
         on_ping: what is answered to a ping.
+        secret: the coordinator's, if it asks for one.
 
     Raises:
         ConfigurationError: the address is none.
     """
 
     def __init__(
-        self, address: str, decode: Callable[[bytes], Heard], on_ping: Callable[[], Message]
+        self,
+        address: str,
+        decode: Callable[[bytes], Heard],
+        on_ping: Callable[[], Message],
+        secret: bytes | None = None,
     ) -> None:
         check_address(address)
         self.address = address
@@ -74,6 +80,8 @@ class Connection[Heard]:
         self._socket.set(zmq.RECONNECT_IVL, 100)
         self._socket.set(zmq.RCVHWM, 0)  # a full queue would hide the connection's end
         end_silent_connections(self._socket, HOST_SILENCE_S)
+        if secret is not None:
+            secure_peer(self._socket, secret)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._timer = self._loop.call_later(SLICE_S, self._look)
         self._watched = int(self._socket.get(zmq.FD))
@@ -105,7 +113,8 @@ class Connection[Heard]:
                 return message
         raise CoordinatorLost(
             f"no coordinator answers at {self.address} (waited {timeout_s:.0f} s): start it with "
-            "`megatron-async coordinator`, or correct the address."
+            "`megatron-async coordinator`, or correct the address. If it has a secret, all who "
+            "connect need the same one (`--secret-file`)."
         )
 
     def send(self, message: Message) -> None:
@@ -217,11 +226,13 @@ class Connection[Heard]:
         self._timer = self._loop.call_later(SLICE_S, self._look)
         if self._is_due:
             return  # what has come is heard first
+        if self._silence_s is None:
+            return  # nobody has answered yet, and `open` knows for how long to wait
         if int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             self._end(f"the coordinator at {self.address} is gone: its connection has ended.")
             return
         silent = time.monotonic() - self._last_heard
-        if self._silence_s is not None and silent >= self._silence_s:
+        if silent >= self._silence_s:
             self._end(f"the coordinator at {self.address} has said nothing for {silent:.1f} s.")
 
     def _end(self, reason: str) -> None:

@@ -68,6 +68,7 @@ class Replica:
         name: unique among the replicas; None: host and process id.
         finish_together: of a replica whose experts others of its job need: waits until all of them
             have left.
+        secret: the coordinator's, if it asks for one.
     """
 
     def __init__(
@@ -77,9 +78,11 @@ class Replica:
         model: str,
         name: str | None = None,
         finish_together: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        secret: bytes | None = None,
     ) -> None:
         self._engine = engine
         self._address = address
+        self._secret = secret
         self._finish_together = finish_together
         self._helping: asyncio.Task[None] | None = None
         self._card = card_of(engine, model)
@@ -150,7 +153,7 @@ class Replica:
 
     async def _serve(self, runner: asyncio.Task[None]) -> None:
         """One connection, from its beginning to an end in order."""
-        connection = Connection(self._address, decode_for_replica, self._status)
+        connection = Connection(self._address, decode_for_replica, self._status, self._secret)
         self._runs_seen = 0
         try:
             hello = ReplicaHello(PROTOCOL, self.info)
@@ -289,7 +292,9 @@ class Replica:
         return status_of(self._engine, self._runs_seen, dict(self._engine.stats()))
 
 
-def serve_replica(llm: LLM, address: str, model: str, name: str | None = None) -> None:
+def serve_replica(
+    llm: LLM, address: str, model: str, name: str | None = None, secret: bytes | None = None
+) -> None:
     """Serve a coordinator with an LLM until it lets go; SIGTERM and Ctrl-C leave in order.
 
     Every rank of the job calls it; the primary ones are replicas of their own, and have a number
@@ -300,6 +305,7 @@ def serve_replica(llm: LLM, address: str, model: str, name: str | None = None) -
         address: of the coordinator.
         model: what is served, with its dtype: the coordinator takes replicas of one model only.
         name: unique among the replicas; None: host and process id.
+        secret: the coordinator's, if it asks for one.
 
     Raises:
         ConfigurationError: the coordinator refuses the replica.
@@ -315,7 +321,7 @@ def serve_replica(llm: LLM, address: str, model: str, name: str | None = None) -
     if name is not None and llm.data_parallel_size > 1:
         name = f"{name}-{llm.data_parallel_rank}"
     finish = partial(llm.finish_together, timeout_s=None) if llm.shares_experts else None
-    replica = Replica(llm.engine, address, model, name, finish)
+    replica = Replica(llm.engine, address, model, name, finish, secret)
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
