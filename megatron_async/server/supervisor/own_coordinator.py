@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import shutil
 import tempfile
 import threading
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megatron_async.errors import ConfigurationError, CoordinatorLost
 from megatron_async.serving.async_client import AsyncCoordinatorClient
@@ -17,6 +21,8 @@ from megatron_async.serving.records import CoordinatorConfig
 
 logger = logging.getLogger("megatron_async")
 
+PREFIX = "megatron-async-"
+"""Of folders; behind it stands the number of the supervisor's process."""
 LONGEST_SOCKET_PATH = 100
 """Of bytes: a Unix socket's address has 108, the last one 0."""
 ASK_TIMEOUT_S = 5.0
@@ -39,7 +45,8 @@ class OwnCoordinator:
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="megatron-async-"))  # mode 0700
+        remove_left_folders(Path(tempfile.gettempdir()))
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))  # mode 0700
         socket = self.folder / "coordinator"
         try:
             if len(bytes(socket)) > LONGEST_SOCKET_PATH:
@@ -94,6 +101,20 @@ class OwnCoordinator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def remove_left_folders(parent: Path) -> None:
+    """Remove this user's folders of services that were killed and could not do it.
+
+    Args:
+        parent: where they lie.
+    """
+    for folder in parent.glob(f"{PREFIX}*-*"):
+        process = folder.name.removeprefix(PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            is_ours = process.isdigit() and folder.lstat().st_uid == os.getuid()
+            if is_ours and not psutil.pid_exists(int(process)):
+                shutil.rmtree(folder)  # raises for a link
 
 
 async def _ask(address: str, what: str) -> dict[str, Any]:
