@@ -8,6 +8,7 @@ and what a send may have brought in is looked at afterwards (ZMQ's manual, `ZMQ_
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from megatron_async.serving.messages import (
     encode,
 )
 from megatron_async.serving.secret import secure_peer
+
+logger = logging.getLogger("megatron_async")
 
 SLICE_S = 0.2
 """How often it is looked whether the connection has ended."""
@@ -208,7 +211,11 @@ class Connection[Heard]:
         elif isinstance(message, Refused) and self._silence_s is not None:
             self._end(f"the coordinator at {self.address}: {message.reason}")
         else:
-            self._hear(message)
+            try:
+                self._hear(message)
+            except Exception as error:  # whatever it is, nobody is to wait for ever
+                logger.exception("A message of the coordinator could not be taken in.")
+                self._end(f"what the coordinator at {self.address} said is not understood: {error}")
 
     def _look_again(self) -> None:
         """Read soon, if there is something that the descriptor will not tell of."""

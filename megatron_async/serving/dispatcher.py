@@ -4,14 +4,11 @@ by a function, and time is told to it."""
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from itertools import count
 
-import msgspec
-
+from megatron_async.serving.card_shelf import CardShelf
 from megatron_async.serving.commands import find_replica, state_after
-from megatron_async.serving.limits import InFlight
 from megatron_async.serving.messages import (
     PROTOCOL,
     Abort,
@@ -25,7 +22,6 @@ from megatron_async.serving.messages import (
     Generate,
     Goodbye,
     Helping,
-    Leave,
     Leaving,
     NewModel,
     Ping,
@@ -41,31 +37,29 @@ from megatron_async.serving.messages import (
     ToReplica,
     Welcome,
 )
+from megatron_async.serving.reasons import (
+    service_stats,
+    why_nobody_serves,
+    why_not_again,
+    why_refused,
+    wrong_protocol,
+)
 from megatron_async.serving.records import (
     ClientRecord,
     CoordinatorConfig,
     ReplicaRecord,
     ReplicaState,
     RoutedRequest,
-    service_stats,
     tokens_of,
-    why_nobody_serves,
-    why_not_again,
-    why_refused,
 )
-from megatron_async.serving.request_queue import RequestQueue
-from megatron_async.serving.service_counters import ServiceCounters
+from megatron_async.serving.request_books import RequestBooks
 from megatron_async.serving.service_verbs import VERBS, ServiceVerbs
-from megatron_async.serving.step_arrays import StepArrays
-from megatron_async.serving.token_routes import TokenRoutes
+from megatron_async.serving.step_parts import StepParts
 
 logger = logging.getLogger("megatron_async")
 
-TOKEN_BYTES = 4
-"""Of a token id on the wire."""
 
-
-class Dispatcher:
+class Dispatcher(RequestBooks):
     """Who serves what, and what becomes of requests when somebody is lost.
 
     Args:
@@ -75,14 +69,7 @@ class Dispatcher:
         now: seconds.
 
     Attributes:
-        replicas: by identity.
-        clients: by identity.
-        requests: unfinished ones, by the coordinator's numbers.
-        queue: those of them that no replica has.
-        counters: requests "received", "completed", "failed", "aborted", "retried", "refused", and
-            "prefix_blocks", those that their replicas had served before.
         verbs: what the whole service was told, and its state.
-        service: counters for metrics.
     """
 
     def __init__(
@@ -91,23 +78,13 @@ class Dispatcher:
         send: Callable[[bytes, ToClient | ToReplica], None],
         now: float,
     ) -> None:
-        self._config = config
-        self.tell = self._send = send
+        super().__init__(config, send)
         self._indexes = count()
-        self._routes = TokenRoutes()
-        self._in_flight = InFlight(config)
-        self._by_index: dict[int, ClientRecord] = {}
-        self._card: Card | None = None
+        self._shelf = CardShelf()
         self._last_ping = now
         self._replica_there = now
         self._departed = ""
-        self.queue = RequestQueue()
-        self.replicas: dict[bytes, ReplicaRecord] = {}
-        self.clients: dict[bytes, ClientRecord] = {}
-        self.requests: dict[int, RoutedRequest] = {}
-        self.counters: Counter[str] = Counter()
         self.verbs = ServiceVerbs(self)
-        self.service = ServiceCounters()
 
     # ---- What comes in -----------------------------------------------------------------------
 
@@ -131,7 +108,6 @@ class Dispatcher:
         """Somebody is gone."""
         self.verbs.lost(identity)
         if (client := self.clients.pop(identity, None)) is not None:
-            del self._by_index[client.index]
             if client.requests:
                 logger.warning("A client is gone: %s; its requests are aborted.", reason)
             for request in list(client.requests.values()):
@@ -165,13 +141,7 @@ class Dispatcher:
     def _check_alive(self, now: float) -> None:
         config = self._config
         for replica in list(self.replicas.values()):
-            silent, stalled = now - replica.last_heard, now - replica.last_progress
-            reason = ""
-            if silent >= config.silence_s:
-                reason = f"it has not answered for {silent:.1f} s"
-            elif stalled >= config.stall_s and replica.state != ReplicaState.PAUSED:
-                reason = f"its engine has work and has not finished a step for {stalled:.0f} s"
-            if reason:
+            if reason := replica.why_lost(now, config):
                 self._lose(replica, reason, now, in_order=False)
                 self._send(replica.identity, Refused(f"counted as lost: {reason}."))
         for client in list(self.clients.values()):
@@ -184,13 +154,7 @@ class Dispatcher:
 
     def _welcome(self, identity: bytes, hello: ClientHello | ReplicaHello, now: float) -> None:
         if hello.protocol != PROTOCOL:
-            self._send(
-                identity,
-                Refused(
-                    f"it speaks protocol {hello.protocol}, the coordinator {PROTOCOL}: install the "
-                    "same version of megatron_async on both."
-                ),
-            )
+            self._send(identity, Refused(wrong_protocol(hello.protocol)))
             return
         self.lost(identity, "it said hello again", now)
         if isinstance(hello, ReplicaHello):
@@ -202,13 +166,13 @@ class Dispatcher:
                 return
             replica = ReplicaRecord(identity, hello.info, now, next(self._indexes))
             self.replicas[identity] = replica
-            has_card = self._card is not None and self._card.digest == hello.info.card
-            self._send(identity, Welcome(self._config.silence_s, wants_card=not has_card))
+            wants_card = not self._shelf.has(hello.info.card)
+            self._send(identity, Welcome(self._config.silence_s, wants_card))
             self.verbs.joined(replica)
             logger.info("Replica %s joined; %d now.", hello.info.name, len(self.replicas))
         else:
             client = ClientRecord(identity, now, next(self._indexes))
-            self.clients[identity] = self._by_index[client.index] = client
+            self.clients[identity] = client
             self._send(identity, Welcome(self._config.silence_s))
 
     def _replace(self, info: ReplicaInfo, now: float) -> None:
@@ -244,11 +208,6 @@ class Dispatcher:
                 why = why_not_again(request, replica.name, reason, self._config)
                 self._end_here(request, "ReplicaLost", why)
 
-    def _let_go(self, replica: ReplicaRecord) -> None:
-        """A replica that is to leave may, once it has nothing left."""
-        if replica.state == ReplicaState.LEAVING and not replica.requests:
-            self._send(replica.identity, Leave())
-
     # ---- Replicas ----------------------------------------------------------------------------
 
     def _hear_replica(self, replica: ReplicaRecord, message: ToCoordinator, now: float) -> None:
@@ -258,10 +217,9 @@ class Dispatcher:
             case StepTokens():
                 self._hear_tokens(replica, message, now)
             case Card():
-                if self._card is not None and self._card.digest != message.digest:
-                    for client in self.clients.values():
-                        self._send(client.identity, NewModel())
-                self._card = message
+                if self._shelf.put(message):
+                    for identity in self.clients:
+                        self._send(identity, NewModel())
             case Done():
                 self.verbs.done(replica.identity, message)
             case Leaving():
@@ -279,30 +237,19 @@ class Dispatcher:
     def _hear_tokens(self, replica: ReplicaRecord, message: StepTokens, now: float) -> None:
         """Tell each client its part of a step: Python per client and per end, not per token."""
         try:
-            step = StepArrays.of(message)
+            parts = StepParts(message, replica, self.routes, self.clients)
         except ValueError as error:
             reason = f"it told tokens that cannot be read ({error})"
             self._lose(replica, reason, now, in_order=False)
             self._send(replica.identity, Refused(f"{reason}: connect again."))
             return
-        told: dict[int, StepTokens] = dict(self._routes.split(replica.index, step))
-        self.service.generated(sum(len(part.tokens) // TOKEN_BYTES for part in told.values()))
-        for number, text in message.texts:
-            if (request := replica.requests.get(number)) is not None:
-                self._part(told, request).texts.append((request.asked.number, text))
+        self.service.generated(parts.num_tokens)
         for ended in message.ends:
             if (request := replica.requests.get(ended.number)) is not None:
-                part = self._part(told, request)
                 replica.completed += ended.failure is None
+                parts.end(request, ended)
                 self._finish(request, ended)
-                part.ends.append(self._named(request, ended))
-        for index, part in told.items():
-            if (client := self._by_index.get(index)) is not None:
-                self._send(client.identity, part)
-
-    def _part(self, told: dict[int, StepTokens], request: RoutedRequest) -> StepTokens:
-        """What the client of a request is told of a step."""
-        return told.setdefault(self.clients[request.client].index, StepTokens())
+        parts.send(self._send)
 
     def _dispatch(self, now: float) -> None:
         """Give queued requests to replicas that have room; none has two suspects, or who is
@@ -367,70 +314,16 @@ class Dispatcher:
             logger.warning("A client used the number %d twice.", asked.number)
             return
         why = self.verbs.why_refused()
-        if why := why or self._in_flight.why_too_many(asked.owner, tokens_of(asked)):
+        if why := why or self.in_flight.why_too_many(asked.owner, tokens_of(asked)):
             self.counters["refused"] += 1
             refused = Ended(asked.number, "error", ("Overloaded", why))
             self._send(client.identity, StepTokens(ends=[refused]))
             return
-        number = self._routes.add(client.index, asked.number)
-        request = RoutedRequest(number, client.identity, asked, self._routes, received_at=now)
+        number = self.routes.add(client.index, asked.number)
+        request = RoutedRequest(number, client.identity, asked, self.routes, received_at=now)
         self.requests[request.number] = client.requests[asked.number] = request
-        self._in_flight.add(request)
+        self.in_flight.add(request)
         self.queue.add(request)
-
-    def abort_request(self, request: RoutedRequest) -> None:
-        """End a request that its client, or an administrator, wants no more of."""
-        request.is_aborted = True
-        if request.replica is None:
-            self._end_here(request, "RequestAborted", "aborted before a replica had it")
-        else:
-            self._abort_at_replica(request)
-
-    def _abort_at_replica(self, request: RoutedRequest) -> None:
-        if request.replica is not None:
-            self._send(request.replica.identity, Abort(request.number))
-
-    def _end_here(self, request: RoutedRequest, kind: str, text: str) -> None:
-        """End a request of which no replica says more."""
-        reason = "aborted" if kind == "RequestAborted" else "error"
-        ended = Ended(request.number, reason, (kind, text))
-        self._finish(request, ended)
-        if request.client in self.clients:
-            self._send(request.client, StepTokens(ends=[self._named(request, ended)]))
-
-    def _finish(self, request: RoutedRequest, ended: Ended) -> None:
-        """Book the end of a request."""
-        kind = None if ended.failure is None else ended.failure[0]
-        outcome = "completed" if kind is None else "failed"
-        self.counters["aborted" if kind == "RequestAborted" else outcome] += 1
-        self._forget(request)
-        if (client := self.clients.get(request.client)) is not None:
-            client.requests.pop(request.asked.number, None)
-        self.service.ended(
-            ended.finish_reason,
-            prompt_tokens=ended.num_prompt_tokens,
-            cached_tokens=ended.num_cached_tokens or 0,
-            generated_tokens=ended.num_generated_tokens,
-            wait_s=max(request.given_at - request.received_at, 0.0),
-            queue_s=ended.queue_s,
-            ttft=ended.ttft,
-            latency=ended.latency,
-        )
-
-    def _named(self, request: RoutedRequest, ended: Ended) -> Ended:
-        """An end as the client is told it."""
-        return msgspec.structs.replace(
-            ended, number=request.asked.number, attempts=request.attempts
-        )
-
-    def _forget(self, request: RoutedRequest) -> None:
-        del self.requests[request.number]
-        self._routes.remove(request.number)
-        self._in_flight.remove(request)
-        self.queue.discard(request)
-        if request.replica is not None:
-            request.replica.requests.pop(request.number, None)
-            self._let_go(request.replica)
 
     def _fail_queue(self, now: float) -> None:
         waited = now - self._replica_there
@@ -444,9 +337,7 @@ class Dispatcher:
         if ask.what == "stats":
             return self.stats()
         if ask.what == "card":
-            if self._card is None or self._card.digest == ask.fields.get("digest"):
-                return {} if self._card is None else {"digest": self._card.digest}
-            return {"digest": self._card.digest, "card": self._card.data}
+            return self._shelf.answer(ask.fields)
         replica = find_replica(ask.replica, self.replicas.values())
         state = state_after(ask.what, replica)
         if state != replica.state or not state.is_departing:
@@ -463,7 +354,7 @@ class Dispatcher:
         """Counters since the start, and all replicas by name."""
         return {
             **service_stats(self.counters, self.requests, len(self.clients), self.replicas),
-            "unfinished_tokens": self._in_flight.tokens,
+            "unfinished_tokens": self.in_flight.tokens,
             "state": self.verbs.state_name(),
             "service": self.service.as_dict(),
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -158,6 +158,11 @@ class RoutedRequest:
     is_aborted: bool = False
 
     @property
+    def wait_s(self) -> float:
+        """Seconds from its coming to its being given away; 0 if it never was."""
+        return max(self.given_at - self.received_at, 0.0)
+
+    @property
     def has_started(self) -> bool:
         """Whether the replica that serves it has told a token of it."""
         return self.routes.has_started(self.number)
@@ -230,6 +235,15 @@ class ReplicaRecord:
     def name(self) -> str:
         """Its name."""
         return self.info.name
+
+    def why_lost(self, now: float, config: CoordinatorConfig) -> str:
+        """Why it counts as lost, "" if it does not."""
+        silent, stalled = now - self.last_heard, now - self.last_progress
+        if silent >= config.silence_s:
+            return f"it has not answered for {silent:.1f} s"
+        if stalled >= config.stall_s and self.state != ReplicaState.PAUSED:
+            return f"its engine has work and has not finished a step for {stalled:.0f} s"
+        return ""
 
     @property
     def has_suspect(self) -> bool:
@@ -305,84 +319,3 @@ class ClientRecord:
     last_heard: float
     index: int
     requests: dict[int, RoutedRequest] = field(default_factory=dict)
-
-
-def why_refused(info: ReplicaInfo, replicas: Collection[ReplicaRecord]) -> str:
-    """Why a replica cannot join these; "" if it can."""
-    for size in ("slots", "kv_blocks", "block_size_tokens"):
-        if getattr(info, size) < 1:
-            return f"{size}={getattr(info, size)} must be at least 1 to serve anything."
-    for other in replicas:
-        if other.name == info.name:
-            return f"a replica named {info.name!r} is there: give each --name its own."
-        wrong = [
-            f"{key} is {info.model.get(key)!r} and not {other.info.model.get(key)!r}"
-            for key in sorted(info.model.keys() | other.info.model.keys())
-            if info.model.get(key) != other.info.model.get(key)
-        ]
-        if info.card != other.info.card:
-            wrong.append("its tokenizer, its chat template or a limit is another")
-        if wrong:
-            return (
-                f"it would give other tokens than replica {other.name!r}: {', '.join(wrong)}. "
-                "Start all replicas with the same model and settings."
-            )
-    return ""
-
-
-def why_not_again(
-    request: RoutedRequest, replica: str, reason: str, config: CoordinatorConfig
-) -> str:
-    """What a request is told that is not served again.
-
-    Args:
-        request: its replica is lost.
-        replica: its name.
-        reason: why it is lost.
-        config: whose limits the request has reached.
-    """
-    lost = f"replica {replica}, which served the request, is gone: {reason}"
-    if request.early_deaths > MOST_EARLY_DEATHS:
-        return (
-            f"{lost}; it is the replica number {request.early_deaths} that died before the "
-            "request's first token, so the request may be what kills them, and is not served "
-            "again. The replicas' logs say of what they died."
-        )
-    tries = f"; {request.attempts} replicas tried" if request.attempts > 1 else ""
-    return (
-        f"{lost}{tries} (on_replica_death={config.on_replica_death}, "
-        f"max_retries={config.max_retries})."
-    )
-
-
-def why_nobody_serves(replicas: Collection[ReplicaRecord], departed: str, waited_s: float) -> str:
-    """What a request is told that no replica is there for.
-
-    Args:
-        replicas: that are there, all of them about to go.
-        departed: the last that has gone, and why; "" if none has.
-        waited_s: seconds.
-    """
-    last = f"The last was {departed}." if departed else "None ever joined."
-    if replicas:
-        there = (f"{replica.name} ({replica.state})" for replica in replicas)
-        last = f"There is only {', '.join(there)}."
-    return f"there has been no replica to serve it for {waited_s:.0f} s. {last}"
-
-
-def service_stats(
-    counters: Mapping[str, int],
-    requests: Mapping[int, RoutedRequest],
-    clients: int,
-    replicas: Mapping[bytes, ReplicaRecord],
-) -> dict[str, object]:
-    """What `stats` of a client says; docs/serving.md lists it."""
-    names = ("received", "completed", "failed", "aborted", "retried", "refused")
-    return {
-        **{f"{name}_requests": counters[name] for name in names},
-        "prefix_blocks": counters["prefix_blocks"],
-        "unfinished_requests": len(requests),
-        "queued_requests": sum(request.replica is None for request in requests.values()),
-        "clients": clients,
-        "replicas": {replica.name: replica.as_dict() for replica in replicas.values()},
-    }

@@ -44,6 +44,7 @@ from megatron_async.serving.messages import (
 )
 from megatron_async.serving.replica_card import card_of
 from megatron_async.serving.replica_status import describe, ended_of, status_of
+from megatron_async.serving.replica_texts import ReplicaTexts
 from megatron_async.serving.token_emitter import TokenEmitter
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class Replica:
         self._requests: dict[int, str | list[int]] = {}
         """Prompts of unfinished ones, by number."""
         self._emitter = TokenEmitter(self._tell)
+        self._texts: ReplicaTexts | None = None
+        """Where clients cannot have the tokenizer."""
         self._runs_seen = 0
         self._is_leaving = self._must_go = False
         self._failure: JobFailed | None = None
@@ -105,6 +108,8 @@ class Replica:
         """
         runner = asyncio.create_task(self._engine.run_engine())
         self._engine.listeners.append(self._emitter)
+        if self._card.replica_makes_text:
+            self._texts = ReplicaTexts(self._engine.controller.tokenizer, self._send)
         try:
             await self._stay_connected(runner)
             if self._finish_together is not None:
@@ -115,6 +120,8 @@ class Replica:
         finally:
             self._forget_all()
             self._engine.listeners.remove(self._emitter)
+            if self._texts is not None:
+                self._texts.close()
             ending = [runner] if self._helping is None else [runner, self._helping]
             for task in ending:
                 task.cancel()
@@ -245,6 +252,8 @@ class Replica:
             return
         if params.return_log_probs:
             self._emitter.wants_log_probs(number, min(params.top_n_logprobs, MAX_TOP_N))
+        if self._texts is not None:
+            self._texts.begin(number, run.prompt, params)
         self._requests[number] = run.prompt
         future.add_done_callback(lambda done: self._end(number, done))
 
@@ -259,6 +268,12 @@ class Replica:
         self._emitter.end(ended_of(future.result(), self.info.name, isinstance(prompt, str)))
 
     def _tell(self, news: StepTokens) -> None:
+        if self._texts is None:
+            self._send(news)
+        else:
+            self._texts.tell(news)
+
+    def _send(self, news: StepTokens) -> None:
         connection = self._connection
         if connection is None:
             return
@@ -281,6 +296,8 @@ class Replica:
     def _forget_all(self) -> None:
         """Who asked is lost, or asks others."""
         self._emitter.forget()
+        if self._texts is not None:
+            self._texts.forget()
         for number in list(self._requests):
             with contextlib.suppress(KeyError):
                 self._engine.abort_request(number)

@@ -40,7 +40,8 @@ class SentRequest:
 
     def again(self) -> None:
         """What follows begins with the first token."""
-        self._repeated = self._chars_again = 0
+        self._repeated = 0 if self.generated else -1
+        self._chars_again = 0 if self._chars else -1
 
     def tokens(self, tokens: NDArray[np.int32], log_probs: TokenLogProbs | None) -> bool:
         """Take new tokens; False if they are others than the client has already."""
