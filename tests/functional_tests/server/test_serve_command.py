@@ -13,7 +13,6 @@ import psutil
 import pytest
 from served import ADMIN, ENGINE, Served, completion, eventually, token_ids
 
-pytest.importorskip("megatron_async.server.api_process")  # until it is merged
 
 LONG = 300
 
