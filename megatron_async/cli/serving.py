@@ -57,8 +57,8 @@ def _add_coordinator(commands: Any, common: argparse.ArgumentParser, formatter: 
     coordinator.set_defaults(run=run_coordinator)
     coordinator.add_argument(
         "--bind", default=ADDRESS, metavar="ADDRESS",
-        help="tcp://HOST:PORT, or ipc://FILE for this host alone. Without a secret whoever reaches\n"
-        "it is served: bind public interfaces only inside a trusted network",
+        help="tcp://HOST:PORT, or ipc://FILE for this host alone. Without a secret whoever\n"
+        "reaches it is served: bind public interfaces only inside a trusted network",
     )  # fmt: skip
     _add_secret(coordinator, "that all who connect must have")
     coordinator.add_argument(

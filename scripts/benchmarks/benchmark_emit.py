@@ -251,8 +251,10 @@ def mock_replicas(address: str, names: list[str], rows: int, rate: float, pipe: 
     for name in names:
         socket = context.socket(zmq.DEALER)
         socket.connect(address)
-        sizes = {"slots": rows, "kv_blocks": 10**6, "block_size_tokens": 4}
-        info = ReplicaInfo(name=name, instance=name, model={}, card="a", **sizes)
+        info = ReplicaInfo(
+            name=name, instance=name, model={}, card="a", slots=rows, kv_blocks=10**6,
+            block_size_tokens=4,
+        )  # fmt: skip
         socket.send(encode(ReplicaHello(PROTOCOL, info)))
         sockets.append(socket)
         numbers: list[int] = []

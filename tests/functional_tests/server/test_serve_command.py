@@ -13,7 +13,6 @@ import psutil
 import pytest
 from served import ADMIN, ENGINE, Served, completion, eventually, token_ids
 
-
 LONG = 300
 
 
