@@ -1,5 +1,5 @@
 """The command line: `megatron-async generate`, `convert`, `info`, `profile`, `replay`,
-`simulate`, `simulate-fleet`, `coordinator`, `replica` and `replicas`.
+`simulate`, `simulate-fleet`, `serve`, `coordinator`, `replica` and `replicas`.
 
 Everything heavy (torch, Megatron-Core) is imported inside the commands, so that `--help` and a
 mistyped option answer at once. A user's error ends in one line on stderr and exit status 2; with
@@ -55,6 +55,7 @@ from megatron_async.cli.ranks import (
     say_goodbye_with,
 )
 from megatron_async.cli.sampling import add_sampling_options, sampling_params
+from megatron_async.cli.serve import add_serve
 from megatron_async.cli.serving import add_serving
 from megatron_async.cli.simulate import add_record_option, add_replay_and_simulate
 from megatron_async.cli.simulate_fleet import add_simulate_fleet
@@ -90,6 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_profile(commands, common)
     add_replay_and_simulate(commands, common, HelpFormatter)
     add_simulate_fleet(commands, common, HelpFormatter)
+    add_serve(commands, common, HelpFormatter)
     add_serving(commands, common, HelpFormatter)
     return parser
 

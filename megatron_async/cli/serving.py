@@ -57,9 +57,10 @@ def _add_coordinator(commands: Any, common: argparse.ArgumentParser, formatter: 
     coordinator.set_defaults(run=run_coordinator)
     coordinator.add_argument(
         "--bind", default=ADDRESS, metavar="ADDRESS",
-        help="tcp://HOST:PORT, or ipc://FILE for this host alone. Whoever reaches it is served:\n"
-        "bind public interfaces only inside a trusted network",
+        help="tcp://HOST:PORT, or ipc://FILE for this host alone. Without a secret whoever\n"
+        "reaches it is served: bind public interfaces only inside a trusted network",
     )  # fmt: skip
+    _add_secret(coordinator, "that all who connect must have")
     coordinator.add_argument(
         "--on-replica-death", choices=("retry", "fail"), default="retry",
         help="serve a lost replica's requests again elsewhere, or fail them",
@@ -106,6 +107,7 @@ def _add_replica(commands: Any, common: argparse.ArgumentParser, formatter: Any)
     replica.set_defaults(run=run_replica)
     replica.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     replica.add_argument("--coordinator", default=ADDRESS, metavar="ADDRESS", help="its address")
+    _add_secret(replica, "of the coordinator")
     replica.add_argument("--name", help="unique among the replicas (default: host and process id)")
     engine = replica.add_argument_group("engine")
     add_engine_options(engine)
@@ -135,6 +137,7 @@ def _add_replicas(commands: Any, common: argparse.ArgumentParser, formatter: Any
     replicas.add_argument("what", nargs="?", choices=COMMANDS, help="what the replica shall do")
     replicas.add_argument("name", nargs="?", metavar="NAME", help="of the replica")
     replicas.add_argument("--coordinator", default=ADDRESS, metavar="ADDRESS", help="its address")
+    _add_secret(replicas, "of the coordinator")
     replicas.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
@@ -153,7 +156,7 @@ def run_coordinator(arguments: argparse.Namespace) -> int:
         policy=make_policy(arguments.policy),
     )
     _log_to_stderr()
-    coordinator = Coordinator(arguments.bind, config)
+    coordinator = Coordinator(arguments.bind, config, _secret(arguments))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: coordinator.stop())
     print(f"coordinator at {coordinator.address}", flush=True)
@@ -172,7 +175,7 @@ def run_replica(arguments: argparse.Namespace) -> int:
     from megatron_async.llm import LLM
     from megatron_async.serving.replica import serve_replica
 
-    options = engine_options(arguments)
+    options, secret = engine_options(arguments), _secret(arguments)
     _log_to_stderr()
     options |= parallel_sizes(arguments)
     progress, port = not arguments.no_progress and is_first_rank(), arguments.metrics_port
@@ -180,7 +183,8 @@ def run_replica(arguments: argparse.Namespace) -> int:
         LLM(arguments.model, dtype=arguments.dtype, progress=progress, **options) as llm,
         metrics_server(llm, port),
     ):
-        serve_replica(llm, arguments.coordinator, _model_name(arguments, llm), arguments.name)
+        model = _model_name(arguments, llm)
+        serve_replica(llm, arguments.coordinator, model, arguments.name, secret)
     return 0
 
 
@@ -190,7 +194,7 @@ def run_replicas(arguments: argparse.Namespace) -> int:
 
     if (arguments.what is None) != (arguments.name is None):
         raise ValueError(f"give both what to do ({', '.join(COMMANDS)}) and a replica's name.")
-    with CoordinatorClient(arguments.coordinator) as client:
+    with CoordinatorClient(arguments.coordinator, secret=_secret(arguments)) as client:
         if arguments.what is not None:
             getattr(client, f"{arguments.what}_replica")(arguments.name)
         stats = client.stats()
@@ -209,6 +213,19 @@ def run_replicas(arguments: argparse.Namespace) -> int:
 
 def _model_name(arguments: argparse.Namespace, llm: LLM) -> str:
     return f"{arguments.model} in {str(llm.dtype).removeprefix('torch.')}"
+
+
+def _add_secret(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--secret-file", metavar="FILE",
+        help=f"holds the secret {what}; connections are encrypted then",
+    )  # fmt: skip
+
+
+def _secret(arguments: argparse.Namespace) -> bytes | None:
+    from megatron_async.serving.secret import read_secret
+
+    return None if arguments.secret_file is None else read_secret(arguments.secret_file)
 
 
 def _log_to_stderr() -> None:

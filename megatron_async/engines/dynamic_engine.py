@@ -152,8 +152,7 @@ class DynamicInferenceEngine:
             KeyError: no unfinished request has this id.
         """
         self.thread.check()
-        pieces = getattr(self.controller.tokenizer, "byte_pieces", None)
-        return self.requests.stream(request_id, self.context.slots, pieces)
+        return self.requests.stream(request_id, self.context.slots, self.controller.tokenizer)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do, or ended requests to report."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_async.contexts.step_output import StepOutput
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
@@ -28,6 +29,10 @@ class EngineListener:
 
     def launched(self, plan: StepPlan | None) -> None:
         """A step was launched; None: nothing could be before a resolve."""
+
+    def booked(self, output: StepOutput) -> None:
+        """The tokens of a step were booked, and what ended with it has ended; the arrays stay as
+        they are."""
 
     def resolved(self, step: LaunchedStep) -> None:
         """A step was booked, and what ended with it has ended. Its samples are the ring's, to be

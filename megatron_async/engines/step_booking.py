@@ -74,6 +74,8 @@ class StepBooking:
             return []
         output = self.book(step)
         self._requests.readers.booked(output)
+        for listener in self._listeners:
+            listener.booked(output)
         self._launching.send_masks()
         is_zombie = step.error is None and 0 < output.zombie_rows == step.plan.num_rows
         self._statistics.count_resolve(time.thread_time_ns() - start, is_zombie)

@@ -66,6 +66,15 @@ class RequestLogProbs:
             return None
         return [self._alternatives(words) for words in self._delivered]
 
+    def prompt_words(self) -> tuple[int, NDArray[np.int32]] | None:
+        """Alternatives at each place of the prompt, n of them, and what was delivered: int32
+        `[places, 1 + 2n]`, float32 log prob of the token, ids, their float32 log probs (-inf where
+        there are fewer); None if they were not asked for."""
+        if not self._wants_prompt:
+            return None
+        ids = np.r_[: 1 + self._top_n, 1 + MAX_TOP_N : 1 + MAX_TOP_N + self._top_n]
+        return self._top_n, np.ascontiguousarray(self._delivered[:, ids], dtype=np.int32)
+
     @property
     def _generated(self) -> Words:
         # Of a copy: a view would keep the buffer from growing.

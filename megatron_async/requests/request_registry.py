@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -164,17 +164,15 @@ class RequestRegistry:
         ended, self._ended = self._ended, []
         return ended
 
-    def stream(
-        self, request_id: int, slots: RequestSlots, pieces: Mapping[int, bytes] | None
-    ) -> RequestStream:
+    def stream(self, request_id: int, slots: RequestSlots, tokenizer: Any) -> RequestStream:
         """A new stream of an unfinished request (KeyError if there is none).
 
         Args:
             request_id: of the request.
             slots: hold its tokens while it runs.
-            pieces: bytes by token id; None where they do not make a text.
+            tokenizer: makes the text; None without one.
         """
-        return RequestStream(self._entries[request_id].request, slots, self.readers, pieces)
+        return RequestStream(self._entries[request_id].request, slots, self.readers, tokenizer)
 
     def free_id(self) -> int:
         """The next number that no unfinished request has."""

@@ -7,14 +7,13 @@ its place in the books, so a chunk costs what is new, however long the answer is
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.stream_wakeups import StreamWakeups
-from megatron_async.text.detokenize import REPLACEMENT, ByteDetokenizer, IncrementalDetokenizer
-from megatron_async.text.stop_words import held_back
+from megatron_async.text.token_text import TokenText
 
 if TYPE_CHECKING:
     from megatron_async.contexts.request_slots import RequestSlots
@@ -47,7 +46,7 @@ class RequestStream(AsyncIterator[StreamChunk]):
         request: the request.
         slots: hold its tokens while it runs.
         readers: where a reader waits.
-        pieces: bytes by token id; None where they do not make a text.
+        tokenizer: makes the text; None without one.
     """
 
     def __init__(
@@ -55,23 +54,18 @@ class RequestStream(AsyncIterator[StreamChunk]):
         request: DynamicInferenceRequest,
         slots: RequestSlots,
         readers: StreamWakeups,
-        pieces: Mapping[int, bytes] | None,
+        tokenizer: Any,
     ) -> None:
         self.request = request
         self._slots = slots
         self._readers = readers
         self._num_read = 0
         self._is_over = False
-        stop_words = request.sampling_params.stop_words or ()
-        self._detokenizer: ByteDetokenizer | IncrementalDetokenizer | None = None
-        # Bytes that are no character are found as a stop word only when another follows them.
-        if pieces is not None and not any(REPLACEMENT in word for word in stop_words):
-            self._detokenizer = ByteDetokenizer(pieces)
-        elif request.detokenizer is not None:
-            self._detokenizer = IncrementalDetokenizer(request.detokenizer)
-        self._held_back = held_back(stop_words)
-        self._settled = request.prompt_text if request.sampling_params.echo else ""
-        self._num_sent = 0
+        self._text: TokenText | None = None
+        if tokenizer is not None:
+            prompt = request.prompt
+            given = request.prompt_tokens.tolist() if prompt is None else prompt
+            self._text = TokenText(tokenizer, request.sampling_params, given)
 
     async def __anext__(self) -> StreamChunk:
         while not self._is_over:
@@ -96,14 +90,9 @@ class RequestStream(AsyncIterator[StreamChunk]):
         return new.tolist() if len(new) else []  # sync-ok: NumPy
 
     def _new_text(self, tokens: list[int]) -> str | None:
-        if self._detokenizer is None:
+        if self._text is None:
             return None
+        text, request = self._text.push(tokens), self.request
         if self._is_over:
-            new = (self.request.generated_text or "")[self._num_sent :]
-        else:
-            self._settled += self._detokenizer.push_all(tokens)
-            # Cut from the front as it is sent: only what is held back is kept.
-            end = max(len(self._settled) - self._held_back, 0)
-            new, self._settled = self._settled[:end], self._settled[end:]
-        self._num_sent += len(new)
-        return new
+            text += self._text.end(request.finish_reason, request.stop_words_from)
+        return text

@@ -3,129 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Sequence
-from itertools import count
 from typing import Any
 
-import msgspec
-
-from megatron_async.errors import CoordinatorLost, RequestError
+from megatron_async.errors import RequestError
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.serving.connection import Connection, check_sendable
-from megatron_async.serving.failures import exception_of
-from megatron_async.serving.first_replica import FirstReplica
-from megatron_async.serving.messages import (
-    PROTOCOL,
-    UNSENDABLE,
-    Abort,
-    Answer,
-    Ask,
-    Chunk,
-    ClientHello,
-    Completion,
-    Ended,
-    Generate,
-    Goodbye,
-    Pong,
-    ToClient,
-    TokenChunk,
-    decode_for_client,
-    encode,
-)
+from megatron_async.serving.model_card import ModelCard
+from megatron_async.serving.remote_request import Completion, RemoteRequest, TokenChunk
+from megatron_async.serving.request_message import request_message
+from megatron_async.serving.token_client import TokenClient
 
 Prompt = str | Sequence[int] | Any
 """Text, or token ids (list, NumPy array or CPU tensor)."""
 
 
-class RemoteRequest(AsyncIterator[TokenChunk]):
-    """A request that was sent: `await request.completion()`, and, if it is streamed,
-    `async for chunk in request` before.
-
-    Attributes:
-        number: the client's.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._chunks: list[TokenChunk] = []
-        self._news = asyncio.Event()
-        self._completion: Completion | None = None
-        self._lost: CoordinatorLost | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more will come."""
-        return self._completion is not None or self._lost is not None
-
-    async def completion(self) -> Completion:
-        """How it ended; `error` says why it failed.
-
-        Raises:
-            CoordinatorLost: before it ended.
-        """
-        while not self.is_over:
-            self._news.clear()
-            await self._news.wait()
-        if self._completion is None:
-            assert self._lost is not None
-            raise self._lost
-        return self._completion
-
-    async def __anext__(self) -> TokenChunk:
-        while not self._chunks:
-            if self.is_over:
-                completion = await self.completion()
-                if completion.error is not None:
-                    raise completion.error
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        chunks, self._chunks = self._chunks, []
-        if len(chunks) == 1:
-            return chunks[0]
-        # A slow reader gets larger chunks.
-        texts = [chunk.text for chunk in chunks if chunk.text is not None]
-        tokens = [token for chunk in chunks for token in chunk.tokens]
-        return TokenChunk(tokens, "".join(texts) if texts else None)
-
-    def _hear(self, message: Chunk | Ended) -> None:
-        if isinstance(message, Chunk):
-            self._chunks.append(TokenChunk(message.tokens, message.text))
-        else:
-            self._completion = message.completion
-        self._news.set()
-
-    def _lose(self, error: CoordinatorLost) -> None:
-        self._lost = error
-        self._news.set()
-
-
-class AsyncCoordinatorClient:
+class AsyncCoordinatorClient(TokenClient):
     """Sends requests to a coordinator; use it with `async with`.
 
     After the coordinator was lost, what was unfinished has failed with `CoordinatorLost`, and the
-    next call connects again.
-
-    Args:
-        address: of the coordinator, as in "tcp://127.0.0.1:9500".
-        connect_timeout_s: how long a call waits for a coordinator.
-        replica_timeout_s: how long requests wait for the coordinator's first replica, which may
-            still load its model. (Later ones wait in the coordinator; see docs/serving.md.)
+    next call connects again. Arguments and attributes are those of `TokenClient`.
     """
-
-    def __init__(
-        self, address: str, connect_timeout_s: float = 10.0, replica_timeout_s: float = 600.0
-    ) -> None:
-        self._address = address
-        self._timeout_s = connect_timeout_s
-        self._first_replica = FirstReplica(address, replica_timeout_s)
-        self._connection: Connection[ToClient] | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._opening = asyncio.Lock()
-        self._numbers = count()
-        self._requests: dict[int, RemoteRequest] = {}
-        self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     async def __aenter__(self) -> AsyncCoordinatorClient:
         await self._open()
@@ -139,7 +36,6 @@ class AsyncCoordinatorClient:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         priority: int = 0,
-        stream: bool = False,
     ) -> RemoteRequest:
         """Send one request.
 
@@ -147,7 +43,6 @@ class AsyncCoordinatorClient:
             prompt: text or token ids.
             sampling_params: defaults when None.
             priority: requests of higher priority go first.
-            stream: its tokens come while they are made.
 
         Raises:
             CoordinatorLost: there is none.
@@ -155,23 +50,14 @@ class AsyncCoordinatorClient:
             RequestError: something in it cannot be sent.
         """
         params = sampling_params or SamplingParams()
-        tokens = prompt if isinstance(prompt, str) else _token_ids(prompt)
-        if type(priority) is not int:
-            raise RequestError(f"priority={priority!r} is not allowed: it must be an integer.")
-        request = RemoteRequest(next(self._numbers))
-        message = Generate(
-            request.number, tokens, msgspec.Raw(_encoded(params)), params.num_tokens_to_generate,
-            priority, stream,
-        )  # fmt: skip
-        try:
-            check_sendable(message)
-        except UNSENDABLE as error:
-            raise RequestError(f"the prompt cannot be sent: {error}") from error
+        given = prompt if isinstance(prompt, str) else _token_ids(prompt)
+        message = request_message(given, params, priority)
         await self._first_replica.wait(self.stats)
-        connection = await self._open()
-        connection.send(message)
-        self._requests[request.number] = request
-        return request
+        card = await self.card()
+        reader = RemoteRequest(given, params, await self._text_of(card), card.replica_makes_text)
+        await self._open()
+        reader.number = self._send(message, params, reader)
+        return reader
 
     async def generate(
         self,
@@ -239,21 +125,18 @@ class AsyncCoordinatorClient:
         Raises:
             CoordinatorLost, and whatever the request fails with, behind the last chunk.
         """
-        request = await self.submit(prompt, sampling_params, priority, stream=True)
+        request = await self.submit(prompt, sampling_params, priority)
         try:
             async for chunk in request:
                 yield chunk
         finally:
             self.abort(request)
 
-    def abort(self, request: RemoteRequest) -> None:
-        """End a request; one that has ended stays as it is."""
-        if not request.is_over and self._connection is not None:
-            self._connection.send(Abort(request.number))
-
-    async def stats(self) -> dict[str, Any]:
-        """The coordinator's counters, and its replicas by name; see docs/serving.md."""
-        return await self._ask("stats")
+    async def _text_of(self, card: ModelCard) -> Any:
+        """The tokenizer of a card, read once."""
+        if self._tokenizer is None or self._tokenizer[0] != card.digest:
+            self._tokenizer = card.digest, await asyncio.to_thread(card.tokenizer)
+        return self._tokenizer[1]
 
     async def pause_replica(self, name: str) -> None:
         """Let a replica stand still, with its requests, until `resume_replica`.
@@ -275,77 +158,6 @@ class AsyncCoordinatorClient:
         """Let a replica finish what it has, and end its process."""
         await self._ask("remove", name)
 
-    async def close(self) -> None:
-        """Disconnect; the coordinator aborts what is unfinished."""
-        if self._reader is not None:
-            self._reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
-        if self._connection is not None:
-            self._connection.send(Goodbye())
-        self._lose(CoordinatorLost("this client was closed"))
-
-    async def _ask(self, what: str, replica: str = "") -> dict[str, Any]:
-        connection = await self._open()
-        number = next(self._numbers)
-        self._questions[number] = asyncio.get_running_loop().create_future()
-        connection.send(Ask(number, what, replica))
-        return await self._questions[number]
-
-    async def _open(self) -> Connection[ToClient]:
-        async with self._opening:
-            if self._connection is None:
-                connection = Connection(self._address, decode_for_client, Pong)
-                try:
-                    await connection.open(ClientHello(PROTOCOL), self._timeout_s)
-                except BaseException:
-                    connection.close()
-                    raise
-                self._connection = connection
-                self._reader = asyncio.create_task(self._read(connection))
-            return self._connection
-
-    async def _read(self, connection: Connection[ToClient]) -> None:
-        try:
-            while True:
-                message = await connection.receive()
-                match message:
-                    case Chunk():
-                        if (request := self._requests.get(message.number)) is not None:
-                            request._hear(message)
-                    case Ended():
-                        if (request := self._requests.pop(message.number, None)) is not None:
-                            request._hear(message)
-                    case Answer():
-                        self._answer(message)
-        except Exception as error:  # whatever it is, nobody is to wait for ever
-            text = str(error) if isinstance(error, CoordinatorLost) else repr(error)
-            self._lose(
-                CoordinatorLost(f"{text} What was unfinished is aborted: send it once more.")
-            )
-
-    def _answer(self, message: Answer) -> None:
-        question = self._questions.pop(message.number, None)
-        if question is None or question.done():
-            return
-        if message.failure is not None:
-            question.set_exception(exception_of(*message.failure))
-        else:
-            question.set_result(message.value)
-
-    def _lose(self, error: CoordinatorLost) -> None:
-        connection, self._connection = self._connection, None
-        self._first_replica.forget()
-        for request in self._requests.values():
-            request._lose(error)
-        for question in self._questions.values():
-            if not question.done():
-                question.set_exception(error)
-        self._requests.clear()
-        self._questions.clear()
-        if connection is not None:
-            connection.close()
-
 
 def is_one_prompt(prompts: Any) -> bool:
     """Whether this is a prompt, and no list of prompts."""
@@ -360,14 +172,3 @@ def _token_ids(prompt: Any) -> list[int]:
     if not all(type(token) is int for token in tokens):
         raise RequestError(f"the prompt {prompt!r} is neither a text nor a list of token ids.")
     return tokens
-
-
-def _encoded(params: SamplingParams) -> bytes:
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"sampling_params={params!r} must be SamplingParams.")
-    try:
-        data = encode(params)
-        msgspec.msgpack.decode(data, type=SamplingParams)
-    except UNSENDABLE as error:
-        raise RequestError(f"sampling_params cannot be sent: {error}") from error
-    return data

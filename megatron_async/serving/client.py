@@ -10,7 +10,7 @@ from typing import Any
 from megatron_async.errors import CoordinatorLost
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.async_client import AsyncCoordinatorClient, Prompt
-from megatron_async.serving.messages import Completion, TokenChunk
+from megatron_async.serving.remote_request import Completion, TokenChunk
 
 
 class CoordinatorClient:
@@ -22,20 +22,25 @@ class CoordinatorClient:
         connect_timeout_s: how long a call waits for a coordinator.
         replica_timeout_s: how long requests wait for the coordinator's first replica, which may
             still load its model.
+        secret: the coordinator's, if it asks for one.
 
     Raises:
         CoordinatorLost: nobody answers there.
     """
 
     def __init__(
-        self, address: str, connect_timeout_s: float = 10.0, replica_timeout_s: float = 600.0
+        self,
+        address: str,
+        connect_timeout_s: float = 10.0,
+        replica_timeout_s: float = 600.0,
+        secret: bytes | None = None,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="coordinator-client", daemon=True
         )
         self._thread.start()
-        self._client = AsyncCoordinatorClient(address, connect_timeout_s, replica_timeout_s)
+        self._client = AsyncCoordinatorClient(address, connect_timeout_s, replica_timeout_s, secret)
         try:
             self._wait_for(self._client.__aenter__())
         except BaseException:

@@ -1,13 +1,20 @@
-"""`Connection`: a client's or a replica's way to the coordinator, for an asyncio loop."""
+"""`Connection`: a client's or a replica's way to the coordinator, for an asyncio loop.
+
+The loop watches ZMQ's file descriptor and a callback takes in all that is there: no task is woken
+for a message. The descriptor tells of changes only, so the callback reads until nothing is left,
+and what a send may have brought in is looked at afterwards (ZMQ's manual, `ZMQ_FD`).
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from megatron_async.communication.keepalive import end_silent_connections
 from megatron_async.errors import ConfigurationError, CoordinatorLost
@@ -23,42 +30,65 @@ from megatron_async.serving.messages import (
     Welcome,
     encode,
 )
+from megatron_async.serving.secret import secure_peer
+
+logger = logging.getLogger("megatron_async")
 
 SLICE_S = 0.2
-"""A wait looks so often whether the connection has ended."""
+"""How often it is looked whether the connection has ended."""
 HOST_SILENCE_S = 4.0
 """A coordinator's host that is silent for so long is gone."""
+MOST_AT_ONCE = 64
+"""Messages that are taken in before others on the event loop have a turn."""
 
 
 class Connection[Heard]:
-    """One connection; after a loss another one is made.
+    """One connection; after a loss another one is made. Made and used on one running event loop.
 
     Args:
         address: of the coordinator.
         decode: of the messages that come in.
         on_ping: what is answered to a ping.
+        secret: the coordinator's, if it asks for one.
 
     Raises:
         ConfigurationError: the address is none.
     """
 
     def __init__(
-        self, address: str, decode: Callable[[bytes], Heard], on_ping: Callable[[], Message]
+        self,
+        address: str,
+        decode: Callable[[bytes], Heard],
+        on_ping: Callable[[], Message],
+        secret: bytes | None = None,
     ) -> None:
         check_address(address)
         self.address = address
         self._decode = decode
         self._on_ping = on_ping
+        self._loop = asyncio.get_running_loop()
         self._silence_s: float | None = None
         self._last_heard = time.monotonic()
-        self._context = zmq.asyncio.Context()
+        self._is_closed = self._is_due = False
+        self._error: CoordinatorLost | None = None
+        self._inbox: deque[Heard] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._hear: Callable[[Heard], None] = self._keep
+        self._after: Callable[[], None] = lambda: None
+        self._lost: Callable[[CoordinatorLost], None] = lambda _: None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 200)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RECONNECT_IVL, 100)
         self._socket.set(zmq.RCVHWM, 0)  # a full queue would hide the connection's end
         end_silent_connections(self._socket, HOST_SILENCE_S)
+        if secret is not None:
+            secure_peer(self._socket, secret)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._timer = self._loop.call_later(SLICE_S, self._look)
+        self._watched = int(self._socket.get(zmq.FD))
+        self._loop.add_reader(self._watched, self._read)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -68,7 +98,7 @@ class Connection[Heard]:
                 "tcp://127.0.0.1:9500 or ipc:///tmp/coordinator."
             ) from error
 
-    async def open(self, hello: ClientHello | ReplicaHello, timeout_s: float) -> None:
+    async def open(self, hello: ClientHello | ReplicaHello, timeout_s: float) -> Welcome:
         """Say hello and wait for the coordinator's welcome.
 
         Raises:
@@ -77,18 +107,17 @@ class Connection[Heard]:
         """
         self.send(hello)
         deadline = time.monotonic() + timeout_s
-        while (left := deadline - time.monotonic()) > 0:
-            if not await self._socket.poll(round(1000 * min(left, SLICE_S))):
-                continue
-            message: Any = await self._next()
+        while time.monotonic() < deadline:
+            message: Any = await self._next(min(deadline - time.monotonic(), SLICE_S))
             if isinstance(message, Refused):
                 raise ConfigurationError(f"the coordinator at {self.address}: {message.reason}")
             if isinstance(message, Welcome):
                 self._silence_s, self._last_heard = message.silence_s, time.monotonic()
-                return
+                return message
         raise CoordinatorLost(
             f"no coordinator answers at {self.address} (waited {timeout_s:.0f} s): start it with "
-            "`megatron-async coordinator`, or correct the address."
+            "`megatron-async coordinator`, or correct the address. If it has a secret, all who "
+            "connect need the same one (`--secret-file`)."
         )
 
     def send(self, message: Message) -> None:
@@ -97,51 +126,145 @@ class Connection[Heard]:
         Raises: one of `UNSENDABLE`, also for a message of too many bytes; nothing is sent.
         """
         # Without a limit to what may wait in the socket, it is done at once.
-        self._socket.send(check_sendable(message))
+        self._socket.send(check_sendable(message), zmq.NOBLOCK)
+        self._look_again()
+
+    def listen(
+        self,
+        hear: Callable[[Heard], None],
+        after: Callable[[], None],
+        lost: Callable[[CoordinatorLost], None],
+    ) -> None:
+        """From now on, call for what comes in instead of keeping it for `receive`.
+
+        Args:
+            hear: called with each message but pings.
+            after: called when all messages that had come were heard, `MOST_AT_ONCE` at most.
+            lost: called once, when nothing more will come.
+        """
+        self._hear, self._after, self._lost = hear, after, lost
+        while self._inbox:
+            hear(self._inbox.popleft())
+        after()
+        if self._error is not None:
+            lost(self._error)
 
     async def receive(self) -> Heard | None:
-        """The next message; None after a while without one, and after a ping, which is answered.
+        """The next message; None after a while without one.
 
         Raises:
             CoordinatorLost: the connection has ended, or the coordinator is silent or gave us up.
         """
-        if not await self._socket.poll(round(1000 * SLICE_S)):
-            self._check()
-            return None
-        message = await self._next()
-        self._last_heard = time.monotonic()
+        message = await self._next(SLICE_S)
         if isinstance(message, Refused):
             raise CoordinatorLost(f"the coordinator at {self.address}: {message.reason}")
-        if not isinstance(message, Ping):
-            return message
-        self.send(self._on_ping())
+        return message
+
+    async def _next(self, wait_s: float) -> Heard | None:
+        if not self._inbox and self._error is None:
+            waiter = self._waiter = self._loop.create_future()
+            timer = self._loop.call_later(wait_s, _wake, waiter)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        if self._inbox:
+            return self._inbox.popleft()
+        if self._error is not None:
+            raise self._error
         return None
 
-    async def _next(self) -> Heard:
-        try:
-            return self._decode(await self._socket.recv())
-        except UNREADABLE as error:
-            raise CoordinatorLost(
-                f"what answers at {self.address} is no coordinator of ours: {error}"
-            ) from error
+    def _keep(self, message: Heard) -> None:
+        self._inbox.append(message)
+        if self._waiter is not None:
+            _wake(self._waiter)
 
-    def _check(self) -> None:
+    # ---- What the loop calls -----------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Take in what is there."""
+        self._is_due = False
+        heard = 0
+        while not self._is_closed and self._error is None:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._take(data)
+            heard += 1
+            if heard == MOST_AT_ONCE:
+                self._look_again()
+                break
+        if heard:
+            self._last_heard = time.monotonic()
+            self._after()
+
+    def _take(self, data: bytes) -> None:
+        try:
+            message: Any = self._decode(data)
+        except UNREADABLE as error:
+            self._end(f"what answers at {self.address} is no coordinator of ours: {error}")
+            return
+        if isinstance(message, Ping):
+            self.send(self._on_ping())
+        elif isinstance(message, Refused) and self._silence_s is not None:
+            self._end(f"the coordinator at {self.address}: {message.reason}")
+        else:
+            try:
+                self._hear(message)
+            except Exception as error:  # whatever it is, nobody is to wait for ever
+                logger.exception("A message of the coordinator could not be taken in.")
+                self._end(f"what the coordinator at {self.address} said is not understood: {error}")
+
+    def _look_again(self) -> None:
+        """Read soon, if there is something that the descriptor will not tell of."""
+        if self._is_due or self._is_closed:
+            return
+        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._is_due = True
+            self._loop.call_soon(self._read)
+
+    def _look(self) -> None:
+        """See whether the connection has ended."""
+        self._look_again()
+        if self._error is not None:
+            return
+        self._timer = self._loop.call_later(SLICE_S, self._look)
+        if self._is_due:
+            return  # what has come is heard first
+        if self._silence_s is None:
+            return  # nobody has answered yet, and `open` knows for how long to wait
         if int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-            raise CoordinatorLost(
-                f"the coordinator at {self.address} is gone: its connection has ended."
-            )
+            self._end(f"the coordinator at {self.address} is gone: its connection has ended.")
+            return
         silent = time.monotonic() - self._last_heard
-        if self._silence_s is not None and silent >= self._silence_s:
-            raise CoordinatorLost(
-                f"the coordinator at {self.address} has said nothing for {silent:.1f} s."
-            )
+        if silent >= self._silence_s:
+            self._end(f"the coordinator at {self.address} has said nothing for {silent:.1f} s.")
+
+    def _end(self, reason: str) -> None:
+        if self._error is None:
+            self._error = CoordinatorLost(reason)
+            if self._waiter is not None:
+                _wake(self._waiter)
+            self._lost(self._error)
 
     def close(self) -> None:
         """End it. What was sent last is still delivered, if that takes no longer than 0.2 s."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._timer.cancel()
+        self._loop.remove_reader(self._watched)
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()
         self._context.term()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def check_sendable(message: Message) -> bytes:

@@ -28,6 +28,7 @@ from megatron_async.serving.messages import (
     encode,
 )
 from megatron_async.serving.records import CoordinatorConfig
+from megatron_async.serving.secret import Doorkeeper, secure_coordinator
 
 logger = logging.getLogger("megatron_async")
 
@@ -43,6 +44,7 @@ class Coordinator:
     Args:
         address: "tcp://HOST:PORT" ("tcp://127.0.0.1:*" takes a free port), or "ipc://FILE".
         config: limits and policies.
+        secret: that all who connect must have; None: none is asked for. See `secret.read_secret`.
 
     Attributes:
         address: where clients and replicas find it.
@@ -52,7 +54,9 @@ class Coordinator:
         ConfigurationError: the address is in use or cannot be bound.
     """
 
-    def __init__(self, address: str, config: CoordinatorConfig | None = None) -> None:
+    def __init__(
+        self, address: str, config: CoordinatorConfig | None = None, secret: bytes | None = None
+    ) -> None:
         check_address(address)
         self._config = config or CoordinatorConfig()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -65,6 +69,10 @@ class Coordinator:
         for option, value in options.items():
             self._socket.set(option, value)
         end_silent_connections(self._socket, self._config.silence_s)
+        self._doorkeeper: Doorkeeper | None = None
+        if secret is not None:
+            self._doorkeeper = Doorkeeper(self._context, secret)
+            secure_coordinator(self._socket, secret)
         try:
             _check_is_free(address)
             self._socket.bind(address)
@@ -72,10 +80,11 @@ class Coordinator:
             self._context.destroy(0)
             raise ConfigurationError(why_not_bound(address, error)) from error
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
-        if self.address.startswith("tcp://") and not is_loopback(_host(self.address)):
+        is_tcp = self.address.startswith("tcp://")
+        if secret is None and is_tcp and not is_loopback(_host(self.address)):
             logger.warning(
                 "Whoever reaches %s can send requests and stop replicas: there is no "
-                "authentication. Bind 127.0.0.1, unless the network is trusted.", self.address,
+                "authentication. Give a secret, or bind 127.0.0.1.", self.address,
             )  # fmt: skip
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._waiting: dict[bytes, deque[bytes]] = {}
@@ -89,10 +98,14 @@ class Coordinator:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
+        if self._doorkeeper is not None:
+            poller.register(self._doorkeeper.socket, zmq.POLLIN)
         told = 0.0
         try:
             while not self._stop.is_set():
                 ready = dict(poller.poll(TURN_MS))
+                if self._doorkeeper is not None and self._doorkeeper.socket in ready:
+                    self._doorkeeper.answer()
                 if self._socket in ready:
                     self._receive()
                 if self._monitor in ready:
@@ -108,6 +121,8 @@ class Coordinator:
             self._socket.disable_monitor()
             self._monitor.close(0)
             self._socket.close()
+            if self._doorkeeper is not None:
+                self._doorkeeper.close()
             self._context.term()
 
     def stop(self) -> None:

@@ -4,28 +4,26 @@ by a function, and time is told to it."""
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from itertools import count
 
-import msgspec
-
+from megatron_async.serving.card_shelf import CardShelf
 from megatron_async.serving.commands import find_replica, state_after
 from megatron_async.serving.messages import (
     PROTOCOL,
     Abort,
+    Again,
     Answer,
     Ask,
-    Batch,
-    Chunk,
+    Card,
     ClientHello,
-    Completion,
+    Done,
     Ended,
     Generate,
     Goodbye,
     Helping,
-    Leave,
     Leaving,
+    NewModel,
     Ping,
     Pong,
     Refused,
@@ -33,11 +31,18 @@ from megatron_async.serving.messages import (
     ReplicaInfo,
     ReplicaStatus,
     SetPaused,
-    Started,
+    StepTokens,
     ToClient,
     ToCoordinator,
     ToReplica,
     Welcome,
+)
+from megatron_async.serving.reasons import (
+    service_stats,
+    why_nobody_serves,
+    why_not_again,
+    why_refused,
+    wrong_protocol,
 )
 from megatron_async.serving.records import (
     ClientRecord,
@@ -45,17 +50,16 @@ from megatron_async.serving.records import (
     ReplicaRecord,
     ReplicaState,
     RoutedRequest,
-    service_stats,
-    why_nobody_serves,
-    why_not_again,
-    why_refused,
+    tokens_of,
 )
-from megatron_async.serving.request_queue import RequestQueue
+from megatron_async.serving.request_books import RequestBooks
+from megatron_async.serving.service_verbs import VERBS, ServiceVerbs
+from megatron_async.serving.step_parts import StepParts
 
 logger = logging.getLogger("megatron_async")
 
 
-class Dispatcher:
+class Dispatcher(RequestBooks):
     """Who serves what, and what becomes of requests when somebody is lost.
 
     Args:
@@ -65,12 +69,7 @@ class Dispatcher:
         now: seconds.
 
     Attributes:
-        replicas: by identity.
-        clients: by identity.
-        requests: unfinished ones, by the coordinator's numbers.
-        queue: those of them that no replica has.
-        counters: requests "received", "completed", "failed", "aborted", "retried", "refused", and
-            "prefix_blocks", those that their replicas had served before.
+        verbs: what the whole service was told, and its state.
     """
 
     def __init__(
@@ -79,17 +78,13 @@ class Dispatcher:
         send: Callable[[bytes, ToClient | ToReplica], None],
         now: float,
     ) -> None:
-        self._config = config
-        self._send = send
-        self._numbers = count()
+        super().__init__(config, send)
+        self._indexes = count()
+        self._shelf = CardShelf()
         self._last_ping = now
         self._replica_there = now
         self._departed = ""
-        self.queue = RequestQueue()
-        self.replicas: dict[bytes, ReplicaRecord] = {}
-        self.clients: dict[bytes, ClientRecord] = {}
-        self.requests: dict[int, RoutedRequest] = {}
-        self.counters: Counter[str] = Counter()
+        self.verbs = ServiceVerbs(self)
 
     # ---- What comes in -----------------------------------------------------------------------
 
@@ -105,10 +100,13 @@ class Dispatcher:
             self._hear_client(client, message, now)
         else:
             self._send(identity, Refused("the coordinator does not know you: connect again."))
-        self._dispatch(now)
+        is_step = isinstance(message, StepTokens) and not message.ends
+        if not is_step or self.queue.first(suspects=True) is not None:
+            self._dispatch(now)
 
     def lost(self, identity: bytes, reason: str, now: float) -> None:
         """Somebody is gone."""
+        self.verbs.lost(identity)
         if (client := self.clients.pop(identity, None)) is not None:
             if client.requests:
                 logger.warning("A client is gone: %s; its requests are aborted.", reason)
@@ -129,6 +127,8 @@ class Dispatcher:
             self._check_alive(now)
         if any(not replica.state.is_departing for replica in self.replicas.values()):
             self._replica_there = now
+        elif self.verbs.holds_queue:
+            pass
         elif self.queue and now - self._replica_there >= config.no_replica_timeout_s:
             self._fail_queue(now)
         self._dispatch(now)
@@ -141,13 +141,7 @@ class Dispatcher:
     def _check_alive(self, now: float) -> None:
         config = self._config
         for replica in list(self.replicas.values()):
-            silent, stalled = now - replica.last_heard, now - replica.last_progress
-            reason = ""
-            if silent >= config.silence_s:
-                reason = f"it has not answered for {silent:.1f} s"
-            elif stalled >= config.stall_s and replica.state != ReplicaState.PAUSED:
-                reason = f"its engine has work and has not finished a step for {stalled:.0f} s"
-            if reason:
+            if reason := replica.why_lost(now, config):
                 self._lose(replica, reason, now, in_order=False)
                 self._send(replica.identity, Refused(f"counted as lost: {reason}."))
         for client in list(self.clients.values()):
@@ -160,13 +154,7 @@ class Dispatcher:
 
     def _welcome(self, identity: bytes, hello: ClientHello | ReplicaHello, now: float) -> None:
         if hello.protocol != PROTOCOL:
-            self._send(
-                identity,
-                Refused(
-                    f"it speaks protocol {hello.protocol}, the coordinator {PROTOCOL}: install the "
-                    "same version of megatron_async on both."
-                ),
-            )
+            self._send(identity, Refused(wrong_protocol(hello.protocol)))
             return
         self.lost(identity, "it said hello again", now)
         if isinstance(hello, ReplicaHello):
@@ -176,11 +164,16 @@ class Dispatcher:
                 logger.warning("Replica %s is refused: %s", hello.info.name, refusal)
                 self._send(identity, Refused(refusal))
                 return
-            self.replicas[identity] = ReplicaRecord(identity, hello.info, now)
+            replica = ReplicaRecord(identity, hello.info, now, next(self._indexes))
+            self.replicas[identity] = replica
+            wants_card = not self._shelf.has(hello.info.card)
+            self._send(identity, Welcome(self._config.silence_s, wants_card))
+            self.verbs.joined(replica)
             logger.info("Replica %s joined; %d now.", hello.info.name, len(self.replicas))
         else:
-            self.clients[identity] = ClientRecord(identity, now)
-        self._send(identity, Welcome(self._config.silence_s))
+            client = ClientRecord(identity, now, next(self._indexes))
+            self.clients[identity] = client
+            self._send(identity, Welcome(self._config.silence_s))
 
     def _replace(self, info: ReplicaInfo, now: float) -> None:
         """A replica that connects again has forgotten what it was given."""
@@ -190,6 +183,7 @@ class Dispatcher:
 
     def _lose(self, replica: ReplicaRecord, reason: str, now: float, in_order: bool) -> None:
         del self.replicas[replica.identity]
+        self.verbs.lost(replica.identity)
         self._departed = f"{replica.name}: {reason}"
         note = logger.info if in_order else logger.warning
         note(
@@ -206,16 +200,13 @@ class Dispatcher:
             elif in_order or request.may_be_served_again(self._config):
                 self.counters["retried"] += 1
                 del replica.requests[request.number]
+                if request.has_started:
+                    self._send(request.client, Again(request.asked.number))
                 request.give_to(None)
                 self.queue.add(request)
             else:
                 why = why_not_again(request, replica.name, reason, self._config)
                 self._end_here(request, "ReplicaLost", why)
-
-    def _let_go(self, replica: ReplicaRecord) -> None:
-        """A replica that is to leave may, once it has nothing left."""
-        if replica.state == ReplicaState.LEAVING and not replica.requests:
-            self._send(replica.identity, Leave())
 
     # ---- Replicas ----------------------------------------------------------------------------
 
@@ -223,11 +214,14 @@ class Dispatcher:
         match message:
             case ReplicaStatus():
                 replica.heard(message, now)
-            case Batch():
-                for event in message.events:
-                    request = replica.requests.get(event.number)
-                    if request is not None:
-                        self._hear_event(replica, request, event)
+            case StepTokens():
+                self._hear_tokens(replica, message, now)
+            case Card():
+                if self._shelf.put(message):
+                    for identity in self.clients:
+                        self._send(identity, NewModel())
+            case Done():
+                self.verbs.done(replica.identity, message)
             case Leaving():
                 self._set_state(replica, ReplicaState.LEAVING)
             case Helping():
@@ -240,29 +234,22 @@ class Dispatcher:
             case _:
                 logger.warning("Replica %s sent a client's message.", replica.name)
 
-    def _hear_event(
-        self, replica: ReplicaRecord, request: RoutedRequest, event: Chunk | Started | Ended
-    ) -> None:
-        if isinstance(event, Started):
-            request.has_started = True
+    def _hear_tokens(self, replica: ReplicaRecord, message: StepTokens, now: float) -> None:
+        """Tell each client its part of a step: Python per client and per end, not per token."""
+        try:
+            parts = StepParts(message, replica, self.routes, self.clients)
+        except ValueError as error:
+            reason = f"it told tokens that cannot be read ({error})"
+            self._lose(replica, reason, now, in_order=False)
+            self._send(replica.identity, Refused(f"{reason}: connect again."))
             return
-        if isinstance(event, Ended):
-            if not request.contradicts(event.completion):
-                replica.completed += event.completion.failure is None
-                self._end(request, event.completion)
-                return
-        elif (new := request.news(event)) is not None:
-            if new[0] or new[1]:
-                self._send(request.client, Chunk(request.asked.number, *new))
-            return
-        else:
-            self._abort_at_replica(request)
-        self._end_here(
-            request, "ReplicaLost",
-            f"its replica was lost, and replica {replica.name} continues otherwise than the "
-            f"{len(request.delivered)} tokens that were delivered: near ties fall differently in "
-            "other batches below float32.",
-        )  # fmt: skip
+        self.service.generated(parts.num_tokens)
+        for ended in message.ends:
+            if (request := replica.requests.get(ended.number)) is not None:
+                replica.completed += ended.failure is None
+                parts.end(request, ended)
+                self._finish(request, ended)
+        parts.send(self._send)
 
     def _dispatch(self, now: float) -> None:
         """Give queued requests to replicas that have room; none has two suspects, or who is
@@ -285,6 +272,7 @@ class Dispatcher:
         replica = by_name[chosen.name]
         self.counters["prefix_blocks"] += match
         request.give_to(replica)
+        request.given_at = now
         if not replica.requests:
             replica.last_progress = now
         replica.given(request, hashes, match)
@@ -303,10 +291,12 @@ class Dispatcher:
                 self._take(client, message, now)
             case Abort():
                 if (request := client.requests.get(message.number)) is not None:
-                    self._abort(request)
+                    self.abort_request(request)
+            case Ask(replica="") if message.what in VERBS:
+                self.verbs.ask(client.identity, message)
             case Ask():
                 try:
-                    value = self._do(message.what, message.replica)
+                    value = self._do(message)
                     answer = Answer(message.number, value)
                 except ValueError as error:
                     answer = Answer(message.number, failure=("ValueError", str(error)))
@@ -323,52 +313,17 @@ class Dispatcher:
         if asked.number in client.requests:
             logger.warning("A client used the number %d twice.", asked.number)
             return
-        if len(self.requests) >= self._config.max_unfinished:
+        why = self.verbs.why_refused()
+        if why := why or self.in_flight.why_too_many(asked.owner, tokens_of(asked)):
             self.counters["refused"] += 1
-            text = (
-                f"{len(self.requests)} requests are unfinished, and max_unfinished is "
-                f"{self._config.max_unfinished}: send the request again later, or add replicas."
-            )
-            refused = Completion(finish_reason="error", failure=("Overloaded", text))
-            self._send(client.identity, Ended(asked.number, refused))
+            refused = Ended(asked.number, "error", ("Overloaded", why))
+            self._send(client.identity, StepTokens(ends=[refused]))
             return
-        request = RoutedRequest(next(self._numbers), client.identity, asked)
+        number = self.routes.add(client.index, asked.number)
+        request = RoutedRequest(number, client.identity, asked, self.routes, received_at=now)
         self.requests[request.number] = client.requests[asked.number] = request
+        self.in_flight.add(request)
         self.queue.add(request)
-
-    def _abort(self, request: RoutedRequest) -> None:
-        request.is_aborted = True
-        if request.replica is None:
-            self._end_here(request, "RequestAborted", "aborted before a replica had it")
-        else:
-            self._abort_at_replica(request)
-
-    def _abort_at_replica(self, request: RoutedRequest) -> None:
-        if request.replica is not None:
-            self._send(request.replica.identity, Abort(request.number))
-
-    def _end_here(self, request: RoutedRequest, kind: str, text: str) -> None:
-        """End a request of which no replica says more."""
-        reason = "aborted" if kind == "RequestAborted" else "error"
-        self._end(request, Completion(finish_reason=reason, failure=(kind, text)))
-
-    def _end(self, request: RoutedRequest, completion: Completion) -> None:
-        kind = None if completion.failure is None else completion.failure[0]
-        outcome = "completed" if kind is None else "failed"
-        self.counters["aborted" if kind == "RequestAborted" else outcome] += 1
-        self._forget(request)
-        client = self.clients.get(request.client)
-        if client is not None:
-            client.requests.pop(request.asked.number, None)
-            told = msgspec.structs.replace(completion, attempts=request.attempts)
-            self._send(request.client, Ended(request.asked.number, told))
-
-    def _forget(self, request: RoutedRequest) -> None:
-        del self.requests[request.number]
-        self.queue.discard(request)
-        if request.replica is not None:
-            request.replica.requests.pop(request.number, None)
-            self._let_go(request.replica)
 
     def _fail_queue(self, now: float) -> None:
         waited = now - self._replica_there
@@ -378,11 +333,13 @@ class Dispatcher:
 
     # ---- Control and statistics --------------------------------------------------------------
 
-    def _do(self, what: str, name: str) -> dict[str, object]:
-        if what == "stats":
+    def _do(self, ask: Ask) -> dict[str, object]:
+        if ask.what == "stats":
             return self.stats()
-        replica = find_replica(name, self.replicas.values())
-        state = state_after(what, replica)
+        if ask.what == "card":
+            return self._shelf.answer(ask.fields)
+        replica = find_replica(ask.replica, self.replicas.values())
+        state = state_after(ask.what, replica)
         if state != replica.state or not state.is_departing:
             self._set_state(replica, state)
         return {}
@@ -395,4 +352,9 @@ class Dispatcher:
 
     def stats(self) -> dict[str, object]:
         """Counters since the start, and all replicas by name."""
-        return service_stats(self.counters, self.requests, len(self.clients), self.replicas)
+        return {
+            **service_stats(self.counters, self.requests, len(self.clients), self.replicas),
+            "unfinished_tokens": self.in_flight.tokens,
+            "state": self.verbs.state_name(),
+            "service": self.service.as_dict(),
+        }

@@ -10,9 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_async.requests.inference_request import DynamicInferenceRequest
-
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised when messages change: both ends must have the same."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises: no message, no UTF-8, nested too deeply."""
@@ -25,45 +23,6 @@ fill the coordinator's memory with one."""
 
 class Message(msgspec.Struct, tag=True):
     """Of all messages."""
-
-
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request ended; the fields are those of `DynamicInferenceRequest`.
-
-    Attributes:
-        failure: kind (name of an exception) and message, or None.
-        replica: the name of who served it last; "" if nobody did.
-        attempts: replicas that it was given to.
-    """
-
-    prompt_tokens: list[int] = []
-    generated_tokens: list[int] = []
-    generated_text: str | None = None
-    finish_reason: str | None = None
-    generated_log_probs: list[float] | None = None
-    prompt_log_probs: list[float] | None = None
-    generated_top_n_logprobs: list[dict[str, float]] | None = None
-    prompt_top_n_logprobs: list[dict[str, float]] | None = None
-    ttft: float | None = None
-    latency: float | None = None
-    failure: tuple[str, str] | None = None
-    replica: str = ""
-    attempts: int = 0
-
-    @property
-    def error(self) -> Exception | None:
-        """Why it failed, as an exception of `megatron_async.errors` where there is one."""
-        from megatron_async.serving.failures import exception_of
-
-        return None if self.failure is None else exception_of(*self.failure)
-
-
-class TokenChunk(msgspec.Struct, frozen=True):
-    """What is new of a request: token ids, and text that nothing can change any more (None without
-    a tokenizer)."""
-
-    tokens: list[int]
-    text: str | None
 
 
 class Ping(Message):
@@ -85,9 +44,110 @@ class Welcome(Message):
 
     Attributes:
         silence_s: seconds without a ping after which the coordinator counts as lost.
+        wants_card: of a replica: the coordinator does not have its model card.
     """
 
     silence_s: float
+    wants_card: bool = False
+
+
+# ---- Tokens --------------------------------------------------------------------------------------
+
+
+class LogProbRows(msgspec.Struct, frozen=True):
+    """Log probs of the tokens of those rows of a `StepTokens` that asked for them.
+
+    Attributes:
+        rows: int32 `[asking]`, rising: places in `StepTokens.numbers`.
+        top_n: alternatives at each token, as many as the row that wants most of them does.
+        words: int32 `[tokens of these rows, 1 + 2 * top_n]`: float32 log prob of the token, ids of
+            the likeliest tokens, their float32 log probs (-inf: there are fewer).
+    """
+
+    rows: bytes
+    top_n: int
+    words: bytes
+
+
+class PromptLogProbs(msgspec.Struct, frozen=True):
+    """Log probs of a prompt's tokens but the first; `words` as in `LogProbRows`."""
+
+    top_n: int
+    words: bytes
+
+
+class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A request has ended; its tokens were told before.
+
+    Attributes:
+        number: from a replica the coordinator's, to a client the client's own.
+        finish_reason: as of `DynamicInferenceRequest`.
+        failure: kind (name of an exception) and message, or None.
+        stop_words_from: as of `DynamicInferenceRequest`.
+        num_prompt_tokens, num_generated_tokens: tokens.
+        num_cached_tokens: of its prompt, those that were found in the replica's cache; None: it was
+            never admitted.
+        prompt_tokens: int32, where the prompt was a text.
+        prompt_log_probs: if they were asked for.
+        ttft, latency: seconds at the replica, to the first token and to the end.
+        queue_s: seconds at the replica before it had a slot; None: it had none.
+        text: the last of its text, where the replica makes texts.
+        replica: the name of who served it last; "" if nobody did.
+        attempts: replicas that it was given to.
+    """
+
+    number: int
+    finish_reason: str | None = None
+    failure: tuple[str, str] | None = None
+    stop_words_from: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int | None = None
+    num_generated_tokens: int = 0
+    prompt_tokens: bytes | None = None
+    prompt_log_probs: PromptLogProbs | None = None
+    ttft: float | None = None
+    latency: float | None = None
+    queue_s: float | None = None
+    text: str | None = None
+    replica: str = ""
+    attempts: int = 0
+
+
+class StepTokens(Message, omit_defaults=True):
+    """What a step, or several, yielded. A replica sends one a step, all of whose requests are in
+    it; the coordinator divides it by client, and each gets one. First the tokens, then the ends.
+
+    Attributes:
+        numbers: int64 `[rows]`: requests, from a replica by the coordinator's numbers, to a client
+            by its own. One may be there twice: its tokens follow each other.
+        counts: int32 `[rows]`: new tokens of each row.
+        tokens: int32 `[sum of counts]`: row by row.
+        log_probs: of the rows that asked.
+        texts: number and new text, where the replica makes texts.
+        ends: of requests.
+    """
+
+    numbers: bytes = b""
+    counts: bytes = b""
+    tokens: bytes = b""
+    log_probs: LogProbRows | None = None
+    texts: list[tuple[int, str]] = []
+    ends: list[Ended] = []
+
+
+class NewModel(Message):
+    """To a client: another model is served than before; its card says which."""
+
+
+class Again(Message):
+    """To a client: another replica serves the request, and what follows are its tokens from the
+    first on, the same as before.
+
+    Attributes:
+        number: the client's own.
+    """
+
+    number: int
 
 
 # ---- Clients -------------------------------------------------------------------------------------
@@ -108,7 +168,8 @@ class Generate(Message):
         params: `SamplingParams`, encoded; only the replica reads them.
         max_new_tokens: of the sampling parameters, for estimates; None: no limit.
         priority: higher goes first, here and in the replica.
-        stream: send chunks.
+        label: the name that people know it by, at most 128 characters; several may share one.
+        owner: whose limits it counts for; "": nobody's.
     """
 
     number: int
@@ -116,7 +177,8 @@ class Generate(Message):
     params: msgspec.Raw
     max_new_tokens: int | None
     priority: int
-    stream: bool
+    label: str = ""
+    owner: str = ""
 
 
 class Abort(Message):
@@ -130,42 +192,17 @@ class Ask(Message):
 
     Attributes:
         number: the client's own.
-        what: "stats", "pause", "drain", "resume" or "remove".
-        replica: whom it concerns; "" for stats.
+        what: "stats", or "card" (field `digest`: of the card that the client has); of one replica
+            "pause", "drain", "resume" or "remove"; of the whole service one of
+            `service_verbs.VERBS`.
+        replica: whom it concerns; "": the service.
+        fields: what else the verb takes.
     """
 
     number: int
     what: str
     replica: str = ""
-
-
-class Chunk(Message):
-    """New tokens of a streamed request.
-
-    Attributes:
-        number: the client's own, or from a replica, the coordinator's.
-    """
-
-    number: int
-    tokens: list[int]
-    text: str | None
-
-
-class Started(Message):
-    """A suspect has its first token: it is not what kills replicas at its beginning.
-
-    Attributes:
-        number: the coordinator's.
-    """
-
-    number: int
-
-
-class Ended(Message):
-    """A request has ended; numbers as in `Chunk`."""
-
-    number: int
-    completion: Completion
+    fields: dict[str, Any] = {}
 
 
 class Answer(Message):
@@ -190,6 +227,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
         kv_blocks: size of its pool.
         block_size_tokens: tokens in a block.
         shares_experts: other replicas of its job cannot do without it.
+        card: digest of its model card.
     """
 
     name: str
@@ -199,6 +237,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int
     block_size_tokens: int
     shares_experts: bool = False
+    card: str = ""
 
 
 class ReplicaHello(Message):
@@ -206,6 +245,18 @@ class ReplicaHello(Message):
 
     protocol: int
     info: ReplicaInfo
+
+
+class Card(Message):
+    """A replica's `ModelCard`, which the coordinator wants and does not read.
+
+    Attributes:
+        digest: its digest.
+        data: the card, encoded.
+    """
+
+    digest: str
+    data: bytes
 
 
 class ReplicaStatus(Message):
@@ -250,26 +301,14 @@ class Goodbye(Message):
     failure: str = ""
 
 
-class Batch(Message):
-    """All news of one turn of a replica's loop, in order."""
-
-    events: list[Chunk | Started | Ended]
-
-
 class Run(Message):
     """To a replica: serve this. The same request has the same number wherever it is served, so
-    random numbers are the same too.
-
-    Attributes:
-        is_suspect: say `Started` when it has its first token, unless it is streamed.
-    """
+    random numbers are the same too."""
 
     number: int
     prompt: str | list[int]
     params: msgspec.Raw
     priority: int
-    stream: bool
-    is_suspect: bool = False
 
 
 class SetPaused(Message):
@@ -278,16 +317,38 @@ class SetPaused(Message):
     paused: bool
 
 
+class Do(Message):
+    """To a replica: do what an administrator wants of the service, and say `Done`.
+
+    Attributes:
+        number: the coordinator's.
+        what: one of `service_verbs.OF_REPLICAS`.
+        fields: what else it takes.
+    """
+
+    number: int
+    what: str
+    fields: dict[str, Any] = {}
+
+
+class Done(Message):
+    """A replica has done a `Do`, or could not: an error's kind and message."""
+
+    number: int
+    value: dict[str, Any] = {}
+    failure: tuple[str, str] | None = None
+
+
 class Leave(Message):
     """To a replica: you have nothing left; end, or help those that share your experts."""
 
 
 ToCoordinator = (
     ClientHello | Generate | Abort | Ask | Pong | ReplicaHello | ReplicaStatus | Leaving | Helping
-    | Goodbye | Batch
+    | Goodbye | StepTokens | Card | Done
 )  # fmt: skip
-ToClient = Ping | Welcome | Refused | Chunk | Ended | Answer
-ToReplica = Ping | Welcome | Refused | Run | Abort | SetPaused | Leave
+ToClient = Ping | Welcome | Refused | StepTokens | Again | NewModel | Answer
+ToReplica = Ping | Welcome | Refused | Run | Abort | SetPaused | Leave | Do
 
 
 def _plain(value: Any) -> Any:
@@ -302,22 +363,3 @@ encode = _encoder.encode
 decode_for_coordinator = msgspec.msgpack.Decoder(ToCoordinator).decode
 decode_for_client = msgspec.msgpack.Decoder(ToClient).decode
 decode_for_replica = msgspec.msgpack.Decoder(ToReplica).decode
-
-
-def completion_of(request: DynamicInferenceRequest, replica: str) -> Completion:
-    """How an engine's request ended."""
-    error = request.error
-    return Completion(
-        prompt_tokens=request.prompt_tokens.tolist(),  # sync-ok: NumPy
-        generated_tokens=request.generated_tokens,
-        generated_text=request.generated_text,
-        finish_reason=request.finish_reason,
-        generated_log_probs=request.generated_log_probs,
-        prompt_log_probs=request.prompt_log_probs,
-        generated_top_n_logprobs=request.generated_top_n_logprobs,
-        prompt_top_n_logprobs=request.prompt_top_n_logprobs,
-        ttft=request.ttft,
-        latency=request.latency,
-        failure=None if error is None else (type(error).__name__, str(error)),
-        replica=replica,
-    )

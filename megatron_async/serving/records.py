@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -11,8 +11,6 @@ import msgspec
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.serving.messages import (
-    Chunk,
-    Completion,
     Generate,
     ReplicaInfo,
     ReplicaStatus,
@@ -25,6 +23,7 @@ from megatron_async.serving.routing import (
     prompt_hashes,
     prompt_length,
 )
+from megatron_async.serving.token_routes import TokenRoutes
 
 UNLIMITED_TOKENS = 256
 """Taken as the length of an answer without a limit."""
@@ -46,6 +45,11 @@ class CoordinatorConfig:
         max_retries: times that a request is served again; one whose replica died before the
             request's first token, and which may be what kills replicas, at most once.
         max_unfinished: requests in the coordinator, queued or served; further ones are refused.
+        max_tokens_in_flight: tokens that these may have together, prompts and answers, as far as
+            their limits tell (an answer without a limit counts as `UNLIMITED_TOKENS`); a request
+            that would be more is refused unless it is alone. None: no limit.
+        max_unfinished_of_owner, max_tokens_of_owner: the same of the requests of one owner that has
+            a name.
         requests_per_slot: a replica is given as many times its slots; the others wait here.
         ping_interval_s: seconds between two pings to everybody.
         silence_s: a replica that answers nothing for so long is lost.
@@ -58,6 +62,9 @@ class CoordinatorConfig:
     on_replica_death: str = "retry"
     max_retries: int = 2
     max_unfinished: int = 4096
+    max_tokens_in_flight: int | None = None
+    max_unfinished_of_owner: int | None = None
+    max_tokens_of_owner: int | None = None
     requests_per_slot: float = 2.0
     ping_interval_s: float = 0.5
     silence_s: float = 8.0
@@ -84,6 +91,10 @@ class CoordinatorConfig:
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be more than 0.")
+        for name in ("max_tokens_in_flight", "max_unfinished_of_owner", "max_tokens_of_owner"):
+            most = getattr(self, name)
+            if most is not None and most <= 0:
+                raise ConfigurationError(f"{name}={most} must be more than 0, or None.")
         for name in ("silence_s", "stall_s", "client_silence_s"):
             if getattr(self, name) < 2 * self.ping_interval_s:
                 raise ConfigurationError(
@@ -111,6 +122,13 @@ class ReplicaState(StrEnum):
         return self in (ReplicaState.LEAVING, ReplicaState.HELPING)
 
 
+def tokens_of(asked: Generate) -> int:
+    """Tokens that a request needs at most, about: prompt and answer."""
+    limit = asked.max_new_tokens
+    new = UNLIMITED_TOKENS if limit is None else min(max(limit, 0), MOST_TOKENS)
+    return prompt_length(asked.prompt) + new
+
+
 @dataclass(eq=False)
 class RoutedRequest:
     """An unfinished request.
@@ -121,26 +139,33 @@ class RoutedRequest:
         asked: what it asked for.
         replica: who serves it; None while it is queued.
         attempts: replicas that it was given to.
-        early_deaths: how many of them died before its first token, as far as is known: of an answer
-            that is not streamed, only a suspect's first token is told.
-        has_started: whether the replica that serves it has said that it has a token.
+        early_deaths: how many of them died before its first token.
         is_aborted: its client wants no more of it.
-        delivered: tokens that the client of a stream has.
-        delivered_chars: characters that it has.
+        routes: where its tokens go.
+        received_at: when it came, seconds.
+        given_at: when the replica that serves it got it; 0.0: none has.
     """
 
     number: int
     client: bytes
     asked: Generate
+    routes: TokenRoutes
+    received_at: float = 0.0
+    given_at: float = 0.0
     replica: ReplicaRecord | None = None
     attempts: int = 0
     early_deaths: int = 0
-    has_started: bool = False
     is_aborted: bool = False
-    delivered: list[int] = field(default_factory=list)
-    delivered_chars: int = 0
-    _num_seen: int = 0
-    _chars_seen: int = 0
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds from its coming to its being given away; 0 if it never was."""
+        return max(self.given_at - self.received_at, 0.0)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the replica that serves it has told a token of it."""
+        return self.routes.has_started(self.number)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -149,10 +174,8 @@ class RoutedRequest:
 
     @property
     def tokens(self) -> int:
-        """That it needs at most, about: prompt and answer."""
-        limit = self.asked.max_new_tokens
-        new = UNLIMITED_TOKENS if limit is None else min(max(limit, 0), MOST_TOKENS)
-        return prompt_length(self.asked.prompt) + new
+        """See `tokens_of`."""
+        return tokens_of(self.asked)
 
     @property
     def is_suspect(self) -> bool:
@@ -167,39 +190,13 @@ class RoutedRequest:
     def run(self) -> Run:
         """What a replica is sent."""
         asked = self.asked
-        return Run(
-            self.number, asked.prompt, asked.params, asked.priority, asked.stream, self.is_suspect
-        )
+        return Run(self.number, asked.prompt, asked.params, asked.priority)
 
     def give_to(self, replica: ReplicaRecord | None) -> None:
         """Another replica serves it from its beginning; None: it is queued again."""
         self.replica = replica
         self.attempts += replica is not None
-        self.has_started = False
-        self._num_seen = self._chars_seen = 0
-
-    def contradicts(self, completion: Completion) -> bool:
-        """Whether an answer is another than the client of a stream has the beginning of."""
-        known = self.delivered
-        return completion.failure is None and completion.generated_tokens[: len(known)] != known
-
-    def news(self, chunk: Chunk) -> tuple[list[int], str | None] | None:
-        """What of a chunk the client does not have yet; None: the replica says other tokens than
-        the one before it, of which the client has some already."""
-        known = self.delivered[self._num_seen : self._num_seen + len(chunk.tokens)]
-        if chunk.tokens[: len(known)] != known:
-            return None
-        self.has_started = self.has_started or bool(chunk.tokens)
-        self._num_seen += len(chunk.tokens)
-        new = chunk.tokens[len(known) :]
-        self.delivered += new
-        text = chunk.text
-        if text is not None:
-            behind = max(self.delivered_chars - self._chars_seen, 0)
-            self._chars_seen += len(text)
-            text = text[behind:]
-            self.delivered_chars += len(text)
-        return new, text
+        self.routes.give(self.number, None if replica is None else replica.index)
 
 
 class ReplicaRecord:
@@ -209,6 +206,7 @@ class ReplicaRecord:
         identity: its connection's.
         info: what it said of itself.
         now: seconds.
+        index: a small number of its own.
 
     Attributes:
         status: what it said last, or None.
@@ -218,8 +216,9 @@ class ReplicaRecord:
         completed: requests that it ended without an error.
     """
 
-    def __init__(self, identity: bytes, info: ReplicaInfo, now: float) -> None:
+    def __init__(self, identity: bytes, info: ReplicaInfo, now: float, index: int) -> None:
         self.identity = identity
+        self.index = index
         self.info = info
         self.state = ReplicaState.READY
         self.status: ReplicaStatus | None = None
@@ -236,6 +235,15 @@ class ReplicaRecord:
     def name(self) -> str:
         """Its name."""
         return self.info.name
+
+    def why_lost(self, now: float, config: CoordinatorConfig) -> str:
+        """Why it counts as lost, "" if it does not."""
+        silent, stalled = now - self.last_heard, now - self.last_progress
+        if silent >= config.silence_s:
+            return f"it has not answered for {silent:.1f} s"
+        if stalled >= config.stall_s and self.state != ReplicaState.PAUSED:
+            return f"its engine has work and has not finished a step for {stalled:.0f} s"
+        return ""
 
     @property
     def has_suspect(self) -> bool:
@@ -302,89 +310,12 @@ class ClientRecord:
     """A client.
 
     Attributes:
+        index: a small number of its own.
         requests: its unfinished ones, by its own numbers.
         last_heard: when it said anything.
     """
 
     identity: bytes
     last_heard: float
+    index: int
     requests: dict[int, RoutedRequest] = field(default_factory=dict)
-
-
-def why_refused(info: ReplicaInfo, replicas: Collection[ReplicaRecord]) -> str:
-    """Why a replica cannot join these; "" if it can."""
-    for size in ("slots", "kv_blocks", "block_size_tokens"):
-        if getattr(info, size) < 1:
-            return f"{size}={getattr(info, size)} must be at least 1 to serve anything."
-    for other in replicas:
-        if other.name == info.name:
-            return f"a replica named {info.name!r} is there: give each --name its own."
-        wrong = [
-            f"{key} is {info.model.get(key)!r} and not {other.info.model.get(key)!r}"
-            for key in sorted(info.model.keys() | other.info.model.keys())
-            if info.model.get(key) != other.info.model.get(key)
-        ]
-        if wrong:
-            return (
-                f"it would give other tokens than replica {other.name!r}: {', '.join(wrong)}. "
-                "Start all replicas with the same model and settings."
-            )
-    return ""
-
-
-def why_not_again(
-    request: RoutedRequest, replica: str, reason: str, config: CoordinatorConfig
-) -> str:
-    """What a request is told that is not served again.
-
-    Args:
-        request: its replica is lost.
-        replica: its name.
-        reason: why it is lost.
-        config: whose limits the request has reached.
-    """
-    lost = f"replica {replica}, which served the request, is gone: {reason}"
-    if request.early_deaths > MOST_EARLY_DEATHS:
-        return (
-            f"{lost}; it is the replica number {request.early_deaths} that died before the "
-            "request's first token, so the request may be what kills them, and is not served "
-            "again. The replicas' logs say of what they died."
-        )
-    tries = f"; {request.attempts} replicas tried" if request.attempts > 1 else ""
-    return (
-        f"{lost}{tries} (on_replica_death={config.on_replica_death}, "
-        f"max_retries={config.max_retries})."
-    )
-
-
-def why_nobody_serves(replicas: Collection[ReplicaRecord], departed: str, waited_s: float) -> str:
-    """What a request is told that no replica is there for.
-
-    Args:
-        replicas: that are there, all of them about to go.
-        departed: the last that has gone, and why; "" if none has.
-        waited_s: seconds.
-    """
-    last = f"The last was {departed}." if departed else "None ever joined."
-    if replicas:
-        there = (f"{replica.name} ({replica.state})" for replica in replicas)
-        last = f"There is only {', '.join(there)}."
-    return f"there has been no replica to serve it for {waited_s:.0f} s. {last}"
-
-
-def service_stats(
-    counters: Mapping[str, int],
-    requests: Mapping[int, RoutedRequest],
-    clients: int,
-    replicas: Mapping[bytes, ReplicaRecord],
-) -> dict[str, object]:
-    """What `stats` of a client says; docs/serving.md lists it."""
-    names = ("received", "completed", "failed", "aborted", "retried", "refused")
-    return {
-        **{f"{name}_requests": counters[name] for name in names},
-        "prefix_blocks": counters["prefix_blocks"],
-        "unfinished_requests": len(requests),
-        "queued_requests": sum(request.replica is None for request in requests.values()),
-        "clients": clients,
-        "replicas": {replica.name: replica.as_dict() for replica in replicas.values()},
-    }

@@ -15,18 +15,20 @@ import msgspec
 
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigurationError, CoordinatorLost, JobFailed
+from megatron_async.ops.sampling.slot_records import MAX_TOP_N
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.connection import Connection
+from megatron_async.serving.engine_verbs import do_verb
 from megatron_async.serving.heap import frozen_heap
 from megatron_async.serving.messages import (
     PROTOCOL,
     UNREADABLE,
     UNSENDABLE,
     Abort,
-    Batch,
-    Chunk,
-    Completion,
+    Card,
+    Do,
+    Done,
     Ended,
     Goodbye,
     Helping,
@@ -36,12 +38,14 @@ from megatron_async.serving.messages import (
     ReplicaStatus,
     Run,
     SetPaused,
-    Started,
+    StepTokens,
     ToReplica,
-    completion_of,
     decode_for_replica,
 )
-from megatron_async.serving.replica_status import describe, status_of
+from megatron_async.serving.replica_card import card_of
+from megatron_async.serving.replica_status import describe, ended_of, status_of
+from megatron_async.serving.replica_texts import ReplicaTexts
+from megatron_async.serving.token_emitter import TokenEmitter
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM
@@ -65,6 +69,7 @@ class Replica:
         name: unique among the replicas; None: host and process id.
         finish_together: of a replica whose experts others of its job need: waits until all of them
             have left.
+        secret: the coordinator's, if it asks for one.
     """
 
     def __init__(
@@ -74,16 +79,21 @@ class Replica:
         model: str,
         name: str | None = None,
         finish_together: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        secret: bytes | None = None,
     ) -> None:
         self._engine = engine
         self._address = address
+        self._secret = secret
         self._finish_together = finish_together
         self._helping: asyncio.Task[None] | None = None
-        self.info = describe(engine, model, name, finish_together is not None)
+        self._card = card_of(engine, model)
+        self.info = describe(engine, model, name, finish_together is not None, self._card.digest)
         self._connection: Connection[ToReplica] | None = None
-        self._requests: dict[int, DynamicInferenceRequest] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._news: list[Chunk | Started | Ended] = []
+        self._requests: dict[int, str | list[int]] = {}
+        """Prompts of unfinished ones, by number."""
+        self._emitter = TokenEmitter(self._tell)
+        self._texts: ReplicaTexts | None = None
+        """Where clients cannot have the tokenizer."""
         self._runs_seen = 0
         self._is_leaving = self._must_go = False
         self._failure: JobFailed | None = None
@@ -97,6 +107,9 @@ class Replica:
             Exception: what ended the engine.
         """
         runner = asyncio.create_task(self._engine.run_engine())
+        self._engine.listeners.append(self._emitter)
+        if self._card.replica_makes_text:
+            self._texts = ReplicaTexts(self._engine.controller.tokenizer, self._send)
         try:
             await self._stay_connected(runner)
             if self._finish_together is not None:
@@ -106,6 +119,9 @@ class Replica:
                 await self._check(runner)
         finally:
             self._forget_all()
+            self._engine.listeners.remove(self._emitter)
+            if self._texts is not None:
+                self._texts.close()
             ending = [runner] if self._helping is None else [runner, self._helping]
             for task in ending:
                 task.cancel()
@@ -144,11 +160,14 @@ class Replica:
 
     async def _serve(self, runner: asyncio.Task[None]) -> None:
         """One connection, from its beginning to an end in order."""
-        connection = Connection(self._address, decode_for_replica, self._status)
+        connection = Connection(self._address, decode_for_replica, self._status, self._secret)
         self._runs_seen = 0
         try:
-            await connection.open(ReplicaHello(PROTOCOL, self.info), WARN_AFTER_S)
+            hello = ReplicaHello(PROTOCOL, self.info)
+            welcome = await connection.open(hello, WARN_AFTER_S)
             self._connection = connection
+            if welcome.wants_card:
+                connection.send(Card(self._card.digest, self._card.encode()))
             if self._is_leaving:
                 connection.send(Leaving())
             logger.info("Replica %s serves the coordinator at %s.", self.info.name, self._address)
@@ -160,10 +179,10 @@ class Replica:
                 elif message is not None:
                     self._take(message)
                 if self._must_go and self._finish_together is not None and self._helping is None:
-                    self._flush()
+                    self._emitter.flush()
                     connection.send(Helping())
                     self._help(runner)
-            self._flush()
+            self._emitter.flush()
             connection.send(Goodbye())
         except BaseException as error:
             if not isinstance(error, CoordinatorLost | ConfigurationError):
@@ -216,6 +235,10 @@ class Replica:
                 self._engine.pause()
             case SetPaused():
                 self._engine.unpause()
+            case Do():
+                value, failure = do_verb(self._engine, self.info.name, message.what, message.fields)
+                if self._connection is not None:
+                    self._connection.send(Done(message.number, value, failure))
 
     def _begin(self, run: Run) -> None:
         engine, number = self._engine, run.number
@@ -224,84 +247,57 @@ class Replica:
             future = engine.add_request(number, run.prompt, params, run.priority)
         except (*UNREADABLE, ValueError) as error:
             text = f"sampling_params: {error}" if isinstance(error, UNREADABLE) else error
-            refused = Completion(finish_reason="error", failure=("RequestError", str(text)))
-            self._tell(Ended(number, refused))
+            failure = ("RequestError", str(text))
+            self._emitter.end(Ended(number, "error", failure, replica=self.info.name))
             return
-        if not future.done():
-            self._requests[number] = engine.get_request(number)
-            if run.stream:
-                self._spawn(self._stream(number, future))
-                return
-            if run.is_suspect:
-                self._spawn(self._tell_start(number))
+        if params.return_log_probs:
+            self._emitter.wants_log_probs(number, min(params.top_n_logprobs, MAX_TOP_N))
+        if self._texts is not None:
+            self._texts.begin(number, run.prompt, params)
+        self._requests[number] = run.prompt
         future.add_done_callback(lambda done: self._end(number, done))
 
-    async def _stream(self, number: int, future: asyncio.Future[DynamicInferenceRequest]) -> None:
-        # What fails the request is told by its future.
-        with contextlib.suppress(Exception):
-            async for chunk in self._engine.stream(number):
-                self._tell(Chunk(number, chunk.tokens, chunk.text))
-        self._end(number, future)
-
-    async def _tell_start(self, number: int) -> None:
-        with contextlib.suppress(Exception):  # as above
-            async for _ in self._engine.stream(number):
-                self._tell(Started(number))
-                return
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     def _end(self, number: int, future: asyncio.Future[DynamicInferenceRequest]) -> None:
-        self._requests.pop(number, None)
+        prompt = self._requests.pop(number, None)
         if self._connection is None or future.cancelled():
             return
         error = future.result().error
         if isinstance(error, JobFailed):  # this replica's end, not the request's
             self._failure = error
             return
-        try:
-            completion = completion_of(future.result(), self.info.name)
-        except Exception as error:  # of a user's own tokenizer: this request's alone
-            failure = (type(error).__name__, str(error))
-            completion = Completion(finish_reason="error", failure=failure, replica=self.info.name)
-        self._tell(Ended(number, completion))
+        self._emitter.end(ended_of(future.result(), self.info.name, isinstance(prompt, str)))
 
-    def _tell(self, news: Chunk | Started | Ended) -> None:
-        """Send with all other news of this turn of the loop."""
-        if not self._news:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._news.append(news)
+    def _tell(self, news: StepTokens) -> None:
+        if self._texts is None:
+            self._send(news)
+        else:
+            self._texts.tell(news)
 
-    def _flush(self) -> None:
-        news, self._news = self._news, []
+    def _send(self, news: StepTokens) -> None:
         connection = self._connection
-        if not news or connection is None:
+        if connection is None:
             return
         try:
-            connection.send(Batch(news))
+            connection.send(news)
         except UNSENDABLE:  # all of it together, or one alone
-            for event in news:
-                self._send_alone(connection, event)
+            ends, news = news.ends, msgspec.structs.replace(news, ends=[])
+            connection.send(news)
+            for ended in ends:
+                self._tell_alone(connection, ended)
 
-    def _send_alone(
-        self, connection: Connection[ToReplica], event: Chunk | Started | Ended
-    ) -> None:
+    def _tell_alone(self, connection: Connection[ToReplica], ended: Ended) -> None:
         try:
-            connection.send(Batch([event]))
+            connection.send(StepTokens(ends=[ended]))
         except UNSENDABLE as error:
             text = f"the answer cannot be sent: {error}. Ask for fewer log probs or tokens."
-            failure = ("RequestError", text)
-            failed = Completion(finish_reason="error", failure=failure, replica=self.info.name)
-            connection.send(Batch([Ended(event.number, failed)]))
+            failed = Ended(ended.number, "error", ("RequestError", text), replica=self.info.name)
+            connection.send(StepTokens(ends=[failed]))
 
     def _forget_all(self) -> None:
         """Who asked is lost, or asks others."""
-        for task in self._tasks:
-            task.cancel()
-        self._news.clear()
+        self._emitter.forget()
+        if self._texts is not None:
+            self._texts.forget()
         for number in list(self._requests):
             with contextlib.suppress(KeyError):
                 self._engine.abort_request(number)
@@ -313,7 +309,9 @@ class Replica:
         return status_of(self._engine, self._runs_seen, dict(self._engine.stats()))
 
 
-def serve_replica(llm: LLM, address: str, model: str, name: str | None = None) -> None:
+def serve_replica(
+    llm: LLM, address: str, model: str, name: str | None = None, secret: bytes | None = None
+) -> None:
     """Serve a coordinator with an LLM until it lets go; SIGTERM and Ctrl-C leave in order.
 
     Every rank of the job calls it; the primary ones are replicas of their own, and have a number
@@ -324,6 +322,7 @@ def serve_replica(llm: LLM, address: str, model: str, name: str | None = None) -
         address: of the coordinator.
         model: what is served, with its dtype: the coordinator takes replicas of one model only.
         name: unique among the replicas; None: host and process id.
+        secret: the coordinator's, if it asks for one.
 
     Raises:
         ConfigurationError: the coordinator refuses the replica.
@@ -339,7 +338,7 @@ def serve_replica(llm: LLM, address: str, model: str, name: str | None = None) -
     if name is not None and llm.data_parallel_size > 1:
         name = f"{name}-{llm.data_parallel_rank}"
     finish = partial(llm.finish_together, timeout_s=None) if llm.shares_experts else None
-    replica = Replica(llm.engine, address, model, name, finish)
+    replica = Replica(llm.engine, address, model, name, finish, secret)
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()

@@ -10,7 +10,11 @@ import numpy as np
 
 from megatron_async.contexts.request_slots import SlotState
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_async.serving.messages import ReplicaInfo, ReplicaStatus
+from megatron_async.requests.inference_request import (
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+)
+from megatron_async.serving.messages import Ended, PromptLogProbs, ReplicaInfo, ReplicaStatus
 
 
 def status_of(
@@ -42,7 +46,11 @@ def status_of(
 
 
 def describe(
-    engine: DynamicInferenceEngine, model: str, name: str | None, shares_experts: bool
+    engine: DynamicInferenceEngine,
+    model: str,
+    name: str | None,
+    shares_experts: bool,
+    card: str = "",
 ) -> ReplicaInfo:
     """What a replica tells the coordinator of itself."""
     config = engine.context.config
@@ -60,4 +68,49 @@ def describe(
         kv_blocks=engine.context.blocks.total,
         block_size_tokens=config.block_size_tokens,
         shares_experts=shares_experts,
+        card=card,
     )
+
+
+def ended_of(request: DynamicInferenceRequest, replica: str, tells_prompt: bool) -> Ended:
+    """How an engine's request ended, but for its generated tokens.
+
+    Args:
+        request: has ended.
+        replica: name of the one that served it.
+        tells_prompt: with the tokens of its prompt.
+    """
+    error, prompt = request.error, request.prompt_tokens
+    return Ended(
+        request.request_id,
+        request.finish_reason,
+        None if error is None else (type(error).__name__, str(error)),
+        request.stop_words_from,
+        len(prompt),
+        request.num_cached_tokens,
+        len(request.generated_tokens),
+        prompt.astype(np.int32).tobytes() if tells_prompt else None,
+        _prompt_log_probs(request),
+        request.ttft,
+        request.latency,
+        _queue_s(request),
+        replica=replica,
+    )
+
+
+def _queue_s(request: DynamicInferenceRequest) -> float | None:
+    """Seconds before a request had its first slot, None if it had none."""
+    times = {event.type: event.timestamp for event in reversed(request.events)}
+    added = times.get(DynamicInferenceEventType.ADD_ENGINE)
+    admitted = times.get(DynamicInferenceEventType.ADD_CONTEXT)
+    return None if added is None or admitted is None else max(admitted - added, 0.0)
+
+
+def _prompt_log_probs(request: DynamicInferenceRequest) -> PromptLogProbs | None:
+    if request.log_probs is None:
+        return None
+    found = request.log_probs.prompt_words()
+    if found is None:
+        return None
+    top_n, words = found
+    return PromptLogProbs(top_n, words.tobytes())

@@ -21,7 +21,6 @@ from megatron_async.config import InferenceConfig
 from megatron_async.serving.dispatcher import Dispatcher
 from megatron_async.serving.messages import (
     PROTOCOL,
-    Batch,
     ClientHello,
     Ended,
     Generate,
@@ -29,6 +28,7 @@ from megatron_async.serving.messages import (
     Pong,
     ReplicaHello,
     Run,
+    StepTokens,
 )
 from megatron_async.serving.records import CoordinatorConfig
 from megatron_async.serving.replica_status import describe
@@ -147,7 +147,7 @@ class _Fleet:
         replica = next(iter(self._replicas.values()))
         prompt: Any = request.prompt(replica.engine.controller.vocab_size)
         # An array for a list: the coordinator only measures, cuts and hashes it.
-        generate = Generate(number, prompt, NO_PARAMS, request.output_tokens, 0, stream=False)
+        generate = Generate(number, prompt, NO_PARAMS, request.output_tokens, 0)
         self._hear(CLIENT, generate)
         self._expect_arrival()
 
@@ -168,7 +168,7 @@ class _Fleet:
             self._hear(replica.identity, replica.status())
         if replica.news:
             news, replica.news = replica.news, []
-            self._hear(replica.identity, Batch(list(news)))
+            self._hear(replica.identity, StepTokens(ends=list(news)))
         replica.has_turn = replica.turn(self._now_us)
         if replica.has_turn:
             self._at(replica.clock.now_us, lambda _: self._turn(replica))
@@ -177,20 +177,21 @@ class _Fleet:
         """The dispatcher's messages to others."""
         if isinstance(message, Run):
             replica = self._replicas[identity]
-            # The coordinator's numbers are the client's: there is one, and nothing is refused.
-            replica.inbox.append((message.number, *self._waiting.pop(message.number)))
+            asked = self._dispatcher.requests[message.number].asked.number
+            replica.inbox.append((message.number, *self._waiting.pop(asked)))
             if not replica.has_turn:
                 replica.has_turn = True
                 self._at(self._now_us, lambda _: self._turn(replica))
         elif isinstance(message, Ping):
             if identity != CLIENT:
                 self._pinged.append(self._replicas[identity])
-        elif isinstance(message, Ended):
-            self._note_end(message)
+        elif isinstance(message, StepTokens):
+            for ended in message.ends:
+                self._note_end(ended)
 
     def _note_end(self, ended: Ended) -> None:
-        if ended.completion.failure is not None:
-            raise RuntimeError(f"request {ended.number} failed: {ended.completion.failure[1]}")
+        if ended.failure is not None:
+            raise RuntimeError(f"request {ended.number} failed: {ended.failure[1]}")
         self._num_ended += 1
         if self._on_finish is not None:
             self._on_finish(1)

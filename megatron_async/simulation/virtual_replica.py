@@ -10,7 +10,7 @@ from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.profiling.workloads import greedy
-from megatron_async.serving.messages import Completion, Ended, ReplicaStatus
+from megatron_async.serving.messages import Ended, ReplicaStatus
 from megatron_async.serving.replica_status import status_of
 from megatron_async.simulation.device_times import Machine
 from megatron_async.simulation.model_less import ModelLessEngine
@@ -166,6 +166,6 @@ class VirtualReplica:
                 ) from ended.error
             served = self._tokens.requests.pop(ended.request_id)[1]
             served.ended_s, served.cached_tokens = now_s, ended.num_cached_tokens
-            completion = Completion(finish_reason="length", replica=self.identity.decode())
-            self.news.append(Ended(ended.request_id, completion))
+            name = self.identity.decode()
+            self.news.append(Ended(ended.request_id, "length", replica=name))
         return True

@@ -104,6 +104,11 @@ class ByteDetokenizer:
         self._is_inside = self._decoder.getstate()[0] != b""
         return text
 
+    def finish(self) -> str:
+        """What stands for an incomplete character at the very end."""
+        self._is_inside = False
+        return self._decoder.decode(b"", final=True)
+
 
 def settled_text(text: str) -> str:
     """The text of some tokens without the end of it that a next token may still change."""

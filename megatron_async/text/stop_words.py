@@ -104,7 +104,7 @@ class StopWordMatcher:
         new = self._text.push(token)
         text = self._tail + new
         known = len(self._tail)
-        found = any(_find(text, word, known) >= 0 for word in self._words)
+        found = any(find_word(text, word, known) >= 0 for word in self._words)
         self._tail = text[max(len(text) - held_back(self._words), 0) :]
         self._length += len(new)
         if not counts:
@@ -126,7 +126,7 @@ def cut_at_stop_word(text: str, words: Sequence[str], keep: bool, counts_from: i
         keep: leave the stop word itself at the end.
         counts_from: see `StopWordMatcher`.
     """
-    starts = [(_find(text, word, counts_from), len(word)) for word in words]
+    starts = [(find_word(text, word, counts_from), len(word)) for word in words]
     found = [(start + length, start) for start, length in starts if start >= 0]
     if not found:
         return text
@@ -134,6 +134,7 @@ def cut_at_stop_word(text: str, words: Sequence[str], keep: bool, counts_from: i
     return text[: end if keep else start]
 
 
-def _find(text: str, word: str, behind: int) -> int:
-    """Where `word` first begins, of the places where it ends behind `behind` characters; or -1."""
+def find_word(text: str, word: str, behind: int) -> int:
+    """Where `word` first begins in a text, of the places where it ends behind `behind` characters;
+    -1 if there is none."""
     return text.find(word, max(behind - len(word) + 1, 0))

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from told_service import PARAMS, Service, info, status
+from told_service import PARAMS, Service, info, rows_of, status, tokens_of
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.serving.messages import (
     PROTOCOL,
     Abort,
+    Again,
     Answer,
     Ask,
-    Chunk,
+    Card,
     ClientHello,
-    Completion,
     Ended,
+    Generate,
     Goodbye,
     Leave,
     Leaving,
+    NewModel,
     Refused,
     ReplicaHello,
     Run,
     SetPaused,
+    StepTokens,
     Welcome,
 )
 from megatron_async.serving.records import CoordinatorConfig
@@ -37,11 +40,11 @@ def test_load_decides_and_what_does_not_fit_waits() -> None:
     assert service.runs("b") == [1, 3, 5, 7]
     service.end("b", 3)
     assert service.runs("b") == [8]
-    (ended,) = service.take("client")
-    assert ended == Ended(3, Completion(generated_tokens=[7], replica="b", attempts=1))
+    (ended,) = service.ends("client")
+    assert ended == Ended(3, "length", num_generated_tokens=1, replica="b", attempts=1)
     assert service.join("c") == [
-        Welcome(8.0),
-        *(Run(number, [1, 2, 3], PARAMS, 0, False) for number in (9, 10, 11)),
+        Welcome(8.0, wants_card=True),
+        *(Run(number, [1, 2, 3], PARAMS, 0) for number in (9, 10, 11)),
     ]
     stats = service.dispatcher.stats()
     assert stats["unfinished_requests"] == 11
@@ -82,45 +85,110 @@ def test_a_lost_replicas_requests_are_served_again_with_their_numbers() -> None:
     assert service.take("client") == []
     service.end("b", 0)
     assert service.runs("b") == [2]
-    (ended,) = service.take("client")
-    assert isinstance(ended, Ended)
-    assert ended.completion.attempts == 2
+    (ended,) = service.ends("client")
+    assert ended.attempts == 2
     service.start("b", 2)
     service.lose("b")
     assert service.dispatcher.stats()["queued_requests"] == 3
-    assert service.join("c")[1:] == [Run(1, [1, 2, 3], PARAMS, 0, False, is_suspect=True)]
+    assert service.join("c")[1:] == [Run(1, [1, 2, 3], PARAMS, 0)]
     for number, following in ((1, [2]), (2, [3]), (3, [])):
         service.start("c", number)
         assert service.runs("c") == following
 
 
-def test_what_was_streamed_is_not_sent_again() -> None:
+def test_a_client_is_told_that_its_tokens_come_again() -> None:
+    """The coordinator keeps no tokens: it says once that what follows begins anew."""
     service = Service("a")
-    service.ask(5, stream=True)
+    service.ask(5)
     service.say("a", 0, [1, 2], "on")
-    service.say("a", 0, [3], "e t")
-    assert service.take("client") == [Chunk(5, [1, 2], "on"), Chunk(5, [3], "e t")]
+    told = service.take("client")
+    assert [rows_of(step) for step in told if isinstance(step, StepTokens)] == [[(5, [1, 2])]]
+    assert [step.texts for step in told if isinstance(step, StepTokens)] == [[(5, "on")]]
     service.lose("a")
+    assert service.take("client") == [Again(5)]
+    service.say("a", 0, [3])
+    assert service.take("client") == [], "the dead has nothing to say"
     service.join("b")
-    service.say("b", 0, [1], "o")
-    assert service.take("client") == []
-    service.say("b", 0, [2, 3, 4, 5], "ne two")
-    service.say("b", 0, [6], None)
-    assert service.take("client") == [Chunk(5, [4, 5], "wo"), Chunk(5, [6], None)]
+    service.lose("b")
+    assert service.take("client") == [], "nothing was told since"
 
 
-def test_other_tokens_than_those_delivered_fail_the_request() -> None:
-    service = Service("a")
-    service.ask(0, stream=True)
-    service.say("a", 0, [1, 2])
-    service.take("client")
-    service.lose("a")
-    service.join("b")
-    service.say("b", 0, [1, 9])
+def test_a_step_is_divided_by_client_and_by_whom_it_concerns() -> None:
+    service = Service("a", "b", requests_per_slot=50)
+    service.hear("client2", ClientHello(PROTOCOL))
+    service.hear("a", status(0, tokens=10**6))
+    for number in range(3):
+        service.ask(number)
+    service.hear("client2", Generate(0, [1], PARAMS, 5, 0))
+    service.hear("client2", Generate(1, [1], PARAMS, 5, 0))
+    assert service.runs("b") == [0, 1, 2, 3, 4]
+    service.hear("a", tokens_of({0: [1], 3: [2]}))
+    assert service.tokens("client") + service.tokens("client2") == [], "it does not serve them"
+    step = tokens_of({4: [9, 8], 0: [], 77: [5], 2: [4], 3: [6]})
+    step.ends += [Ended(2, "length"), Ended(3, "length"), Ended(78, "length")]
+    service.hear("b", step)
+    (mine,), (other,) = service.take("client"), service.take("client2")
+    assert isinstance(mine, StepTokens)
+    assert isinstance(other, StepTokens)
+    assert rows_of(mine) == [(0, []), (2, [4])]
+    assert rows_of(other) == [(1, [9, 8]), (0, [6])]
+    assert [end.number for end in mine.ends + other.ends] == [2, 0]
+    assert not service.dispatcher.requests[0].has_started
+    assert service.dispatcher.requests[4].has_started
+
+
+def test_tokens_that_do_not_fit_together_are_a_lost_replica() -> None:
+    service = Service("a", "b")
+    service.ask(0)
+    service.runs("a")
+    wrong = tokens_of({0: [1, 2]})
+    wrong.tokens = wrong.tokens[:-4]
+    service.hear("a", wrong)
+    assert "cannot be read" in str(service.take("a"))
+    assert service.runs("b") == [0]
+
+
+def test_limits_of_an_owner_and_of_tokens() -> None:
+    service = Service("a", max_tokens_in_flight=60, max_unfinished_of_owner=2)
+    service.ask(0, owner="x", max_new_tokens=7)
+    service.ask(1, owner="x", max_new_tokens=7)
+    service.ask(2, owner="x", max_new_tokens=7)
     kind, text = service.failure()
-    assert kind == "ReplicaLost"
-    assert "2 tokens that were delivered" in text
-    assert Abort(0) in service.take("b")
+    assert kind == "Overloaded"
+    assert "max_unfinished_of_owner is 2" in text
+    service.ask(3, owner="y", max_new_tokens=30)
+    assert service.ends("client") == []
+    service.ask(4, max_new_tokens=30)
+    assert "max_tokens_in_flight is 60" in service.failure()[1]
+    assert service.dispatcher.stats()["unfinished_tokens"] == 53
+    service.end("a", 0)
+    service.take("client")
+    service.ask(5, owner="x", max_new_tokens=7)
+    assert service.ends("client") == []
+    for number in (1, 2, 3):
+        service.end("a", number)
+    assert service.dispatcher.stats()["unfinished_tokens"] == 0
+    service.ask(6, max_new_tokens=1000)
+    assert [end.failure for end in service.ends("client")] == [None] * 3, "alone it is served"
+
+
+def test_a_card_is_kept_once_and_a_new_one_is_told_of() -> None:
+    service = Service()
+    assert service.join("a", card="x")[0] == Welcome(8.0, wants_card=True)
+    service.hear("client", Ask(1, "card", fields={"digest": ""}))
+    service.hear("a", Card("x", b"data"))
+    service.hear("client", Ask(2, "card", fields={"digest": ""}))
+    service.hear("client", Ask(3, "card", fields={"digest": "x"}))
+    assert service.take("client") == [
+        Answer(1), Answer(2, {"digest": "x", "card": b"data"}), Answer(3, {"digest": "x"}),
+    ]  # fmt: skip
+    assert service.join("b", card="x")[0] == Welcome(8.0, wants_card=False)
+    assert "tokenizer" in str(service.join("c", card="y"))
+    service.lose("a")
+    service.lose("b")
+    service.join("c", card="y")
+    service.hear("c", Card("y", b"other"))
+    assert service.take("client") == [NewModel()]
 
 
 def test_retries_end_and_the_policy_may_be_to_fail() -> None:
@@ -141,10 +209,9 @@ def test_retries_end_and_the_policy_may_be_to_fail() -> None:
     assert service.runs("b") == []
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_who_kills_two_replicas_before_its_first_token_is_not_served_again(stream: bool) -> None:
+def test_who_kills_two_replicas_before_its_first_token_is_not_served_again() -> None:
     service = Service("a", "b", "c", max_retries=5)
-    service.ask(0, stream=stream)
+    service.ask(0)
     service.lose("a")
     assert service.runs("b") == [0]
     service.lose("b")
@@ -158,7 +225,7 @@ def test_what_was_on_the_same_replicas_as_a_killer_is_served() -> None:
     service = Service("a", requests_per_slot=50)
     for number in range(6):
         service.ask(number)
-    service.ask(6, stream=True)
+    service.ask(6)
     service.say("a", 6, [7])
     killer, served = 3, set()
     service.take("client")
@@ -178,23 +245,21 @@ def test_what_was_on_the_same_replicas_as_a_killer_is_served() -> None:
                 break
     for number in list(service.dispatcher.replicas[b"c"].requests):
         service.end("c", number)
-    for message in service.take("client"):
-        if isinstance(message, Ended) and message.completion.failure is None:
-            served.add(message.number)
+    for ended in service.ends("client"):
+        if ended.failure is None:
+            served.add(ended.number)
     assert served == {0, 1, 2, 4, 5, 6}
 
 
 def test_a_request_that_has_started_is_served_again_as_often_as_allowed() -> None:
     service = Service("a", max_retries=3)
-    service.ask(0, stream=True)
+    service.ask(0)
     for name, following in ("ab", "bc", "cd"):
         service.say(name, 0, [7])
         service.lose(name)
         service.join(following)
     service.end("d", 0)
-    ended = service.take("client")[-1]
-    assert isinstance(ended, Ended)
-    assert ended.completion.attempts == 4
+    assert service.ends("client")[-1].attempts == 4
 
 
 def test_a_silent_and_a_stalled_replica_are_lost() -> None:
@@ -252,7 +317,7 @@ def test_pause_drain_resume_and_remove() -> None:
     service.ask(2)
     assert service.runs("a") + service.runs("b") == []
     service.hear("client", Ask(11, "resume", "b"))
-    assert service.take("b") == [SetPaused(False), Run(2, [1, 2, 3], PARAMS, 0, False)]
+    assert service.take("b") == [SetPaused(False), Run(2, [1, 2, 3], PARAMS, 0)]
     service.hear("client", Ask(12, "remove", "a"))
     assert Leave() not in service.take("a")
     service.end("a", 0)
@@ -330,8 +395,8 @@ def test_a_replica_that_connects_again_replaces_itself() -> None:
     service.ask(0)
     service.take("a")
     service.hear("new", ReplicaHello(PROTOCOL, info("a")))
-    again = Run(0, [1, 2, 3], PARAMS, 0, False, is_suspect=True)
-    assert service.take("new") == [Welcome(8.0), again]
+    again = Run(0, [1, 2, 3], PARAMS, 0)
+    assert service.take("new") == [Welcome(8.0, wants_card=True), again]
     assert len(service.dispatcher.replicas) == 1
 
 

@@ -8,12 +8,10 @@ from told_service import Service, info, status
 from megatron_async.serving.messages import (
     PROTOCOL,
     Abort,
+    Again,
     Answer,
     Ask,
-    Batch,
     ClientHello,
-    Completion,
-    Ended,
     Goodbye,
     Helping,
     Leave,
@@ -76,24 +74,6 @@ def test_aborted_requests_leave_the_queue() -> None:
     assert service.runs("a") == [0, 1]
 
 
-def test_a_second_attempt_that_ends_before_what_was_delivered_fails() -> None:
-    service = Service("a")
-    service.ask(0, stream=True)
-    service.say("a", 0, [1, 2, 3])
-    service.take("client")
-    service.lose("a")
-    service.join("b")
-    service.say("b", 0, [1, 2])
-    service.hear("b", Batch([Ended(0, Completion(generated_tokens=[1, 2]))]))
-    assert service.failure()[0] == "ReplicaLost"
-    service.ask(1, stream=True)
-    service.say("b", 1, [1, 2])
-    service.hear("b", Batch([Ended(1, Completion(generated_tokens=[1, 2]))]))
-    told = service.take("client")
-    assert isinstance(told[-1], Ended)
-    assert told[-1].completion.failure is None
-
-
 def test_a_paused_replica_that_leaves_goes_on() -> None:
     service = Service("a")
     service.ask(0)
@@ -147,7 +127,7 @@ def test_a_replica_that_shares_its_experts_stays_and_helps() -> None:
     for name in ("a", "b"):
         service.join(name, shares_experts=True)
     service.ask(0)
-    service.ask(1, stream=True)
+    service.ask(1)
     failure = ask(service, 2, "pause", "a")
     assert failure is not None
     assert "drain" in failure[1]
@@ -169,7 +149,7 @@ def test_a_replica_that_shares_its_experts_stays_and_helps() -> None:
 
 def test_who_helps_has_handed_over_what_it_had() -> None:
     service = Service("a", on_replica_death="fail")
-    service.ask(0, stream=True)
+    service.ask(0)
     service.say("a", 0, [5])
     service.take("client")
     service.hear("a", Leaving())
@@ -179,7 +159,7 @@ def test_who_helps_has_handed_over_what_it_had() -> None:
     service.say("a", 0, [9])
     service.end("a", 0)
     service.hear("a", Goodbye())
-    assert service.take("client") == []
+    assert service.take("client") == [Again(0)]
 
 
 def test_odd_senders_change_nothing() -> None:

@@ -12,7 +12,6 @@ from megatron_async.serving.messages import (
     Abort,
     Ask,
     ClientHello,
-    Ended,
     Generate,
     Goodbye,
     Helping,
@@ -20,6 +19,7 @@ from megatron_async.serving.messages import (
     Leaving,
     ReplicaHello,
     Run,
+    StepTokens,
 )
 from megatron_async.serving.records import ReplicaState
 
@@ -48,8 +48,8 @@ class RandomService(Service):
         while self.sent:
             name = next(iter(self.sent))
             for message in self.take(who := name.decode()):
-                if isinstance(message, Ended):
-                    self.answered[who].append(message.number)
+                if isinstance(message, StepTokens):
+                    self.answered[who] += [ended.number for ended in message.ends]
                 elif isinstance(message, Run) and who in self.has:
                     self.has[who].add(message.number)
                 elif isinstance(message, Leave) and who in self.has:
@@ -123,7 +123,7 @@ class RandomService(Service):
         if who in self.asked:
             self.asked[who].add(number)
         priority = self.random.randrange(3)
-        self.hear(who, Generate(number, [1, 2], PARAMS, 5, priority, self.random.random() < 0.5))
+        self.hear(who, Generate(number, [1, 2], PARAMS, 5, priority))
 
     def _abort(self) -> None:
         who = self._one(self.asked)

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 from test_malformed_messages import Peer, replica
+from told_service import tokens_of
 
 from megatron_async.errors import ReplicaLost, RequestError
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
-from megatron_async.serving.messages import Abort, Batch, Completion, Ended, Goodbye, Run
+from megatron_async.serving.messages import Abort, Ended, Goodbye, Run
 from megatron_async.serving.records import CoordinatorConfig
 
 
@@ -33,8 +34,9 @@ def answer(peer: Peer, *failures: tuple[str, str] | None) -> None:
     """End requests as they come."""
     for failure in failures:
         run = peer.hear(Run)
-        completion = Completion(generated_tokens=[7], finish_reason="length", failure=failure)
-        peer.say(Batch([Ended(run.number, completion)]))
+        step = tokens_of({run.number: [7]})
+        step.ends.append(Ended(run.number, "length", failure))
+        peer.say(step)
 
 
 def test_requests_wait_for_a_replica_that_loads(

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from told_service import tokens_of
 
 from megatron_async.errors import ConfigurationError, CoordinatorLost, RequestError
 from megatron_async.requests.sampling_params import SamplingParams
@@ -19,8 +20,7 @@ from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.messages import (
     PROTOCOL,
-    Batch,
-    Chunk,
+    Card,
     ClientHello,
     Generate,
     Message,
@@ -33,6 +33,7 @@ from megatron_async.serving.messages import (
     decode_for_replica,
     encode,
 )
+from megatron_async.serving.model_card import ModelCard
 from megatron_async.serving.records import CoordinatorConfig
 
 PARAMS = msgspec.Raw(msgspec.msgpack.encode({}))
@@ -75,7 +76,7 @@ class Peer:
 
 
 def request(number: int, **changes: Any) -> bytes:
-    values = {"params": PARAMS, "max_new_tokens": 1, "priority": 0, "stream": True}
+    values = {"params": PARAMS, "max_new_tokens": 1, "priority": 0}
     return encode(Generate(number=number, prompt=[1], **{**values, **changes}))
 
 
@@ -85,7 +86,9 @@ def replica(address: str) -> Peer:
     info = ReplicaInfo(name="a", instance="a", model={}, **sizes)
     peer = Peer(address, decode_for_replica)
     peer.say(ReplicaHello(PROTOCOL, info))
-    peer.hear(Welcome)
+    assert peer.hear(Welcome).wants_card
+    card = ModelCard(model="a", max_sequence_length=64, vocab_size=64, block_size_tokens=4)
+    peer.say(Card("a", card.encode()))
     return peer
 
 
@@ -121,7 +124,7 @@ def test_who_does_not_read_is_lost(
     peer.hear(Welcome)
     peer.say(request(0))
     number = server.hear(Run).number
-    chunk = encode(Batch([Chunk(number, [7] * 50_000, None)]))
+    chunk = encode(tokens_of({number: [7] * 50_000}))
     with CoordinatorClient(coordinator.address) as client:
         for _ in range(1300):
             server.say(chunk)
@@ -182,7 +185,7 @@ def test_a_closed_client_says_so(coordinator: Coordinator) -> None:
     stream = client.stream([1])
 
     def answer() -> None:
-        server.say(Batch([Chunk(server.hear(Run).number, [7], None)]))
+        server.say(tokens_of({server.hear(Run).number: [7]}))
 
     thread = threading.Thread(target=answer)
     thread.start()

@@ -1,0 +1,139 @@
+"""`AnswerStream`: the choices of one streamed answer, written past ASGI as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_async.server.choice_feed import ChoiceFeed
+from megatron_async.server.http.protocol import WRITE_BUFFER_BYTES, HttpProtocol
+from megatron_async.server.stream_hub import StreamHub
+from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+
+PING_EVERY_S = 15.0
+"""A stream that is silent for so long says so: proxies cut silent connections off, many after 30
+to 60 s."""
+STALL_S = 60.0
+"""A reader that takes nothing for so long is given up, and its request aborted."""
+PING = b": ping\n\n"
+
+
+class ChoiceFormatter(Protocol):
+    """Makes the events of one choice."""
+
+    def push(self, tokens: NDArray[np.int32], log_probs: TokenLogProbs | None, text: str) -> bytes:
+        """Events of new tokens; b"" where all of their text is held back."""
+
+    def end(self, end: RequestEnd) -> bytes:
+        """The rest, and how the choice ended."""
+
+
+class AnswerStream:
+    """One streamed answer; a `HubStream`.
+
+    Args:
+        hub: writes it.
+        formatters: of its choices.
+        last: makes the events behind the last choice's.
+        abort: ends all requests of the answer.
+
+    Attributes:
+        feeds: the readers of its choices.
+        begun: done when something came: an answer that fails at once can still have a status.
+        done: done when all is written, or nobody reads any more.
+        is_urgent, written_at: see `HubStream`.
+    """
+
+    def __init__(
+        self,
+        hub: StreamHub,
+        formatters: Sequence[ChoiceFormatter],
+        last: Callable[[], bytes],
+        abort: Callable[[], None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._hub, self._formatters, self._last, self._abort = hub, formatters, last, abort
+        self.feeds = [ChoiceFeed(self._hear) for _ in formatters]
+        self._number_of = {feed: number for number, feed in enumerate(self.feeds)}
+        self._waiting: dict[ChoiceFeed, None] = {}
+        self._unended = len(self.feeds)
+        self._connection: HttpProtocol | None = None
+        self._stalled_since: float | None = None
+        self.begun: asyncio.Future[None] = loop.create_future()
+        self.done: asyncio.Future[None] = loop.create_future()
+        self.is_urgent, self.written_at = False, 0.0
+
+    def open(self, connection: HttpProtocol) -> None:
+        """The answer's headers are written: events may follow."""
+        self._connection = connection
+        self.written_at = asyncio.get_running_loop().time()
+        self._hub.add(self)
+        self._hub.due(self)
+        self._hub.flush()
+
+    def give_up(self) -> None:
+        """Nobody reads any more, or the process ends: abort what is not ended."""
+        self._hub.discard(self)
+        if self._unended:
+            self._abort()
+        if not self.begun.done():
+            self.begun.set_result(None)
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def write(self, now: float) -> bool:
+        """Write what has come; False if the reader must read first."""
+        connection = self._connection
+        if connection is None or self.done.done():
+            return True
+        if connection.is_gone:
+            self.give_up()
+            return True
+        if connection.unread_bytes > WRITE_BUFFER_BYTES:
+            # Tokens wait as numbers: a reader that stalls costs 4 bytes a token, and no time.
+            self._stalled_since = self._stalled_since or now
+            return False
+        self._stalled_since = None
+        waiting, self._waiting = self._waiting, {}
+        data = b"".join(map(self._events_of, waiting))
+        is_over = not self._unended
+        if is_over:
+            data += self._last()
+        if data:
+            connection.write_chunk(data)
+            self.written_at = now
+        self.is_urgent = False
+        if is_over:
+            self._hub.discard(self)
+            self.done.set_result(None)
+        return True
+
+    def look(self, now: float) -> None:
+        """Ping into a silence; cut off a reader that has stalled for too long."""
+        connection = self._connection
+        if connection is None or connection.is_gone:
+            return
+        if self._stalled_since is not None and now - self._stalled_since > STALL_S:
+            connection.cut_off()  # which gives this stream up
+        elif connection.unread_bytes == 0 and now - self.written_at > PING_EVERY_S:
+            connection.write_chunk(PING)
+            self.written_at = now
+
+    def _events_of(self, feed: ChoiceFeed) -> bytes:
+        formatter = self._formatters[self._number_of[feed]]
+        events = formatter.push(*feed.take()) if feed.has_news else b""
+        if feed.end is not None:
+            self._unended -= 1
+            events += formatter.end(feed.end)
+        return events
+
+    def _hear(self, feed: ChoiceFeed, is_urgent: bool) -> None:
+        self._waiting[feed] = None
+        self.is_urgent |= is_urgent
+        if not self.begun.done():
+            self.begun.set_result(None)
+        self._hub.due(self)

@@ -1,0 +1,106 @@
+"""An API process: HTTP on an inherited listener, in front of a coordinator.
+
+It imports neither torch nor Megatron-Core nor transformers: a test asserts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from megatron_async.errors import CoordinatorLost
+from megatron_async.server.api_config import ApiConfig
+from megatron_async.server.http.access import Access
+from megatron_async.server.http.app import App
+from megatron_async.server.http.generate_routes import GenerateRoutes
+from megatron_async.server.http.protocol import HttpProtocol
+from megatron_async.server.http.service_routes import ServiceRoutes
+from megatron_async.server.stream_hub import StreamHub
+from megatron_async.serving.secret import read_secret
+from megatron_async.serving.token_client import TokenClient
+
+logger = logging.getLogger("megatron_async")
+
+KEEP_ALIVE_S = 75
+"""A connection may be silent so long between two requests; proxies, which give up after 60 s, are
+first then."""
+CONNECT_S = 60.0
+"""How long a coordinator is waited for."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, whose signals are its process' own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing: `run_api_process` has handlers."""
+        yield
+
+
+def run_api_process(config: ApiConfig, listener_fd: int) -> int:
+    """Serve until SIGTERM: then take no connection, finish what is in flight and end; at the second
+    one end at once.
+
+    Args:
+        config: what the process is told.
+        listener_fd: a socket that listens; several processes may share it.
+
+    Returns:
+        exit status: 0, or 1 where there is no coordinator.
+    """
+    import uvloop
+
+    return uvloop.run(_serve(config, listener_fd))
+
+
+async def _serve(config: ApiConfig, listener_fd: int) -> int:
+    secret = None if config.secret_file is None else read_secret(config.secret_file)
+    client = TokenClient(config.coordinator, connect_timeout_s=CONNECT_S, secret=secret)
+    try:
+        await client.open()
+    except CoordinatorLost as error:
+        logger.error("This API process has no coordinator and ends: %s", error)
+        return 1
+    hub = StreamHub()
+    client.after_message = hub.flush
+    generate = GenerateRoutes(client, config, hub)
+    service = ServiceRoutes(client, config, generate.shown_name)
+    app = App([*service.routes(), *generate.routes()], Access(config), config.root_path)
+    server = _Server(_uvicorn_config(app, config))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _stop, server)
+    with socket.socket(fileno=listener_fd) as listener:
+        await server.serve([listener])
+    await client.close()
+    return 0
+
+
+def _stop(server: uvicorn.Server) -> None:
+    server.force_exit = server.should_exit
+    server.should_exit = True
+
+
+def _uvicorn_config(app: App, config: ApiConfig) -> uvicorn.Config:
+    tls = config.tls
+    return uvicorn.Config(
+        app,
+        http=HttpProtocol,
+        ws="none",
+        lifespan="off",
+        loop="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(int(config.shutdown_timeout_s), 1),
+        ssl_certfile=None if tls is None else tls.certificate,
+        ssl_keyfile=None if tls is None else tls.key,
+        ssl_keyfile_password=None if tls is None else tls.password,
+    )

@@ -1,0 +1,1 @@
+"""How chats are written for a model, and read from it."""

@@ -1,0 +1,98 @@
+"""`ChoiceFeed`: what has come of one choice of an answer and is not written yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+
+NOTHING = np.empty(0, np.int32)
+
+
+class News(NamedTuple):
+    """What is new of a choice.
+
+    Attributes:
+        tokens: int32 `[n]`.
+        log_probs: of them; None if they were not asked for.
+        text: made by the replica; "" where this process makes texts.
+    """
+
+    tokens: NDArray[np.int32]
+    log_probs: TokenLogProbs | None
+    text: str
+
+
+class ChoiceFeed:
+    """A `TokenReader` that keeps tokens as numbers until they are written.
+
+    Args:
+        told: is called behind everything that comes; with whether it cannot wait.
+
+    Attributes:
+        end: how the request ended; None before.
+    """
+
+    def __init__(self, told: Callable[[ChoiceFeed, bool], None]) -> None:
+        self._told = told
+        self._tokens: list[NDArray[np.int32]] = []
+        self._log_probs: list[TokenLogProbs] = []
+        self._texts: list[str] = []
+        self._has_begun = False
+        self.end: RequestEnd | None = None
+
+    def tokens(self, tokens: NDArray[np.int32], log_probs: TokenLogProbs | None) -> None:
+        """New tokens; the first ones cannot wait."""
+        self._tokens.append(tokens.copy())  # they are a view of a message of many requests
+        if log_probs is not None:
+            self._log_probs.append(_copied(log_probs))
+        is_first, self._has_begun = not self._has_begun, True
+        self._told(self, is_first)
+
+    def text(self, text: str) -> None:
+        """New text of a replica's own tokenizer."""
+        self._texts.append(text)
+        self._told(self, False)
+
+    def ended(self, end: RequestEnd) -> None:
+        """The request has ended, which cannot wait."""
+        self.end = end
+        self._told(self, True)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something came since the last `take`."""
+        return bool(self._tokens or self._texts)
+
+    def take(self) -> News:
+        """All that came since the last time."""
+        tokens = self._tokens[0] if len(self._tokens) == 1 else _joined(self._tokens)
+        log_probs = _joined_log_probs(self._log_probs) if self._log_probs else None
+        text = "".join(self._texts)
+        self._tokens, self._log_probs, self._texts = [], [], []
+        return News(tokens, log_probs, text)
+
+
+def _joined(parts: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+    return np.concatenate(parts) if parts else NOTHING
+
+
+def _copied(log_probs: TokenLogProbs) -> TokenLogProbs:
+    if log_probs.top_ids is None or log_probs.top is None:
+        return TokenLogProbs(log_probs.chosen.copy())
+    return TokenLogProbs(log_probs.chosen.copy(), log_probs.top_ids.copy(), log_probs.top.copy())
+
+
+def _joined_log_probs(parts: list[TokenLogProbs]) -> TokenLogProbs:
+    if len(parts) == 1:
+        return parts[0]
+    chosen = np.concatenate([part.chosen for part in parts])
+    ids = [part.top_ids for part in parts if part.top_ids is not None]
+    values = [part.top for part in parts if part.top is not None]
+    if len(ids) < len(parts):
+        return TokenLogProbs(chosen)
+    return TokenLogProbs(chosen, np.concatenate(ids), np.concatenate(values))

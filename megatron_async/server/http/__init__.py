@@ -1,0 +1,1 @@
+"""HTTP: connections, routes, who may ask, and what is answered."""

@@ -1,0 +1,131 @@
+"""The ASGI application of an API process: host, route, key, handler, and errors as answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
+
+from megatron_async.errors import CoordinatorLost, ReplicaLost
+from megatron_async.server.fields.refusal import Refusal, refusal_of
+from megatron_async.server.http.access import Access, request_id
+from megatron_async.server.http.exchange import ClientGone, Exchange
+from megatron_async.server.http.replies import Headers, Send, refuse
+
+logger = logging.getLogger("megatron_async")
+
+Handler = Callable[[Exchange, str], Awaitable[None]]
+"""Answers one request; the text is what stands for `*` in the route's path."""
+
+
+class Route(NamedTuple):
+    """A path that is served.
+
+    Attributes:
+        method: "GET" (which serves HEAD too) or "POST".
+        path: as "/v1/models/*"; a star at its end stands for anything but nothing.
+        handler: answers.
+        is_open: needs no key.
+        needs_admin: needs the admin key.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    is_open: bool = False
+    needs_admin: bool = False
+
+
+class App:
+    """Gives requests to handlers.
+
+    Args:
+        routes: all that is served.
+        access: who may ask.
+        root_path: before each path, where a proxy has mounted the server; "" at its root.
+    """
+
+    def __init__(self, routes: list[Route], access: Access, root_path: str = "") -> None:
+        self._exact: dict[str, dict[str, Route]] = {}
+        self._below: dict[str, dict[str, Route]] = {}
+        self._access, self._root = access, root_path.rstrip("/")
+        for route in routes:
+            table, path = self._exact, route.path
+            if path.endswith("*"):
+                table, path = self._below, path[:-1]
+            table.setdefault(path, {})[route.method] = route
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        """One request of ASGI."""
+        headers = dict(scope["headers"])
+        given = request_id(headers)
+        told: Headers = () if given is None else ((b"x-request-id", given),)
+        exchange = Exchange(scope, receive, _telling(send, told), headers)
+        try:
+            self._access.check_host(headers)
+            route, rest = self._find(scope["method"], scope["path"])
+            if not route.is_open:
+                exchange.caller = self._access.caller(headers, route.needs_admin)
+            await route.handler(exchange, rest)
+        except ClientGone:
+            return
+        except Refusal as refusal:
+            await refuse(exchange.send, refusal)
+        except (CoordinatorLost, ReplicaLost) as error:
+            await refuse(exchange.send, refusal_of(type(error).__name__, str(error)))
+        except Exception as error:
+            # Nothing of the request: it may hold what is not the log's.
+            logger.exception(
+                "A request to %s failed.", scope["path"][:100].encode("ascii", "replace")
+            )
+            await refuse(exchange.send, refusal_of(type(error).__name__, ""))
+
+    def _find(self, method: str, path: str) -> tuple[Route, str]:
+        """The route of a path, and what stands for its star.
+
+        Raises:
+            Refusal: 404, there is none; 405, not for this method.
+        """
+        if self._root and path.startswith(self._root + "/"):
+            path = path[len(self._root) :]
+        found, rest = self._exact.get(path), ""
+        if found is None:
+            for start, routes in self._below.items():
+                if path.startswith(start) and len(path) > len(start):
+                    found, rest = routes, path[len(start) :]
+        if found is None:
+            raise Refusal(
+                f"there is nothing at {path[:100]!r}: /openapi.json lists what is served.", 404,
+                code="unknown_url",
+            )  # fmt: skip
+        route = found.get("GET" if method == "HEAD" else method)
+        if route is None:
+            raise Refusal(
+                f"{path[:100]!r} is not served for {method[:20]}: use {' or '.join(found)}.", 405,
+                code="method_not_allowed",
+            )  # fmt: skip
+        return route, rest
+
+
+def _telling(send: Send, headers: Headers) -> Send:
+    """`send` with further headers; an answer that has begun is not begun again."""
+    begun = False
+
+    async def sending(message: Any) -> None:
+        nonlocal begun
+        if message["type"] == "http.response.start":
+            if begun:
+                raise ClientGone  # an error behind the beginning of an answer: the connection ends
+            begun = True
+            if headers:
+                message = {**message, "headers": [*message["headers"], *headers]}
+        await send(message)
+
+    return sending
+
+
+def query_of(scope: Mapping[str, Any]) -> dict[str, str]:
+    """Fields of the query, of equal names the last one."""
+    from urllib.parse import parse_qsl
+
+    return dict(parse_qsl(scope["query_string"].decode("latin-1"), max_num_fields=100))

@@ -1,0 +1,72 @@
+"""`Exchange`: one HTTP request and the means to answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from megatron_async.server.fields.asked import Caller
+from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.http.protocol import HttpProtocol
+from megatron_async.server.http.replies import Send
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Exchange:
+    """One HTTP request.
+
+    Args:
+        scope, receive, send: of ASGI.
+        headers: by lower-case name; of equal names the last one.
+
+    Attributes:
+        caller: who sent it; set once that is known.
+    """
+
+    def __init__(
+        self,
+        scope: Mapping[str, Any],
+        receive: Callable[[], Awaitable[Any]],
+        send: Send,
+        headers: Mapping[bytes, bytes],
+    ) -> None:
+        self.scope, self.send, self.headers = scope, send, headers
+        self._receive = receive
+        self.caller = Caller()
+
+    @property
+    def connection(self) -> HttpProtocol:
+        """That the request came by."""
+        found: HttpProtocol = self.scope["state"]["connection"]
+        return found
+
+    async def body(self, most: int) -> bytes:
+        """All of its body.
+
+        Raises:
+            Refusal: 413, it has more than `most` bytes.
+            ClientGone: the client went before its end.
+        """
+        length = self.headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > most:
+            raise self._too_long(most)
+        parts, size = [], 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > most:
+                raise self._too_long(most)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _too_long(self, most: int) -> Refusal:
+        return Refusal(
+            f"the body has more than {most} bytes: send less in one request.", 413,
+            code="request_too_large",
+        )  # fmt: skip

@@ -1,0 +1,273 @@
+"""Completions and chats: from a body to requests, and from tokens to an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from megatron_async.errors import RequestError
+from megatron_async.server.answer_stream import AnswerStream
+from megatron_async.server.answers.stream_formatter import StreamFormatter, last_events
+from megatron_async.server.answers.usage import Usage
+from megatron_async.server.answers.whole_answer import whole_answer
+from megatron_async.server.api_config import ApiConfig
+from megatron_async.server.choice_feed import ChoiceFeed
+from megatron_async.server.fields.ask import ask_chat, ask_completion
+from megatron_async.server.fields.asked import Asked
+from megatron_async.server.fields.body import decode_body
+from megatron_async.server.fields.chat_request import ChatRequest, Message
+from megatron_async.server.fields.completion_request import CompletionRequest
+from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.refusal import Refusal, refusal_of
+from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.server.http.app import Route
+from megatron_async.server.http.exchange import ClientGone, Exchange
+from megatron_async.server.http.openapi import openapi
+from megatron_async.server.http.replies import EVENTS, reply, reply_json
+from megatron_async.server.stream_hub import StreamHub
+from megatron_async.serving.token_client import TokenClient
+
+
+class _Collected:
+    """Waits for all choices of an answer that is not streamed.
+
+    Attributes:
+        feeds: the readers of its choices.
+        done: done when all have ended, or one has failed.
+    """
+
+    def __init__(self, choices: int) -> None:
+        self.feeds = [ChoiceFeed(self._hear) for _ in range(choices)]
+        self._unended = choices
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def _hear(self, feed: ChoiceFeed, _: bool) -> None:
+        if feed.end is None:
+            return
+        self._unended -= 1
+        if (self._unended == 0 or feed.end.failure is not None) and not self.done.done():
+            self.done.set_result(None)
+
+
+class GenerateRoutes:
+    """Handlers of the model.
+
+    Args:
+        client: of the coordinator.
+        config: of the process.
+        hub: writes streams.
+    """
+
+    def __init__(self, client: TokenClient, config: ApiConfig, hub: StreamHub) -> None:
+        self._client, self._config, self._hub = client, config, hub
+        self._limits = Limits(body_bytes=config.max_body_bytes)
+        self._served: ServedModel | None = None
+        self._loading = asyncio.Lock()
+        self.shown_name = config.served_names[0] if config.served_names else ""
+
+    def routes(self) -> list[Route]:
+        """What they serve."""
+        return [
+            Route("GET", "/v1/models", self._models),
+            Route("GET", "/v1/models/*", self._model),
+            Route("POST", "/v1/completions", self._completions),
+            Route("POST", "/v1/chat/completions", self._chat),
+            Route("POST", "/tokenize", self._tokenize),
+            Route("POST", "/detokenize", self._detokenize),
+            Route("GET", "/openapi.json", self._openapi),
+        ]
+
+    async def _model_now(self) -> ServedModel:
+        """What is served now; read again when the replicas have another model.
+
+        Raises:
+            Refusal: 503, no replica has loaded a model yet.
+        """
+        if self._served is None:
+            state = await self._client.ask("health")
+            if state["state"] in ("loading", "dead"):
+                raise Refusal(
+                    f"the service is {state['state']}: ask /ready until it says 200.", 503,
+                    code="not_ready", kind="server_error",
+                )  # fmt: skip
+        card = await self._client.card()
+        async with self._loading:
+            if self._served is None or self._served.card.digest != card.digest:
+                config = self._config
+                self._served = await asyncio.to_thread(
+                    ServedModel.of, card, config.served_names, self._limits, config.tool_parser
+                )
+        return self._served
+
+    # ---- Answers -----------------------------------------------------------------------------
+
+    async def _completions(self, exchange: Exchange, _: str) -> None:
+        body = await exchange.body(self._limits.body_bytes)
+        served = await self._model_now()
+        request = decode_body(body, CompletionRequest, self._limits)
+        await self._answer(exchange, ask_completion(request, served, exchange.caller), served)
+
+    async def _chat(self, exchange: Exchange, _: str) -> None:
+        body = await exchange.body(self._limits.body_bytes)
+        served = await self._model_now()
+        request = decode_body(body, ChatRequest, self._limits)
+        await self._answer(exchange, await ask_chat(request, served, exchange.caller), served)
+
+    async def _answer(self, exchange: Exchange, asked: Asked, served: ServedModel) -> None:
+        if asked.style.is_stream:
+            await self._stream(exchange, asked, served)
+        else:
+            await self._whole(exchange, asked, served)
+
+    async def _whole(self, exchange: Exchange, asked: Asked, served: ServedModel) -> None:
+        collected = _Collected(len(asked.choices))
+        numbers: list[int] = []
+
+        def gone() -> None:
+            if not collected.done.done():
+                collected.done.set_exception(ClientGone())
+
+        exchange.connection.tell_when_lost(gone)
+        try:
+            self._send(asked, collected.feeds, exchange, numbers)
+            await collected.done
+            self._check_ends(collected.feeds)
+        finally:
+            exchange.connection.tell_when_lost(None)
+            self._abort(numbers)  # those that have ended stay as they are
+        ends = [(feed.take(), feed.end) for feed in collected.feeds if feed.end is not None]
+        answer = whole_answer(asked, served, ends)
+        await reply(exchange.send, answer)
+
+    async def _stream(self, exchange: Exchange, asked: Asked, served: ServedModel) -> None:
+        if exchange.scope["http_version"] == "1.0":
+            raise Refusal("HTTP/1.0 has no streams: use HTTP/1.1, or stream=false.", 505)
+        numbers: list[int] = []
+        connection = exchange.connection
+        usage, one = Usage(), self._config.one_event_a_token
+        formatters = [StreamFormatter(asked, c, served, usage, one) for c in asked.choices]
+        stream = AnswerStream(
+            self._hub, formatters, lambda: last_events(asked.style, usage),
+            lambda: self._abort(numbers),
+        )  # fmt: skip
+        connection.tell_when_lost(stream.give_up)
+        try:
+            self._send(asked, stream.feeds, exchange, numbers)
+            await stream.begun
+            if not connection.is_gone:
+                self._check_ends(stream.feeds)
+                await exchange.send(
+                    {"type": "http.response.start", "status": 200, "headers": EVENTS}
+                )
+                stream.open(connection)
+                await stream.done
+        except BaseException:
+            stream.give_up()
+            raise
+        finally:
+            connection.tell_when_lost(None)
+        if not connection.is_gone:
+            await exchange.send({"type": "http.response.body", "body": b""})
+
+    def _send(
+        self, asked: Asked, readers: list[Any], exchange: Exchange, numbers: list[int]
+    ) -> None:
+        """Send an answer's requests; their numbers are put into `numbers` one by one."""
+        for choice, reader in zip(asked.choices, readers, strict=True):
+            prompt = asked.prompts[choice.prompt]
+            try:
+                numbers.append(
+                    self._client.send(
+                        prompt, choice.params, reader, asked.priority, exchange.caller.owner,
+                        asked.style.id,
+                    )
+                )  # fmt: skip
+            except RequestError as error:
+                self._abort(numbers)
+                raise Refusal(str(error)) from error
+
+    def _abort(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self._client.abort(number)
+
+    def _check_ends(self, feeds: list[ChoiceFeed]) -> None:
+        """Raise the Refusal of a choice that has failed."""
+        for feed in feeds:
+            if feed.end is not None and feed.end.failure is not None:
+                raise refusal_of(*feed.end.failure)
+
+    # ---- The model ---------------------------------------------------------------------------
+
+    async def _models(self, exchange: Exchange, _: str) -> None:
+        served = await self._model_now()
+        await reply_json(
+            exchange.send,
+            {"object": "list", "data": [_model_object(name, served) for name in served.names]},
+        )
+
+    async def _model(self, exchange: Exchange, name: str) -> None:
+        served = await self._model_now()
+        await reply_json(exchange.send, _model_object(served.name(name), served))
+
+    async def _tokenize(self, exchange: Exchange, _: str) -> None:
+        body = await exchange.body(self._limits.body_bytes)
+        served = await self._model_now()
+        request = decode_body(body, TokenizeRequest, self._limits)
+        served.name(request.model)
+        if request.messages is not None:
+            chat = ChatRequest(messages=request.messages)
+            chat.add_generation_prompt = request.add_generation_prompt
+            tokens = served.tokenize(served.chat.render(chat), False, "messages")
+        elif request.prompt is None:
+            raise Refusal("give prompt or messages.", param="prompt")
+        else:
+            tokens = served.tokenize(request.prompt, request.add_special_tokens, "prompt")
+        longest = served.card.max_sequence_length
+        answer = {"count": len(tokens), "max_model_len": longest, "tokens": tokens}
+        await reply_json(exchange.send, answer)
+
+    async def _detokenize(self, exchange: Exchange, _: str) -> None:
+        body = await exchange.body(self._limits.body_bytes)
+        served = await self._model_now()
+        request = decode_body(body, DetokenizeRequest, self._limits)
+        served.name(request.model)
+        if served.tokenizer is None:
+            raise Refusal("this server has no tokenizer for the model.")
+        wrong = [token for token in request.tokens if not 0 <= token < served.card.vocab_size]
+        if wrong:
+            raise Refusal(f"token id {wrong[0]} is out of range.", param="tokens")
+        text = served.tokenizer.detokenize(request.tokens, skip_special_tokens=False)
+        await reply_json(exchange.send, {"prompt": text})
+
+    async def _openapi(self, exchange: Exchange, _: str) -> None:
+        await reply(exchange.send, openapi())
+
+
+class TokenizeRequest(msgspec.Struct):
+    """The body of /tokenize: a text, or the messages of a chat."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    model: str | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(msgspec.Struct):
+    """The body of /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+def _model_object(name: str, served: ServedModel) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "megatron_async",
+        "root": served.card.model,
+        "max_model_len": served.card.max_sequence_length,
+    }

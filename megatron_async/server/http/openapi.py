@@ -1,0 +1,45 @@
+"""`/openapi.json`: what is served, made from the structs that requests are decoded into."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from megatron_async import __version__
+from megatron_async.server.fields.chat_request import ChatRequest
+from megatron_async.server.fields.completion_request import CompletionRequest
+
+BODIES = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
+READ = ("/v1/models", "/health", "/ready", "/version", "/metrics")
+PLACE = "#/components/schemas/{name}"
+
+
+@cache
+def openapi() -> bytes:
+    """The document, JSON of OpenAPI 3.1."""
+    _, schemas = msgspec.json.schema_components(BODIES.values(), ref_template=PLACE)
+    error = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
+    answers: dict[str, Any] = {
+        "200": {"description": "The answer; events of server-sent events if `stream` is true."},
+        "4XX": {
+            "description": "What is wrong.",
+            "content": {"application/json": {"schema": error}},
+        },
+    }
+    paths: dict[str, Any] = {}
+    for path, body in BODIES.items():
+        reference = {"$ref": PLACE.format(name=body.__name__)}
+        content = {"application/json": {"schema": reference}}
+        paths[path] = {"post": {"requestBody": {"required": True, "content": content},
+                                "responses": answers}}  # fmt: skip
+    for path in READ:
+        paths[path] = {"get": {"responses": answers}}
+    document = {
+        "openapi": "3.1.0",
+        "info": {"title": "megatron_async", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
+    return msgspec.json.encode(document)

@@ -1,0 +1,180 @@
+"""`HttpProtocol`: uvicorn's connection with limits of its own, and its transport for streams.
+
+uvicorn (httptools) parses requests and writes answers; it limits neither the size of headers nor
+the time that they take. A connection that sends more, or nothing, costs a file and some kilobytes
+until a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from megatron_async.server.fields.refusal import Refusal
+
+WRITE_BUFFER_BYTES = 256 << 10
+"""Bytes that may wait for a reader in the transport before its stream holds tokens back."""
+
+
+class HttpLimits(NamedTuple):
+    """Limits of one connection.
+
+    Attributes:
+        head_bytes: request line and headers.
+        headers: how many.
+        head_s: from the first byte of a request, or from the connection, to the end of its headers.
+        body_s: from there to the end of its body.
+    """
+
+    head_bytes: int = 64 << 10
+    headers: int = 100
+    head_s: float = 20.0
+    body_s: float = 60.0
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection; see the module. `scope["state"]["connection"]` of a request is it.
+
+    Attributes:
+        limits: of all connections, set by the process before the first one.
+    """
+
+    limits = HttpLimits()
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._refusal: Refusal | None = None
+        self._head_bytes = 0
+        self._when_lost: Callable[[], None] | None = None
+        self.has_body_to_come = False
+
+    # ---- For answers -------------------------------------------------------------------------
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody reads any more."""
+        return self.transport is None or self.transport.is_closing()
+
+    def tell_when_lost(self, call: Callable[[], None] | None) -> None:
+        """Call this once when the connection is lost; None: nothing."""
+        self._when_lost = call
+
+    @property
+    def unread_bytes(self) -> int:
+        """That wait for the reader in this process."""
+        return self.transport.get_write_buffer_size()
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write a part of an answer that has begun, chunked as uvicorn would (HTTP/1.1); the end is
+        uvicorn's to write."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def cut_off(self) -> None:
+        """End the connection at once; what waits is lost."""
+        self.transport.abort()
+
+    # ---- What the transport and the parser call ----------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has come."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self._expect("the request's headers", self.limits.head_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone, or this process has ended the connection."""
+        self._expect(None)
+        super().connection_lost(exc)
+        call, self._when_lost = self._when_lost, None
+        if call is not None:
+            call()
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        super().on_message_begin()
+        self.scope["state"]["connection"] = self
+        self._head_bytes = 0
+        self._expect("the request's headers", self.limits.head_s)
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the request line."""
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header."""
+        self._count_head(len(name) + len(value))
+        if len(self.headers) >= self.limits.headers:
+            raise self._refused(
+                f"the request has more than {self.limits.headers} headers: send fewer.", 431
+            )
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The body follows."""
+        self.has_body_to_come = True
+        self._expect("the request's body", self.limits.body_s)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """All of a request is there."""
+        self.has_body_to_come = False
+        self._expect(None)
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP, or beyond a limit, gets an error object, and the connection ends."""
+        refusal = self._refusal or Refusal(f"{msg} Send HTTP/1.1.")
+        self._expect(None)
+        body = refusal.body()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()  # in the middle of another answer, there is no place for one
+            return
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        self.transport.write(STATUS_LINE[refusal.status] + head % len(body) + body)
+        self.transport.close()
+
+    # ---- Limits ------------------------------------------------------------------------------
+
+    def _count_head(self, count: int) -> None:
+        self._head_bytes += count
+        if self._head_bytes > self.limits.head_bytes:
+            raise self._refused(
+                f"request line and headers have more than {self.limits.head_bytes} bytes: send "
+                "less.", 431,
+            )  # fmt: skip
+
+    def _refused(self, text: str, status: int) -> Refusal:
+        """What the parser's callback raises, which ends the connection."""
+        self._refusal = Refusal(text, status)
+        return self._refusal
+
+    def _expect(self, what: str | None, seconds: float = 0.0) -> None:
+        """Set the deadline of the next thing to come; None: there is none."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if what is not None:
+            self._deadline = self.loop.call_later(seconds, self._too_late, what, seconds)
+
+    def _too_late(self, what: str, seconds: float) -> None:
+        if self.is_gone:
+            return
+        self._refused(f"{what} did not come within {seconds:g} s: send it sooner.", 408)
+        if self.has_body_to_come and self.cycle is not None:
+            self.cycle.disconnected = True  # whoever waits for the body waits no longer
+            self.cycle.response_complete = True
+            self.cycle.message_event.set()
+        self.send_400_response("")

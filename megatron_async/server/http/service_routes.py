@@ -1,0 +1,109 @@
+"""What a service tells of itself, and what administrators tell it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from megatron_async import __version__
+from megatron_async.server.api_config import ApiConfig
+from megatron_async.server.fields.body import decode_body
+from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.http.app import Route
+from megatron_async.server.http.exchange import Exchange
+from megatron_async.server.http.replies import reply, reply_json
+from megatron_async.server.metrics import CONTENT_TYPE, metrics_text
+from megatron_async.serving.token_client import TokenClient
+
+ADMIN_LIMITS = Limits(body_bytes=64 << 10)
+
+
+class PauseRequest(msgspec.Struct):
+    """The body of /pause. `mode`: "keep" lets requests wait, "abort" ends them."""
+
+    mode: str = "keep"
+
+
+class AbortRequest(msgspec.Struct):
+    """The body of /abort: the id of an answer, or all."""
+
+    id: str | None = None
+    all: bool = False
+
+
+class ProfileRequest(msgspec.Struct):
+    """The body of /profile. `action`: "start" or "stop"."""
+
+    action: str = "start"
+
+
+class ServiceRoutes:
+    """Handlers of the service.
+
+    Args:
+        client: of the coordinator.
+        config: of the process.
+        model_name: for labels of metrics.
+    """
+
+    def __init__(self, client: TokenClient, config: ApiConfig, model_name: str) -> None:
+        self._client, self._config, self.model_name = client, config, model_name
+
+    def routes(self) -> list[Route]:
+        """What they serve."""
+        bodies: dict[str, type[msgspec.Struct] | None] = {
+            "pause": PauseRequest, "abort": AbortRequest, "profile": ProfileRequest,
+            "resume": None, "sleep": None, "wake": None, "drain": None, "reset_prefix_cache": None,
+        }  # fmt: skip
+        return [
+            Route("GET", "/health", self._health, is_open=True),
+            Route("GET", "/ready", self._ready, is_open=True),
+            Route("GET", "/version", self._version),
+            Route("GET", "/metrics", self._metrics),
+            *(
+                Route("POST", f"/{verb}", partial(self._do, verb, body), needs_admin=True)
+                for verb, body in bodies.items()
+            ),
+        ]
+
+    async def _state(self) -> dict[str, Any]:
+        return await self._client.ask("health")
+
+    async def _health(self, exchange: Exchange, _: str) -> None:
+        state = await self._state()
+        is_well = state["state"] not in ("loading", "dead")
+        await reply_json(exchange.send, state, 200 if is_well else 503)
+
+    async def _ready(self, exchange: Exchange, _: str) -> None:
+        state = await self._state()
+        is_ready = state["state"] == "running" and state["replicas"]
+        await reply_json(exchange.send, state, 200 if is_ready else 503)
+
+    async def _version(self, exchange: Exchange, _: str) -> None:
+        await reply_json(exchange.send, {"version": __version__})
+
+    async def _metrics(self, exchange: Exchange, _: str) -> None:
+        stats = await self._client.ask("stats")
+        text = metrics_text(stats, self._config.metrics_names, self.model_name)
+        await reply(exchange.send, text, content_type=CONTENT_TYPE.encode())
+
+    async def _do(
+        self, verb: str, kind: type[msgspec.Struct] | None, exchange: Exchange, _: str
+    ) -> None:
+        body = await exchange.body(ADMIN_LIMITS.body_bytes)
+        fields: dict[str, Any] = {}
+        if kind is not None:
+            fields = msgspec.to_builtins(decode_body(body or b"{}", kind, ADMIN_LIMITS))
+        if verb == "abort":
+            label = fields.pop("id")
+            fields = {"all": True} if fields["all"] else {"label": label}
+            if not fields.get("all") and not label:
+                raise Refusal('give the id of an answer, or "all": true.', param="id")
+        try:
+            answer = await self._client.ask(verb, **fields)
+        except ValueError as error:
+            raise Refusal(str(error), 409, code="not_now") from error
+        await reply_json(exchange.send, answer)

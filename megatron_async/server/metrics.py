@@ -1,0 +1,141 @@
+"""`/metrics`: the service's numbers as Prometheus reads them.
+
+All numbers are the coordinator's, so every API process tells the same. Labels have values from the
+configuration (names of replicas, of the model) or from fixed lists: nothing of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from megatron_async.observe.metrics import COUNTERS, GAUGES, PREFIX
+from megatron_async.server.vllm_metrics import vllm_metrics
+from megatron_async.serving.service_counters import cumulative
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+STATES = ("loading", "running", "draining", "paused", "sleeping", "dead")
+
+HISTOGRAM_HELP = {
+    "ttft_seconds": "From a request's arrival to its first token.",
+    "inter_token_seconds": "Between tokens; those of one request count as their mean.",
+    "e2e_seconds": "From a request's arrival to its end.",
+    "queue_seconds": "From a request's arrival to its slot.",
+    "prefill_seconds": "From a request's slot to its first token.",
+    "decode_seconds": "From a request's first token to its end.",
+    "inference_seconds": "From a request's slot to its end.",
+    "prompt_tokens": "Tokens of a request's prompt.",
+    "generated_tokens": "Tokens that a request generated.",
+}
+OUTCOMES = ("received", "completed", "failed", "aborted", "retried", "refused")
+
+
+class ServiceCollector(Collector):
+    """Metrics of one answer to "stats".
+
+    Args:
+        stats: of the coordinator; what an older one does not tell is left out.
+        names: "own", or "vllm" for those of vLLM beside them.
+        model_name: as the service is configured to call it.
+    """
+
+    def __init__(self, stats: Mapping[str, Any], names: str, model_name: str) -> None:
+        self._stats = stats
+        self._names = names
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics."""
+        yield from _of_service(self._stats)
+        yield from _of_engines(self._stats)
+        if self._names == "vllm":
+            yield from vllm_metrics(self._stats, self._model_name)
+
+
+def metrics_text(stats: Mapping[str, Any], names: str, model_name: str) -> bytes:
+    """What `/metrics` answers, of content type `CONTENT_TYPE`.
+
+    Args:
+        stats: the coordinator's answer to "stats".
+        names: "own", or "vllm" for the names of vLLM's boards beside them.
+        model_name: label of vLLM's metrics, from the configuration.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(ServiceCollector(stats, names, model_name))
+    return generate_latest(registry)
+
+
+def _of_service(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    state = GaugeMetricFamily(
+        PREFIX + "state", "1 for the state that the service is in.", labels=["state"]
+    )
+    for name in STATES:
+        state.add_metric([name], float(stats.get("state") == name))
+    yield state
+    requests = CounterMetricFamily(
+        PREFIX + "service_requests", "What became of requests.", labels=["outcome"]
+    )
+    for outcome in OUTCOMES:
+        requests.add_metric([outcome], stats.get(f"{outcome}_requests", 0))
+    yield requests
+    yield GaugeMetricFamily(
+        PREFIX + "unfinished_requests", "Requests queued or served.", stats["unfinished_requests"]
+    )
+    if "unfinished_tokens" in stats:
+        yield GaugeMetricFamily(
+            PREFIX + "unfinished_tokens",
+            "Tokens that they may take, prompts and answers.",
+            stats["unfinished_tokens"],
+        )
+    yield GaugeMetricFamily(PREFIX + "clients", "Clients of the coordinator.", stats["clients"])
+    service = stats.get("service")
+    if service is None:
+        return
+    reasons = CounterMetricFamily(
+        PREFIX + "ended_requests", "Requests that ended, by why.", labels=["reason"]
+    )
+    for reason, count in service["reasons"].items():
+        reasons.add_metric([reason], count)
+    yield reasons
+    for key, text in (
+        ("prompt_tokens", "Tokens of the prompts of requests that ended."),
+        ("cached_tokens", "Of these, tokens that were found in a prefix cache."),
+        ("generated_tokens", "Tokens that went to clients."),
+    ):
+        yield CounterMetricFamily(PREFIX + "service_" + key, text, service[key])
+    for name, text in HISTOGRAM_HELP.items():
+        values = service["histograms"][name]
+        histogram = HistogramMetricFamily(PREFIX + "request_" + name, text)
+        histogram.add_metric([], cumulative(name, values["counts"]), values["sum"])
+        yield histogram
+
+
+def _of_engines(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    """Sums of gauges, and counters by replica: a sum of counters would fall with each replica that
+    is gone, and a fall is a restart to Prometheus."""
+    engines = {name: replica["engine"] for name, replica in stats["replicas"].items()}
+    for name, text in GAUGES.items():
+        values = [engine[name] for engine in engines.values() if name in engine]
+        total = max(values, default=0) if name == "lookahead" else sum(values)
+        if name == "waiting_requests":  # those that no replica has wait too
+            total += stats["queued_requests"]
+        yield GaugeMetricFamily(PREFIX + name, text, total)
+    for name, text in COUNTERS.items():
+        counter = CounterMetricFamily(PREFIX + name, text, labels=["replica"])
+        for replica, engine in engines.items():
+            if name in engine:
+                counter.add_metric([replica], engine[name])
+        yield counter
+    up = GaugeMetricFamily(PREFIX + "replica_up", "1 for each replica.", labels=["replica"])
+    for replica in engines:
+        up.add_metric([replica], 1.0)
+    yield up

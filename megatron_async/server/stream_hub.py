@@ -1,0 +1,92 @@
+"""`StreamHub`: when the streams of an API process are written.
+
+One step of the engine brings tokens for all streams at once. They are written in one pass behind
+it, without a task or an event a stream. A few streams are written at once, each token an event of
+its own; where a pass has many, a stream is written at most every `EVERY_S`, and what came meanwhile
+is joined: a write costs 10 to 16 microseconds of this process' only thread whatever it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+EVERY_S = 0.005
+"""Time between two writes of a stream while many are busy."""
+AT_ONCE = 16
+"""Streams of a pass that are written without looking at the clock."""
+LOOK_EVERY_S = 1.0
+"""How often streams are looked at that nothing came for."""
+
+
+class HubStream(Protocol):
+    """What the hub writes.
+
+    Attributes:
+        is_urgent: its first token is there, or its end: it is written now.
+        written_at: when it was written last, of the loop's clock.
+    """
+
+    is_urgent: bool
+    written_at: float
+
+    def write(self, now: float) -> bool:
+        """Write what there is; False if its reader is too slow for it now."""
+
+    def look(self, now: float) -> None:
+        """Once in a while: say something into a long silence, give up a reader that stalls."""
+
+
+class StreamHub:
+    """Writes streams; on one event loop."""
+
+    def __init__(self) -> None:
+        self._open: dict[HubStream, None] = {}
+        self._due: dict[HubStream, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None
+
+    def add(self, stream: HubStream) -> None:
+        """From now on the stream is looked at."""
+        self._open[stream] = None
+        if self._looking is None:
+            self._look_later()
+
+    def discard(self, stream: HubStream) -> None:
+        """The stream has ended."""
+        self._open.pop(stream, None)
+        self._due.pop(stream, None)
+
+    def due(self, stream: HubStream) -> None:
+        """Something came for a stream."""
+        self._due[stream] = None
+
+    def flush(self) -> None:
+        """Write what is due; behind each message of the coordinator."""
+        if not self._due:
+            return
+        now = asyncio.get_running_loop().time()
+        many = len(self._due) > AT_ONCE
+        kept: dict[HubStream, None] = {}
+        due, self._due = self._due, kept
+        for stream in due:
+            waits = many and not stream.is_urgent and now - stream.written_at < EVERY_S
+            if waits or not stream.write(now):
+                kept[stream] = None
+        if kept and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(EVERY_S, self._late)
+
+    def _late(self) -> None:
+        self._timer = None
+        self.flush()
+
+    def _look_later(self) -> None:
+        self._looking = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+
+    def _look(self) -> None:
+        self._looking = None
+        now = asyncio.get_running_loop().time()
+        for stream in list(self._open):
+            stream.look(now)
+        if self._open:
+            self._look_later()

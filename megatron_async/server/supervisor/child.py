@@ -1,0 +1,66 @@
+"""What the supervisor's children run:
+
+    python -m megatron_async.server.supervisor.child PARENT PIPE SIGNAL api LISTENER
+    python -m megatron_async.server.supervisor.child PARENT PIPE SIGNAL replica ARGUMENT ...
+    python -m megatron_async.server.supervisor.child PARENT PIPE SIGNAL ranks NUMBER ARGUMENT ...
+
+Each binds itself to the life of its parent first. `api` is an API process, its configuration comes
+in as JSON by standard input (keys are in it, and must not be seen in a list of processes).
+`replica` is the command of that name, and `ranks` the same as a job of several ranks on this host.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from megatron_async.server.supervisor.parent import end_with_parent
+from megatron_async.server.supervisor.rank import PARENT_VARIABLE
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a child of the supervisor.
+
+    Args:
+        arguments: behind the module's name, as the module says.
+
+    Returns:
+        exit status.
+    """
+    parent, pipe, number, what, *rest = arguments
+    end_with_parent(int(parent), int(pipe), int(number))
+    if what == "api":
+        return _run_api(int(rest[0]))
+    if what == "ranks":
+        return _run_ranks(int(rest[0]), rest[1:])
+    from megatron_async.__main__ import main as command_line
+
+    sys.argv = ["megatron-async", what, *rest]
+    return command_line()
+
+
+def _run_api(listener: int) -> int:
+    import msgspec
+
+    from megatron_async.server.api_config import ApiConfig
+    from megatron_async.server.api_process import run_api_process
+
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiConfig)
+    return run_api_process(config, listener) or 0
+
+
+def _run_ranks(number: int, rest: Sequence[str]) -> int:
+    """Torchrun in this process, which ends its ranks when it is told to end."""
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    sys.argv = [
+        "torchrun", "--standalone", f"--nproc-per-node={number}",
+        "-m", "megatron_async.server.supervisor.rank", "replica", *rest,
+    ]  # fmt: skip
+    runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

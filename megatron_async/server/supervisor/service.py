@@ -1,0 +1,235 @@
+"""`Supervisor`: start the processes of a service, keep them alive, and end them in order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import msgspec
+
+from megatron_async.server.supervisor.commands import api_config, curl_line, replica_command
+from megatron_async.server.supervisor.devices import share_gpus, visible_gpus
+from megatron_async.server.supervisor.keys import without_keys
+from megatron_async.server.supervisor.listener import listen, url_of
+from megatron_async.server.supervisor.own_coordinator import OwnCoordinator
+from megatron_async.server.supervisor.processes import ChildProcess, why_ended
+from megatron_async.server.supervisor.settings import ServeSettings
+from megatron_async.server.supervisor.signals import Signals
+from megatron_async.serving.engine_verbs import PROFILE_VARIABLE
+
+logger = logging.getLogger("megatron_async")
+
+TURN_S = 0.25
+"""Longest sleep of the loop; signals and ends of children wake it."""
+WRITERS_S = 5.0
+"""API processes have so long to write what is left and end, then they are killed."""
+REPLICAS_S = 15.0
+"""And replicas, which have nothing to do by then, to give their devices back."""
+MOST_EARLY_DEATHS = 5
+"""An API process that dies as often in a row does not live on this host."""
+
+
+class Supervisor:
+    """A service: one listener, API processes, and, without a coordinator elsewhere, one of its own
+    with replicas.
+
+    Args:
+        settings: checked already.
+        say: shows a line to who started the service.
+    """
+
+    def __init__(self, settings: ServeSettings, say: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._say = say
+        self._started = time.monotonic()
+        self._stack = ExitStack()
+        self._coordinator: OwnCoordinator | None = None
+        self._replicas: list[ChildProcess] = []
+        self._fronts: list[ChildProcess] = []
+        self._is_announced = False
+        self._failure = ""
+        self.url = ""
+
+    def run(self) -> int:
+        """Serve until a signal, or until nothing can be served any more.
+
+        Returns:
+            exit status: 0 after SIGTERM or Ctrl-C in order, 1 where something failed for good,
+            128 + the signal's number after the second signal.
+
+        Raises:
+            ConfigurationError: the address or the devices cannot be had.
+        """
+        with self._stack, Signals() as signals:
+            listener = self._prepare()
+            try:
+                for child in (*self._replicas, *self._fronts):
+                    child.start()
+                self._say(f"{self._what()} at {self.url}{self._loading()}")
+                while not signals.leave and not self._failure:
+                    self._turn()
+                    signals.wait(self._until_next())
+                listener.close()  # API processes have it still
+                return self._leave(signals)
+            finally:
+                self._kill_all()
+
+    # ---- Beginning ---------------------------------------------------------------------------
+
+    def _prepare(self) -> socket.socket:
+        settings = self._settings
+        gpus = visible_gpus(os.environ)
+        variables = share_gpus(gpus, settings.replicas, settings.ranks, settings.device)
+        listener = self._stack.enter_context(listen(settings.host, settings.port))
+        self.url = url_of(listener, settings.has_tls)
+        # Nobody writes to it: its end tells children that this process has ended.
+        pipe, held = os.pipe()
+        self._stack.callback(os.close, pipe)
+        self._stack.callback(os.close, held)
+        environment = without_keys(os.environ)
+        if settings.profile_folder is not None:
+            environment[PROFILE_VARIABLE] = os.path.abspath(settings.profile_folder)
+        address = settings.coordinator
+        if address is None:
+            self._coordinator = self._stack.enter_context(OwnCoordinator(settings.dispatch))
+            address = self._coordinator.address
+            for number, own in enumerate(variables):
+                name = f"replica-{number}"
+                arguments = replica_command(settings, name, address)
+                self._replicas.append(
+                    ChildProcess(
+                        name, arguments, pipe, environment={**environment, **own},
+                        # A job of ranks has children to end.
+                        on_parents_death=signal.SIGTERM if settings.ranks > 1 else signal.SIGKILL,
+                    )
+                )  # fmt: skip
+        given = msgspec.json.encode(api_config(settings, address))
+        for number in range(settings.api_processes):
+            arguments = ("api", str(listener.fileno()))
+            fds = [listener.fileno()]
+            self._fronts.append(
+                ChildProcess(f"API process {number}", arguments, pipe, fds, given, environment)
+            )
+        return listener
+
+    def _what(self) -> str:
+        settings = self._settings
+        return f"serving {settings.model or f'the replicas of {settings.coordinator}'}"
+
+    def _loading(self) -> str:
+        return "" if self._coordinator is None else "; loading the model"
+
+    # ---- Watching ----------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        for child in (*self._fronts, *self._replicas):
+            if (status := child.reap()) is not None:
+                self._dead(child, status)
+            if child.due is not None and time.monotonic() >= child.due:
+                child.start()
+        if self._coordinator is None:
+            return
+        if not self._coordinator.is_alive:
+            self._failure = "the coordinator has failed"
+            return
+        there = self._coordinator.ready_replicas()
+        for replica in self._replicas:
+            # Data-parallel ranks of one job have numbers behind its name.
+            joined = replica.name in there or f"{replica.name}-0" in there
+            replica.was_ready = replica.was_ready or joined
+        if not self._is_announced and all(replica.was_ready for replica in self._replicas):
+            self._is_announced = True
+            lines = curl_line(self._settings, self.url)
+            self._say(f"ready after {time.monotonic() - self._started:.1f} s; try:\n{lines}")
+
+    def _dead(self, child: ChildProcess, status: int) -> None:
+        """A child has ended that was not told to."""
+        is_front = child in self._fronts
+        if not is_front and not child.was_ready:
+            # What it could not load it will not load the next time; it has said why.
+            self._failure = f"{child.name} cannot be started: {why_ended(status)}"
+        elif is_front and child.deaths >= MOST_EARLY_DEATHS:
+            self._failure = f"{child.name} has ended {child.deaths} times: {why_ended(status)}"
+        else:
+            delay = child.start_later()
+            logger.warning(
+                "%s is gone (%s): started again in %.1f s.", child.name, why_ended(status), delay
+            )
+
+    def _until_next(self) -> float:
+        children = (*self._fronts, *self._replicas)
+        due = [child.due for child in children if child.due is not None]
+        return min([TURN_S, *(moment - time.monotonic() for moment in due)])
+
+    # ---- Ending ------------------------------------------------------------------------------
+
+    def _leave(self, signals: Signals) -> int:
+        """End all in order: nothing new, what is under way, API processes, replicas."""
+        if self._failure:
+            self._say(f"ended: {self._failure}.")
+        else:
+            self._say("ending: no new requests; a second signal ends at once.")
+        asked = signals.leave
+        deadline = time.monotonic() + self._settings.shutdown_timeout_s
+        if not self._failure and self._coordinator is not None and self._coordinator.drain():
+            self._wait(signals, asked, deadline, self._is_drained)
+            deadline = 0.0  # what is left is writing
+        # Without an own coordinator it is API processes that refuse what comes.
+        self._end(signals, asked, self._fronts, max(deadline, time.monotonic() + WRITERS_S))
+        self._end(signals, asked, self._replicas, time.monotonic() + REPLICAS_S)
+        if signals.leave > asked:
+            return 128 + (signals.last or signal.SIGTERM)
+        return 1 if self._failure else 0
+
+    def _is_drained(self) -> bool:
+        assert self._coordinator is not None
+        stats = self._coordinator.stats
+        return stats.get("state") == "draining" and not stats["unfinished_requests"]
+
+    def _end(
+        self, signals: Signals, asked: int, children: Sequence[ChildProcess], deadline: float
+    ) -> None:
+        """Ask these to end, and kill who has not by then."""
+        for child in children:
+            child.signal(signal.SIGTERM)
+
+        def are_gone() -> bool:
+            for child in children:
+                child.reap()
+            return not any(child.is_alive for child in children)
+
+        if not self._wait(signals, asked, deadline, are_gone):
+            for child in children:
+                child.signal(signal.SIGKILL)
+
+    def _wait(
+        self, signals: Signals, asked: int, deadline: float, is_over: Callable[[], bool]
+    ) -> bool:
+        """Wait until something is over; False at the deadline, or at a further signal."""
+        while not is_over():
+            left = deadline - time.monotonic()
+            if signals.leave > asked or left <= 0:
+                return False
+            signals.wait(min(left, 0.1))
+        return True
+
+    def _kill_all(self) -> None:
+        """Whatever happened: nobody is left behind."""
+        children = [child for child in (*self._fronts, *self._replicas) if child.is_alive]
+        for child in children:
+            child.signal(signal.SIGKILL)
+        deadline = time.monotonic() + WRITERS_S
+        while any(child.is_alive for child in children) and time.monotonic() < deadline:
+            for child in children:
+                child.reap()
+            time.sleep(0.01)
+
+
+def serve(settings: ServeSettings, say: Callable[[str], None]) -> int:
+    """Run a service; see `Supervisor.run`."""
+    return Supervisor(settings, say).run()

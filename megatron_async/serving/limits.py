@@ -1,0 +1,71 @@
+"""`InFlight`: how many requests and tokens are under way, of all and of each owner, and which of
+them are too many."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megatron_async.serving.records import CoordinatorConfig, RoutedRequest
+
+
+class InFlight:
+    """Counts requests from their being taken to their ends.
+
+    Args:
+        config: whose limits hold.
+
+    Attributes:
+        requests: unfinished ones.
+        tokens: that they may have together, about.
+    """
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._config = config
+        self.requests = self.tokens = 0
+        self._requests_of: Counter[str] = Counter()
+        self._tokens_of: Counter[str] = Counter()
+
+    def add(self, request: RoutedRequest) -> None:
+        """A request is taken."""
+        self._count(request, 1)
+
+    def remove(self, request: RoutedRequest) -> None:
+        """It has ended."""
+        self._count(request, -1)
+
+    def _count(self, request: RoutedRequest, sign: int) -> None:
+        owner, tokens = request.asked.owner, sign * request.tokens
+        self.requests += sign
+        self.tokens += tokens
+        if owner:
+            self._requests_of[owner] += sign
+            self._tokens_of[owner] += tokens
+            if not self._requests_of[owner]:  # owners come and go
+                del self._requests_of[owner], self._tokens_of[owner]
+
+    def why_too_many(self, owner: str, tokens: int) -> str:
+        """Why a request is not taken; "" if it is.
+
+        Args:
+            owner: of the request, "" for nobody.
+            tokens: that it may have.
+        """
+        config = self._config
+        limits = [
+            (self.requests, 1, config.max_unfinished, "max_unfinished", "requests"),
+            (self.tokens, tokens, config.max_tokens_in_flight, "max_tokens_in_flight", "tokens"),
+        ]
+        if owner:
+            mine = self._requests_of[owner], self._tokens_of[owner]
+            of_owner, tokens_of = config.max_unfinished_of_owner, config.max_tokens_of_owner
+            limits += [
+                (mine[0], 1, of_owner, "max_unfinished_of_owner", "requests of this key"),
+                (mine[1], tokens, tokens_of, "max_tokens_of_owner", "tokens of this key"),
+            ]
+        for there, more, most, name, what in limits:
+            if most is not None and there and there + more > most:
+                return (
+                    f"{there} {what} are unfinished, and {name} is {most}: send the request again "
+                    "later, or add replicas."
+                )
+        return ""

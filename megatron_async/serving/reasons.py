@@ -1,0 +1,102 @@
+"""Why a coordinator refuses a replica or gives a request up, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from megatron_async.serving.messages import PROTOCOL, ReplicaInfo
+from megatron_async.serving.records import (
+    MOST_EARLY_DEATHS,
+    CoordinatorConfig,
+    ReplicaRecord,
+    RoutedRequest,
+)
+
+
+def wrong_protocol(protocol: int) -> str:
+    """What a peer is told that speaks another protocol."""
+    return (
+        f"it speaks protocol {protocol}, the coordinator {PROTOCOL}: install the same version of "
+        "megatron_async on both."
+    )
+
+
+def why_refused(info: ReplicaInfo, replicas: Collection[ReplicaRecord]) -> str:
+    """Why a replica cannot join these; "" if it can."""
+    for size in ("slots", "kv_blocks", "block_size_tokens"):
+        if getattr(info, size) < 1:
+            return f"{size}={getattr(info, size)} must be at least 1 to serve anything."
+    for other in replicas:
+        if other.name == info.name:
+            return f"a replica named {info.name!r} is there: give each --name its own."
+        wrong = [
+            f"{key} is {info.model.get(key)!r} and not {other.info.model.get(key)!r}"
+            for key in sorted(info.model.keys() | other.info.model.keys())
+            if info.model.get(key) != other.info.model.get(key)
+        ]
+        if info.card != other.info.card:
+            wrong.append("its tokenizer, its chat template or a limit is another")
+        if wrong:
+            return (
+                f"it would give other tokens than replica {other.name!r}: {', '.join(wrong)}. "
+                "Start all replicas with the same model and settings."
+            )
+    return ""
+
+
+def why_not_again(
+    request: RoutedRequest, replica: str, reason: str, config: CoordinatorConfig
+) -> str:
+    """What a request is told that is not served again.
+
+    Args:
+        request: its replica is lost.
+        replica: its name.
+        reason: why it is lost.
+        config: whose limits the request has reached.
+    """
+    lost = f"replica {replica}, which served the request, is gone: {reason}"
+    if request.early_deaths > MOST_EARLY_DEATHS:
+        return (
+            f"{lost}; it is the replica number {request.early_deaths} that died before the "
+            "request's first token, so the request may be what kills them, and is not served "
+            "again. The replicas' logs say of what they died."
+        )
+    tries = f"; {request.attempts} replicas tried" if request.attempts > 1 else ""
+    return (
+        f"{lost}{tries} (on_replica_death={config.on_replica_death}, "
+        f"max_retries={config.max_retries})."
+    )
+
+
+def why_nobody_serves(replicas: Collection[ReplicaRecord], departed: str, waited_s: float) -> str:
+    """What a request is told that no replica is there for.
+
+    Args:
+        replicas: that are there, all of them about to go.
+        departed: the last that has gone, and why; "" if none has.
+        waited_s: seconds.
+    """
+    last = f"The last was {departed}." if departed else "None ever joined."
+    if replicas:
+        there = (f"{replica.name} ({replica.state})" for replica in replicas)
+        last = f"There is only {', '.join(there)}."
+    return f"there has been no replica to serve it for {waited_s:.0f} s. {last}"
+
+
+def service_stats(
+    counters: Mapping[str, int],
+    requests: Mapping[int, RoutedRequest],
+    clients: int,
+    replicas: Mapping[bytes, ReplicaRecord],
+) -> dict[str, object]:
+    """What `stats` of a client says; docs/serving.md lists it."""
+    names = ("received", "completed", "failed", "aborted", "retried", "refused")
+    return {
+        **{f"{name}_requests": counters[name] for name in names},
+        "prefix_blocks": counters["prefix_blocks"],
+        "unfinished_requests": len(requests),
+        "queued_requests": sum(request.replica is None for request in requests.values()),
+        "clients": clients,
+        "replicas": {replica.name: replica.as_dict() for replica in replicas.values()},
+    }

@@ -1,0 +1,62 @@
+"""The model card of an engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.serving.model_card import ModelCard
+from megatron_async.text.tokenizer import GENERATION_CONFIG, Tokenizer
+
+
+def card_of(engine: DynamicInferenceEngine, model: str) -> ModelCard:
+    """What clients must know of an engine's model.
+
+    Args:
+        engine: that serves it.
+        model: what was loaded.
+    """
+    config, tokenizer = engine.context.config, engine.controller.tokenizer
+    card = ModelCard(
+        model=model,
+        max_sequence_length=config.max_sequence_length,
+        vocab_size=engine.controller.vocab_size,
+        block_size_tokens=config.block_size_tokens,
+        num_speculative_tokens=config.num_speculative_tokens,
+        **_tokenizer_fields(tokenizer),
+    )
+    digest = hashlib.blake2b(card.encode(), digest_size=16).hexdigest()
+    return msgspec.structs.replace(card, digest=digest)
+
+
+def _tokenizer_fields(tokenizer: Any) -> dict[str, Any]:
+    """The fields that a tokenizer fills in; none for one of a class that others do not have."""
+    if type(tokenizer) is not Tokenizer:
+        return {"replica_makes_text": tokenizer is not None}
+    return {
+        "tokenizer_json": tokenizer.backend.to_str().encode(),
+        "tokenizer_config": _plain(tokenizer.config),
+        "chat_template": tokenizer.chat_template,
+        "eos_ids": list(tokenizer.eos_ids),
+        "generation_config": _generation_config(Path(tokenizer.source)),
+    }
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    """The fields of a model's `generation_config.json`, if there is a readable one."""
+    try:
+        fields = json.loads((folder / GENERATION_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    """What JSON has of some fields; files of tokenizers have nothing else."""
+    plain: dict[str, Any] = json.loads(json.dumps(fields, default=str))
+    return plain

@@ -1,0 +1,107 @@
+"""`RequestBooks`: a coordinator's replicas, clients and unfinished requests, and how one ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from megatron_async.serving.limits import InFlight
+from megatron_async.serving.messages import Abort, Ended, Leave, StepTokens, ToClient, ToReplica
+from megatron_async.serving.records import (
+    ClientRecord,
+    CoordinatorConfig,
+    ReplicaRecord,
+    ReplicaState,
+    RoutedRequest,
+)
+from megatron_async.serving.request_queue import RequestQueue
+from megatron_async.serving.service_counters import ServiceCounters
+from megatron_async.serving.step_parts import as_told
+from megatron_async.serving.token_routes import TokenRoutes
+
+
+class RequestBooks:
+    """What a `Dispatcher` decides by.
+
+    Args:
+        config: limits and policies.
+        send: sends a message to an identity; it never fails.
+
+    Attributes:
+        replicas: by identity.
+        clients: by identity.
+        requests: unfinished ones, by the coordinator's numbers.
+        queue: those of them that no replica has.
+        counters: requests "received", "completed", "failed", "aborted", "retried", "refused", and
+            "prefix_blocks", those that their replicas had served before.
+        routes: where tokens go.
+        in_flight: how many requests and tokens are under way.
+        service: counters for metrics.
+    """
+
+    def __init__(
+        self, config: CoordinatorConfig, send: Callable[[bytes, ToClient | ToReplica], None]
+    ) -> None:
+        self._config = config
+        self.tell = self._send = send
+        self.queue = RequestQueue()
+        self.replicas: dict[bytes, ReplicaRecord] = {}
+        self.clients: dict[bytes, ClientRecord] = {}
+        self.requests: dict[int, RoutedRequest] = {}
+        self.counters: Counter[str] = Counter()
+        self.routes = TokenRoutes()
+        self.in_flight = InFlight(config)
+        self.service = ServiceCounters()
+
+    def abort_request(self, request: RoutedRequest) -> None:
+        """End a request that its client, or an administrator, wants no more of."""
+        request.is_aborted = True
+        if request.replica is None:
+            self._end_here(request, "RequestAborted", "aborted before a replica had it")
+        else:
+            self._abort_at_replica(request)
+
+    def _abort_at_replica(self, request: RoutedRequest) -> None:
+        if request.replica is not None:
+            self._send(request.replica.identity, Abort(request.number))
+
+    def _end_here(self, request: RoutedRequest, kind: str, text: str) -> None:
+        """End a request of which no replica says more."""
+        reason = "aborted" if kind == "RequestAborted" else "error"
+        ended = Ended(request.number, reason, (kind, text))
+        self._finish(request, ended)
+        if request.client in self.clients:
+            self._send(request.client, StepTokens(ends=[as_told(request, ended)]))
+
+    def _finish(self, request: RoutedRequest, ended: Ended) -> None:
+        """Book the end of a request."""
+        kind = None if ended.failure is None else ended.failure[0]
+        outcome = "completed" if kind is None else "failed"
+        self.counters["aborted" if kind == "RequestAborted" else outcome] += 1
+        self._forget(request)
+        if (client := self.clients.get(request.client)) is not None:
+            client.requests.pop(request.asked.number, None)
+        self.service.ended(
+            ended.finish_reason,
+            prompt_tokens=ended.num_prompt_tokens,
+            cached_tokens=ended.num_cached_tokens or 0,
+            generated_tokens=ended.num_generated_tokens,
+            wait_s=request.wait_s,
+            queue_s=ended.queue_s,
+            ttft=ended.ttft,
+            latency=ended.latency,
+        )
+
+    def _forget(self, request: RoutedRequest) -> None:
+        del self.requests[request.number]
+        self.routes.remove(request.number)
+        self.in_flight.remove(request)
+        self.queue.discard(request)
+        if request.replica is not None:
+            request.replica.requests.pop(request.number, None)
+            self._let_go(request.replica)
+
+    def _let_go(self, replica: ReplicaRecord) -> None:
+        """A replica that is to leave may, once it has nothing left."""
+        if replica.state == ReplicaState.LEAVING and not replica.requests:
+            self._send(replica.identity, Leave())

@@ -1,0 +1,160 @@
+"""`ServiceCounters`: what a coordinator counts of the requests of its whole service.
+
+A request is counted once, at its end. The set of histograms is vLLM's, whose boards people have;
+the bounds are our own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+REASONS = (
+    "length", "termination_id", "stop_token", "stop_word", "grammar", "aborted", "error",
+)  # fmt: skip
+"""Why requests end; a reason that is none of these counts as "error"."""
+
+
+def _one_two_five(first: int, last: int) -> tuple[float, ...]:
+    """1, 2 and 5 times the powers of ten from 10**first up to 10**last."""
+    steps = [float(f"{digit}e{power}") for power in range(first, last) for digit in (1, 2, 5)]
+    return (*steps, float(f"1e{last}"))
+
+
+SECONDS = _one_two_five(-3, 3)
+SHORT_SECONDS = _one_two_five(-4, 1)
+TOKENS = _one_two_five(0, 6)
+
+HISTOGRAMS: dict[str, tuple[float, ...]] = {
+    "ttft_seconds": SECONDS,
+    "inter_token_seconds": SHORT_SECONDS,
+    "e2e_seconds": SECONDS,
+    "queue_seconds": SECONDS,
+    "prefill_seconds": SECONDS,
+    "decode_seconds": SECONDS,
+    "inference_seconds": SECONDS,
+    "prompt_tokens": TOKENS,
+    "generated_tokens": TOKENS,
+}
+"""Upper bounds of each histogram's buckets but the last, which has none."""
+
+
+class Histogram:
+    """Values, counted by bucket.
+
+    Args:
+        bounds: rising.
+
+    Attributes:
+        counts: of each bucket, one more than there are bounds; a value on a bound is below it.
+        total: sum of the values.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Count a value; one below 0, of clocks that disagree, counts as 0."""
+        value = max(value, 0.0)
+        self.counts[bisect_left(self._bounds, value)] += times
+        self.total += value * times
+
+
+class ServiceCounters:
+    """Counters since the start of a coordinator. They survive its replicas, so they only rise.
+
+    Attributes:
+        reasons: requests that have ended, by why.
+        prompt_tokens: of requests that have ended; `cached_tokens` of these were in a cache.
+        generated_tokens: that went to clients, as they go.
+        histograms: by the names of `HISTOGRAMS`.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
+        self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
+        self.histograms = {name: Histogram(bounds) for name, bounds in HISTOGRAMS.items()}
+
+    def generated(self, tokens: int) -> None:
+        """So many tokens went to clients."""
+        self.generated_tokens += tokens
+
+    def ended(
+        self,
+        reason: str | None,
+        *,
+        prompt_tokens: int = 0,
+        cached_tokens: int = 0,
+        generated_tokens: int = 0,
+        wait_s: float = 0.0,
+        queue_s: float | None = None,
+        ttft: float | None = None,
+        latency: float | None = None,
+    ) -> None:
+        """A request has ended.
+
+        Times between tokens are not told one by one: each of a request's counts as their mean.
+
+        Args:
+            reason: one of `REASONS`.
+            prompt_tokens: of its prompt.
+            cached_tokens: of these, those found in the replica's cache.
+            generated_tokens: by the last attempt.
+            wait_s: seconds in the coordinator, before a replica had it (the last time).
+            queue_s: seconds at the replica before it had a slot; None: it got none, or that is
+                not known.
+            ttft: seconds from the replica's having it to its first token; None: it got none.
+            latency: seconds from the replica's having it to its end; None: no replica told.
+        """
+        self.reasons[reason if reason in REASONS else "error"] += 1
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
+        if reason in ("error", "aborted", None) and not generated_tokens:
+            return  # it says nothing of how long an answer takes
+        histograms = self.histograms
+        histograms["prompt_tokens"].add(prompt_tokens)
+        histograms["generated_tokens"].add(generated_tokens)
+        queue = 0.0 if queue_s is None else queue_s
+        histograms["queue_seconds"].add(wait_s + queue)
+        if latency is not None:
+            histograms["e2e_seconds"].add(wait_s + latency)
+            histograms["inference_seconds"].add(latency - queue)
+        if ttft is None:
+            return
+        histograms["ttft_seconds"].add(wait_s + ttft)
+        histograms["prefill_seconds"].add(ttft - queue)
+        if latency is not None:
+            histograms["decode_seconds"].add(latency - ttft)
+            if (gaps := generated_tokens - 1) > 0:
+                histograms["inter_token_seconds"].add((latency - ttft) / gaps, gaps)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `stats`: `reasons`, `prompt_tokens`, `cached_tokens`, `generated_tokens`, and
+        `histograms`, by name the counts of buckets and the sum."""
+        return {
+            "reasons": dict(self.reasons),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "generated_tokens": self.generated_tokens,
+            "histograms": {
+                name: {"counts": list(histogram.counts), "sum": histogram.total}
+                for name, histogram in self.histograms.items()
+            },
+        }
+
+
+def cumulative(name: str, counts: Sequence[int]) -> list[tuple[str, float]]:
+    """How many values do not exceed each bound, as Prometheus wants a histogram: pairs of the
+    bound, as text, and the number.
+
+    Args:
+        name: one of `HISTOGRAMS`.
+        counts: of its buckets.
+    """
+    bounds = [*(repr(bound) for bound in HISTOGRAMS[name]), "+Inf"]
+    return list(zip(bounds, map(float, accumulate(counts)), strict=True))

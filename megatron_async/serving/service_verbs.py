@@ -1,0 +1,247 @@
+"""`ServiceVerbs`: what an administrator tells a whole service, and the state that follows.
+
+Decisions alone, as the `Dispatcher` has them: no sockets, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from megatron_async.serving.messages import Answer, Ask, Do, Done, SetPaused, ToClient, ToReplica
+from megatron_async.serving.records import ReplicaRecord, ReplicaState, RoutedRequest
+
+
+class ServiceState(StrEnum):
+    """What a service does with requests."""
+
+    RUNNING = "running"
+    DRAINING = "draining"
+    """Finishes what it has and refuses what comes."""
+    PAUSED = "paused"
+    """Its engines stand still; requests wait."""
+    SLEEPING = "sleeping"
+    """The same, and its engines have given their device memory back."""
+
+
+OF_REPLICAS = ("sleep", "wake", "reset_prefix_cache", "profile")
+"""Verbs that every replica must do; the answer says what each told."""
+VERBS = ("health", "pause", "resume", "drain", "abort", *OF_REPLICAS)
+REFUSALS = {
+    ServiceState.DRAINING: "the service ends, or was told to take no further requests",
+}
+PAUSE_MODES = ("keep", "abort")
+
+
+class Books(Protocol):
+    """What verbs need of a dispatcher."""
+
+    replicas: dict[bytes, ReplicaRecord]
+    requests: dict[int, RoutedRequest]
+
+    def abort_request(self, request: RoutedRequest) -> None:
+        """End a request; its client is told."""
+
+    def tell(self, identity: bytes, message: ToClient | ToReplica) -> None:
+        """Send a message; never fails."""
+
+
+@dataclass
+class Question:
+    """A verb that replicas must do before its answer.
+
+    Attributes:
+        asker: identity of the client.
+        number: the client's.
+        what: the verb.
+        waiting: identities of replicas that have not answered.
+        answers: of the others, by name.
+        failures: of those that could not, by name.
+    """
+
+    asker: bytes
+    number: int
+    what: str
+    waiting: set[bytes]
+    answers: dict[str, Any] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+class ServiceVerbs:
+    """The state of a service, and how it changes.
+
+    Args:
+        books: of the dispatcher.
+
+    Attributes:
+        state: what the service does.
+        had_replica: whether one has ever joined: without one it loads, later it is dead.
+    """
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._questions: dict[int, Question] = {}
+        self._next = 0
+        self.state = ServiceState.RUNNING
+        self.had_replica = False
+
+    @property
+    def holds_queue(self) -> bool:
+        """Whether replicas are given nothing, because they stand still."""
+        return self.state in (ServiceState.PAUSED, ServiceState.SLEEPING)
+
+    def why_refused(self) -> str:
+        """Why no further request is taken; "" if it is."""
+        return REFUSALS.get(self.state, "")
+
+    def state_name(self) -> str:
+        """The state as people see it: without replicas a service is "loading" or "dead", unless it
+        takes no requests anyway."""
+        if self.state == ServiceState.DRAINING:
+            return str(self.state)
+        if not any(not replica.state.is_departing for replica in self._books.replicas.values()):
+            return "dead" if self.had_replica else "loading"
+        return str(self.state)
+
+    def ask(self, asker: bytes, ask: Ask) -> None:
+        """Do what a client asks of the service; the answer goes out now, or when all replicas
+        have done it."""
+        try:
+            answer = self._do(asker, ask)
+        except (ValueError, TypeError) as error:
+            failed = Answer(ask.number, failure=("ValueError", str(error)))
+            self._books.tell(asker, failed)
+            return
+        if answer is not None:
+            self._books.tell(asker, Answer(ask.number, answer))
+
+    def joined(self, replica: ReplicaRecord) -> None:
+        """A replica has joined: it does what the service does."""
+        self.had_replica = True
+        if self.holds_queue:
+            self._set(replica, ReplicaState.PAUSED)
+
+    def lost(self, identity: bytes) -> None:
+        """A replica is gone, or a client: nobody waits for the first, or answers the second."""
+        for key, question in list(self._questions.items()):
+            if question.asker == identity:
+                del self._questions[key]
+            elif identity in question.waiting:
+                question.waiting.discard(identity)
+                self._settle(key, question)
+
+    def done(self, identity: bytes, done: Done) -> None:
+        """A replica has done a verb, or could not."""
+        question = self._questions.get(done.number)
+        if question is None or identity not in question.waiting:
+            return
+        question.waiting.discard(identity)
+        replica = self._books.replicas.get(identity)
+        name = "" if replica is None else replica.name
+        if done.failure is None:
+            question.answers[name] = done.value
+        else:
+            question.failures[name] = ": ".join(done.failure)
+        self._settle(done.number, question)
+
+    # ---- Verbs -------------------------------------------------------------------------------
+
+    def _do(self, asker: bytes, ask: Ask) -> dict[str, Any] | None:
+        replicas = self._books.replicas.values()
+        match ask.what:
+            case "health":
+                ready = sum(replica.state == ReplicaState.READY for replica in replicas)
+                return {"state": self.state_name(), "replicas": ready}
+            case "pause":
+                return self._pause(replicas, str(ask.fields.get("mode", "keep")))
+            case "resume":
+                if self.state == ServiceState.SLEEPING:
+                    raise ValueError("the service sleeps: wake it.")
+                return self._go_on(replicas)
+            case "drain":
+                if self.holds_queue:
+                    raise ValueError(f"the service is {self.state}, and would never be done.")
+                self.state = ServiceState.DRAINING
+                return {"unfinished_requests": len(self._books.requests)}
+            case "abort":
+                return self._abort(ask.fields)
+            case "sleep":
+                self._stand_still(replicas)
+                self.state = ServiceState.SLEEPING
+            case "wake" if self.state != ServiceState.SLEEPING:
+                return {"replicas": {}}
+        self._ask_replicas(asker, ask)
+        return None
+
+    def _pause(self, replicas: Collection[ReplicaRecord], mode: str) -> dict[str, Any]:
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"mode={mode!r} must be one of {', '.join(PAUSE_MODES)}.")
+        if self.state == ServiceState.SLEEPING:
+            raise ValueError("the service sleeps already.")
+        aborted = self._abort({"all": True})["aborted"] if mode == "abort" else 0
+        self._stand_still(replicas)
+        self.state = ServiceState.PAUSED
+        return {"aborted": aborted}
+
+    def _stand_still(self, replicas: Collection[ReplicaRecord]) -> None:
+        if any(replica.info.shares_experts for replica in replicas):
+            raise ValueError(
+                "replicas whose experts others need cannot stand still: drain the service."
+            )
+        for replica in replicas:
+            self._set(replica, ReplicaState.PAUSED)
+
+    def _go_on(self, replicas: Collection[ReplicaRecord]) -> dict[str, Any]:
+        self.state = ServiceState.RUNNING
+        for replica in replicas:
+            self._set(replica, ReplicaState.READY)
+        return {}
+
+    def _set(self, replica: ReplicaRecord, state: ReplicaState) -> None:
+        if replica.state.is_departing:
+            return
+        replica.state = state
+        self._books.tell(replica.identity, SetPaused(state == ReplicaState.PAUSED))
+
+    def _abort(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        label, everything = fields.get("label"), fields.get("all") is True
+        if not everything and (not isinstance(label, str) or not label):
+            raise ValueError("say which request to abort: label=ID, or all=true.")
+        requests = [
+            request
+            for request in list(self._books.requests.values())
+            if everything or request.asked.label == label
+        ]
+        for request in requests:
+            self._books.abort_request(request)
+        return {"aborted": len(requests)}
+
+    def _ask_replicas(self, asker: bytes, ask: Ask) -> None:
+        there = {
+            identity
+            for identity, replica in self._books.replicas.items()
+            if not replica.state.is_departing
+        }
+        question = Question(asker, ask.number, ask.what, there)
+        key = self._next
+        self._next += 1
+        self._questions[key] = question
+        for identity in list(there):
+            self._books.tell(identity, Do(key, ask.what, ask.fields))
+        self._settle(key, question)
+
+    def _settle(self, key: int, question: Question) -> None:
+        """Answer a question that no replica has left to answer."""
+        if question.waiting or key not in self._questions:
+            return
+        del self._questions[key]
+        if question.failures:
+            text = "; ".join(f"{name}: {why}" for name, why in sorted(question.failures.items()))
+            answer = Answer(question.number, failure=("RuntimeError", text))
+        else:
+            answer = Answer(question.number, {"replicas": question.answers})
+            if question.what == "wake":
+                self._go_on(self._books.replicas.values())
+        self._books.tell(question.asker, answer)

@@ -1,0 +1,108 @@
+"""`StepArrays`: a `StepTokens` as NumPy arrays, checked, and cut by rows without a look at a token.
+
+The wire has no types for arrays, so they travel as bytes, little-endian as every machine that we
+know serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_async.ops.sampling.slot_records import MAX_TOP_N
+from megatron_async.serving.messages import LogProbRows, StepTokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """What a `StepTokens` says of tokens.
+
+    Attributes:
+        numbers: int64 `[rows]`.
+        counts: int32 `[rows]`, 0 or more.
+        tokens: int32 `[sum of counts]`.
+        asking: int32 `[asking]`, rising: rows with log probs; None where no row has any.
+        words: int32 `[tokens of these rows, 1 + 2 * top_n]`; see `LogProbRows`.
+        top_n: alternatives at each token of these rows.
+    """
+
+    numbers: NDArray[np.int64]
+    counts: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    asking: NDArray[np.int32] | None = None
+    words: NDArray[np.int32] | None = None
+    top_n: int = 0
+
+    @classmethod
+    def of(cls, message: StepTokens) -> StepArrays:
+        """The arrays of a message.
+
+        Raises:
+            ValueError: they do not fit together.
+        """
+        numbers = np.frombuffer(message.numbers, np.int64)
+        counts = np.frombuffer(message.counts, np.int32)
+        tokens = np.frombuffer(message.tokens, np.int32)
+        fits = len(numbers) == len(counts) and _total(counts) == len(tokens)
+        if message.log_probs is None:
+            if not fits:
+                raise ValueError("numbers, counts and tokens do not fit together")
+            return cls(numbers, counts, tokens)
+        given = message.log_probs
+        asking = np.frombuffer(given.rows, np.int32)
+        fits = fits and 0 <= given.top_n <= MAX_TOP_N
+        if fits and len(asking):
+            fits = bool(asking[0] >= 0 and asking[-1] < len(counts))
+            fits = fits and bool((np.diff(asking) > 0).all())
+        if not fits:
+            raise ValueError("numbers, counts, tokens and log probs do not fit together")
+        words = np.frombuffer(given.words, np.int32).reshape(_total(counts[asking]), -1)
+        if words.shape[1] != 1 + 2 * given.top_n:
+            raise ValueError("the log probs are of another shape than they say")
+        return cls(numbers, counts, tokens, asking, words, given.top_n)
+
+    def message(self, kept: NDArray[np.bool_], numbers: NDArray[np.int64]) -> StepTokens:
+        """A message of some rows.
+
+        Args:
+            kept: bool `[rows]`.
+            numbers: int64 `[rows]`: what the requests are called in it.
+        """
+        counts = self.counts[kept]
+        if _total(counts) == len(counts) == np.count_nonzero(kept) == len(self.tokens):
+            tokens = self.tokens
+        else:
+            tokens = self.tokens[np.repeat(kept, self.counts)]
+        return StepTokens(
+            numbers[kept].tobytes(), counts.tobytes(), tokens.tobytes(), self._log_probs(kept)
+        )
+
+    def _log_probs(self, kept: NDArray[np.bool_]) -> LogProbRows | None:
+        """The log probs of the rows that are kept, whose numbers change by that."""
+        if self.asking is None or self.words is None:
+            return None
+        wanted = kept[self.asking]
+        if not np.count_nonzero(wanted):
+            return None
+        places = np.cumsum(kept, dtype=np.int32) - 1
+        rows = places[self.asking[wanted]].astype(np.int32)
+        words = self.words[np.repeat(wanted, self.counts[self.asking])]
+        return LogProbRows(rows.tobytes(), self.top_n, words.tobytes())
+
+    def first_words(self) -> Sequence[int]:
+        """Where the words of each row begin, `[rows]`; -1 for those that did not ask."""
+        firsts = np.full(len(self.counts), -1, dtype=np.int64)
+        if self.asking is not None:
+            counts = self.counts[self.asking]
+            firsts[self.asking] = np.cumsum(counts) - counts
+        return firsts.tolist()
+
+
+def _total(counts: NDArray[np.int32]) -> int:
+    """Sum of counts, -1 if one of them is below 0."""
+    if not len(counts):
+        return 0
+    return int(counts.sum(dtype=np.int64)) if counts.min() >= 0 else -1

@@ -1,0 +1,339 @@
+"""`TokenClient`: a client's side of the wire, that gives tokens to readers as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from megatron_async.errors import CoordinatorLost, ReplicaLost
+from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.serving.connection import Connection
+from megatron_async.serving.failures import exception_of
+from megatron_async.serving.first_replica import FirstReplica
+from megatron_async.serving.messages import (
+    PROTOCOL,
+    Abort,
+    Again,
+    Answer,
+    Ask,
+    ClientHello,
+    Ended,
+    Generate,
+    Goodbye,
+    NewModel,
+    Pong,
+    StepTokens,
+    ToClient,
+    decode_for_client,
+)
+from megatron_async.serving.model_card import ModelCard, decode_card
+from megatron_async.serving.readers import TokenLogProbs, TokenReader
+from megatron_async.serving.remote_request import RemoteRequest
+from megatron_async.serving.request_message import request_message
+from megatron_async.serving.sent_request import SentRequest
+from megatron_async.serving.step_arrays import StepArrays
+
+logger = logging.getLogger("megatron_async")
+
+RETRY_EVERY_S = 0.2
+"""A client that keeps its connection looks so often for a coordinator that it has lost."""
+CARD_EVERY_S = 0.1
+"""A coordinator without a model card is asked so often."""
+
+
+class TokenClient:
+    """Sends requests to a coordinator and calls their readers; on one event loop.
+
+    Args:
+        address: of the coordinator, as in "tcp://127.0.0.1:9500".
+        connect_timeout_s: how long a call waits for a coordinator.
+        replica_timeout_s: how long requests wait for the coordinator's first replica, which may
+            still load its model. (Later ones wait in the coordinator; see docs/serving.md.)
+        secret: the coordinator's, if it asks for one.
+
+    Attributes:
+        after_message: called when readers were given all that had come: who writes for several of
+            them writes once.
+        lost: called when the coordinator is lost; all readers have been told before.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        connect_timeout_s: float = 10.0,
+        replica_timeout_s: float = 600.0,
+        secret: bytes | None = None,
+    ) -> None:
+        self._address = address
+        self._secret = secret
+        self._timeout_s = connect_timeout_s
+        self._replica_timeout_s = replica_timeout_s
+        self._first_replica = FirstReplica(address, replica_timeout_s)
+        self._connection: Connection[ToClient] | None = None
+        self._opening = asyncio.Lock()
+        self._keeping: asyncio.Task[None] | None = None
+        self._numbers = count()
+        self._requests: dict[int, SentRequest] = {}
+        self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._card: ModelCard | None = None
+        self._card_is_new = False
+        self._tokenizer: tuple[str, Any] | None = None
+        self.after_message: Callable[[], None] | None = None
+        self.lost: Callable[[CoordinatorLost], None] | None = None
+
+    def send(
+        self,
+        prompt: Sequence[int] | str,
+        params: SamplingParams,
+        reader: TokenReader,
+        priority: int = 0,
+        owner: str = "",
+        label: str = "",
+    ) -> int:
+        """Send one request over the connection that is there; on the client's event loop.
+
+        Args:
+            prompt: text or token ids.
+            params: as of `generate`.
+            reader: is called with what comes; see `TokenReader`.
+            priority: requests of higher priority go first.
+            owner: whose limits the request counts for; "": nobody's.
+            label: what people call it, for an administrator who aborts it; at most 128 characters.
+
+        Returns:
+            its number, for `abort`.
+
+        Raises:
+            CoordinatorLost: there is no connection (now).
+            RequestError: something in it cannot be sent.
+        """
+        if self._connection is None:
+            raise CoordinatorLost(f"there is no connection to the coordinator at {self._address}.")
+        return self._send(request_message(prompt, params, priority, owner, label), params, reader)
+
+    def abort(self, request: RemoteRequest | int) -> None:
+        """End a request, that `submit` or `send` returned; one that has ended stays as it is."""
+        number = request if isinstance(request, int) else request.number
+        if number in self._requests and self._connection is not None:
+            self._connection.send(Abort(number))
+
+    async def card(self) -> ModelCard:
+        """What is served. Waits for the first replica, which knows.
+
+        Raises:
+            CoordinatorLost: there is none.
+            ReplicaLost: no replica came within `replica_timeout_s`.
+        """
+        deadline = asyncio.get_running_loop().time() + self._replica_timeout_s
+        while self._card is None or not self._card_is_new:
+            known = None if self._card is None else self._card.digest
+            answer = await self._ask("card", fields={"digest": known})
+            if "card" in answer:
+                self._card = decode_card(answer["card"])
+            self._card_is_new = bool(answer)
+            if self._card_is_new and self._card is not None:
+                return self._card
+            await self._first_replica.wait(self.stats)
+            if asyncio.get_running_loop().time() >= deadline:
+                raise ReplicaLost(
+                    f"no replica told the coordinator at {self._address} what it serves within "
+                    f"{self._replica_timeout_s:g} s."
+                )
+            await asyncio.sleep(CARD_EVERY_S)
+        return self._card
+
+    async def stats(self) -> dict[str, Any]:
+        """The coordinator's counters, and its replicas by name; see docs/serving.md."""
+        return await self._ask("stats")
+
+    async def ask(self, what: str, **fields: Any) -> dict[str, Any]:
+        """Ask something of the whole service, or tell it what to do.
+
+        Args:
+            what: "stats", or one of `service_verbs.VERBS`.
+            fields: what else the verb takes.
+
+        Raises:
+            CoordinatorLost: there is none.
+            ValueError: the service cannot do that.
+        """
+        return await self._ask(what, fields=fields)
+
+    async def close(self) -> None:
+        """Disconnect; the coordinator aborts what is unfinished."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeping
+            self._keeping = None
+        if self._connection is not None:
+            self._connection.send(Goodbye())
+        self._lose(CoordinatorLost("this client was closed"))
+
+    # ---- The connection ----------------------------------------------------------------------
+
+    def _send(self, message: Generate, params: SamplingParams, reader: TokenReader) -> int:
+        assert self._connection is not None
+        message.number = next(self._numbers)
+        self._connection.send(message)
+        top_n = params.top_n_logprobs if params.return_log_probs else 0
+        self._requests[message.number] = SentRequest(reader, top_n)
+        return message.number
+
+    async def _ask(
+        self, what: str, replica: str = "", fields: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        connection = await self._open()
+        number = next(self._numbers)
+        self._questions[number] = asyncio.get_running_loop().create_future()
+        connection.send(Ask(number, what, replica, fields or {}))
+        return await self._questions[number]
+
+    async def _open(self) -> Connection[ToClient]:
+        async with self._opening:
+            if self._connection is None:
+                connection = Connection(self._address, decode_for_client, Pong, self._secret)
+                try:
+                    await connection.open(ClientHello(PROTOCOL), self._timeout_s)
+                except BaseException:
+                    connection.close()
+                    raise
+                self._connection = connection
+                connection.listen(self._hear, self._flush, self._lose_connection)
+            if self._connection is None:
+                raise CoordinatorLost(f"the coordinator at {self._address} is gone again.")
+            return self._connection
+
+    async def open(self) -> None:
+        """Connect, and from now on connect again whenever the coordinator is lost, until `close`.
+
+        Raises:
+            CoordinatorLost: nobody answers within `connect_timeout_s`.
+        """
+        await self._open()
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep_open())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection now."""
+        return self._connection is not None
+
+    async def _keep_open(self) -> None:
+        while True:
+            if self._connection is None:
+                try:
+                    await self._open()
+                except CoordinatorLost:
+                    pass
+                except Exception as error:
+                    logger.warning("No connection to the coordinator: %s", error)
+            await asyncio.sleep(RETRY_EVERY_S)
+
+    # ---- What comes in -----------------------------------------------------------------------
+
+    def _hear(self, message: ToClient) -> None:
+        match message:
+            case StepTokens():
+                if message.numbers:
+                    self._give(message)
+                for number, text in message.texts:
+                    if (request := self._requests.get(number)) is not None:
+                        self._guarded(number, request, request.text, text)
+                for ended in message.ends:
+                    self._end(ended)
+            case Again():
+                if (request := self._requests.get(message.number)) is not None:
+                    request.again()
+            case NewModel():
+                self._card_is_new = False
+            case Answer():
+                self._answer(message)
+
+    def _flush(self) -> None:
+        if self.after_message is not None:
+            self.after_message()
+
+    def _give(self, message: StepTokens) -> None:
+        """Give each reader its tokens: Python per row."""
+        step = StepArrays.of(message)
+        requests, tokens, first = self._requests, step.tokens, 0
+        words = step.first_words() if step.asking is not None else None
+        rows = zip(step.numbers.tolist(), step.counts.tolist(), strict=True)
+        for row, (number, count_) in enumerate(rows):
+            end = first + count_
+            request = requests.get(number)
+            if request is not None and count_:
+                log_probs = None
+                if words is not None and step.words is not None and words[row] >= 0:
+                    place = words[row]
+                    log_probs = TokenLogProbs.of(
+                        step.words[place : place + count_], step.top_n, request.top_n
+                    )
+                self._guarded(number, request, request.tokens, tokens[first:end], log_probs)
+            first = end
+
+    def _guarded(
+        self, number: int, request: SentRequest, take: Callable[..., bool | None], *news: Any
+    ) -> None:
+        """Give a reader what has come; its own fault is its request's alone."""
+        try:
+            if take(*news) is not False:
+                return
+            kind, text = ReplicaLost.__name__, request.why_lost()
+        except Exception as error:
+            logger.exception("A reader of a request's tokens failed; the request is aborted.")
+            kind, text = type(error).__name__, str(error)
+        self.abort(number)
+        self._requests.pop(number, None)
+        self._tell_end(request, kind, text)
+
+    def _end(self, ended: Ended) -> None:
+        request = self._requests.pop(ended.number, None)
+        if request is None:
+            return
+        if request.contradicts(ended):
+            self._tell_end(request, ReplicaLost.__name__, request.why_lost())
+            return
+        try:
+            request.ended(ended)
+        except Exception:
+            logger.exception("A reader of a request's tokens failed at its end.")
+
+    def _tell_end(self, request: SentRequest, kind: str, text: str) -> None:
+        try:
+            request.fail(kind, text)
+        except Exception:
+            logger.exception("A reader of a request's tokens failed at its end.")
+
+    def _lose_connection(self, error: CoordinatorLost) -> None:
+        self._lose(CoordinatorLost(f"{error} What was unfinished is aborted: send it once more."))
+
+    def _answer(self, message: Answer) -> None:
+        question = self._questions.pop(message.number, None)
+        if question is None or question.done():
+            return
+        if message.failure is not None:
+            question.set_exception(exception_of(*message.failure))
+        else:
+            question.set_result(message.value)
+
+    def _lose(self, error: CoordinatorLost) -> None:
+        connection, self._connection = self._connection, None
+        self._first_replica.forget()
+        self._card_is_new = False
+        requests, self._requests = self._requests, {}
+        questions, self._questions = self._questions, {}
+        for request in requests.values():
+            self._tell_end(request, CoordinatorLost.__name__, str(error))
+        for question in questions.values():
+            if not question.done():
+                question.set_exception(error)
+        if connection is not None:
+            connection.close()
+            if self.lost is not None:
+                self.lost(error)

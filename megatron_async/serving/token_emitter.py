@@ -1,0 +1,121 @@
+"""`TokenEmitter`: tells what an engine's steps yield, one message a step whoever asked.
+
+Runs on the engine's thread, where a step costs the same few array operations however many requests
+it serves: requests have the coordinator's numbers as their ids, so a step's arrays go out as they
+are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_async.contexts.step_output import StepOutput
+from megatron_async.engines.listener import EngineListener
+from megatron_async.ops.sampling.slot_records import MAX_TOP_N
+from megatron_async.serving.messages import Ended, LogProbRows, StepTokens
+
+
+class TokenEmitter(EngineListener):
+    """Listens to the engine's steps.
+
+    Args:
+        send: is given one message at the end of a turn of the event loop that had news.
+    """
+
+    def __init__(self, send: Callable[[StepTokens], None]) -> None:
+        self._send = send
+        self._outputs: list[StepOutput] = []
+        self._ends: list[Ended] = []
+        self._is_due = False
+        self._top_n: dict[int, int] = {}
+        """Of requests that ask for log probs."""
+        self._ones = np.ones(0, dtype=np.int32).tobytes()
+
+    def wants_log_probs(self, number: int, top_n: int) -> None:
+        """A request asks for log probs, and those of so many alternatives at each token."""
+        self._top_n[number] = top_n
+
+    def booked(self, output: StepOutput) -> None:
+        """See `EngineListener`; what ended with the step is told behind its tokens."""
+        if len(output.tokens):
+            self._outputs.append(output)
+            self._schedule()
+
+    def end(self, ended: Ended) -> None:
+        """A request has ended, whose tokens were booked before."""
+        self._ends.append(ended)
+        self._schedule()
+
+    def forget(self) -> None:
+        """Nobody wants to hear any more what there is."""
+        self._outputs.clear()
+        self._ends.clear()
+        self._top_n.clear()
+
+    def flush(self) -> None:
+        """Send now what there is."""
+        self._is_due = False
+        if not self._outputs and not self._ends:
+            return
+        outputs, self._outputs = self._outputs, []
+        ends, self._ends = self._ends, []
+        message = self._message(outputs, ends)
+        for ended in ends:
+            self._top_n.pop(ended.number, None)
+        self._send(message)
+
+    def _schedule(self) -> None:
+        # The futures of requests that a step ended are told first: then its ends are here too.
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self.flush)
+
+    def _message(self, outputs: list[StepOutput], ends: list[Ended]) -> StepTokens:
+        if len(outputs) == 1:
+            (output,) = outputs
+            return StepTokens(
+                output.request_ids.tobytes(), self._counts(output), output.tokens.tobytes(),
+                self._log_probs(outputs), [], ends,
+            )  # fmt: skip
+        return StepTokens(
+            b"".join(output.request_ids.tobytes() for output in outputs),
+            b"".join(map(self._counts, outputs)),
+            b"".join(output.tokens.tobytes() for output in outputs),
+            self._log_probs(outputs),
+            [],
+            ends,
+        )
+
+    def _counts(self, output: StepOutput) -> bytes:
+        rows, tokens = len(output.request_ids), len(output.tokens)
+        if rows == tokens and output.verified is None:  # one each
+            if len(self._ones) < 4 * rows:
+                self._ones = np.ones(2 * rows, dtype=np.int32).tobytes()
+            return self._ones[: 4 * rows]
+        return np.bincount(output.rows, minlength=rows).astype(np.int32).tobytes()
+
+    def _log_probs(self, outputs: list[StepOutput]) -> LogProbRows | None:
+        """The log probs of rows that ask, as many alternatives of each as one of them wants."""
+        if not self._top_n or all(output.log_probs is None for output in outputs):
+            return None
+        numbers = np.concatenate([output.request_ids for output in outputs])
+        asks = np.isin(numbers, np.fromiter(self._top_n, np.int64, len(self._top_n)))
+        top_n = max(self._top_n.values())
+        columns = np.r_[: 1 + top_n, 1 + MAX_TOP_N : 1 + MAX_TOP_N + top_n]
+        found: list[NDArray[np.integer[Any]]] = []
+        first = 0
+        for output in outputs:
+            end = first + len(output.request_ids)
+            if output.log_probs is None:
+                asks[first:end] = False
+            else:
+                found.append(output.log_probs[asks[first:end][output.rows]][:, columns])
+            first = end
+        words = np.concatenate(found) if found else np.empty(0, np.int32)
+        rows = np.flatnonzero(asks).astype(np.int32)
+        return LogProbRows(rows.tobytes(), top_n, words.tobytes()) if len(rows) else None

@@ -1,0 +1,110 @@
+"""`TokenText`: a request's text, made wherever its tokens are: in the engine's process, at a
+client, in a server.
+
+The texts that it returns are together the request's `generated_text`, however its tokens are
+divided, and no text is ever taken back: incomplete characters, what may become a stop word, and a
+token that may have ended the request wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.text.detokenize import REPLACEMENT, ByteDetokenizer, IncrementalDetokenizer
+from megatron_async.text.stop_words import cut_at_stop_word, find_word, held_back
+
+ENDED_BY_TOKEN = ("termination_id", "stop_token")
+
+
+class TokenText:
+    """The text of one request's generated tokens, piece by piece.
+
+    Where texts are the bytes of their tokens (`Tokenizer.byte_pieces`), a token costs one look-up.
+    Other tokenizers decode the newest tokens together, and all of them at the end.
+
+    Args:
+        tokenizer: has `detokenize`; `byte_pieces` and `eod` if it likes.
+        params: of the request.
+        prompt: text or token ids; it comes first if the request asks for an `echo`.
+    """
+
+    def __init__(
+        self, tokenizer: Any, params: SamplingParams, prompt: str | Sequence[int] = ""
+    ) -> None:
+        self._detokenize = tokenizer.detokenize
+        self._keeps_stop = params.detokenize_stop_sequence
+        self._words = params.stop_words or ()
+        self._held_back = held_back(self._words)
+        last = params.termination_id
+        last = getattr(tokenizer, "eod", None) if last is None else last
+        self._stop_ids = frozenset((last, *(params.stop_token_ids or ())))
+        self._held: list[int] = []
+        """A last token that may have ended the request, or none."""
+        pieces = getattr(tokenizer, "byte_pieces", None)
+        # Bytes that are no character are found as a stop word only when another follows them.
+        self._decoder: ByteDetokenizer | IncrementalDetokenizer
+        if pieces is not None and not any(REPLACEMENT in word for word in self._words):
+            self._decoder = ByteDetokenizer(pieces)
+        else:
+            self._decoder = IncrementalDetokenizer(self._detokenize)
+        self._tokens: list[int] = []
+        """All of them, where the end needs them."""
+        self._echo = ""
+        if params.echo:
+            is_text = isinstance(prompt, str)
+            self._echo = str(prompt if is_text else self._detokenize(list(prompt)) or "")
+        self._tail = ""
+        """Settled text that was not returned."""
+        self._num_returned = 0
+        """Characters of the tokens' text."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Take the next tokens; return the text that nothing can change any more, perhaps none."""
+        if not len(tokens):
+            return ""
+        if self._held or tokens[-1] in self._stop_ids:
+            tokens = [*self._held, *tokens]
+            self._held = [tokens.pop()] if tokens[-1] in self._stop_ids else []
+        known = len(self._tail)
+        text = self._settle(tokens)
+        end = len(text) - self._held_back
+        for word in self._words:
+            if (start := find_word(text, word, known)) >= 0:
+                end = min(end, start)  # perhaps the request has ended by it
+        return self._return(max(end, 0))
+
+    def end(self, finish_reason: str | None, stop_words_from: int = 0) -> str:
+        """The rest of the text; nothing is pushed behind it.
+
+        Args:
+            finish_reason: of the request.
+            stop_words_from: likewise; characters of the text behind which stop words count.
+        """
+        if self._keeps_stop or finish_reason not in ENDED_BY_TOKEN:
+            self._settle(self._held)
+        if isinstance(self._decoder, ByteDetokenizer):
+            self._tail += self._decoder.finish()
+        else:
+            whole = self._detokenize(self._tokens) or ""
+            self._tail = whole[self._num_returned :]
+        if finish_reason == "stop_word":
+            behind = max(stop_words_from - self._num_returned, 0)
+            self._tail = cut_at_stop_word(self._tail, self._words, self._keeps_stop, behind)
+        return self._return(len(self._tail))
+
+    def _settle(self, tokens: Sequence[int]) -> str:
+        """All that is not returned, with what these tokens settle."""
+        if len(tokens):
+            if not isinstance(self._decoder, ByteDetokenizer):
+                self._tokens += tokens
+            self._tail += self._decoder.push_all(tokens)
+        return self._tail
+
+    def _return(self, length: int) -> str:
+        text, self._tail = self._tail[:length], self._tail[length:]
+        self._num_returned += length
+        if self._echo:
+            text, self._echo = self._echo + text, ""
+        return text

@@ -1,0 +1,160 @@
+#!/usr/bin/env bash
+# Ask a running server by the clients that people use, each in an environment of its own, and write
+# what came out of it to docs/server_clients.md.
+#
+#   bash scripts/check_clients.sh                     # starts `megatron-async serve smollm2` itself
+#   bash scripts/check_clients.sh openai-1 litellm    # only these
+#   BASE_URL=http://host:8000/v1 API_KEY=k MODEL=m bash scripts/check_clients.sh
+#
+# Environments are made by uv in $CLIENT_ENVS (default: /tmp/megatron-async-clients) and kept; they
+# come from PyPI. Nothing else of the network is used. guidellm (5.7 GB) runs only when named, and so
+# do llama.cpp's and vLLM's own tests, which need a checkout in LLAMA_CPP and VLLM.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+ENVS=${CLIENT_ENVS:-/tmp/megatron-async-clients}
+REPORT=${REPORT:-docs/server_clients.md}
+TIME_LIMIT=${TIME_LIMIT:-300}
+ALL=(openai-1 openai-2 openai litellm instructor pydantic-ai langchain-openai llm lm-eval aiperf
+     schemathesis)
+mkdir -p "$ENVS/logs"
+export MODEL=${MODEL:-smollm2} API_KEY=${API_KEY:-sk-check-clients}
+# Not a Python that uv would fetch, but the one that the project's own environment is made of.
+BASE_PYTHON=$(${PYTHON:-.venv/bin/python} -c 'import sys; print(sys._base_executable)')
+export BASE_PYTHON
+export LITELLM_LOCAL_MODEL_COST_MAP=True
+
+server=
+if [ -z "${BASE_URL:-}" ]; then
+    log="$ENVS/logs/server.log"
+    MEGATRON_ASYNC_API_KEY=$API_KEY ${PYTHON:-.venv/bin/python} -m megatron_async serve "$MODEL" \
+        --port 0 --no-progress >"$log" 2>&1 &
+    server=$!
+    trap 'kill $server 2>/dev/null; wait $server 2>/dev/null' EXIT
+    for _ in $(seq 600); do
+        grep -q "ready after" "$log" && break
+        kill -0 $server 2>/dev/null || { cat "$log"; exit 1; }
+        sleep 1
+    done
+    BASE_URL=$(grep -o 'http://127.0.0.1:[0-9]*' "$log" | head -1)/v1
+fi
+export BASE_URL
+ROOT_URL=${BASE_URL%/v1}
+
+# A tokenizer folder for clients that count tokens themselves.
+tokenizer() {
+    local folder="$ENVS/tokenizer-$MODEL"
+    [ -d "$folder" ] || ${PYTHON:-.venv/bin/python} scripts/clients/save_tokenizer.py "$MODEL" "$folder"
+    echo "$folder"
+}
+
+environment() { # NAME PACKAGE...: its Python
+    local folder="$ENVS/$1"
+    shift
+    if [ ! -x "$folder/bin/python" ]; then
+        uv venv -q --python "$BASE_PYTHON" "$folder" && uv pip install -q --python "$folder" "$@" || {
+            rm -rf "$folder"
+            return 1
+        }
+    fi
+    echo "$folder/bin"
+}
+
+run_openai-1() { "$(environment openai-1 'openai<2')/python" scripts/clients/ask_openai.py; }
+run_openai-2() { "$(environment openai-2 'openai>=2,<3')/python" scripts/clients/ask_openai.py; }
+run_openai() { "$(environment openai openai)/python" scripts/clients/ask_openai.py; }
+run_litellm() { "$(environment litellm litellm)/python" scripts/clients/ask_litellm.py; }
+run_instructor() { "$(environment instructor instructor)/python" scripts/clients/ask_instructor.py; }
+run_pydantic-ai() {
+    "$(environment pydantic-ai 'pydantic-ai-slim[openai]')/python" scripts/clients/ask_pydantic_ai.py
+}
+run_langchain-openai() {
+    "$(environment langchain-openai langchain-openai)/python" scripts/clients/ask_langchain.py
+}
+run_llm() {
+    local bin
+    bin=$(environment llm llm) || return 1
+    export LLM_USER_PATH="$ENVS/llm-user"
+    mkdir -p "$LLM_USER_PATH"
+    printf -- '- model_id: ours\n  model_name: %s\n  api_base: "%s"\n  api_key_name: ours\n' \
+        "$MODEL" "$BASE_URL" >"$LLM_USER_PATH/extra-openai-models.yaml"
+    printf '{"ours": "%s"}' "$API_KEY" >"$LLM_USER_PATH/keys.json"
+    "$bin/llm" -m ours -o max_tokens 8 "Say hello."
+}
+run_lm-eval() {
+    local bin tok
+    bin=$(environment lm-eval 'lm-eval[api]' transformers) && tok=$(tokenizer) || return 1
+    export OPENAI_API_KEY=$API_KEY HF_HUB_OFFLINE=1
+    local common="model=$MODEL,num_concurrent=2,max_retries=1"
+    "$bin/lm-eval" run --model local-completions --tasks toy --include_path scripts/clients/lm_eval \
+        --model_args "$common,base_url=$BASE_URL/completions,tokenizer_backend=huggingface,tokenizer=$tok" &&
+        "$bin/lm-eval" run --model local-chat-completions --tasks toy_gen --apply_chat_template \
+            --include_path scripts/clients/lm_eval \
+            --model_args "$common,base_url=$BASE_URL/chat/completions"
+}
+run_aiperf() {
+    local bin tok
+    bin=$(environment aiperf aiperf) && tok=$(tokenizer) || return 1
+    "$bin/aiperf" profile --model "$MODEL" --url "$ROOT_URL" --endpoint-type chat --streaming \
+        --api-key "$API_KEY" --tokenizer "$tok" --concurrency 4 --request-count 20 \
+        --synthetic-input-tokens-mean 32 --output-tokens-mean 8 --ui none \
+        --artifact-dir "$ENVS/logs/aiperf"
+}
+run_guidellm() {
+    local bin tok
+    bin=$(environment guidellm guidellm) && tok=$(tokenizer) || return 1
+    HF_HUB_OFFLINE=1 "$bin/guidellm" run \
+        --backend "kind=openai_http,target=$ROOT_URL,model=$MODEL,api_key=$API_KEY" \
+        --profile kind=concurrent,streams=4 --constraint kind=max_requests,count=20 \
+        --tokenizer "kind=huggingface_auto,model=$tok" \
+        --data kind=synthetic_text,prompt_tokens=32,output_tokens=8 --disable-progress \
+        --output "kind=json,path=$ENVS/logs/guidellm.json"
+}
+run_schemathesis() { # against the schema that the server itself shows
+    local bin
+    bin=$(environment schemathesis schemathesis) || return 1
+    curl -sf -H "Authorization: Bearer $API_KEY" "$ROOT_URL/openapi.json" >"$ENVS/openapi.json" || return 1
+    "$bin/schemathesis" run "$ENVS/openapi.json" --url "$ROOT_URL" --phases fuzzing -n 50 \
+        --header "Authorization: Bearer $API_KEY" \
+        --checks not_a_server_error,content_type_conformance
+}
+run_llama.cpp() { # its server's tests in their external mode, those that are of OpenAI's protocol
+    [ -d "${LLAMA_CPP:-}" ] || { echo "set LLAMA_CPP to a checkout"; return 1; }
+    local bin
+    bin=$(environment llama.cpp pytest requests openai aiohttp wget) || return 1
+    (cd "$LLAMA_CPP/tools/server/tests" && DEBUG_EXTERNAL=1 PORT="${ROOT_URL##*:}" \
+        "$bin/python" -m pytest -q unit/test_chat_completion.py)
+}
+run_vllm() { # its tests of entrypoints, by a shim of `tests.utils` that starts nothing
+    [ -d "${VLLM:-}" ] || { echo "set VLLM to a checkout"; return 1; }
+    local bin
+    bin=$(environment vllm-tests pytest pytest-asyncio openai requests httpx regex jsonschema) || return 1
+    PYTHONPATH="scripts/clients/vllm_shim" "$bin/python" -m pytest -q -p no:cacheprovider \
+        "$VLLM/tests/entrypoints/openai/completion/test_completion.py"
+}
+
+names=("$@")
+[ ${#names[@]} -gt 0 ] || names=("${ALL[@]}")
+rows=()
+failed=0
+for name in "${names[@]}"; do
+    log="$ENVS/logs/$name.log"
+    start=$SECONDS
+    export -f environment tokenizer "run_$name"
+    export ENVS ROOT_URL
+    if timeout "$TIME_LIMIT" bash -c "run_$name" >"$log" 2>&1; then result=well; else result=FAILED; failed=1; fi
+    version=$(uv pip list -q --python "$ENVS/$name" 2>/dev/null |
+        awk -v want="$(echo "$name" | sed 's/-[12]$//')" '$1 == want || $1 == want "-slim" {print $2}')
+    echo "$name ${version:-} $result ($((SECONDS - start)) s; $log)"
+    rows+=("| $name | ${version:--} | $result | $(tail -n 1 "$log" | tr '|' ' ' | cut -c 1-120) |")
+done
+{
+    echo "# Clients that were asked"
+    echo
+    echo "Written by \`bash scripts/check_clients.sh ${*:-}\` on $(date -u +%Y-%m-%d), model $MODEL."
+    echo
+    echo "| client | version | outcome | last line of its output |"
+    echo "| --- | --- | --- | --- |"
+    printf '%s\n' "${rows[@]}"
+} >"$REPORT"
+exit $failed

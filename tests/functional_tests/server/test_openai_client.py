@@ -1,0 +1,137 @@
+"""OpenAI's own client, and raw HTTP, against the demo model behind `megatron-async serve`."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from served import KEY, Served, eventually
+
+from megatron_async import LLM, SamplingParams
+
+CHAT = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with Served(
+        log, "smollm2", "--device", "cpu", "--block-size-tokens", "16", "--max-requests", "8",
+        "--no-progress", "--api-processes", "1",
+    ) as served:  # fmt: skip
+        served.wait_until_ready()
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(service: Served) -> openai.OpenAI:
+    url = f"http://127.0.0.1:{service.port}/v1"
+    return openai.OpenAI(api_key=KEY, base_url=url, max_retries=0)
+
+
+def test_answers_are_those_of_the_engine(client: openai.OpenAI) -> None:
+    """Whole, streamed and in process: one text."""
+    with LLM("smollm2", device="cpu") as llm:
+        assert llm.tokenizer is not None
+        chat = llm.tokenizer.apply_chat_template(CHAT)
+        ids = llm.tokenizer.tokenize(chat, add_special_tokens=False)
+        params = SamplingParams(num_tokens_to_generate=12, temperature=0.8, seed=5)
+        expected = llm.generate([ids], params)[0].generated_text
+    asked = {"model": "smollm2", "messages": CHAT, "max_tokens": 12, "temperature": 0.8, "seed": 5}
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].message.content == expected
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None  # cached tokens differ: the first one filled the cache
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens == len(ids) + len(chunks) - 3
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    by_ids = client.completions.create(
+        model="smollm2", prompt=ids, max_tokens=12, temperature=0.8, seed=5
+    )
+    assert by_ids.choices[0].text == expected
+
+
+def test_choices_log_probs_and_formats(client: openai.OpenAI) -> None:
+    several = client.completions.create(
+        model="smollm2", prompt=["One", "Two"], n=2, max_tokens=4, seed=3, logprobs=2
+    )
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    assert several.usage is not None
+    assert several.usage.completion_tokens == 16
+    again = client.completions.create(model="smollm2", prompt="One", max_tokens=4, seed=4)
+    assert again.choices[0].text == several.choices[1].text  # choice i has seed + i
+    log_probs = several.choices[0].logprobs
+    assert log_probs is not None
+    assert "".join(log_probs.tokens or ()) == several.choices[0].text
+    scored = client.completions.create(
+        model="smollm2", prompt="Paris is the capital", max_tokens=0, echo=True, logprobs=1
+    ).choices[0]
+    assert scored.text == "Paris is the capital"
+    assert scored.logprobs is not None
+    assert scored.logprobs.token_logprobs is not None
+    assert scored.logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in scored.logprobs.token_logprobs[1:])
+    schema = {
+        "type": "object", "properties": {"city": {"type": "string", "maxLength": 10}},
+        "required": ["city"], "additionalProperties": False,
+    }  # fmt: skip
+    held = client.chat.completions.create(
+        model="smollm2", messages=CHAT, max_tokens=60,
+        response_format={"type": "json_schema", "json_schema": {"name": "c", "schema": schema}},
+    )  # fmt: skip
+    assert set(json.loads(held.choices[0].message.content or "")) == {"city"}
+
+
+def test_errors_are_the_clients_own(client: openai.OpenAI, service: Served) -> None:
+    with pytest.raises(openai.NotFoundError, match="gpt-4"):
+        client.chat.completions.create(model="gpt-4", messages=CHAT)
+    for field in ({"temperature": -1}, {"n": 0}, {"max_tokens": 0}, {"top_p": 2}, {"seed": 2**70}):
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="smollm2", prompt="a", **field)
+    with pytest.raises(openai.BadRequestError, match="context"):
+        client.completions.create(model="smollm2", prompt="a b " * 5000, max_tokens=2)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="sk-wrong").models.list()
+    assert (
+        service.request("/v1/completions", {"prompt": "a", "stream": True, "max_tokens": -1})[0]
+        == 400
+    )
+    assert [model.id for model in client.models.list()] == ["smollm2"]
+
+
+def test_who_leaves_is_aborted_and_others_go_on(client: openai.OpenAI, service: Served) -> None:
+    stream = client.completions.create(
+        model="smollm2", prompt="Once", max_tokens=2000, stream=True,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    next(iter(stream))
+    stream.close()
+    raw = socket.create_connection(("127.0.0.1", service.port))
+    body = json.dumps({"prompt": "Once", "max_tokens": 2000, "ignore_eos": True}).encode()
+    raw.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer "
+        + KEY.encode() + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    )  # fmt: skip
+
+    def of(name: str) -> float:
+        _, text = service.request("/metrics")
+        line = next(line for line in text.splitlines() if line.startswith(name))
+        return float(line.split()[-1])
+
+    eventually(lambda: of("megatron_async_slots_in_use") >= 1, "the second request to run")
+    raw.close()
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(
+            lambda n: client.completions.create(model="smollm2", prompt="a", max_tokens=4, seed=n),
+            range(4),
+        ))  # fmt: skip
+    assert len(answers) == 4
+    eventually(lambda: of("megatron_async_slots_in_use") == 0, "both to be aborted")

@@ -1,0 +1,140 @@
+"""`megatron-async serve`: its processes, their deaths, and its end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from served import ADMIN, ENGINE, Served, completion, eventually, token_ids
+
+LONG = 300
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with Served(
+        log, "dummy:tiny", *ENGINE, "--replicas", "2", "--api-processes", "2", "--device", "cpu"
+    ) as served:
+        status, _ = served.request("/health", key="")
+        assert status == 503  # nobody can have loaded a model yet
+        assert served.request("/ready", key="")[0] == 503
+        served.wait_until_ready()
+        yield served
+
+
+@pytest.fixture(scope="module")
+def expected(service: Served) -> list[int]:
+    _, answer = service.request("/v1/completions", completion(LONG))
+    tokens: list[int] = answer["choices"][0]["token_ids"]
+    assert len(tokens) == LONG
+    return tokens
+
+
+def in_thread(service: Served, tokens: int) -> tuple[threading.Thread, list[Any]]:
+    """A stream that is read in a thread."""
+    events: list[Any] = []
+
+    def read() -> None:
+        for event in service.stream("/v1/completions", completion(tokens)):
+            events.append(event)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    eventually(lambda: events, "the stream to begin")
+    return thread, events
+
+
+def test_it_says_where_it_is_and_how_to_ask(service: Served) -> None:
+    text = "".join(service.lines)
+    assert f"serving dummy:tiny at http://127.0.0.1:{service.port}" in text
+    assert f"curl http://127.0.0.1:{service.port}/v1/completions" in text
+    assert "sk-test" not in text + service.log.read_text()
+    assert service.request("/health", key="")[0] == service.request("/ready", key="")[0] == 200
+
+
+def test_who_speaks_http_has_no_torch(service: Served) -> None:
+    def has_torch(process: psutil.Process) -> bool:
+        return any("libtorch" in each.path for each in process.memory_maps())
+
+    assert len(service.children("api")) == 2
+    assert not any(map(has_torch, service.children("api")))
+    assert not has_torch(psutil.Process(service.process.pid))
+    assert all(map(has_torch, service.children("replica")))
+
+
+def test_keys_are_in_no_list_of_processes(service: Served) -> None:
+    for process in service.children(""):
+        assert not {"sk-test", ADMIN} & {*process.cmdline(), *process.environ().values()}
+
+
+def test_a_replica_is_killed_and_its_request_goes_on(service: Served, expected: list[int]) -> None:
+    threads = [in_thread(service, LONG) for _ in range(4)]
+    service.children("replica")[0].kill()
+    for thread, events in threads:
+        thread.join(120)
+        assert token_ids(events) == expected
+    eventually(lambda: len(service.children("replica")) == 2, "the replica to be started again")
+
+
+def test_an_api_process_is_killed_and_others_go_on(service: Served, expected: list[int]) -> None:
+    before = {process.pid for process in service.children("api")}
+    streams = [in_thread(service, LONG)]
+    # Whose connection it is, the kernel's table of sockets says.
+    owners = {
+        process.pid
+        for process in service.children("api")
+        if any(each.status == "ESTABLISHED" for each in process.net_connections("tcp"))
+    }
+    assert len(owners) == 1
+    (victim,) = before - owners
+    psutil.Process(victim).kill()
+    killed = time.monotonic()
+    for thread, events in streams:
+        thread.join(120)
+        assert token_ids(events) == expected
+    eventually(lambda: len(service.children("api")) == 2, "the API process to be started again")
+    assert time.monotonic() - killed < 30
+    assert service.request("/v1/completions", completion(3))[0] == 200
+
+
+def test_every_api_process_tells_the_same_numbers(service: Served) -> None:
+    def counters() -> list[str]:
+        status, text = service.request("/metrics")
+        assert status == 200
+        return sorted(
+            line for line in text.splitlines()
+            if line.startswith("megatron_async_service") or "ended_requests" in line
+        )  # fmt: skip
+
+    scrapes = [counters() for _ in range(6)]  # each a new connection, to either process
+    assert len(scrapes[0]) > 10
+    assert all(scrape == scrapes[0] for scrape in scrapes)
+
+
+def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    with Served(tmp_path / "log", "dummy:tiny", *ENGINE) as service:
+        eventually(lambda: service.request("/health", key="")[0] == 503, "the API process")
+        children = service.children("")
+        assert len(children) == 2
+        service.process.kill()
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert not alive
+
+
+def test_sigterm_drains(service: Served) -> None:
+    """The last test: it ends the service of the others."""
+    thread, events = in_thread(service, LONG)
+    service.process.send_signal(signal.SIGTERM)
+    eventually(lambda: service.request("/ready", key="")[0] == 503, "/ready to say so", 10)
+    assert service.request("/v1/completions", completion(3))[0] == 503
+    thread.join(120)
+    assert len(token_ids(events)) == LONG
+    assert service.process.wait(60) == 0
+    assert "Traceback" not in service.log.read_text()

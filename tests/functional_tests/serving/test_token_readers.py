@@ -1,0 +1,221 @@
+"""Readers of a client: tokens, log probs and ends of a real engine, in order; its own text where
+the tokenizer cannot be sent; and whose fault fails whom."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from ascii_tokenizer import make_ascii_tokenizer
+from harness import EngineFactory, greedy
+from numpy.typing import NDArray
+
+from megatron_async.errors import RequestError
+from megatron_async.serving.async_client import AsyncCoordinatorClient
+from megatron_async.serving.coordinator import Coordinator
+from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+from megatron_async.serving.replica import Replica
+
+
+class Reader:
+    """Keeps what it is told."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.pieces: list[list[int]] = []
+        self.log_probs: list[TokenLogProbs] = []
+        self.texts: list[str] = []
+        self.fails_at = fails_at
+        self.end: asyncio.Future[RequestEnd] = asyncio.get_running_loop().create_future()
+
+    def tokens(self, tokens: NDArray[np.int32], log_probs: TokenLogProbs | None) -> None:
+        assert not self.end.done()
+        if len(self.pieces) == self.fails_at:
+            raise ZeroDivisionError("a reader's own fault")
+        self.pieces.append(tokens.tolist())
+        if log_probs is not None:
+            self.log_probs.append(log_probs)
+
+    def text(self, text: str) -> None:
+        self.texts.append(text)
+
+    def ended(self, end: RequestEnd) -> None:
+        self.end.set_result(end)
+
+    @property
+    def all(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece]
+
+
+Run = Callable[[Callable[[AsyncCoordinatorClient], Coroutine[Any, Any, None]]], None]
+
+
+class Told(Exception):
+    """Of a tokenizer of a user's own."""
+
+
+class Own:
+    """A tokenizer of a class that no client has."""
+
+    eod = -1
+    fails = False
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def detokenize(self, tokens: list[int]) -> str:
+        if self.fails:
+            raise Told("no such token")
+        return "".join(chr(97 + token % 26) for token in tokens)
+
+
+def served(engine: Any) -> Iterator[Run]:
+    """Runs work with a client of a coordinator that has one replica."""
+    coordinator = Coordinator("tcp://127.0.0.1:*")
+    replica = Replica(engine, coordinator.address, "tiny", "a")
+    threads = [
+        threading.Thread(target=coordinator.run, daemon=True),
+        threading.Thread(target=lambda: asyncio.run(replica.run()), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+
+    def run(work: Callable[[AsyncCoordinatorClient], Coroutine[Any, Any, None]]) -> None:
+        async def with_client() -> None:
+            async with AsyncCoordinatorClient(coordinator.address) as client:
+                await asyncio.wait_for(client.card(), 20)
+                await asyncio.wait_for(work(client), 40)
+
+        asyncio.run(with_client())
+
+    yield run
+
+    async def remove(client: AsyncCoordinatorClient) -> None:
+        await client.remove_replica("a")
+
+    run(remove)
+    threads[1].join(10)
+    coordinator.stop()
+    threads[0].join(5)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.fixture
+def with_client(make_tiny_engine: EngineFactory) -> Iterator[Run]:
+    yield from served(make_tiny_engine(lookahead=1, tokenizer=make_ascii_tokenizer()))
+
+
+def test_readers_are_told_what_one_engine_gives(
+    with_client: Run, make_tiny_engine: EngineFactory
+) -> None:
+    """Log probs too, of rows with other numbers of alternatives in one message."""
+    wants = [
+        {}, {"return_log_probs": True, "top_n_logprobs": 3}, {"return_log_probs": True},
+        {"return_log_probs": True, "top_n_logprobs": 20, "skip_prompt_log_probs": True},
+    ]  # fmt: skip
+    params = [greedy(12 + 3 * n, termination_id=-1, **want) for n, want in enumerate(wants)]
+    prompts = [[5, 9, n] for n in range(len(params))]
+    alone = make_tiny_engine(lookahead=1, tokenizer=make_ascii_tokenizer())
+    expected = alone.generate(prompts, params)
+
+    async def work(client: AsyncCoordinatorClient) -> None:
+        flushes = []
+        client.after_message = lambda: flushes.append(1)
+        readers = [Reader() for _ in params]
+        for prompt, mine, reader in zip(prompts, params, readers, strict=True):
+            client.send(prompt, mine, reader)
+        for reader, request in zip(readers, expected, strict=True):
+            end = await reader.end
+            assert end.error is None
+            assert reader.all == request.generated_tokens
+            assert len(reader.pieces) > 3, "tokens come while they are made"
+            assert (end.finish_reason, end.num_prompt_tokens) == ("length", 3)
+            assert end.num_generated_tokens == len(reader.all)
+            assert end.ttft is not None
+            assert end.queue_s is not None
+            check_log_probs(reader, end, request)
+        assert len(flushes) >= max(len(reader.pieces) for reader in readers) // 2
+
+    with_client(work)
+
+
+def check_log_probs(reader: Reader, end: RequestEnd, request: Any) -> None:
+    if not request.sampling_params.return_log_probs:
+        assert reader.log_probs == []
+        return
+    chosen = np.concatenate([part.chosen for part in reader.log_probs])
+    np.testing.assert_allclose(chosen, request.generated_log_probs, rtol=1e-5)
+    top_n = request.sampling_params.top_n_logprobs
+    if not top_n:
+        assert all(part.top_ids is None for part in reader.log_probs)
+    else:
+        ids = np.concatenate(
+            [part.top_ids for part in reader.log_probs if part.top_ids is not None]
+        )
+        told = request.log_probs.generated_top_n()
+        assert ids.tolist() == [[token for token, _ in place] for place in told]
+    if request.sampling_params.skip_prompt_log_probs:
+        assert end.prompt_log_probs is None
+    else:
+        assert end.prompt_log_probs is not None
+        of_prompt = end.prompt_log_probs.chosen
+        np.testing.assert_allclose(of_prompt, request.prompt_log_probs, rtol=1e-5)
+
+
+def test_a_readers_fault_is_its_own(with_client: Run) -> None:
+    async def work(client: AsyncCoordinatorClient) -> None:
+        bad, good = Reader(fails_at=2), Reader()
+        for reader in (bad, good):
+            client.send([1, 2], greedy(20, termination_id=-1), reader)
+        end = await bad.end
+        assert end.failure is not None
+        assert end.failure[0] == "ZeroDivisionError"
+        assert (await good.end).error is None
+        assert len(good.all) == 20
+        while (await client.stats())["unfinished_requests"]:
+            await asyncio.sleep(0.01)
+        with pytest.raises(RequestError, match="at most 128"):
+            client.send([1], greedy(2), good, label="x" * 129)
+
+    with_client(work)
+
+
+def test_a_text_prompt_is_told_as_tokens(with_client: Run) -> None:
+    async def work(client: AsyncCoordinatorClient) -> None:
+        (answer,) = await client.generate("hello", greedy(5, termination_id=-1))
+        assert answer.prompt_tokens == list(b"hello")
+        tokenizer = make_ascii_tokenizer()
+        assert answer.generated_text == tokenizer.detokenize(answer.generated_tokens)
+
+    with_client(work)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_texts_of_a_tokenizer_that_cannot_be_sent(
+    make_tiny_engine: EngineFactory, fails: bool
+) -> None:
+    own = Own()
+    own.fails = fails
+    run = served(make_tiny_engine(lookahead=1, tokenizer=own))
+
+    async def work(client: AsyncCoordinatorClient) -> None:
+        assert (await client.card()).replica_makes_text
+        params = greedy(30, termination_id=-1)
+        (answer,) = await client.generate([[1, 2]], params, raise_on_failure=False)
+        if fails:
+            assert "no such token" in str(answer.error)
+            return
+        expected = own.detokenize(answer.generated_tokens)
+        assert answer.generated_text == expected
+        texts = [chunk.text or "" async for chunk in client.stream([1, 2], params)]
+        assert "".join(texts) == expected
+        assert len(texts) > 3
+        stopped = greedy(30, termination_id=-1, stop_words=[expected[10:13]])
+        (answer,) = await client.generate([[1, 2]], stopped)
+        assert answer.generated_text == expected[: expected.find(expected[10:13])]
+
+    next(run)(work)
+    next(run, None)

@@ -1,0 +1,75 @@
+"""Who is served: keys, host names, ids that may be repeated."""
+
+import hashlib
+
+import pytest
+
+from megatron_async.server.api_config import ApiConfig, KeyDigest
+from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.http.access import Access, request_id
+
+
+def digest(name, key):
+    return KeyDigest(name, hashlib.sha256(key).hexdigest())
+
+
+def bearer(key):
+    return {b"authorization": b"Bearer " + key}
+
+
+CONFIG = ApiConfig(
+    coordinator="ipc:///nowhere",
+    keys=(digest("ann", b"one"), digest("bob", b"two")),
+    admin_key=digest("admin", b"three"),
+    allowed_hosts=("llm.example.org",),
+)
+
+
+def test_keys():
+    access = Access(CONFIG)
+    assert access.caller(bearer(b"two"), False).owner == "bob"
+    assert not access.caller(bearer(b"one"), False).is_admin
+    assert access.caller(bearer(b"three"), True).is_admin
+    for headers, needs_admin, status in (
+        ({}, False, 401), (bearer(b"four"), False, 401), (bearer(b""), False, 401),
+        ({b"authorization": b"Basic one"}, False, 401), ({}, True, 401),
+        (bearer(b"one"), True, 403), (bearer(b"four"), True, 401),
+    ):  # fmt: skip
+        with pytest.raises(Refusal) as refused:
+            access.caller(headers, needs_admin)
+        assert refused.value.status == status, headers
+
+
+def test_without_keys_all_are_served_but_administrators():
+    access = Access(ApiConfig(coordinator="ipc:///nowhere"))
+    assert access.caller({}, False).owner == ""
+    assert access.caller(bearer(b"anything"), False).owner == ""
+    with pytest.raises(Refusal, match="admin-key"):
+        access.caller(bearer(b"anything"), True)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_served"),
+    [
+        (b"localhost:8000", True), (b"127.0.0.1", True), (b"[::1]:80", True), (b"[::1]", True),
+        (b"LLM.example.org:8000", True), (b"llm.example.org.", True), (b"evil.example.org", False),
+        (b"", False), (b"localhost.evil.org:80", False), (b"evil.org:localhost", False),
+    ],
+)  # fmt: skip
+def test_hosts(host, is_served):
+    access = Access(CONFIG)
+    if is_served:
+        access.check_host({b"host": host})
+        return
+    with pytest.raises(Refusal, match="does not answer to the name"):
+        access.check_host({b"host": host})
+
+
+def test_any_host():
+    Access(ApiConfig(coordinator="x", allowed_hosts=("*",))).check_host({b"host": b"evil.org"})
+
+
+def test_ids_that_may_be_repeated():
+    assert request_id({b"x-request-id": b"a.B-9_"}) == b"a.B-9_"
+    for bad in (b"", b"a b", b"a\r\nset-cookie: x", b"x" * 129, "ä".encode()):
+        assert request_id({b"x-request-id": bad}) is None

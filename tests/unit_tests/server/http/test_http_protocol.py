@@ -1,0 +1,178 @@
+"""A connection's limits, and answers written past ASGI, by raw sockets."""
+
+import asyncio
+import json
+import time
+
+import pytest
+import uvicorn
+
+from megatron_async.server.api_config import ApiConfig
+from megatron_async.server.http.access import Access
+from megatron_async.server.http.app import App, Route
+from megatron_async.server.http.protocol import HttpLimits, HttpProtocol
+from megatron_async.server.http.replies import EVENTS, reply_json
+
+HEAD = b"Host: localhost\r\n"
+
+
+class Handlers:
+    def __init__(self):
+        self.lost = 0
+
+    async def echo(self, exchange, rest):
+        body = await exchange.body(1000)
+        await reply_json(exchange.send, {"bytes": len(body), "rest": rest})
+
+    async def stream(self, exchange, rest):
+        connection = exchange.connection
+        await exchange.send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        for number in range(3):
+            connection.write_chunk(b"data: %d\n\n" % number)
+            await asyncio.sleep(0)
+        await exchange.send({"type": "http.response.body", "body": b""})
+
+    async def fail(self, exchange, rest):
+        raise RuntimeError("a secret of the server")
+
+    async def wait(self, exchange, rest):
+        gone = asyncio.get_running_loop().create_future()
+        exchange.connection.tell_when_lost(lambda: gone.set_result(None))
+        await gone
+        self.lost += 1
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Runs a test's coroutine beside a server; `ask` sends bytes and gives the answers."""
+    handlers = Handlers()
+    monkeypatch.setattr(HttpProtocol, "limits", HttpLimits(2000, 20, 0.3, 0.3))
+    routes = [
+        Route("POST", "/echo/*", handlers.echo), Route("GET", "/stream", handlers.stream),
+        Route("GET", "/fail", handlers.fail), Route("GET", "/wait", handlers.wait),
+    ]  # fmt: skip
+    app = App(routes, Access(ApiConfig(coordinator="x")), "/root")
+
+    def run(test):
+        async def main():
+            config = uvicorn.Config(app, http=HttpProtocol, ws="none", lifespan="off", loop="none",
+                                    log_config=None, access_log=False, port=0)  # fmt: skip
+            server = uvicorn.Server(config)
+            server.install_signal_handlers = lambda: None
+            serving = asyncio.create_task(server._serve())
+            while not server.started:
+                await asyncio.sleep(0.005)
+            port = server.servers[0].sockets[0].getsockname()[1]
+            try:
+                await asyncio.wait_for(test(port, handlers), 20)
+            finally:
+                server.should_exit = server.force_exit = True
+                await serving
+
+        asyncio.run(main())
+
+    return run
+
+
+async def connect(port):
+    return await asyncio.open_connection("127.0.0.1", port)
+
+
+async def answer(reader):
+    """Status, headers and body of one answer."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in head[1:] if line)}
+    if headers.get("transfer-encoding") == "chunked":
+        body = b""
+        while (size := int(await reader.readline(), 16)) > 0:
+            body += await reader.readexactly(size)
+            await reader.readline()
+        await reader.readline()
+    else:
+        body = await reader.readexactly(int(headers["content-length"]))
+    return int(head[0].split()[1]), headers, body
+
+
+def test_a_connection_serves_one_request_after_the_other(served):
+    """Also behind a stream that was written past ASGI."""
+
+    async def test(port, _):
+        reader, writer = await connect(port)
+        for _ in range(2):
+            writer.write(b"GET /stream HTTP/1.1\r\n" + HEAD + b"\r\n")
+            status, headers, body = await answer(reader)
+            assert (status, body) == (200, b"data: 0\n\ndata: 1\n\ndata: 2\n\n")
+            assert headers["content-type"].startswith("text/event-stream")
+            writer.write(b"POST /root/echo/x HTTP/1.1\r\n" + HEAD + b"X-Request-Id: a.1\r\n"
+                         b"Content-Length: 4\r\n\r\n{}{}")  # fmt: skip
+            status, headers, body = await answer(reader)
+            assert (status, json.loads(body)) == (200, {"bytes": 4, "rest": "x"})
+            assert headers["x-request-id"] == "a.1"
+        writer.close()
+
+    served(test)
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status", "text"),
+    [
+        (b"GET /none HTTP/1.1\r\n" + HEAD + b"\r\n", 404, "nothing at"),
+        (b"GET /echo/x HTTP/1.1\r\n" + HEAD + b"\r\n", 405, "use POST"),
+        (b"GET /fail HTTP/1.1\r\n" + HEAD + b"\r\n", 500, "the server's log"),
+        (b"GET /stream HTTP/1.1\r\nHost: evil.org\r\n\r\n", 421, "evil.org"),
+        (b"nonsense\r\n\r\n", 400, "HTTP/1.1"),
+        (b"GET /stream HTTP/1.1\r\n" + HEAD + b"A: b\r\n" * 30 + b"\r\n", 431, "20 headers"),
+        (b"GET /" + b"x" * 3000 + b" HTTP/1.1\r\n" + HEAD + b"\r\n", 431, "2000 bytes"),
+        (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Content-Length: 1001\r\n\r\n", 413, "1000 bytes"),
+        (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+         + (b"1f4\r\n" + b"x" * 500 + b"\r\n") * 3, 413, "1000 bytes"),
+        (b"GET /stream HTTP/1.1\r\nHost: loc", 408, "headers did not come within 0.3 s"),
+        (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Content-Length: 10\r\n\r\n{}", 408, "body did"),
+    ],
+)  # fmt: skip
+def test_errors_are_objects(served, request_bytes, status, text):
+    """Break it: `on_header` without its count, `_expect` without a timer, and the like."""
+
+    async def test(port, _):
+        reader, writer = await connect(port)
+        writer.write(request_bytes)
+        found, headers, body = await answer(reader)
+        assert found == status
+        error = json.loads(body)["error"]
+        assert text in error["message"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert b"secret" not in body
+        assert headers["content-type"] == "application/json"
+        writer.close()
+        # And the server goes on.
+        reader, writer = await connect(port)
+        writer.write(b"GET /stream HTTP/1.1\r\n" + HEAD + b"\r\n")
+        assert (await answer(reader))[0] == 200
+        writer.close()
+
+    served(test)
+
+
+def test_a_silent_connection_ends(served):
+    async def test(port, _):
+        reader, writer = await connect(port)
+        start = time.monotonic()
+        assert (await answer(reader))[0] == 408
+        assert await reader.read() == b""
+        assert 0.2 < time.monotonic() - start < 5
+        writer.close()
+
+    served(test)
+
+
+def test_who_leaves_is_noticed(served):
+    async def test(port, handlers):
+        _, writer = await connect(port)
+        writer.write(b"GET /wait HTTP/1.1\r\n" + HEAD + b"\r\n")
+        await asyncio.sleep(0.1)
+        assert handlers.lost == 0
+        writer.close()
+        while not handlers.lost:
+            await asyncio.sleep(0.01)
+
+    served(test)

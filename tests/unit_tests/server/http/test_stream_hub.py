@@ -1,0 +1,100 @@
+"""When streams are written: a few at once, many together, and never a loop or a task a stream."""
+
+import asyncio
+
+import pytest
+
+from megatron_async.server import stream_hub
+from megatron_async.server.stream_hub import AT_ONCE, EVERY_S, StreamHub
+
+
+class Stream:
+    def __init__(self, takes=True):
+        self.is_urgent, self.written_at, self.writes, self.takes = False, -1.0, [], takes
+        self.looks = 0
+
+    def write(self, now):
+        if self.takes:
+            self.writes.append(now)
+            self.written_at = now
+            self.is_urgent = False
+        return self.takes
+
+    def look(self, now):
+        self.looks += 1
+
+
+def played(play):
+    async def main():
+        hub = StreamHub()
+        await play(hub)
+
+    asyncio.run(main())
+
+
+def test_a_few_are_written_at_once():
+    async def play(hub):
+        streams = [Stream() for _ in range(AT_ONCE)]
+        for step in range(3):
+            for stream in streams:
+                hub.due(stream)
+            hub.flush()
+            assert {len(stream.writes) for stream in streams} == {step + 1}
+
+    played(play)
+
+
+def test_many_are_written_together():
+    """Each at most every 5 ms, and none is forgotten when nothing follows.
+
+    Break it: `flush` without its timer.
+    """
+
+    async def play(hub):
+        streams = [Stream() for _ in range(AT_ONCE + 1)]
+        for _ in range(4):
+            for stream in streams:
+                hub.due(stream)
+            hub.flush()
+        assert {len(stream.writes) for stream in streams} == {1}
+        streams[0].is_urgent = True
+        hub.due(streams[0])
+        hub.flush()
+        assert len(streams[0].writes) == 2
+        await asyncio.sleep(3 * EVERY_S)
+        assert {len(stream.writes) for stream in streams[1:]} == {2}
+        gaps = [b - a for stream in streams[1:] for a, b in zip(stream.writes, stream.writes[1:])]
+        assert min(gaps) >= EVERY_S
+
+    played(play)
+
+
+def test_a_reader_that_stalls_holds_nobody_up():
+    async def play(hub):
+        slow, quick = Stream(takes=False), Stream()
+        for stream in (slow, quick):
+            hub.due(stream)
+        hub.flush()
+        assert len(quick.writes) == 1
+        slow.takes = True
+        await asyncio.sleep(3 * EVERY_S)
+        assert len(slow.writes) == 1
+
+    played(play)
+
+
+def test_silent_streams_are_looked_at(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stream_hub, "LOOK_EVERY_S", 0.005)
+
+    async def play(hub):
+        streams = [Stream(), Stream()]
+        for stream in streams:
+            hub.add(stream)
+        await asyncio.sleep(0.03)
+        hub.discard(streams[1])
+        seen = streams[1].looks
+        await asyncio.sleep(0.03)
+        assert streams[0].looks > seen >= 1
+        assert streams[1].looks == seen
+
+    played(play)

@@ -1,0 +1,72 @@
+"""The coordinator of a service: who reaches it, what it tells, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_async.errors import ConfigurationError
+from megatron_async.server.supervisor.own_coordinator import OwnCoordinator, remove_left_folders
+from megatron_async.serving.async_client import AsyncCoordinatorClient
+from megatron_async.serving.records import CoordinatorConfig
+
+CONFIG = CoordinatorConfig(ping_interval_s=0.05)
+
+
+def test_others_of_this_host_do_not_reach_it() -> None:
+    with OwnCoordinator(CONFIG) as coordinator:
+        folder = coordinator.folder
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert coordinator.address == f"ipc://{folder}/coordinator"
+        assert coordinator.is_alive
+        assert coordinator.ready_replicas() == set()
+    assert not folder.exists()
+    assert not coordinator.is_alive
+
+
+def test_it_drains_and_says_so() -> None:
+    with OwnCoordinator(CONFIG) as coordinator:
+        assert coordinator.drain()
+        deadline = time.monotonic() + 20
+        while coordinator.stats["state"] != "draining":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert coordinator.stats["unfinished_requests"] == 0
+
+        async def health() -> dict[str, object]:
+            async with AsyncCoordinatorClient(coordinator.address) as client:
+                return await client.ask("health")
+
+        assert asyncio.run(health()) == {"state": "draining", "replicas": 0}
+
+
+def test_a_folder_of_too_long_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(ConfigurationError, match="TMPDIR"):
+        OwnCoordinator(CONFIG)
+    assert not list(deep.iterdir())
+
+
+def test_folders_of_services_that_were_killed_are_removed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    left = tmp_path / f"megatron-async-{ended.pid}-abc"
+    kept = [tmp_path / f"megatron-async-{os.getpid()}-abc", tmp_path / "megatron-async-setup-0.log"]
+    for folder in (left, *kept):
+        folder.mkdir()
+    (left / "coordinator").touch()
+    link = tmp_path / f"megatron-async-{ended.pid}-link"
+    link.symlink_to(kept[0])
+    remove_left_folders(tmp_path)
+    assert not left.exists()
+    assert all(folder.is_dir() for folder in kept)
+    assert link.is_symlink()

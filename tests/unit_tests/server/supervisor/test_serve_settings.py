@@ -1,0 +1,159 @@
+"""What `serve` refuses before anything starts, and what it hands on to its children."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.cli.main import build_parser
+from megatron_async.cli.serve import read_settings
+from megatron_async.errors import ConfigurationError
+from megatron_async.server.supervisor.commands import api_config, curl_line, replica_command
+from megatron_async.server.supervisor.devices import share_gpus, visible_gpus
+from megatron_async.server.supervisor.listener import listen, url_of
+from megatron_async.server.supervisor.settings import served_name
+
+
+@pytest.fixture(autouse=True)
+def _no_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MEGATRON_ASYNC_API_KEY", "MEGATRON_ASYNC_ADMIN_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def settings(line: str) -> Any:
+    return read_settings(build_parser().parse_args(["serve", *shlex.split(line)]))
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("m --host 0.0.0.0", "--api-key-file"),
+        ("m --host ::", "--api-key-file"),
+        ("m --host 10.1.2.3", "--api-key-file"),
+        ("m --host no.such.host.invalid", "no address"),
+        ("", "--coordinator"),
+        ("m --coordinator tcp://127.0.0.1:9500", "one of them"),
+        ("--coordinator tcp://127.0.0.1:9500 --max-requests 5", "--max-requests"),
+        ("m --secret-file x", "--coordinator"),
+        ("m --port 65536", "65535"),
+        ("m --api-processes 0", "--api-processes 0"),
+        ("m --replicas 65", "--replicas 65"),
+        ("m --shutdown-timeout nan", "--shutdown-timeout"),
+        ("m --root-path llm", "slash"),
+        ("m --root-path /llm/", "slash"),
+        ("m --ssl-keyfile x", "--ssl-certfile"),
+        ("m --ssl-certfile /none", "no such file"),
+        ("m --api-key same --admin-key same", "value of its own"),
+        ("m --served-model-name ''", "--served-model-name"),
+        ("m --profile-dir /none", "--profile-dir"),
+        ("m --max-body-mb 0", "--max-body-mb"),
+        ("m --max-unfinished 0", "max_unfinished"),
+        ("m --policy best", "best"),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(line: str, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        settings(line)
+
+
+def test_a_certificate_that_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "cert.pem"
+    file.write_text("nothing")
+    with pytest.raises(ConfigurationError, match="PEM"):
+        settings(f"m --ssl-certfile {file}")
+
+
+def test_with_a_key_others_may_come() -> None:
+    found = settings("m --host 0.0.0.0 --api-key sk-a")
+    assert found.is_exposed
+    config = api_config(found, "ipc://x")
+    assert config.allowed_hosts == ("*",)
+    assert len(config.keys) == 1
+    assert not settings("m --host localhost").is_exposed
+    assert api_config(settings("m"), "ipc://x").allowed_hosts == ()
+
+
+def test_a_replica_gets_the_options_of_its_command() -> None:
+    found = settings(
+        "dummy:tiny --device cpu --max-requests 4 --no-enable-prefix-caching --dtype float32 "
+        "--no-progress --tensor-model-parallel-size 2"
+    )
+    words = replica_command(found, "replica-0", "ipc:///x/c")
+    assert words[:2] == ("ranks", "2")
+    arguments = build_parser().parse_args(["replica", *words[2:]])
+    assert (arguments.model, arguments.name, arguments.coordinator) == (
+        "dummy:tiny", "replica-0", "ipc:///x/c",
+    )  # fmt: skip
+    assert (arguments.device, arguments.max_requests, arguments.dtype) == ("cpu", 4, "float32")
+    assert arguments.enable_prefix_caching is False
+    assert arguments.no_progress
+    assert arguments.tensor_model_parallel_size == 2
+    assert replica_command(settings("dummy:tiny"), "r", "ipc://x")[0] == "replica"
+
+
+def test_names_do_not_tell_where_models_lie(tmp_path: Path) -> None:
+    folder = tmp_path / "my-llama"
+    folder.mkdir()
+    file = tmp_path / "small.gguf"
+    file.touch()
+    assert served_name(str(folder)) == "my-llama"
+    assert served_name(f"{folder}/") == "my-llama"
+    assert served_name(str(file)) == "small"
+    assert served_name("dummy:tiny") == "dummy:tiny"
+    assert served_name("smollm2") == "smollm2"
+    assert api_config(settings("m --served-model-name a b"), "x").served_names == ("a", "b")
+    assert api_config(settings("--coordinator tcp://h:1"), "tcp://h:1").served_names == ()
+
+
+def test_the_line_to_try_is_a_command() -> None:
+    found = settings('"it\'s" --root-path /llm --api-key sk-a')
+    words = shlex.split(curl_line(found, "http://127.0.0.1:8000").replace("\\\n", " "))
+    assert words[:2] == ["curl", "http://127.0.0.1:8000/llm/v1/chat/completions"]
+    assert json.loads(words[-1])["model"] == "it's"
+    assert "Authorization: Bearer KEY" in words
+    assert "sk-a" not in words
+    tokens = curl_line(settings("dummy:tiny"), "http://h:1")
+    assert '"prompt": [1, 2, 3]' in tokens
+
+
+def test_gpus_are_shared_out() -> None:
+    gpus = ["0", "1", "2", "3"]
+    assert share_gpus(gpus, 1, 1, None) == [{}]
+    assert share_gpus([], 3, 2, None) == [{}, {}, {}]
+    assert share_gpus(gpus, 3, 2, "cpu") == [{}, {}, {}]
+    assert share_gpus(gpus, 2, 2, "cuda") == [
+        {"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"},
+    ]  # fmt: skip
+    with pytest.raises(ConfigurationError, match="5 GPUs, and there are 4"):
+        share_gpus(gpus, 5, 1, None)
+    with pytest.raises(ConfigurationError, match="--device cuda:1"):
+        share_gpus(gpus, 2, 1, "cuda:1")
+
+
+def test_gpus_are_those_of_the_environment_or_of_the_driver(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ["0", "2", "10"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a, 3"}, tmp_path) == ["GPU-a", "3"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+
+
+def test_a_port_in_use() -> None:
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        assert url_of(first, True) == f"https://127.0.0.1:{port}"
+        with pytest.raises(ConfigurationError, match="in use"):
+            listen("127.0.0.1", port)
+    with pytest.raises(ConfigurationError, match="no such address"):
+        listen("192.0.2.1", 0)
+    if socket.has_ipv6:
+        try:
+            with listen("::1", 0) as listener:
+                assert url_of(listener, False).startswith("http://[::1]:")
+        except ConfigurationError:
+            pytest.skip("this host has no IPv6")

@@ -1,0 +1,162 @@
+"""What an administrator tells a whole service: pause, drain, sleep, abort; who comes and goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from told_service import Service
+
+from megatron_async.serving.messages import Abort, Answer, Ask, Do, Done, SetPaused
+
+
+def tell(service: Service, number: int, what: str, **fields: Any) -> list[Any]:
+    service.hear("client", Ask(number, what, fields=fields))
+    return [m for m in service.take("client") if isinstance(m, Answer)]
+
+
+def value(service: Service, what: str, **fields: Any) -> Any:
+    (answer,) = tell(service, 99, what, **fields)
+    assert answer.failure is None
+    return answer.value
+
+
+def refusal(service: Service, what: str, **fields: Any) -> str:
+    (answer,) = tell(service, 99, what, **fields)
+    assert answer.failure is not None
+    assert answer.failure[0] == "ValueError"
+    return str(answer.failure[1])
+
+
+def state(service: Service) -> str:
+    return str(value(service, "health")["state"])
+
+
+def test_the_state_follows_replicas() -> None:
+    service = Service()
+    assert value(service, "health") == {"state": "loading", "replicas": 0}
+    service.join("a")
+    assert value(service, "health") == {"state": "running", "replicas": 1}
+    service.lose("a")
+    assert value(service, "health") == {"state": "dead", "replicas": 0}
+
+
+def test_a_paused_service_keeps_its_queue_and_who_joins_stands_still() -> None:
+    service = Service("a", no_replica_timeout_s=2.0)
+    service.ask(0)
+    assert service.runs("a") == [0]
+    assert value(service, "pause") == {"aborted": 0}
+    assert service.take("a") == [SetPaused(True)]
+    service.ask(1)
+    assert SetPaused(True) in service.join("b")
+    assert state(service) == "paused"
+    assert value(service, "health")["replicas"] == 0
+    service.lose("a")
+    service.lose("b")
+    service.wait(
+        5.0, alive="client"
+    )  # a queue is not failed for want of replicas that may not work
+    assert service.dispatcher.stats()["queued_requests"] == 2
+    service.join("c")
+    assert value(service, "resume") == {}
+    assert service.runs("c") == [0, 1]
+
+
+def test_pausing_may_abort_first() -> None:
+    service = Service("a")
+    service.ask(0)
+    service.runs("a")
+    assert value(service, "pause", mode="abort") == {"aborted": 1}
+    assert service.take("a") == [Abort(0), SetPaused(True)]
+    assert "mode='later'" in refusal(service, "pause", mode="later")
+
+
+def test_a_draining_service_finishes_and_refuses() -> None:
+    service = Service("a")
+    service.ask(0)
+    assert value(service, "drain") == {"unfinished_requests": 1}
+    service.ask(1)
+    assert service.failure()[0] == "Overloaded"
+    assert service.runs("a") == [0]
+    service.end("a", 0)
+    assert service.dispatcher.stats()["unfinished_requests"] == 0
+    service.lose("a")
+    assert state(service) == "draining"
+    service.join("a")
+    value(service, "resume")
+    service.ask(2)
+    assert len(service.runs("a")) == 1
+
+
+def test_requests_are_aborted_by_their_label() -> None:
+    service = Service("a")
+    for number, label in enumerate(("x", "x", "y", "")):
+        service.ask(number, label=label)
+    service.take("a")
+    assert value(service, "abort", label="x") == {"aborted": 2}
+    assert service.take("a") == [Abort(0), Abort(1)]
+    assert value(service, "abort", label="x' or '1") == {"aborted": 0}
+    for fields in ({}, {"label": ""}, {"label": 7}, {"all": "yes"}):
+        assert "label=ID" in refusal(service, "abort", **fields)
+    assert value(service, "abort", all=True)["aborted"] >= 2
+
+
+def test_a_sleeping_service_answers_when_all_replicas_sleep() -> None:
+    service = Service("a", "b")
+    assert tell(service, 1, "sleep") == []
+    do = Do(0, "sleep")
+    assert service.take("a") == service.take("b") == [SetPaused(True), do]
+    service.hear("a", Done(0, {"freed_bytes": 5}))
+    assert service.take("client") == []
+    service.hear("a", Done(0, {"freed_bytes": 6}))  # told twice: nothing
+    service.hear("b", Done(0, {"freed_bytes": 7}))
+    (answer,) = service.take("client")
+    assert answer == Answer(1, {"replicas": {"a": {"freed_bytes": 5}, "b": {"freed_bytes": 7}}})
+    assert state(service) == "sleeping"
+    assert "wake" in refusal(service, "resume")
+    assert "never" in refusal(service, "drain")
+    service.ask(0)
+    assert tell(service, 2, "wake") == []
+    assert service.take("a") == [Do(1, "wake")]  # no request before it is awake
+    service.hear("a", Done(1))
+    service.hear("b", Done(1, failure=("OutOfMemoryError", "no room")))
+    (answer,) = service.take("client")
+    assert answer.failure == ("RuntimeError", "b: OutOfMemoryError: no room")
+    assert state(service) == "sleeping"
+    assert tell(service, 3, "wake") == []
+    for name in ("a", "b"):
+        service.hear(name, Done(2))
+    assert service.take("client") == [Answer(3, {"replicas": {"a": {}, "b": {}}})]
+    assert state(service) == "running"
+    assert service.runs("a") + service.runs("b") == [0]
+
+
+def test_nobody_waits_for_a_replica_that_is_gone() -> None:
+    service = Service("a", "b")
+    assert tell(service, 1, "reset_prefix_cache") == []
+    service.hear("a", Done(0, {"ok": 1}))
+    service.lose("b")
+    assert service.take("client") == [Answer(1, {"replicas": {"a": {"ok": 1}}})]
+    service.lose("a")
+    assert value(service, "reset_prefix_cache") == {"replicas": {}}
+
+
+def test_an_asker_that_is_gone_is_not_answered() -> None:
+    service = Service("a")
+    tell(service, 1, "reset_prefix_cache")
+    service.lose("client")
+    service.hear("a", Done(0))
+    assert service.take("client") == []
+
+
+def test_replicas_that_share_experts_cannot_stand_still() -> None:
+    service = Service()
+    service.join("a", shares_experts=True)
+    for what in ("pause", "sleep"):
+        assert "drain" in refusal(service, what)
+    assert state(service) == "running"
+
+
+@pytest.mark.parametrize("what", ["explode", ""])
+def test_unknown_commands_are_refused(what: str) -> None:
+    assert refusal(Service("a"), what)
