@@ -1,0 +1,1 @@
+"""From tokens to the JSON of an answer."""

@@ -1,0 +1,1 @@
+"""Chats: templates, tools, and what models write of thoughts and calls."""

@@ -1,0 +1,132 @@
+"""`ChatFormat`: how the served model's chats are written, and how its answers are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_async.errors import RequestError
+from megatron_async.server.chat.fallback_prompt import with_tools_told
+from megatron_async.server.chat.messages import last_text, template_messages, template_variables
+from megatron_async.server.chat.template_renderer import TemplateRenderer
+from megatron_async.server.chat.thoughts import CLOSE, OPEN, grammar_behind_thought
+from megatron_async.server.chat.tool_format import ToolFormat
+from megatron_async.server.chat.tool_formats import format_of_template
+from megatron_async.server.fields.chat_request import ChatRequest
+from megatron_async.server.fields.refusal import Refusal
+from megatron_async.serving.model_card import ModelCard
+from megatron_async.text.structured_output import StructuredOutput
+from megatron_async.text.tokenizer import Tokenizer
+
+MARK = "\ue000continue\ue001"
+"""Stands behind the text that is continued, so that its end is found in the rendered chat."""
+
+
+class ChatFormat:
+    """Chats of one model.
+
+    Args:
+        card: the model's.
+        tokenizer: None: chats are refused.
+        tool_parser: name of the tool format; None: by the chat template.
+        template_bytes: see `Limits`.
+
+    Attributes:
+        thoughts: answers may hold `<think>` ... `</think>`, by the template or the vocabulary.
+        tool_format: how calls are written.
+        special: ids by text of the tool format's special tokens, those that the tokenizer has as
+            such.
+
+    Raises:
+        ConfigurationError: there is no such tool format.
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        tokenizer: Tokenizer | None,
+        tool_parser: str | None,
+        template_bytes: int,
+    ) -> None:
+        self._template = card.chat_template or ""
+        self._tells_tools = "tools" in self._template
+        self._renderer = TemplateRenderer(tokenizer, template_bytes)
+        self.thoughts = OPEN in self._template or CLOSE in self._template
+        added = {} if tokenizer is None else tokenizer.backend.get_added_tokens_decoder()
+        self.thoughts |= any(token.content == OPEN for token in added.values())
+        self.tool_format: ToolFormat = format_of_template(self._template, tool_parser)
+        self.special = {
+            token.content: index
+            for index, token in added.items()
+            if token.special and token.content in self.tool_format.special
+        }
+
+    def prepare(self) -> None:
+        """Start the process for templates, and render a first chat."""
+        self._renderer.prepare()
+
+    def close(self) -> None:
+        """End the process for templates."""
+        self._renderer.close()
+
+    def render(self, request: ChatRequest, tools: Sequence[dict[str, Any]] | None) -> str:
+        """The chat as the model's text.
+
+        Args:
+            request: its messages and options of the template.
+            tools: that the template is told, as OpenAI writes them.
+
+        Raises:
+            Refusal: there is no template, or it rejects the chat, or takes too long.
+        """
+        messages = template_messages(request.messages)
+        if tools and not self._tells_tools:
+            messages, tools = with_tools_told(messages, tools, self.tool_format), None
+        begins_answer = request.add_generation_prompt is not False
+        if request.continue_final_message:
+            if request.add_generation_prompt:
+                raise Refusal(
+                    "continue_final_message and add_generation_prompt exclude each other: give one.",
+                    param="continue_final_message",
+                )
+            begins_answer = False
+            messages[-1] = {**messages[-1], "content": last_text(messages) + MARK}
+        variables = template_variables(request) | {
+            "messages": messages,
+            "tools": list(tools) if tools else None,
+            "documents": request.documents,
+            "add_generation_prompt": begins_answer,
+        }
+        text = self._renderer.render(variables)
+        if not request.continue_final_message:
+            return text
+        if text.count(MARK) != 1:
+            raise Refusal(
+                "the last message cannot be continued: the model's chat template does not write it "
+                "as it is.", param="continue_final_message",
+            )  # fmt: skip
+        return text[: text.index(MARK)]
+
+    def starts_in_thought(self, prompt: str) -> bool:
+        """Whether the prompt has opened a thought that the answer is to end."""
+        return self.thoughts and prompt.rfind(OPEN) > prompt.rfind(CLOSE) and (
+            prompt.rstrip().endswith(OPEN)
+        )  # fmt: skip
+
+    def behind_thought(self, wanted: StructuredOutput, in_thought: bool) -> StructuredOutput:
+        """The same structure for what follows the thought.
+
+        Raises:
+            Refusal: it is of a wrong form.
+        """
+        try:
+            grammar = grammar_behind_thought(wanted, in_thought)
+        except RequestError as error:
+            raise Refusal(str(error), param="response_format") from error
+        return StructuredOutput(grammar=grammar)
+
+    def continued_text(self, request: ChatRequest) -> str:
+        """The text of the last message, if the answer continues it."""
+        if not request.continue_final_message:
+            return ""
+        return last_text(template_messages(request.messages))

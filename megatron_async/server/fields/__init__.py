@@ -1,0 +1,1 @@
+"""From the JSON body of a request to what the engine is asked."""

@@ -1,0 +1,199 @@
+"""`ask`: a request as the engine is asked it. Pure: no socket, no clock but the date of the answer.
+
+A long prompt takes a while to tokenize, and a long chat to render: the caller does that beside the
+event loop (`is_quick`).
+"""
+
+from __future__ import annotations
+
+import copy
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import singledispatch
+from typing import Literal
+
+from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.server.chat.tool_choice import tool_plan
+from megatron_async.server.fields.asked import AnswerStyle, Asked, AskedChoice, Caller, ChatStyle
+from megatron_async.server.fields.chat_request import ChatRequest
+from megatron_async.server.fields.completion_request import CompletionRequest
+from megatron_async.server.fields.formats import structured_output
+from megatron_async.server.fields.not_served import refuse_what_is_not_served
+from megatron_async.server.fields.prompts import check_prompt, completion_prompts, cut_front
+from megatron_async.server.fields.refusal import Refusal, not_allowed
+from megatron_async.server.fields.sampling import (
+    check,
+    log_prob_count,
+    max_tokens_of,
+    priority_of,
+    sampling_params,
+    seed_of,
+)
+from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.server.fields.shared_fields import SharedFields
+from megatron_async.text.structured_output import StructuredOutput
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for completions; a chat's is the rest of the context."""
+QUICK_BYTES = 8 << 10
+"""Bodies that are asked on an event loop: some 2,000 tokens, a few milliseconds."""
+ID_BYTES = 12
+
+
+def is_quick(body: bytes) -> bool:
+    """Whether `ask` takes no more than a few milliseconds, so that it may hold an event loop up.
+    Others belong on a thread."""
+    return len(body) <= QUICK_BYTES
+
+
+@singledispatch
+def ask(request: SharedFields, served: ServedModel, caller: Caller = Caller()) -> Asked:  # noqa: B008
+    """What the engine is asked.
+
+    Args:
+        request: a `CompletionRequest` or `ChatRequest`.
+        served: the model.
+        caller: who sent it.
+
+    Raises:
+        Refusal: naming the field, its value and what is allowed.
+    """
+    raise TypeError(f"{type(request).__name__} is no request that can be asked.")
+
+
+@ask.register
+def _(request: CompletionRequest, served: ServedModel, caller: Caller = Caller()) -> Asked:  # noqa: B008
+    style = _style(request, served, "completions")
+    refuse_what_is_not_served(request)
+    top_n = log_prob_count("logprobs", request.logprobs)
+    echo = bool(request.echo)
+    is_scoring = echo and request.max_tokens == 0
+    most = 1 if is_scoring else max_tokens_of("max_tokens", request.max_tokens)
+    most = COMPLETION_TOKENS if most is None else most
+    params = sampling_params(request, served, caller, most, structured_output(request))
+    params.echo = echo
+    prompts = completion_prompts(request, served)
+    style = replace(style, top_n=top_n, echo=echo, is_scoring=is_scoring)
+    return _asked(request, served, caller, params, prompts, style)
+
+
+@ask.register
+def _(request: ChatRequest, served: ServedModel, caller: Caller = Caller()) -> Asked:  # noqa: B008
+    style = _style(request, served, "chat")
+    refuse_what_is_not_served(request)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise Refusal(
+            f"top_logprobs={request.top_logprobs} was given without logprobs: set logprobs to true.",
+            param="top_logprobs",
+        )  # fmt: skip
+    top_n = log_prob_count("top_logprobs", request.top_logprobs or 0) if request.logprobs else None
+    most = max_tokens_of("max_completion_tokens", request.max_completion_tokens)
+    if most is None:
+        most = max_tokens_of("max_tokens", request.max_tokens)
+    if most is None:
+        found = served.card.generation_config.get("max_new_tokens")
+        most = found if isinstance(found, int) and found >= 1 else None
+    plan = tool_plan(request, served.chat, served.limits.tools)
+    text = served.chat.render(request, plan.tools)
+    ids = served.tokenize(text, request.add_special_tokens is True, "messages")
+    ids_cut = cut_front(ids, request.truncate_prompt_tokens, served)
+    check_prompt(ids_cut, served, "messages")
+    in_thought = served.chat.starts_in_thought(text)
+    structured = structured_output(request)
+    if plan.grammar is not None:
+        if structured is not None:
+            raise Refusal(
+                "a forced tool call and a response format exclude each other: set tool_choice to "
+                "auto or none, or response_format to text.", param="tool_choice",
+            )  # fmt: skip
+        structured = StructuredOutput(grammar=plan.grammar)
+    if structured is not None and served.chat.thoughts:
+        structured = served.chat.behind_thought(structured, in_thought)
+    params = sampling_params(request, served, caller, most, structured)
+    chat = ChatStyle(
+        thoughts=served.chat.thoughts,
+        starts_in_thought=in_thought,
+        gives_thoughts=request.include_reasoning is not False,
+        tool_format=plan.format,
+        many_calls=request.parallel_tool_calls is not False,
+        forced_calls=plan.is_named,
+        prefix=served.chat.continued_text(request) if request.echo else "",
+    )
+    return _asked(
+        request, served, caller, params, [ids_cut], replace(style, top_n=top_n, chat=chat)
+    )
+
+
+def _style(
+    request: SharedFields, served: ServedModel, endpoint: Literal["completions", "chat"]
+) -> AnswerStyle:
+    model = served.name(request.model)
+    options = request.stream_options
+    if options is not None and not request.stream:
+        raise Refusal(
+            "stream_options are for streams only: leave them out, or set stream to true.",
+            param="stream_options",
+        )
+    prompt_top_n = log_prob_count("prompt_logprobs", request.prompt_logprobs)
+    if prompt_top_n is not None and request.stream:
+        raise Refusal(
+            "prompt_logprobs are not told in a stream: leave them out, or set stream to false.",
+            param="prompt_logprobs",
+        )
+    prefix = "cmpl-" if endpoint == "completions" else "chatcmpl-"
+    return AnswerStyle(
+        endpoint=endpoint,
+        id=prefix + secrets.token_hex(ID_BYTES),
+        created=int(time.time()),
+        model=model,
+        is_stream=bool(request.stream),
+        include_usage=options is not None and bool(options.include_usage),
+        continuous_usage=options is not None and bool(options.continuous_usage_stats),
+        prompt_top_n=prompt_top_n,
+        gives_token_ids=bool(request.return_token_ids),
+        names_by_id=bool(request.return_tokens_as_token_ids),
+        keeps_special_tokens=request.skip_special_tokens is False,
+    )
+
+
+def _asked(
+    request: SharedFields,
+    served: ServedModel,
+    caller: Caller,
+    params: SamplingParams,
+    prompts: list[Sequence[int] | str],
+    style: AnswerStyle,
+) -> Asked:
+    n = 1 if request.n is None else request.n
+    most = served.limits.choices
+    if not n >= 1 or n * len(prompts) > most:
+        raise not_allowed("n", n, f"1 or more, and n times the {len(prompts)} prompts {most}")
+    params.return_log_probs = style.top_n is not None or style.prompt_top_n is not None
+    params.top_n_logprobs = max(style.top_n or 0, style.prompt_top_n or 0)
+    wants_prompt = style.prompt_top_n is not None or (style.echo and style.top_n is not None)
+    params.skip_prompt_log_probs = not wants_prompt
+    if wants_prompt:
+        _check_log_prob_values(n, prompts, params, served)
+    check(params, served)
+    choices = []
+    for prompt in range(len(prompts)):
+        for i in range(n):
+            own = copy.copy(params)
+            own.seed = seed_of(request, i)
+            choices.append(AskedChoice(len(choices), prompt, own))
+    return Asked(prompts, choices, priority_of(request, served, caller), style)
+
+
+def _check_log_prob_values(
+    n: int, prompts: list[Sequence[int] | str], params: SamplingParams, served: ServedModel
+) -> None:
+    tokens = sum(map(len, prompts)) * n  # of a text: characters, which are not fewer
+    values = tokens * (1 + params.top_n_logprobs)
+    if values > served.limits.log_prob_values:
+        raise Refusal(
+            f"the prompts' log probs would be {values} values, and {served.limits.log_prob_values} "
+            "are allowed in one request: send fewer or shorter prompts, or ask for fewer log probs.",
+            param="prompt_logprobs",
+        )  # fmt: skip

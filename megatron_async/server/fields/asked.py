@@ -1,0 +1,122 @@
+"""`Asked`: an HTTP request in the engine's terms, and what formats its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.server.chat.tool_format import ToolFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request.
+
+    Attributes:
+        owner: name of the API key, "" without one; it is mixed into the cache salt.
+        is_admin: the admin key was given: its priority counts as it is.
+    """
+
+    owner: str = ""
+    is_admin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStyle:
+    """How the text of a chat's answer is taken apart.
+
+    Attributes:
+        thoughts: the text may hold `<think>` ... `</think>`.
+        starts_in_thought: the prompt has opened a thought.
+        gives_thoughts: as `reasoning_content`; False: they are left out.
+        tool_format: finds calls in the text; None: there are none.
+        many_calls: more than one call is given.
+        forced_calls: the answer is nothing but calls (finish_reason of a named call is "stop").
+        prefix: what the answer's text begins with (`echo` of the continued message).
+    """
+
+    thoughts: bool = False
+    starts_in_thought: bool = False
+    gives_thoughts: bool = True
+    tool_format: ToolFormat | None = None
+    many_calls: bool = True
+    forced_calls: bool = False
+    prefix: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the text is the content as it is."""
+        return not self.thoughts and self.tool_format is None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStyle:
+    """How an answer is written.
+
+    Attributes:
+        endpoint: of OpenAI's API.
+        id: of the answer, "cmpl-..." or "chatcmpl-...".
+        created: seconds since 1970.
+        model: as the request called it.
+        is_stream: as events.
+        include_usage: a stream ends with the numbers of tokens.
+        continuous_usage: every event of a stream has them.
+        top_n: the log prob of each token and this many beside it; None: no log probs.
+        prompt_top_n: the same of the prompt in `prompt_logprobs`; None: none.
+        echo: a completion's text begins with the prompt.
+        is_scoring: nothing but the prompt is told (max_tokens 0 with echo).
+        gives_token_ids: of prompt and answer.
+        names_by_id: tokens in log probs are called "token_id:123".
+        keeps_special_tokens: in the text.
+        chat: of a chat's answer.
+    """
+
+    endpoint: Literal["completions", "chat"]
+    id: str
+    created: int
+    model: str
+    is_stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    top_n: int | None = None
+    prompt_top_n: int | None = None
+    echo: bool = False
+    is_scoring: bool = False
+    gives_token_ids: bool = False
+    names_by_id: bool = False
+    keeps_special_tokens: bool = False
+    chat: ChatStyle = field(default_factory=ChatStyle)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedChoice:
+    """One request to the engine.
+
+    Attributes:
+        index: of the choice in the answer.
+        prompt: its place in `Asked.prompts`.
+        params: for the engine; no two choices share them.
+    """
+
+    index: int
+    prompt: int
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the engine is asked for one HTTP request.
+
+    Attributes:
+        prompts: token ids, or a text where only the replica has the tokenizer.
+        choices: what to send, in the order of the answer.
+        priority: ours: higher is served earlier.
+        style: of the answer.
+    """
+
+    prompts: list[Sequence[int] | str]
+    choices: list[AskedChoice]
+    priority: int
+    style: AnswerStyle

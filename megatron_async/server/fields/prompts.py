@@ -1,0 +1,88 @@
+"""Prompts of a request for completions: texts or token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from megatron_async.server.fields.completion_request import CompletionRequest
+from megatron_async.server.fields.refusal import Refusal, not_allowed
+from megatron_async.server.fields.served_model import ServedModel
+
+
+def completion_prompts(
+    request: CompletionRequest, served: ServedModel
+) -> list[Sequence[int] | str]:
+    """The prompts, as token ids where there is a tokenizer.
+
+    Raises:
+        Refusal: one is missing, empty, too long, or has ids that the model does not have.
+    """
+    found = _as_list(request.prompt)
+    if len(found) > served.limits.prompts:
+        raise Refusal(
+            f"prompt has {len(found)} prompts, and {served.limits.prompts} are allowed in one "
+            "request: send several.", param="prompt",
+        )  # fmt: skip
+    return [_one(prompt, request, served) for prompt in found]
+
+
+def check_prompt(ids: Sequence[int], served: ServedModel, param: str) -> None:
+    """Raise Refusal if token ids are no prompt for the model."""
+    if not len(ids):
+        raise Refusal("the prompt is empty: give at least one token.", param=param)
+    if len(ids) >= served.card.max_sequence_length:
+        raise served.too_long(f"the prompt has {len(ids)} tokens", param)
+    if min(ids) < 0 or max(ids) >= served.card.vocab_size:
+        wrong = next(token for token in ids if not 0 <= token < served.card.vocab_size)
+        allowed = f"token ids from 0 to {served.card.vocab_size - 1}, which are this model's"
+        raise not_allowed(param, wrong, allowed)
+
+
+def cut_front(ids: Sequence[int], truncate: int | None, served: ServedModel) -> Sequence[int]:
+    """The last `truncate` tokens, as vLLM's `truncate_prompt_tokens`; -1: as many as fit.
+
+    Raises:
+        Refusal: it is neither -1 nor 1 or more.
+    """
+    if truncate is None:
+        return ids
+    if truncate == -1:
+        truncate = served.card.max_sequence_length - 1
+    if truncate < 1:
+        allowed = "1 or more, or -1 for as many as fit"
+        raise not_allowed("truncate_prompt_tokens", truncate, allowed)
+    return ids[-truncate:]
+
+
+def _as_list(prompt: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
+    if prompt is None or prompt == []:
+        raise Refusal("prompt is missing or empty: give a text or token ids.", param="prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if len(kinds) > 1:
+        raise Refusal(
+            "prompt mixes texts, token ids and lists: give one of a text, a list of texts, a list "
+            "of token ids, or a list of such lists.", param="prompt",
+        )  # fmt: skip
+    if kinds == {int}:
+        return [cast(list[int], prompt)]
+    return cast(list[str | list[int]], prompt)
+
+
+def _one(
+    prompt: str | list[int], request: CompletionRequest, served: ServedModel
+) -> Sequence[int] | str:
+    if prompt in ("", []):
+        raise Refusal("a prompt is empty: give at least one token.", param="prompt")
+    ids: Sequence[int]
+    if isinstance(prompt, str):
+        if served.tokenizer is None and served.card.replica_makes_text:
+            return prompt
+        ids = served.tokenize(prompt, request.add_special_tokens is not False, "prompt")
+    else:
+        ids = prompt
+    ids = cut_front(ids, request.truncate_prompt_tokens, served)
+    check_prompt(ids, served, "prompt")
+    return ids

@@ -1,0 +1,106 @@
+"""`Refusal`: why a request is not served, as HTTP status and OpenAI's error object."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+import msgspec
+
+INVALID = "invalid_request_error"
+MAX_MESSAGE = 2000
+"""Characters of a message: it may quote what a stranger has sent."""
+RETRY_AFTER_S = 1
+"""What a client is told to wait when the service is full."""
+
+_STATUS_OF = {
+    "RequestError": (400, INVALID, None),
+    "SequenceTooLong": (400, INVALID, "context_length_exceeded"),
+    "PromptTooLong": (400, INVALID, "context_length_exceeded"),
+    "PoolTooSmall": (400, INVALID, None),
+    "NoTokenToChoose": (400, INVALID, None),
+    "Overloaded": (503, "overloaded_error", "overloaded"),
+    "ReplicaLost": (503, "server_error", "replica_lost"),
+    "CoordinatorLost": (503, "server_error", "coordinator_lost"),
+    "EngineStopped": (503, "server_error", "engine_stopped"),
+    "RequestAborted": (503, "server_error", "aborted"),
+}
+"""Status, type and code by the name of an exception of `megatron_async.errors`."""
+
+
+class Refusal(Exception):
+    """A request that is answered by an error object.
+
+    Args:
+        message: what is wrong and what to do; cut at `MAX_MESSAGE` characters.
+        status: of HTTP.
+        param: the field that is wrong.
+        code: OpenAI's name for the error.
+        kind: the `type` of the error object.
+
+    Attributes:
+        retry_after_s: seconds for a Retry-After header, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = INVALID,
+    ) -> None:
+        super().__init__(message)
+        self.message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
+        self.status = status
+        self.param = param
+        self.code = code
+        self.kind = kind
+        self.retry_after_s = RETRY_AFTER_S if status == 503 else None
+
+    def body(self) -> bytes:
+        """The error object as JSON."""
+        return msgspec.json.encode(
+            {
+                "error": {
+                    "message": self.message,
+                    "type": self.kind,
+                    "param": self.param,
+                    "code": self.code,
+                }
+            }
+        )
+
+    def event(self) -> bytes:
+        """The error object as an event of a stream that has begun."""
+        return b"data: " + self.body() + b"\n\n"
+
+
+def not_allowed(name: str, value: Any, allowed: str) -> Refusal:
+    """The refusal of a field's value.
+
+    Args:
+        name: of the field.
+        value: as it was given; shown in short.
+        allowed: what it must be.
+    """
+    is_huge = isinstance(value, int) and abs(value) > 2**64
+    shown = "a number of more than 64 bits" if is_huge else reprlib.repr(value)
+    return Refusal(f"{name}={shown} is not allowed: it must be {allowed}.", param=name)
+
+
+def refusal_of(kind: str, message: str) -> Refusal:
+    """How a request that failed in the service is answered.
+
+    Args:
+        kind: name of the exception; of others than those of the service nothing but the name is
+            told, because their message may hold what is not the caller's.
+        message: its text.
+    """
+    if kind not in _STATUS_OF:
+        return Refusal(
+            f"the request failed inside the engine ({kind}): the server's log says why.", 500,
+            code="internal_error", kind="server_error",
+        )  # fmt: skip
+    status, type_, code = _STATUS_OF[kind]
+    return Refusal(message, status, code=code, kind=type_)

@@ -1,0 +1,208 @@
+"""Sampling fields of a request as the engine's `SamplingParams`.
+
+Where words differ: top_p 0 is nearly greedy at OpenAI and "off" in the engine; top_k -1 is "off" at
+vLLM, 0 in the engine; vLLM's lower priority is earlier, the engine's higher one; seeds are any
+int64 at vLLM, and not negative in the engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+from megatron_async.errors import RequestError
+from megatron_async.ops.sampling.slot_records import MAX_TOP_N
+from megatron_async.requests.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from megatron_async.server.fields.asked import Caller
+from megatron_async.server.fields.refusal import Refusal, not_allowed
+from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.server.fields.shared_fields import SharedFields
+from megatron_async.text.structured_output import StructuredOutput
+
+SEED_MASK = 2**63 - 1
+MAX_TEMPERATURE = 100.0
+SMALLEST = 1e-5
+"""A smaller temperature or top_p is greedy: in float32 it may be 0, which means another thing."""
+MIN_REPETITION_PENALTY = 0.01
+MAX_BIASES = 512
+MAX_SALT = 1024
+"""Characters of a cache salt."""
+MAX_PRIORITY = 2**20
+"""The engine's (`contexts.admission.MAX_PRIORITY`), or its negative."""
+
+
+def sampling_params(
+    request: SharedFields,
+    served: ServedModel,
+    caller: Caller,
+    most: int | None,
+    structured: StructuredOutput | None,
+) -> SamplingParams:
+    """What all choices of a request have in common: all but the seed.
+
+    Args:
+        request: its fields; the model's `generation_config` has defaults.
+        served: the model.
+        caller: whose salt it is.
+        most: tokens to generate, 1 or more; None: as many as fit.
+        structured: what the text is held to.
+
+    Raises:
+        Refusal: naming the field and what is allowed.
+    """
+    defaults = served.card.generation_config
+
+    def number(name: str, off: float, low: float, high: float) -> float:
+        value = getattr(request, name)
+        if value is None:
+            value = defaults.get(name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            value = value if is_number else off
+        if not math.isfinite(value) or not low <= value <= high:
+            raise not_allowed(name, value, f"{low:g} to {high:g}")
+        return float(value)
+
+    top_k = int(number("top_k", 0, -1, 2**63))
+    params = {
+        "temperature": number("temperature", 1.0, 0, MAX_TEMPERATURE),
+        "top_k": 0 if top_k >= served.card.vocab_size else max(top_k, 0),
+        "top_p": number("top_p", 1.0, 0, 1),
+        "min_p": number("min_p", 0.0, 0, 1),
+        "frequency_penalty": number("frequency_penalty", 0.0, -2, 2),
+        "presence_penalty": number("presence_penalty", 0.0, -2, 2),
+        "repetition_penalty": number("repetition_penalty", 1.0, MIN_REPETITION_PENALTY, 100),
+    }
+    if params["temperature"] < SMALLEST:
+        params["temperature"] = 0.0
+    if params["top_p"] < SMALLEST:
+        params["top_p"], params["top_k"] = 0.0, 1
+    longest = served.card.max_sequence_length
+    found = SamplingParams(
+        **params,
+        num_tokens_to_generate=None if most is None else min(most, longest),
+        min_tokens=_min_tokens(request, most, longest),
+        termination_id=-1 if request.ignore_eos else None,
+        stop_token_ids=_stop_token_ids(request, served),
+        stop_words=_stop_words(request, served),
+        detokenize_stop_sequence=bool(request.include_stop_str_in_output),
+        logit_bias=_logit_bias(request, served),
+        bad_words=list(request.bad_words) if request.bad_words else None,
+        cache_salt=_salt(request.cache_salt, caller),
+        structured_output=structured,
+    )
+    if served.tokenizer is None and not served.card.replica_makes_text:
+        for name in ("bad_words", "stop_words", "structured_output"):
+            if getattr(found, name) is not None:
+                raise Refusal(f"{name} needs a tokenizer, which this model does not have.")
+    return found
+
+
+def check(params: SamplingParams, served: ServedModel) -> None:
+    """Raise Refusal for what the engine would refuse."""
+    try:
+        params.validate(served.card.vocab_size)
+    except RequestError as error:
+        raise Refusal(str(error)) from error
+
+
+def seed_of(request: SharedFields, choice: int) -> int | None:
+    """The seed of the i-th choice of a prompt: seed + i, as a 63-bit number.
+
+    Raises:
+        Refusal: it is no int64.
+    """
+    if request.seed is None:
+        return None
+    if not -(2**63) <= request.seed < 2**63:
+        raise not_allowed("seed", request.seed, "an integer of 64 bits, -2**63 to 2**63 - 1")
+    return (request.seed + choice) & SEED_MASK
+
+
+def priority_of(request: SharedFields, served: ServedModel, caller: Caller) -> int:
+    """The engine's priority; without the admin key within the limit, down to the lowest."""
+    wanted = -(request.priority or 0)
+    highest = MAX_PRIORITY if caller.is_admin else served.limits.priority
+    return max(min(wanted, highest), -MAX_PRIORITY)
+
+
+def log_prob_count(name: str, value: int | None) -> int | None:
+    """A number of log probs.
+
+    Raises:
+        Refusal: it is negative, or more than the engine gives.
+    """
+    if value is not None and not 0 <= value <= MAX_TOP_N:
+        raise not_allowed(name, value, f"0 to {MAX_TOP_N}")
+    return value
+
+
+def max_tokens_of(name: str, value: int | None) -> int | None:
+    """A number of tokens to generate.
+
+    Raises:
+        Refusal: it is less than 1.
+    """
+    if value is not None and value < 1:
+        raise not_allowed(name, value, "1 or more")
+    return value
+
+
+def _min_tokens(request: SharedFields, most: int | None, longest: int) -> int:
+    wanted = request.min_tokens or 0
+    limit = longest if most is None else most
+    if not 0 <= wanted <= limit:
+        raise not_allowed("min_tokens", wanted, f"0 to max_tokens ({limit})")
+    return wanted
+
+
+def _stop_token_ids(request: SharedFields, served: ServedModel) -> list[int] | None:
+    found = dict.fromkeys(request.stop_token_ids or ())
+    if not request.ignore_eos:
+        found |= dict.fromkeys(served.card.eos_ids[1:])  # the first is the engine's own default
+    if len(found) > MAX_STOP_TOKEN_IDS:
+        raise Refusal(
+            f"stop_token_ids has {len(found)} tokens with the model's own: at most "
+            f"{MAX_STOP_TOKEN_IDS} are served.", param="stop_token_ids",
+        )  # fmt: skip
+    return list(found) or None
+
+
+def _stop_words(request: SharedFields, served: ServedModel) -> list[str] | None:
+    stop = request.stop
+    words = [stop] if isinstance(stop, str) else stop or []
+    if "" in words:
+        raise Refusal("stop has an empty text: give texts that are not empty.", param="stop")
+    return list(words) or None
+
+
+def _logit_bias(request: SharedFields, served: ServedModel) -> dict[int, float] | None:
+    if not request.logit_bias:
+        return None
+    if len(request.logit_bias) > MAX_BIASES:
+        raise Refusal(
+            f"logit_bias has {len(request.logit_bias)} tokens: at most {MAX_BIASES} are served.",
+            param="logit_bias",
+        )
+    found: dict[int, float] = {}
+    for key, bias in request.logit_bias.items():
+        token = int(key) if len(key) < 10 and key.isascii() and key.isdigit() else -1
+        if not 0 <= token < served.card.vocab_size:
+            allowed = f"token ids from 0 to {served.card.vocab_size - 1}"
+            raise not_allowed("logit_bias", key[:50], f"an object with {allowed} as keys")
+        if not -100 <= bias <= 100:
+            raise not_allowed("logit_bias", bias, "biases of -100 to 100")
+        found[token] = bias
+    return found
+
+
+def _salt(salt: str | None, caller: Caller) -> str | None:
+    """The salt of one key's requests: nobody with another key can make the same."""
+    if salt is None:
+        return None
+    if not 0 < len(salt) <= MAX_SALT:
+        raise Refusal(
+            f"cache_salt has {len(salt)} characters: 1 to {MAX_SALT} are allowed.",
+            param="cache_salt",
+        )
+    text = f"{len(caller.owner)}:{caller.owner}:{salt}"
+    return hashlib.sha256(text.encode()).hexdigest()

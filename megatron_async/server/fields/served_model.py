@@ -1,0 +1,135 @@
+"""`ServedModel`: what the server knows of the model that it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_async.server.answers.token_names import SpecialTokensView, TokenNames
+from megatron_async.server.chat.chat_format import ChatFormat
+from megatron_async.server.chat.thoughts import CLOSE, OPEN
+from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.refusal import Refusal
+from megatron_async.serving.model_card import ModelCard
+from megatron_async.text.tokenizer import Tokenizer
+
+LONGEST_TOKEN = 16
+"""Characters that are reckoned for a token at least, where the vocabulary has none so long."""
+SHOWN = 100
+"""Characters of a name that a message quotes."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model with what prompts and answers are made by; made once in an API process.
+
+    Attributes:
+        card: from the replicas.
+        names: that requests may use; answers use the one that was used.
+        limits: of one request.
+        tokenizer: None where there is none, or only the replica has it.
+        names_of_tokens: for log probs.
+        chat: how chats are written and read.
+        longest_token: characters.
+    """
+
+    card: ModelCard
+    names: tuple[str, ...]
+    limits: Limits
+    tokenizer: Tokenizer | None
+    names_of_tokens: TokenNames
+    chat: ChatFormat
+    longest_token: int
+
+    @classmethod
+    def of(
+        cls,
+        card: ModelCard,
+        names: Sequence[str] = (),
+        limits: Limits | None = None,
+        tool_parser: str | None = None,
+    ) -> ServedModel:
+        """Read the card; takes as long as reading its tokenizer (up to a second).
+
+        Args:
+            card: from the coordinator.
+            names: that requests may use; none: the card's.
+            limits: of one request.
+            tool_parser: name of the tool format; None: by the chat template.
+
+        Raises:
+            TokenizerError: its tokenizer cannot be read.
+            ConfigurationError: there is no such tool format.
+        """
+        tokenizer = card.tokenizer()
+        longest = LONGEST_TOKEN
+        if tokenizer is not None:
+            longest = max(longest, max(map(len, tokenizer.backend.get_vocab()), default=0))
+        limits = limits or Limits()
+        return cls(
+            card,
+            tuple(names) or (card.model,),
+            limits,
+            tokenizer,
+            TokenNames(tokenizer),
+            ChatFormat(card, tokenizer, tool_parser, limits.template_bytes),
+            longest,
+        )
+
+    @cached_property
+    def text_with_special(self) -> SpecialTokensView | None:
+        """A tokenizer that keeps special tokens in texts."""
+        return None if self.tokenizer is None else SpecialTokensView(self.tokenizer)
+
+    @cached_property
+    def text_with_calls(self) -> Tokenizer | SpecialTokensView | None:
+        """A tokenizer that keeps the special tokens of the tool format and of thoughts in texts."""
+        if self.tokenizer is None:
+            return None
+        return SpecialTokensView(self.tokenizer, [*self.chat.special, OPEN, CLOSE])
+
+    def name(self, asked: str | None) -> str:
+        """The name for the answer.
+
+        Raises:
+            Refusal: 404, the model is not served.
+        """
+        if asked is None:
+            return self.names[0]
+        if asked not in self.names:
+            raise Refusal(
+                f"The model {asked[:SHOWN]!r} does not exist; this server has "
+                f"{', '.join(map(repr, self.names))}.",
+                404, "model", "model_not_found",
+            )  # fmt: skip
+        return asked
+
+    def tokenize(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        """Token ids of a text; a text that is too long by far is not tokenized.
+
+        Args:
+            text: a prompt.
+            add_special_tokens: see `Tokenizer.tokenize`.
+            param: the field that the text is from.
+
+        Raises:
+            Refusal: there is no tokenizer, or it cannot fit.
+        """
+        if self.tokenizer is None:
+            raise Refusal(
+                "this server has no tokenizer for a text: send the prompt's token ids to "
+                "/v1/completions.", param=param,
+            )  # fmt: skip
+        most = self.card.max_sequence_length * self.longest_token
+        if len(text) > most:
+            raise self.too_long(f"the prompt has {len(text)} characters", param)
+        return self.tokenizer.tokenize(text, add_special_tokens)
+
+    def too_long(self, what: str, param: str) -> Refusal:
+        """The refusal of a prompt beyond the model's context."""
+        return Refusal(
+            f"{what}, but this model's context of {self.card.max_sequence_length} tokens must hold "
+            "it and at least one generated token: shorten it.",
+            param=param, code="context_length_exceeded",
+        )  # fmt: skip
