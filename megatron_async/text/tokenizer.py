@@ -9,17 +9,16 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.sandbox
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers.models import BPE
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.text.byte_level import BytePieces, byte_level_pieces, is_byte_level
+from megatron_async.text.chat_template import compile_chat_template
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -210,6 +209,15 @@ class Tokenizer:
         """Id of the token that begins a text, None if there is none."""
         return _special_id(self.config, "bos_token", self.backend)
 
+    @property
+    def special_texts(self) -> dict[str, str]:
+        """Special tokens by name ("bos_token"), as chat templates get them."""
+        return {
+            name: text
+            for name in SPECIAL_NAMES
+            if (text := _token_text(self.config.get(name))) is not None
+        }
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
@@ -225,18 +233,13 @@ class Tokenizer:
             TokenizerError: the model has no chat template, or the template rejects the messages.
         """
         template = self._template
-        special = {
-            name: text
-            for name in SPECIAL_NAMES
-            if (text := _token_text(self.config.get(name))) is not None
-        }
         try:
             return template.render(
                 messages=[dict(message) for message in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **special,
+                **self.special_texts,
             )
         except Exception as error:  # a template is code, it can raise anything
             raise TokenizerError(
@@ -265,30 +268,10 @@ class Tokenizer:
                 f"{self.source}: the model has no chat template (it is not a chat model, or its "
                 f"{CHAT_TEMPLATE} is missing); give it plain prompts"
             )
-        # Block trimming and loop controls are what templates are written for. Sandboxed, because a
-        # template is code that came with a download.
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = _strftime_now
         try:
-            return environment.from_string(self.chat_template)
+            return compile_chat_template(self.chat_template)
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(f"{self.source}: invalid chat template: {error}") from error
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's own words for training; here it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
-
-    def parse(self, parser: Any) -> Any:
-        parser.stream.skip(1)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def read_eos_ids(folder: Path, backend: BackendTokenizer | None = None) -> tuple[int, ...]:
@@ -369,18 +352,3 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    # jinja2's own filter escapes HTML, which models were not trained on.
-    return json.dumps(value, ensure_ascii=False, **options)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    from datetime import datetime
-
-    return datetime.now().strftime(pattern)

@@ -1,40 +1,102 @@
-"""`TokenNames`: what tokens are called in log probs."""
+"""`TokenNames`: what single tokens are called in log probs, and their bytes.
+
+A token may be a part of a character. OpenAI then gives its bytes, and a name that spells them, so
+that tokens of different bytes have different names; a replacement character would be one name for
+all of them.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_async.text.byte_level import BytePieces
 from megatron_async.text.tokenizer import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenNames:
-    """Text and bytes of single tokens.
+    """Texts and bytes of single tokens, special ones included; each is made once.
 
     Args:
-        tokenizer: of the model; None: tokens are called by their ids.
+        tokenizer: None: tokens are called by their ids.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str, bytes]] = {}
+        self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
+        self._special = {} if tokenizer is None else special_pieces(tokenizer)
 
-    def of(self, token: int, by_id: bool = False) -> tuple[str, bytes]:
-        """The token as text, and its real bytes (half a character has no text of its own).
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of a token."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._read(token)
+        return found
 
-        Args:
-            token: its id.
-            by_id: call it "token_id:123", as vLLM does on demand.
-        """
-        if by_id or self._tokenizer is None:
-            name = f"token_id:{token}"
-            return name, name.encode()
-        if token not in self._known:
-            self._known[token] = self._read(token)
-        return self._known[token]
+    def text_of(self, token: int) -> str:
+        """Its text; of bytes that are no text "bytes:" and each byte as \\xNN, as OpenAI has it."""
+        found = self._texts.get(token)
+        if found is None:
+            data = self.bytes_of(token)
+            try:
+                found = data.decode()
+            except UnicodeDecodeError:
+                found = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            self._texts[token] = found
+        return found
 
-    def _read(self, token: int) -> tuple[str, bytes]:
-        assert self._tokenizer is not None, "looked at above"
-        pieces = self._tokenizer.byte_pieces
-        special = self._tokenizer.detokenize([token], skip_special_tokens=False)
-        data = pieces[token] if pieces is not None else b""
-        if not data:  # a special token, or a tokenizer whose texts are no bytes in a row
-            return special, special.encode()
-        return data.decode(errors="replace"), data
+    def _read(self, token: int) -> bytes:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return f"token_id:{token}".encode()
+        if token in self._special:
+            return self._special[token]
+        pieces = tokenizer.byte_pieces
+        if pieces is not None:
+            return pieces[token]
+        written = tokenizer.backend.id_to_token(token)
+        if written is None:
+            return b""
+        byte = _BYTE_TOKEN.fullmatch(written)  # of tokenizers with byte fallback
+        if byte:
+            return bytes([int(byte[1], 16)])
+        if "\u2581" in written:  # the mark of a space; decoding one token alone drops a first one
+            return written.replace("\u2581", " ").encode()
+        return tokenizer.detokenize([token], skip_special_tokens=False).encode()
+
+
+class SpecialTokensView:
+    """A tokenizer whose texts hold some of the special tokens, for `TokenText`.
+
+    Args:
+        tokenizer: the model's.
+        kept: texts of the special tokens that are kept; None: all.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, kept: Iterable[str] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self.eod = tokenizer.eod
+        special = special_pieces(tokenizer)
+        wanted = None if kept is None else {text.encode() for text in kept}
+        self._kept = {i: text for i, text in special.items() if wanted is None or text in wanted}
+        self._dropped = special.keys() - self._kept.keys()
+        pieces = tokenizer.byte_pieces
+        self.byte_pieces: BytePieces | None = None
+        if isinstance(pieces, BytePieces):
+            self.byte_pieces = BytePieces(tokenizer.backend)
+            self.byte_pieces.update(self._kept)
+
+    def detokenize(self, ids: Any) -> str:
+        """Text of token ids, with the special tokens that are kept."""
+        kept = [token for token in ids if token not in self._dropped]
+        return self._tokenizer.detokenize(kept, skip_special_tokens=False)
+
+
+def special_pieces(tokenizer: Tokenizer) -> dict[int, bytes]:
+    """The text of each special token, as UTF-8."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return {index: token.content.encode() for index, token in added.items() if token.special}

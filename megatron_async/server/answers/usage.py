@@ -1,40 +1,44 @@
-"""How many tokens an answer took."""
+"""`usage`: the numbers of tokens of an answer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-from megatron_async.serving.readers import RequestEnd
-
-REASONS = {"length": "length", "aborted": "abort"}
-"""OpenAI's names of our finish reasons; all others are "stop"."""
+import msgspec
 
 
-def finish_reason(end: RequestEnd) -> str:
-    """How a choice ended, in OpenAI's words."""
-    return REASONS.get(end.finish_reason or "", "stop")
+class PromptTokensDetails(msgspec.Struct):
+    """Of the prompt's tokens, those found in the prefix cache."""
+
+    cached_tokens: int = 0
 
 
-@dataclass
-class Usage:
-    """Counts of one answer; prompts count once, whatever n is.
+class Usage(msgspec.Struct):
+    """Numbers of tokens, as OpenAI gives them."""
 
-    Attributes:
-        prompt: tokens of the prompts.
-        completion: generated tokens so far.
-        cached: tokens of the prompts that were found in a cache.
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class UsageCount:
+    """Counts what the choices of one answer use; a prompt of several choices counts once.
+
+    Args:
+        num_prompts: of the answer.
     """
 
-    prompt: int = 0
-    completion: int = 0
-    cached: int = 0
+    def __init__(self, num_prompts: int) -> None:
+        self._prompts = [0] * num_prompts
+        self._cached = [0] * num_prompts
+        self.generated = 0
 
-    def as_dict(self) -> dict[str, Any]:
-        """OpenAI's `usage`."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
+    def set_prompt(self, prompt: int, tokens: int, cached: int = 0) -> None:
+        """How long a prompt is, and how much of it was cached, for the choice that was best off."""
+        self._prompts[prompt] = max(self._prompts[prompt], tokens)
+        self._cached[prompt] = max(self._cached[prompt], cached)
+
+    def usage(self) -> Usage:
+        """The numbers so far."""
+        prompt = sum(self._prompts)
+        details = PromptTokensDetails(sum(self._cached))
+        return Usage(prompt, self.generated, prompt + self.generated, details)

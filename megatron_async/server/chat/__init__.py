@@ -1,1 +1,1 @@
-"""How chats are written for a model, and read from it."""
+"""Chats: templates, tools, and what models write of thoughts and calls."""

@@ -1,27 +1,41 @@
-"""`ChatFormat`: a chat as the text that its model was trained on."""
+"""`ChatFormat`: how the served model's chats are written, and how its answers are read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_async.errors import ConfigurationError
-from megatron_async.server.fields.chat_request import ChatRequest, Message
+from megatron_async.errors import RequestError
+from megatron_async.server.chat.fallback_prompt import with_tools_told
+from megatron_async.server.chat.messages import last_text, template_messages, template_variables
+from megatron_async.server.chat.template_renderer import TemplateRenderer
+from megatron_async.server.chat.thoughts import CLOSE, OPEN, grammar_behind_thought
+from megatron_async.server.chat.tool_format import ToolFormat
+from megatron_async.server.chat.tool_formats import format_of_template
+from megatron_async.server.fields.chat_request import ChatRequest
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.serving.model_card import ModelCard
-from megatron_async.text.tokenizer import Tokenizer, TokenizerError
+from megatron_async.text.structured_output import StructuredOutput
+from megatron_async.text.tokenizer import Tokenizer
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+MARK = "\ue000continue\ue001"
+"""Stands behind the text that is continued, so that its end is found in the rendered chat."""
 
 
 class ChatFormat:
-    """Renders chats by the model's own template, in a sandbox.
+    """Chats of one model.
 
     Args:
-        card: of the model.
-        tokenizer: has the template; None: chats are refused.
-        tool_parser: name of a tool format.
-        template_bytes: most bytes of a chat.
+        card: the model's.
+        tokenizer: None: chats are refused.
+        tool_parser: name of the tool format; None: by the chat template.
+        template_bytes: see `Limits`.
+
+    Attributes:
+        thoughts: answers may hold `<think>` ... `</think>`, by the template or the vocabulary.
+        tool_format: how calls are written.
+        special: ids by text of the tool format's special tokens, those that the tokenizer has as
+            such.
 
     Raises:
         ConfigurationError: there is no such tool format.
@@ -34,71 +48,85 @@ class ChatFormat:
         tool_parser: str | None,
         template_bytes: int,
     ) -> None:
-        if tool_parser is not None:
-            raise ConfigurationError(
-                f"tool_parser={tool_parser!r}: calls of tools are not served yet; leave it out."
-            )
-        self._card, self._tokenizer, self._most = card, tokenizer, template_bytes
+        self._template = card.chat_template or ""
+        self._tells_tools = "tools" in self._template
+        self._renderer = TemplateRenderer(tokenizer, template_bytes)
+        self.thoughts = OPEN in self._template or CLOSE in self._template
+        added = {} if tokenizer is None else tokenizer.backend.get_added_tokens_decoder()
+        self.thoughts |= any(token.content == OPEN for token in added.values())
+        self.tool_format: ToolFormat = format_of_template(self._template, tool_parser)
+        self.special = {
+            token.content: index
+            for index, token in added.items()
+            if token.special and token.content in self.tool_format.special
+        }
 
-    def render(self, request: ChatRequest) -> str:
-        """The prompt of a chat.
+    def prepare(self) -> None:
+        """Start the process for templates, and render a first chat."""
+        self._renderer.prepare()
+
+    def close(self) -> None:
+        """End the process for templates."""
+        self._renderer.close()
+
+    def render(self, request: ChatRequest, tools: Sequence[dict[str, Any]] | None) -> str:
+        """The chat as the model's text.
+
+        Args:
+            request: its messages and options of the template.
+            tools: that the template is told, as OpenAI writes them.
 
         Raises:
-            Refusal: the model has no template, or it rejects the messages; what is not served is
-                named.
+            Refusal: there is no template, or it rejects the chat, or takes too long.
         """
-        if self._tokenizer is None:
-            raise Refusal("this model has no tokenizer here, so no chats: use /v1/completions.")
-        for name in ("tools", "functions", "audio", "modalities", "chat_template",
-                     "chat_template_kwargs", "documents", "mm_processor_kwargs",
-                     "web_search_options"):  # fmt: skip
-            if getattr(request, name):
-                raise Refusal(f"{name} is not served: leave it out.", param=name)
+        messages = template_messages(request.messages)
+        if tools and not self._tells_tools:
+            messages, tools = with_tools_told(messages, tools, self.tool_format), None
+        begins_answer = request.add_generation_prompt is not False
         if request.continue_final_message:
-            raise Refusal("continue_final_message is not served.", param="continue_final_message")
-        messages = _plain(request.messages)
-        size = sum(len(message["content"]) for message in messages)
-        if size > self._most * 16:
-            raise Refusal(f"the messages have {size} characters: send fewer.", param="messages")
+            if request.add_generation_prompt:
+                raise Refusal(
+                    "continue_final_message and add_generation_prompt exclude each other: give one.",
+                    param="continue_final_message",
+                )
+            begins_answer = False
+            messages[-1] = {**messages[-1], "content": last_text(messages) + MARK}
+        variables = template_variables(request) | {
+            "messages": messages,
+            "tools": list(tools) if tools else None,
+            "documents": request.documents,
+            "add_generation_prompt": begins_answer,
+        }
+        text = self._renderer.render(variables)
+        if not request.continue_final_message:
+            return text
+        if text.count(MARK) != 1:
+            raise Refusal(
+                "the last message cannot be continued: the model's chat template does not write it "
+                "as it is.", param="continue_final_message",
+            )  # fmt: skip
+        return text[: text.index(MARK)]
+
+    def starts_in_thought(self, prompt: str) -> bool:
+        """Whether the prompt has opened a thought that the answer is to end."""
+        return self.thoughts and prompt.rfind(OPEN) > prompt.rfind(CLOSE) and (
+            prompt.rstrip().endswith(OPEN)
+        )  # fmt: skip
+
+    def behind_thought(self, wanted: StructuredOutput, in_thought: bool) -> StructuredOutput:
+        """The same structure for what follows the thought.
+
+        Raises:
+            Refusal: it is of a wrong form.
+        """
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, request.add_generation_prompt is not False
-            )
-        except TokenizerError as error:
-            raise Refusal(str(error), param="messages") from error
+            grammar = grammar_behind_thought(wanted, in_thought)
+        except RequestError as error:
+            raise Refusal(str(error), param="response_format") from error
+        return StructuredOutput(grammar=grammar)
 
-
-def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages with texts; parts of a content are joined."""
-    if not messages:
-        raise Refusal("messages is empty: give at least one.", param="messages")
-    return [{"role": _role(message), "content": _text(message)} for message in messages]
-
-
-def _role(message: Message) -> str:
-    if message.role not in ROLES:
-        raise Refusal(
-            f"role={message.role[:50]!r} is not allowed: it must be one of {', '.join(ROLES)}.",
-            param="messages",
-        )
-    return "system" if message.role == "developer" else message.role
-
-
-def _text(message: Message) -> str:
-    content: Any = message.content
-    if message.tool_calls:
-        raise Refusal("tool_calls in messages are not served.", param="messages")
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-        elif part.get("type") == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
-            kind = str(part.get("type"))[:50]
-            raise Refusal(f"a part of type {kind!r} is not served: only text is.", param="messages")
-    return "\n".join(texts)
+    def continued_text(self, request: ChatRequest) -> str:
+        """The text of the last message, if the answer continues it."""
+        if not request.continue_final_message:
+            return ""
+        return last_text(template_messages(request.messages))

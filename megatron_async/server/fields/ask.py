@@ -1,18 +1,28 @@
-"""From a request's fields to what the engine is asked: `ask_completion` and `ask_chat`."""
+"""`ask`: a request as the engine is asked it. Pure: no socket, no clock but the date of the answer.
+
+A long prompt takes a while to tokenize, and a long chat to render: the caller does that beside the
+event loop (`is_quick`).
+"""
 
 from __future__ import annotations
 
+import copy
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import singledispatch
+from typing import Literal
 
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.server.fields.asked import AnswerStyle, Asked, AskedChoice, Caller
+from megatron_async.server.chat.tool_choice import tool_plan
+from megatron_async.server.fields.asked import AnswerStyle, Asked, AskedChoice, Caller, ChatStyle
 from megatron_async.server.fields.chat_request import ChatRequest
 from megatron_async.server.fields.completion_request import CompletionRequest
+from megatron_async.server.fields.formats import structured_output
+from megatron_async.server.fields.not_served import refuse_what_is_not_served
 from megatron_async.server.fields.prompts import check_prompt, completion_prompts, cut_front
-from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.fields.refusal import Refusal, not_allowed
 from megatron_async.server.fields.sampling import (
     check,
     log_prob_count,
@@ -25,157 +35,165 @@ from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.server.fields.shared_fields import SharedFields
 from megatron_async.text.structured_output import StructuredOutput
 
-DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's."""
-NOT_SERVED = (
-    "best_of", "use_beam_search", "prompt_embeds", "allowed_token_ids", "thinking_token_budget",
-    "lora_request", "lora_path", "suffix",
-)  # fmt: skip
+COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for completions; a chat's is the rest of the context."""
+QUICK_BYTES = 8 << 10
+"""Bodies that are asked on an event loop: some 2,000 tokens, a few milliseconds."""
+ID_BYTES = 12
 
 
-def ask_completion(request: CompletionRequest, served: ServedModel, caller: Caller) -> Asked:
-    """What a request for completions asks the engine.
+def is_quick(body: bytes) -> bool:
+    """Whether `ask` takes no more than a few milliseconds, so that it may hold an event loop up.
+    Others belong on a thread."""
+    return len(body) <= QUICK_BYTES
+
+
+@singledispatch
+def ask(request: SharedFields, served: ServedModel, caller: Caller = Caller()) -> Asked:  # noqa: B008
+    """What the engine is asked.
+
+    Args:
+        request: a `CompletionRequest` or `ChatRequest`.
+        served: the model.
+        caller: who sent it.
 
     Raises:
-        Refusal: naming the field that is wrong.
+        Refusal: naming the field, its value and what is allowed.
     """
-    model = _begin(request, served)
-    prompts = completion_prompts(request, served)
-    most = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    is_scoring = most == 0 and bool(request.echo)
-    if not is_scoring:
-        max_tokens_of("max_tokens", most)
-    style = _style(request, "completions", model)
+    raise TypeError(f"{type(request).__name__} is no request that can be asked.")
+
+
+@ask.register
+def _(request: CompletionRequest, served: ServedModel, caller: Caller = Caller()) -> Asked:  # noqa: B008
+    style = _style(request, served, "completions")
+    refuse_what_is_not_served(request)
     top_n = log_prob_count("logprobs", request.logprobs)
-    style = replace(style, top_n=top_n, echo=bool(request.echo), is_scoring=is_scoring)
-    if is_scoring and style.is_stream:
-        raise Refusal("max_tokens=0 has nothing to stream: use stream=false.", param="stream")
-    params = sampling_params(request, served, caller, max(most, 1), _structured(request))
-    params.echo = style.echo
-    _ask_log_probs(params, top_n, style)
-    return _asked(request, served, caller, prompts, params, style)
+    echo = bool(request.echo)
+    is_scoring = echo and request.max_tokens == 0
+    most = 1 if is_scoring else max_tokens_of("max_tokens", request.max_tokens)
+    most = COMPLETION_TOKENS if most is None else most
+    params = sampling_params(request, served, caller, most, structured_output(request))
+    params.echo = echo
+    prompts = completion_prompts(request, served)
+    style = replace(style, top_n=top_n, echo=echo, is_scoring=is_scoring)
+    return _asked(request, served, caller, params, prompts, style)
 
 
-async def ask_chat(request: ChatRequest, served: ServedModel, caller: Caller) -> Asked:
-    """What a request for a chat's next message asks the engine.
-
-    Raises:
-        Refusal: naming the field that is wrong.
-    """
-    model = _begin(request, served)
-    text = served.chat.render(request)
-    ids = cut_front(
-        served.tokenize(text, False, "messages"), request.truncate_prompt_tokens, served
-    )
-    check_prompt(ids, served, "messages")
-    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    most = max_tokens_of(name, getattr(request, name))
-    style = _style(request, "chat", model)
-    top_n = None
-    if request.logprobs:
-        top_n = log_prob_count("top_logprobs", request.top_logprobs or 0)
-    elif request.top_logprobs:
-        raise Refusal("top_logprobs needs logprobs=true.", param="top_logprobs")
-    style = replace(style, top_n=top_n)
-    params = sampling_params(request, served, caller, most, _structured(request))
-    _ask_log_probs(params, top_n, style)
-    return _asked(request, served, caller, [ids], params, style)
-
-
-def _begin(request: SharedFields, served: ServedModel) -> str:
-    """The model's name for the answer; what is not served is refused."""
-    name = served.name(request.model)
-    for field in NOT_SERVED:
-        if getattr(request, field, None):
-            raise Refusal(f"{field} is not served: leave it out.", param=field)
-    if request.prompt_logprobs is not None:
+@ask.register
+def _(request: ChatRequest, served: ServedModel, caller: Caller = Caller()) -> Asked:  # noqa: B008
+    style = _style(request, served, "chat")
+    refuse_what_is_not_served(request)
+    if request.top_logprobs is not None and not request.logprobs:
         raise Refusal(
-            "prompt_logprobs is not served: use echo with logprobs of /v1/completions.",
-            param="prompt_logprobs",
-        )
-    return name
+            f"top_logprobs={request.top_logprobs} was given without logprobs: set logprobs to true.",
+            param="top_logprobs",
+        )  # fmt: skip
+    top_n = log_prob_count("top_logprobs", request.top_logprobs or 0) if request.logprobs else None
+    most = max_tokens_of("max_completion_tokens", request.max_completion_tokens)
+    if most is None:
+        most = max_tokens_of("max_tokens", request.max_tokens)
+    if most is None:
+        found = served.card.generation_config.get("max_new_tokens")
+        most = found if isinstance(found, int) and found >= 1 else None
+    plan = tool_plan(request, served.chat, served.limits.tools)
+    text = served.chat.render(request, plan.tools)
+    ids = served.tokenize(text, request.add_special_tokens is True, "messages")
+    ids_cut = cut_front(ids, request.truncate_prompt_tokens, served)
+    check_prompt(ids_cut, served, "messages")
+    in_thought = served.chat.starts_in_thought(text)
+    structured = structured_output(request)
+    if plan.grammar is not None:
+        if structured is not None:
+            raise Refusal(
+                "a forced tool call and a response format exclude each other: set tool_choice to "
+                "auto or none, or response_format to text.", param="tool_choice",
+            )  # fmt: skip
+        structured = StructuredOutput(grammar=plan.grammar)
+    if structured is not None and served.chat.thoughts:
+        structured = served.chat.behind_thought(structured, in_thought)
+    params = sampling_params(request, served, caller, most, structured)
+    chat = ChatStyle(
+        thoughts=served.chat.thoughts,
+        starts_in_thought=in_thought,
+        gives_thoughts=request.include_reasoning is not False,
+        tool_format=plan.format,
+        many_calls=request.parallel_tool_calls is not False,
+        forced_calls=plan.is_named,
+        prefix=served.chat.continued_text(request) if request.echo else "",
+    )
+    return _asked(
+        request, served, caller, params, [ids_cut], replace(style, top_n=top_n, chat=chat)
+    )
 
 
-def _style(request: SharedFields, endpoint: Any, model: str) -> AnswerStyle:
+def _style(
+    request: SharedFields, served: ServedModel, endpoint: Literal["completions", "chat"]
+) -> AnswerStyle:
+    model = served.name(request.model)
     options = request.stream_options
     if options is not None and not request.stream:
-        raise Refusal("stream_options needs stream=true.", param="stream_options")
-    continuous = bool(options and options.continuous_usage_stats)
+        raise Refusal(
+            "stream_options are for streams only: leave them out, or set stream to true.",
+            param="stream_options",
+        )
+    prompt_top_n = log_prob_count("prompt_logprobs", request.prompt_logprobs)
+    if prompt_top_n is not None and request.stream:
+        raise Refusal(
+            "prompt_logprobs are not told in a stream: leave them out, or set stream to false.",
+            param="prompt_logprobs",
+        )
+    prefix = "cmpl-" if endpoint == "completions" else "chatcmpl-"
     return AnswerStyle(
         endpoint=endpoint,
-        id=("chatcmpl-" if endpoint == "chat" else "cmpl-") + secrets.token_hex(16),
+        id=prefix + secrets.token_hex(ID_BYTES),
         created=int(time.time()),
         model=model,
         is_stream=bool(request.stream),
-        include_usage=bool(options and options.include_usage) or continuous,
-        continuous_usage=continuous,
+        include_usage=options is not None and bool(options.include_usage),
+        continuous_usage=options is not None and bool(options.continuous_usage_stats),
+        prompt_top_n=prompt_top_n,
         gives_token_ids=bool(request.return_token_ids),
         names_by_id=bool(request.return_tokens_as_token_ids),
+        keeps_special_tokens=request.skip_special_tokens is False,
     )
-
-
-def _ask_log_probs(params: SamplingParams, top_n: int | None, style: AnswerStyle) -> None:
-    params.return_log_probs = top_n is not None
-    params.top_n_logprobs = top_n or 0
-    params.skip_prompt_log_probs = not style.echo
 
 
 def _asked(
     request: SharedFields,
     served: ServedModel,
     caller: Caller,
-    prompts: list[Any],
     params: SamplingParams,
+    prompts: list[Sequence[int] | str],
     style: AnswerStyle,
 ) -> Asked:
     n = 1 if request.n is None else request.n
     most = served.limits.choices
-    if n < 1 or n * len(prompts) > most:
-        raise Refusal(
-            f"n={n} for {len(prompts)} prompts is not allowed: n is 1 or more, and n times the "
-            f"prompts at most {most}.", param="n",
-        )  # fmt: skip
-    values = sum(map(len, prompts)) * (1 + params.top_n_logprobs) * n
-    if params.return_log_probs and style.echo and values > served.limits.log_prob_values:
-        raise Refusal(
-            f"the prompts' log probs are {values} numbers, and {served.limits.log_prob_values} are "
-            "allowed in one request: send fewer prompts.", param="logprobs",
-        )  # fmt: skip
+    if not n >= 1 or n * len(prompts) > most:
+        raise not_allowed("n", n, f"1 or more, and n times the {len(prompts)} prompts {most}")
+    params.return_log_probs = style.top_n is not None or style.prompt_top_n is not None
+    params.top_n_logprobs = max(style.top_n or 0, style.prompt_top_n or 0)
+    wants_prompt = style.prompt_top_n is not None or (style.echo and style.top_n is not None)
+    params.skip_prompt_log_probs = not wants_prompt
+    if wants_prompt:
+        _check_log_prob_values(n, prompts, params, served)
+    check(params, served)
     choices = []
-    for index in range(n * len(prompts)):
-        own = params.copy()
-        own.seed = seed_of(request, index % n)
-        check(own, served)
-        choices.append(AskedChoice(index, index // n, own))
+    for prompt in range(len(prompts)):
+        for i in range(n):
+            own = copy.copy(params)
+            own.seed = seed_of(request, i)
+            choices.append(AskedChoice(len(choices), prompt, own))
     return Asked(prompts, choices, priority_of(request, served, caller), style)
 
 
-def _structured(request: SharedFields) -> StructuredOutput | None:
-    """What the text is held to."""
-    wanted, given = request.response_format, request.structured_outputs
-    if wanted is not None and wanted.type != "text":
-        if given is not None:
-            raise Refusal(
-                "response_format and structured_outputs were both given: give one of them.",
-                param="structured_outputs",
-            )
-        if wanted.type == "json_object":
-            return StructuredOutput(json_schema={"type": "object"})
-        schema = None if wanted.json_schema is None else wanted.json_schema.schema
-        if wanted.type != "json_schema" or not isinstance(schema, dict):
-            raise Refusal(
-                f"response_format of type {wanted.type[:50]!r} is not served: use text, "
-                "json_object, or json_schema with a schema.", param="response_format",
-            )  # fmt: skip
-        return StructuredOutput(json_schema=schema)
-    if given is None:
-        return None
-    if given.structural_tag is not None:
-        raise Refusal("structural_tag is not served: leave it out.", param="structured_outputs")
-    kinds: dict[str, Any] = {
-        "json_schema": given.json, "regex": given.regex, "grammar": given.grammar,
-        "choice": given.choice,
-    }  # fmt: skip
-    if given.json_object:
-        kinds["json_schema"] = {"type": "object"}
-    return StructuredOutput(**kinds)
+def _check_log_prob_values(
+    n: int, prompts: list[Sequence[int] | str], params: SamplingParams, served: ServedModel
+) -> None:
+    tokens = sum(map(len, prompts)) * n  # of a text: characters, which are not fewer
+    values = tokens * (1 + params.top_n_logprobs)
+    if values > served.limits.log_prob_values:
+        raise Refusal(
+            f"the prompts' log probs would be {values} values, and {served.limits.log_prob_values} "
+            "are allowed in one request: send fewer or shorter prompts, or ask for fewer log probs.",
+            param="prompt_logprobs",
+        )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from megatron_async.server.fields.completion_request import CompletionRequest
-from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.fields.refusal import Refusal, not_allowed
 from megatron_async.server.fields.served_model import ServedModel
 
 
@@ -35,10 +35,8 @@ def check_prompt(ids: Sequence[int], served: ServedModel, param: str) -> None:
         raise served.too_long(f"the prompt has {len(ids)} tokens", param)
     if min(ids) < 0 or max(ids) >= served.card.vocab_size:
         wrong = next(token for token in ids if not 0 <= token < served.card.vocab_size)
-        raise Refusal(
-            f"token id {wrong} of the prompt is out of range: this model's ids run from 0 to "
-            f"{served.card.vocab_size - 1}.", param=param,
-        )  # fmt: skip
+        allowed = f"token ids from 0 to {served.card.vocab_size - 1}, which are this model's"
+        raise not_allowed(param, wrong, allowed)
 
 
 def cut_front(ids: Sequence[int], truncate: int | None, served: ServedModel) -> Sequence[int]:
@@ -52,10 +50,8 @@ def cut_front(ids: Sequence[int], truncate: int | None, served: ServedModel) -> 
     if truncate == -1:
         truncate = served.card.max_sequence_length - 1
     if truncate < 1:
-        raise Refusal(
-            f"truncate_prompt_tokens={truncate} is not allowed: it must be 1 or more, or -1 for as "
-            "many as fit.", param="truncate_prompt_tokens",
-        )  # fmt: skip
+        allowed = "1 or more, or -1 for as many as fit"
+        raise not_allowed("truncate_prompt_tokens", truncate, allowed)
     return ids[-truncate:]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
+from typing import Any
+
 import msgspec
 
 INVALID = "invalid_request_error"
@@ -71,6 +74,19 @@ class Refusal(Exception):
     def event(self) -> bytes:
         """The error object as an event of a stream that has begun."""
         return b"data: " + self.body() + b"\n\n"
+
+
+def not_allowed(name: str, value: Any, allowed: str) -> Refusal:
+    """The refusal of a field's value.
+
+    Args:
+        name: of the field.
+        value: as it was given; shown in short.
+        allowed: what it must be.
+    """
+    is_huge = isinstance(value, int) and abs(value) > 2**64
+    shown = "a number of more than 64 bits" if is_huge else reprlib.repr(value)
+    return Refusal(f"{name}={shown} is not allowed: it must be {allowed}.", param=name)
 
 
 def refusal_of(kind: str, message: str) -> Refusal:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any
 
 from megatron_async.errors import RequestError
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
 from megatron_async.requests.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from megatron_async.server.fields.asked import Caller
-from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.fields.refusal import Refusal, not_allowed
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.server.fields.shared_fields import SharedFields
 from megatron_async.text.structured_output import StructuredOutput
@@ -28,8 +27,8 @@ MIN_REPETITION_PENALTY = 0.01
 MAX_BIASES = 512
 MAX_SALT = 1024
 """Characters of a cache salt."""
-LOWEST_PRIORITY = -(2**31) + 1
-"""Of the engine (`contexts.admission.MAX_PRIORITY`, which API processes do not import)."""
+MAX_PRIORITY = 2**20
+"""The engine's (`contexts.admission.MAX_PRIORITY`), or its negative."""
 
 
 def sampling_params(
@@ -60,11 +59,11 @@ def sampling_params(
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             value = value if is_number else off
         if not math.isfinite(value) or not low <= value <= high:
-            raise _bad(name, value, f"{low:g} to {high:g}")
+            raise not_allowed(name, value, f"{low:g} to {high:g}")
         return float(value)
 
     top_k = int(number("top_k", 0, -1, 2**63))
-    params: dict[str, Any] = {
+    params = {
         "temperature": number("temperature", 1.0, 0, MAX_TEMPERATURE),
         "top_k": 0 if top_k >= served.card.vocab_size else max(top_k, 0),
         "top_p": number("top_p", 1.0, 0, 1),
@@ -115,15 +114,15 @@ def seed_of(request: SharedFields, choice: int) -> int | None:
     if request.seed is None:
         return None
     if not -(2**63) <= request.seed < 2**63:
-        raise _bad("seed", request.seed, "an integer of 64 bits, -2**63 to 2**63 - 1")
+        raise not_allowed("seed", request.seed, "an integer of 64 bits, -2**63 to 2**63 - 1")
     return (request.seed + choice) & SEED_MASK
 
 
 def priority_of(request: SharedFields, served: ServedModel, caller: Caller) -> int:
     """The engine's priority; without the admin key within the limit, down to the lowest."""
     wanted = -(request.priority or 0)
-    highest = -LOWEST_PRIORITY if caller.is_admin else served.limits.priority
-    return max(min(wanted, highest), LOWEST_PRIORITY)
+    highest = MAX_PRIORITY if caller.is_admin else served.limits.priority
+    return max(min(wanted, highest), -MAX_PRIORITY)
 
 
 def log_prob_count(name: str, value: int | None) -> int | None:
@@ -133,7 +132,7 @@ def log_prob_count(name: str, value: int | None) -> int | None:
         Refusal: it is negative, or more than the engine gives.
     """
     if value is not None and not 0 <= value <= MAX_TOP_N:
-        raise _bad(name, value, f"0 to {MAX_TOP_N}")
+        raise not_allowed(name, value, f"0 to {MAX_TOP_N}")
     return value
 
 
@@ -144,7 +143,7 @@ def max_tokens_of(name: str, value: int | None) -> int | None:
         Refusal: it is less than 1.
     """
     if value is not None and value < 1:
-        raise _bad(name, value, "1 or more")
+        raise not_allowed(name, value, "1 or more")
     return value
 
 
@@ -152,7 +151,7 @@ def _min_tokens(request: SharedFields, most: int | None, longest: int) -> int:
     wanted = request.min_tokens or 0
     limit = longest if most is None else most
     if not 0 <= wanted <= limit:
-        raise _bad("min_tokens", wanted, f"0 to max_tokens ({limit})")
+        raise not_allowed("min_tokens", wanted, f"0 to max_tokens ({limit})")
     return wanted
 
 
@@ -189,9 +188,9 @@ def _logit_bias(request: SharedFields, served: ServedModel) -> dict[int, float] 
         token = int(key) if len(key) < 10 and key.isascii() and key.isdigit() else -1
         if not 0 <= token < served.card.vocab_size:
             allowed = f"token ids from 0 to {served.card.vocab_size - 1}"
-            raise _bad("logit_bias", key[:50], f"an object with {allowed} as keys")
+            raise not_allowed("logit_bias", key[:50], f"an object with {allowed} as keys")
         if not -100 <= bias <= 100:
-            raise _bad("logit_bias", bias, "biases of -100 to 100")
+            raise not_allowed("logit_bias", bias, "biases of -100 to 100")
         found[token] = bias
     return found
 
@@ -207,7 +206,3 @@ def _salt(salt: str | None, caller: Caller) -> str | None:
         )
     text = f"{len(caller.owner)}:{caller.owner}:{salt}"
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _bad(name: str, value: Any, allowed: str) -> Refusal:
-    return Refusal(f"{name}={value!r} is not allowed: it must be {allowed}.", param=name)

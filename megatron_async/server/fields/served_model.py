@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from megatron_async.server.answers.token_names import TokenNames
+from megatron_async.server.answers.token_names import SpecialTokensView, TokenNames
 from megatron_async.server.chat.chat_format import ChatFormat
+from megatron_async.server.chat.thoughts import CLOSE, OPEN
 from megatron_async.server.fields.limits import Limits
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.serving.model_card import ModelCard
@@ -74,6 +76,18 @@ class ServedModel:
             ChatFormat(card, tokenizer, tool_parser, limits.template_bytes),
             longest,
         )
+
+    @cached_property
+    def text_with_special(self) -> SpecialTokensView | None:
+        """A tokenizer that keeps special tokens in texts."""
+        return None if self.tokenizer is None else SpecialTokensView(self.tokenizer)
+
+    @cached_property
+    def text_with_calls(self) -> Tokenizer | SpecialTokensView | None:
+        """A tokenizer that keeps the special tokens of the tool format and of thoughts in texts."""
+        if self.tokenizer is None:
+            return None
+        return SpecialTokensView(self.tokenizer, [*self.chat.special, OPEN, CLOSE])
 
     def name(self, asked: str | None) -> str:
         """The name for the answer.

@@ -1,0 +1,100 @@
+"""`ChoiceText`: the text of one choice and, in a chat, what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from megatron_async.server.answers.log_prob_json import LogProbs
+from megatron_async.server.chat.thoughts import ThoughtReader
+from megatron_async.server.chat.tool_format import CallReader, Content, Piece
+from megatron_async.server.fields.asked import Asked, AskedChoice, ChatStyle
+from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.text.token_text import TokenText
+
+STOPPED = ("termination_id", "stop_token", "stop_word", "grammar")
+_NAMES = {"length": "length", "aborted": "abort"} | dict.fromkeys(STOPPED, "stop")
+
+
+class End(Protocol):
+    """What `serving.readers.RequestEnd` is: how a request ended."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The engine's word."""
+
+    @property
+    def failure(self) -> tuple[str, str] | None:
+        """Name and message of the exception, if it failed."""
+
+    @property
+    def stop_words_from(self) -> int:
+        """Characters behind which stop words count."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Of these, found in the prefix cache."""
+
+    @property
+    def prompt_log_probs(self) -> LogProbs | None:
+        """Of the prompt's tokens but the first, if asked for."""
+
+
+class ChoiceText:
+    """Makes the text of one choice as its tokens arrive.
+
+    Args:
+        asked: the request.
+        choice: of it.
+        served: the model.
+    """
+
+    def __init__(self, asked: Asked, choice: AskedChoice, served: ServedModel) -> None:
+        style = asked.style
+        tokenizer = served.tokenizer
+        view = tokenizer
+        if style.keeps_special_tokens:
+            view = served.text_with_special  # type: ignore[assignment]
+        elif not style.chat.is_plain:
+            view = served.text_with_calls  # type: ignore[assignment]
+        self._text: TokenText | None = None
+        if view is not None:
+            self._text = TokenText(view, choice.params, asked.prompts[choice.prompt])
+
+    def push(self, tokens: Sequence[int], text: str | None) -> str:
+        """Take tokens, and text if the replica makes it; return the text that is settled."""
+        if self._text is None:
+            return text or ""
+        return self._text.push(tokens)
+
+    def end(self, end: End) -> str:
+        """The rest of the text."""
+        if self._text is None:
+            return ""
+        return self._text.end(end.finish_reason, end.stop_words_from)
+
+
+def piece_reader(style: ChatStyle) -> CallReader | None:
+    """Takes the text of a chat's answer apart; None where it is the content as it is."""
+    reader = None if style.tool_format is None else style.tool_format.reader()
+    if style.thoughts:
+        return ThoughtReader(style.starts_in_thought, reader)
+    return reader
+
+
+def pieces_of(reader: CallReader | None, text: str, is_end: bool) -> list[Piece]:
+    """What a text is made of."""
+    if reader is None:
+        return [Content(text)] if text else []
+    found = reader.push(text) if text else []
+    return found + reader.end() if is_end else found
+
+
+def finish_reason(end: End, style: ChatStyle, has_calls: bool) -> str:
+    """OpenAI's word for how a choice ended ("abort", of an aborted request, is vLLM's)."""
+    name = _NAMES.get(end.finish_reason or "", "stop")
+    return "tool_calls" if name == "stop" and has_calls and not style.forced_calls else name

@@ -1,0 +1,135 @@
+"""Messages of a chat as templates expect them: one text each, arguments of calls as objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from megatron_async.server.fields.chat_request import ChatRequest, Message
+from megatron_async.server.fields.refusal import Refusal, not_allowed
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
+KWARGS = frozenset(
+    {
+        "enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "preserve_thinking",
+        "clear_thinking", "date_string", "builtin_tools", "tools_in_user_message", "system_message",
+        "model_identity",
+    }
+)  # fmt: skip
+"""Variables of templates that a request may set: none of them is code or replaces the chat."""
+MAX_KWARG = 4096
+"""Characters of a variable's JSON text."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages for a template.
+
+    Raises:
+        Refusal: there is none, or one has what is not served (images, audio, files).
+    """
+    if not messages:
+        raise Refusal("messages is empty: give at least one message.", param="messages")
+    return [_one(message, place) for place, message in enumerate(messages)]
+
+
+def template_variables(request: ChatRequest) -> dict[str, Any]:
+    """What a request sets of the template's own variables.
+
+    Raises:
+        Refusal: a name is not on the list, or a value is too large.
+    """
+    found = dict(request.chat_template_kwargs or {})
+    for name, value in found.items():
+        if name not in KWARGS:
+            raise Refusal(
+                f"chat_template_kwargs has {name[:100]!r}: this server allows only "
+                f"{', '.join(sorted(KWARGS))}.", param="chat_template_kwargs",
+            )  # fmt: skip
+        if len(msgspec.json.encode(value)) > MAX_KWARG:
+            raise Refusal(
+                f"chat_template_kwargs.{name} is too long: {MAX_KWARG} characters are allowed.",
+                param="chat_template_kwargs",
+            )
+    if request.reasoning_effort is not None:
+        found.setdefault("reasoning_effort", request.reasoning_effort[:MAX_KWARG])
+    return found
+
+
+def last_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text of the last message."""
+    return str(messages[-1]["content"] or "")
+
+
+def _one(message: Message, place: int) -> dict[str, Any]:
+    param = f"messages[{place}]"
+    if message.role not in ROLES:
+        raise not_allowed(f"{param}.role", message.role, f"one of {', '.join(ROLES)}")
+    found: dict[str, Any] = {
+        # Templates are older than OpenAI's newer name of it.
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _text(message.content, param),
+    }
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content is not None:
+        found["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id or "",
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, param),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _text(content: str | list[str | dict[str, Any]] | None, param: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(_part(part, f"{param}.content") for part in content)
+
+
+def _part(part: str | dict[str, Any], param: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text")
+    if kind not in TEXT_PARTS:
+        shown = str(kind)[:50] if isinstance(kind, str) else "a part without a type"
+        raise Refusal(
+            f"{param} has a part of type {shown!r}: only text is served, no images, audio, video "
+            "or files, and no URL is fetched.", param=param, code="unsupported_content",
+        )  # fmt: skip
+    text = part.get("refusal" if kind == "refusal" else "text", part.get(str(kind)))
+    if not isinstance(text, str):
+        raise Refusal(f"{param} has a part without text: give its `text`.", param=param)
+    return text
+
+
+def _arguments(arguments: str | dict[str, Any] | None, param: str) -> dict[str, Any]:
+    if not arguments:
+        return {}
+    if isinstance(arguments, str):
+        try:
+            found = json.loads(arguments)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise Refusal(
+                f"{param} has a call whose arguments are not the JSON text of an object.",
+                param=param,
+            )
+        return found
+    return arguments

@@ -1,0 +1,121 @@
+"""`<think>` ... `</think>`: what a model thinks before it answers, in the form that DeepSeek R1,
+Qwen 3 and others share."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from megatron_async.errors import RequestError
+from megatron_async.server.chat.tool_format import CallReader, Content, Piece, Thought
+from megatron_async.text.structured_output import StructuredOutput
+
+OPEN, CLOSE = "<think>", "</think>"
+_REGEX_IN_LARK = re.compile(r"(?<!\\)/")
+
+
+class ThoughtReader:
+    """Takes thoughts off the beginning of a text, and gives the rest to another reader.
+
+    Args:
+        inside: the prompt has opened a thought.
+        rest: reads what is no thought; None: that is content.
+    """
+
+    def __init__(self, inside: bool, rest: CallReader | None) -> None:
+        self._rest = rest
+        self._state = "inside" if inside else "before"
+        self._held = ""
+        self._is_new = True
+        """Nothing of the part that is being read has been given: blanks are left out."""
+
+    def push(self, text: str) -> list[Piece]:
+        """See `CallReader`."""
+        if self._state == "behind" and not self._held:
+            return self._behind(text)
+        self._held += text
+        found: list[Piece] = []
+        if self._state == "before":
+            begun = self._held.lstrip()
+            if OPEN.startswith(begun[: len(OPEN)]) and len(begun) < len(OPEN):
+                return found  # it may become a thought
+            if begun.startswith(OPEN):
+                self._state, self._held = "inside", begun[len(OPEN) :]
+            else:
+                self._state, self._is_new = "behind", False
+        if self._state == "inside":
+            end = self._held.find(CLOSE)
+            if end < 0:
+                keep = overlap(self._held, CLOSE)
+                text, self._held = (
+                    self._held[: len(self._held) - keep],
+                    self._held[-keep or len(self._held) :],
+                )
+                return self._thought(text)
+            found += self._thought(self._held[:end])
+            self._held, self._state, self._is_new = self._held[end + len(CLOSE) :], "behind", True
+        text, self._held = self._held, ""
+        return found + self._behind(text)
+
+    def end(self) -> list[Piece]:
+        """See `CallReader`."""
+        text, self._held = self._held, ""
+        if self._state == "inside":
+            return self._thought(text)
+        self._is_new = False
+        found = self._behind(text)
+        return found + (self._rest.end() if self._rest else [])
+
+    def _thought(self, text: str) -> list[Piece]:
+        text = self._unpadded(text)
+        return [Thought(text)] if text else []
+
+    def _behind(self, text: str) -> list[Piece]:
+        text = self._unpadded(text)
+        if not text:
+            return []
+        return self._rest.push(text) if self._rest else [Content(text)]
+
+    def _unpadded(self, text: str) -> str:
+        """Models put line breaks behind the tags, which belong to neither part."""
+        if self._is_new:
+            text = text.lstrip("\n")
+            self._is_new = not text
+        return text
+
+
+def overlap(text: str, mark: str) -> int:
+    """Characters at the end of a text that may be the beginning of a mark."""
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if mark.startswith(text[-length:]):
+            return length
+    return 0
+
+
+def grammar_behind_thought(wanted: StructuredOutput, in_thought: bool) -> str:
+    """A Lark grammar: a thought, then what is wanted.
+
+    Args:
+        wanted: of any kind.
+        in_thought: the prompt has opened the thought; else the answer may open one, or not.
+
+    Raises:
+        RequestError: `wanted` is of a wrong form.
+    """
+    fixed = wanted.fixed()
+    fixed.source()
+    thought = 'thought[suffix="</think>"]: /(?s:.*)/\n'
+    start = "thought blank" if in_thought else '("<think>" thought blank)?'
+    rules = f"{thought}blank: /[ \\n]*/\n"
+    if fixed.grammar is not None:
+        if not re.search(r"^start\s*:", fixed.grammar, re.MULTILINE):
+            raise RequestError("grammar has no rule `start`: name its first rule so.")
+        inner = re.sub(r"\bstart\b", "wanted", fixed.grammar)
+        return f"start: {start} wanted\n{rules}{inner}\n"
+    if fixed.json_schema is not None:
+        body = f"%json {fixed.json_schema}"
+    elif fixed.regex is not None:
+        body = f"/{_REGEX_IN_LARK.sub(r'\\/', fixed.regex)}/"
+    else:
+        body = " | ".join(json.dumps(text) for text in fixed.choice or ())
+    return f"start: {start} wanted\n{rules}wanted: {body}\n"
