@@ -25,11 +25,13 @@ PING = b": ping\n\n"
 class ChoiceFormatter(Protocol):
     """Makes the events of one choice."""
 
-    def push(self, tokens: NDArray[np.int32], log_probs: TokenLogProbs | None, text: str) -> bytes:
+    def push(
+        self, tokens: NDArray[np.int32], log_probs: TokenLogProbs | None, text: str | None
+    ) -> bytes:
         """Events of new tokens; b"" where all of their text is held back."""
 
     def end(self, end: RequestEnd) -> bytes:
-        """The rest, and how the choice ended."""
+        """The rest, how the choice ended and, behind the last choice, how the answer did."""
 
 
 class AnswerStream:
@@ -38,7 +40,7 @@ class AnswerStream:
     Args:
         hub: writes it.
         formatters: of its choices.
-        last: makes the events behind the last choice's.
+        begin: makes the events before all others.
         abort: ends all requests of the answer.
 
     Attributes:
@@ -52,11 +54,11 @@ class AnswerStream:
         self,
         hub: StreamHub,
         formatters: Sequence[ChoiceFormatter],
-        last: Callable[[], bytes],
+        begin: Callable[[], bytes],
         abort: Callable[[], None],
     ) -> None:
         loop = asyncio.get_running_loop()
-        self._hub, self._formatters, self._last, self._abort = hub, formatters, last, abort
+        self._hub, self._formatters, self._begin, self._abort = hub, formatters, begin, abort
         self.feeds = [ChoiceFeed(self._hear) for _ in formatters]
         self._number_of = {feed: number for number, feed in enumerate(self.feeds)}
         self._waiting: dict[ChoiceFeed, None] = {}
@@ -71,6 +73,8 @@ class AnswerStream:
         """The answer's headers are written: events may follow."""
         self._connection = connection
         self.written_at = asyncio.get_running_loop().time()
+        if data := self._begin():
+            connection.write_chunk(data)
         self._hub.add(self)
         self._hub.due(self)
         self._hub.flush()
@@ -101,8 +105,6 @@ class AnswerStream:
         waiting, self._waiting = self._waiting, {}
         data = b"".join(map(self._events_of, waiting))
         is_over = not self._unended
-        if is_over:
-            data += self._last()
         if data:
             connection.write_chunk(data)
             self.written_at = now

@@ -19,12 +19,12 @@ class News(NamedTuple):
     Attributes:
         tokens: int32 `[n]`.
         log_probs: of them; None if they were not asked for.
-        text: made by the replica; "" where this process makes texts.
+        text: made by the replica; None where this process makes texts.
     """
 
     tokens: NDArray[np.int32]
     log_probs: TokenLogProbs | None
-    text: str
+    text: str | None
 
 
 class ChoiceFeed:
@@ -72,7 +72,7 @@ class ChoiceFeed:
         """All that came since the last time."""
         tokens = self._tokens[0] if len(self._tokens) == 1 else _joined(self._tokens)
         log_probs = _joined_log_probs(self._log_probs) if self._log_probs else None
-        text = "".join(self._texts)
+        text = "".join(self._texts) if self._texts else None
         self._tokens, self._log_probs, self._texts = [], [], []
         return News(tokens, log_probs, text)
 

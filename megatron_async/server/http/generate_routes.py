@@ -9,19 +9,19 @@ import msgspec
 
 from megatron_async.errors import RequestError
 from megatron_async.server.answer_stream import AnswerStream
-from megatron_async.server.answers.stream_formatter import StreamFormatter, last_events
-from megatron_async.server.answers.usage import Usage
-from megatron_async.server.answers.whole_answer import whole_answer
+from megatron_async.server.answers.stream import StreamAnswer
+from megatron_async.server.answers.whole import WholeAnswer, whole
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.choice_feed import ChoiceFeed
-from megatron_async.server.fields.ask import ask_chat, ask_completion
-from megatron_async.server.fields.asked import Asked
+from megatron_async.server.fields.ask import ask, is_quick
+from megatron_async.server.fields.asked import Asked, Caller
 from megatron_async.server.fields.body import decode_body
 from megatron_async.server.fields.chat_request import ChatRequest, Message
 from megatron_async.server.fields.completion_request import CompletionRequest
 from megatron_async.server.fields.limits import Limits
 from megatron_async.server.fields.refusal import Refusal, refusal_of
 from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.server.fields.shared_fields import SharedFields
 from megatron_async.server.http.app import Route
 from megatron_async.server.http.exchange import ClientGone, Exchange
 from megatron_async.server.http.openapi import openapi
@@ -104,22 +104,27 @@ class GenerateRoutes:
     # ---- Answers -----------------------------------------------------------------------------
 
     async def _completions(self, exchange: Exchange, _: str) -> None:
-        body = await exchange.body(self._limits.body_bytes)
-        served = await self._model_now()
-        request = decode_body(body, CompletionRequest, self._limits)
-        await self._answer(exchange, ask_completion(request, served, exchange.caller), served)
+        await self._generate(exchange, CompletionRequest)
 
     async def _chat(self, exchange: Exchange, _: str) -> None:
+        await self._generate(exchange, ChatRequest)
+
+    async def _generate(self, exchange: Exchange, kind: type[SharedFields]) -> None:
         body = await exchange.body(self._limits.body_bytes)
         served = await self._model_now()
-        request = decode_body(body, ChatRequest, self._limits)
-        await self._answer(exchange, await ask_chat(request, served, exchange.caller), served)
-
-    async def _answer(self, exchange: Exchange, asked: Asked, served: ServedModel) -> None:
+        if is_quick(body):
+            asked = self._asked(body, kind, served, exchange.caller)
+        else:
+            asked = await asyncio.to_thread(self._asked, body, kind, served, exchange.caller)
         if asked.style.is_stream:
             await self._stream(exchange, asked, served)
         else:
             await self._whole(exchange, asked, served)
+
+    def _asked(
+        self, body: bytes, kind: type[SharedFields], served: ServedModel, caller: Caller
+    ) -> Asked:
+        return ask(decode_body(body, kind, self._limits), served, caller)
 
     async def _whole(self, exchange: Exchange, asked: Asked, served: ServedModel) -> None:
         collected = _Collected(len(asked.choices))
@@ -137,21 +142,22 @@ class GenerateRoutes:
         finally:
             exchange.connection.tell_when_lost(None)
             self._abort(numbers)  # those that have ended stay as they are
-        ends = [(feed.take(), feed.end) for feed in collected.feeds if feed.end is not None]
-        answer = whole_answer(asked, served, ends)
-        await reply(exchange.send, answer)
+        answer = WholeAnswer(asked, served)
+        for feed, collector in zip(collected.feeds, answer.collectors, strict=True):
+            collector.push(*feed.take())
+            if feed.end is not None:
+                collector.end(feed.end)
+        await reply(exchange.send, whole(answer))
 
     async def _stream(self, exchange: Exchange, asked: Asked, served: ServedModel) -> None:
         if exchange.scope["http_version"] == "1.0":
             raise Refusal("HTTP/1.0 has no streams: use HTTP/1.1, or stream=false.", 505)
         numbers: list[int] = []
         connection = exchange.connection
-        usage, one = Usage(), self._config.one_event_a_token
-        formatters = [StreamFormatter(asked, c, served, usage, one) for c in asked.choices]
+        answer = StreamAnswer(asked, served, self._config.one_event_a_token)
         stream = AnswerStream(
-            self._hub, formatters, lambda: last_events(asked.style, usage),
-            lambda: self._abort(numbers),
-        )  # fmt: skip
+            self._hub, answer.formatters, answer.begin, lambda: self._abort(numbers)
+        )
         connection.tell_when_lost(stream.give_up)
         try:
             self._send(asked, stream.feeds, exchange, numbers)
@@ -219,7 +225,7 @@ class GenerateRoutes:
         if request.messages is not None:
             chat = ChatRequest(messages=request.messages)
             chat.add_generation_prompt = request.add_generation_prompt
-            tokens = served.tokenize(served.chat.render(chat), False, "messages")
+            tokens = served.tokenize(served.chat.render(chat, None), False, "messages")
         elif request.prompt is None:
             raise Refusal("give prompt or messages.", param="prompt")
         else:
