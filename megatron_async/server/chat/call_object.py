@@ -1,4 +1,4 @@
-"""`CallObject`: one call as a JSON object, {"name": ..., "arguments": {...}}, read as it arrives."""
+"""`CallObject`: one call as a JSON object, {"name": ..., "arguments": {...}}, as it arrives."""
 
 from __future__ import annotations
 

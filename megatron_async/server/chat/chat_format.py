@@ -86,7 +86,8 @@ class ChatFormat:
         if request.continue_final_message:
             if request.add_generation_prompt:
                 raise Refusal(
-                    "continue_final_message and add_generation_prompt exclude each other: give one.",
+                    "continue_final_message and add_generation_prompt exclude each other: "
+                    "give one.",
                     param="continue_final_message",
                 )
             begins_answer = False

@@ -114,7 +114,9 @@ class TemplateRenderer:
         if self._process is None or self._process.poll() is not None:
             self._start()
         process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         line = ""
         try:
             process.stdin.write(json.dumps([variables, self.limit_s]) + "\n")
@@ -127,8 +129,8 @@ class TemplateRenderer:
         status = process.wait()
         self._process = None
         raise Refusal(
-            f"the model's chat template takes more than {self.limit_s:g} s of CPU time, or too much "
-            f"memory, for this chat (status {status}): send fewer or shorter messages.",
+            f"the model's chat template takes more than {self.limit_s:g} s of CPU time, or too "
+            f"much memory, for this chat (status {status}): send fewer or shorter messages.",
             param="messages",
         )
 

@@ -85,7 +85,8 @@ def _(request: ChatRequest, served: ServedModel, caller: Caller = Caller()) -> A
     refuse_what_is_not_served(request)
     if request.top_logprobs is not None and not request.logprobs:
         raise Refusal(
-            f"top_logprobs={request.top_logprobs} was given without logprobs: set logprobs to true.",
+            f"top_logprobs={request.top_logprobs} was given without logprobs: set logprobs to "
+            "true.",
             param="top_logprobs",
         )  # fmt: skip
     top_n = log_prob_count("top_logprobs", request.top_logprobs or 0) if request.logprobs else None
@@ -177,7 +178,7 @@ def _asked(
     if wants_prompt:
         _check_log_prob_values(n, prompts, params, served)
     check(params, served)
-    choices = []
+    choices: list[AskedChoice] = []
     for prompt in range(len(prompts)):
         for i in range(n):
             own = copy.copy(params)
@@ -194,6 +195,6 @@ def _check_log_prob_values(
     if values > served.limits.log_prob_values:
         raise Refusal(
             f"the prompts' log probs would be {values} values, and {served.limits.log_prob_values} "
-            "are allowed in one request: send fewer or shorter prompts, or ask for fewer log probs.",
+            "are allowed in one request: send fewer or shorter prompts, or ask for fewer.",
             param="prompt_logprobs",
         )  # fmt: skip

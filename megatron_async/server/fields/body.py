@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from megatron_async.server.fields.limits import Limits
 from megatron_async.server.fields.refusal import Refusal
-
-T = TypeVar("T")
 
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _FIELD = re.compile(r" - at `\$\.?([A-Za-z_]\w*)")
@@ -20,7 +17,7 @@ _DEPTH_OF[list(b"[{")] = 1
 _DEPTH_OF[list(b"]}")] = -1
 
 
-def decode_body(body: bytes, kind: type[T], limits: Limits) -> T:
+def decode_body[T](body: bytes, kind: type[T], limits: Limits) -> T:
     """A body as a struct; fields that the struct does not have are ignored.
 
     Raises:
@@ -28,8 +25,8 @@ def decode_body(body: bytes, kind: type[T], limits: Limits) -> T:
     """
     if len(body) > limits.body_bytes:
         raise Refusal(
-            f"the body has {len(body)} bytes, and {limits.body_bytes} are allowed: send less in one "
-            "request.", 413, code="request_too_large",
+            f"the body has {len(body)} bytes, and {limits.body_bytes} are allowed: send less in "
+            "one request.", 413, code="request_too_large",
         )  # fmt: skip
     check_depth(body, limits.json_depth)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Any
 
 from megatron_async.errors import RequestError
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
@@ -63,7 +64,7 @@ def sampling_params(
         return float(value)
 
     top_k = int(number("top_k", 0, -1, 2**63))
-    params = {
+    params: dict[str, Any] = {
         "temperature": number("temperature", 1.0, 0, MAX_TEMPERATURE),
         "top_k": 0 if top_k >= served.card.vocab_size else max(top_k, 0),
         "top_p": number("top_p", 1.0, 0, 1),

@@ -1,0 +1,136 @@
+"""The demo model as a server knows it, and answers made of texts."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from megatron_async.checkpoints import open_model
+from megatron_async.server.answers.stream import StreamAnswer
+from megatron_async.server.answers.whole import WholeAnswer, whole
+from megatron_async.server.fields.ask import ask
+from megatron_async.server.fields.asked import Asked, Caller
+from megatron_async.server.fields.body import decode_body
+from megatron_async.server.fields.chat_request import ChatRequest
+from megatron_async.server.fields.completion_request import CompletionRequest
+from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.serving.model_card import ModelCard
+from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+from megatron_async.text.tokenizer import Tokenizer
+
+CONTEXT = 2048
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% elif enable_thinking %}<think>\n{% endif %}"
+)
+"""A template in Qwen's manner."""
+
+
+@cache
+def demo_tokenizer() -> Tokenizer:
+    tokenizer = open_model("smollm2").tokenizer
+    assert tokenizer is not None
+    return tokenizer
+
+
+def demo_card(**changed: Any) -> ModelCard:
+    tokenizer = demo_tokenizer()
+    fields: dict[str, Any] = {
+        "model": "smollm2",
+        "tokenizer_json": tokenizer.backend.to_str().encode(),
+        "tokenizer_config": tokenizer.config,
+        "chat_template": tokenizer.chat_template,
+        "eos_ids": [*tokenizer.eos_ids, 0],
+        "max_sequence_length": CONTEXT,
+        "vocab_size": 49152,
+        "block_size_tokens": 16,
+    }
+    return ModelCard(**(fields | changed))
+
+
+@cache
+def demo(template: str | None = None) -> ServedModel:
+    changed = {} if template is None else {"chat_template": template}
+    return ServedModel.of(demo_card(**changed), limits=Limits(choices=8, prompts=4))
+
+
+def asked_completion(served: ServedModel | None = None, **body: Any) -> Asked:
+    return asked_raw(CompletionRequest, json.dumps(body).encode(), served)
+
+
+def asked_chat(served: ServedModel | None = None, **body: Any) -> Asked:
+    body.setdefault("messages", [{"role": "user", "content": "Hi"}])
+    return asked_raw(ChatRequest, json.dumps(body).encode(), served)
+
+
+def asked_raw(
+    kind: type, body: bytes, served: ServedModel | None = None, caller: Caller | None = None
+) -> Asked:
+    served = served or demo()
+    return ask(decode_body(body, kind, served.limits), served, caller or Caller())
+
+
+def tokens_of(text: str, ends: bool = True) -> np.ndarray:
+    ids = demo_tokenizer().tokenize(text, add_special_tokens=False)
+    return np.array([*ids, 2] if ends else ids, np.int32)
+
+
+def log_probs_of(tokens: np.ndarray, top_n: int = 2) -> TokenLogProbs:
+    """Log probs -1, -1.5 ...; the likeliest tokens are the token, and the ones behind it."""
+    chosen = -1 - 0.5 * np.arange(len(tokens), dtype=np.float32)
+    ids = tokens[:, None] + np.arange(top_n, dtype=np.int32)
+    top = chosen[:, None] - np.arange(top_n, dtype=np.float32)
+    return TokenLogProbs(chosen, ids, top)
+
+
+def end_of(asked: Asked, reason: str = "termination_id", **fields: Any) -> RequestEnd:
+    prompt = asked.prompts[0]
+    if asked.choices[0].params.return_log_probs:
+        fields.setdefault("prompt_log_probs", log_probs_of(np.array(prompt[1:], np.int32)))
+    return RequestEnd(reason, num_prompt_tokens=len(prompt), num_cached_tokens=1, **fields)
+
+
+def streamed(
+    asked: Asked, text: str, served: ServedModel | None = None, each: int = 1,
+    reason: str = "termination_id",
+) -> list[dict[str, Any]]:
+    """The events of an answer whose choices all have this text; `[DONE]` is checked."""
+    answer = StreamAnswer(asked, served or demo())
+    data = answer.begin()
+    tokens = tokens_of(text, reason == "termination_id")
+    wants = asked.choices[0].params.return_log_probs
+    found = log_probs_of(tokens) if wants else None
+    for formatter in answer.formatters:
+        for i in range(0, len(tokens), each):
+            part = found[i : i + each] if found is not None else None
+            data += formatter.push(tokens[i : i + each], part)
+        data += formatter.end(end_of(asked, reason))
+    return events_of(data)
+
+
+def events_of(data: bytes) -> list[dict[str, Any]]:
+    *events, last, rest = data.decode().split("\n\n")
+    assert last == "data: [DONE]"
+    assert rest == ""
+    assert all(event.startswith("data: {") for event in events)
+    return [json.loads(event[len("data: ") :]) for event in events]
+
+
+def answered(
+    asked: Asked, text: str, served: ServedModel | None = None, reason: str = "termination_id"
+) -> dict[str, Any]:
+    answer = WholeAnswer(asked, served or demo())
+    tokens = tokens_of(text, reason == "termination_id")
+    wants = asked.choices[0].params.return_log_probs
+    for collector in answer.collectors:
+        collector.push(tokens, log_probs_of(tokens) if wants else None)
+        collector.end(end_of(asked, reason))
+    assert answer.is_over
+    found: dict[str, Any] = json.loads(whole(answer))
+    return found
