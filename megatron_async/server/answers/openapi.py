@@ -35,7 +35,9 @@ def openapi(
     endpoints = POSTED | dict(posted or {})
     kinds = [kind for _, body, answer in endpoints.values() for kind in (body, answer)]
     template = "#/components/schemas/{name}"
-    schemas, components = msgspec.json.schema_components([*kinds, ErrorAnswer], template)
+    schemas, components = msgspec.json.schema_components(
+        [*kinds, ErrorAnswer], ref_template=template
+    )
     failed = {
         status: {"description": text, "content": _json(schemas[-1])}
         for status, text in ERRORS.items()

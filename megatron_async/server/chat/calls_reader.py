@@ -47,6 +47,8 @@ class CallsReader:
         self._is_first = True
         """Nothing but blanks has come."""
         self._num_calls = 0
+        self._is_behind_call = False
+        """Nothing but blanks has come behind a call."""
 
     def push(self, text: str) -> list[Piece]:
         """See `CallReader`."""
@@ -64,7 +66,8 @@ class CallsReader:
                 ("" if self._marks.is_bare else self._marks.opening) + "".join(self._object.raw)
             )
         elif self._object is None:
-            found += _content(self._held if not self._num_calls else self._held.strip())
+            blanks = self._marks.between if self._is_between else " \n\t\r"
+            found += _content(self._held.strip(blanks) if self._num_calls else self._held)
         self._held, self._object = "", None
         return found
 
@@ -77,6 +80,8 @@ class CallsReader:
     def _read_content(self, found: list[Piece]) -> bool:
         marks = self._marks
         begun = self._held.lstrip()
+        if self._is_behind_call:
+            self._held, self._is_behind_call = begun, not begun
         if marks.is_bare and self._is_first and begun.startswith("{"):
             self._held, self._is_between, self._is_first = begun, True, False
             return True
@@ -103,7 +108,8 @@ class CallsReader:
             self._held, self._object = rest[named.end() :], CallObject(named[1])
             return True
         if marks.closing and rest.startswith(marks.closing):
-            self._held, self._is_between = rest[len(marks.closing) :].lstrip(), False
+            self._held, self._is_between = rest[len(marks.closing) :], False
+            self._is_behind_call = True
             return bool(self._held)
         if rest.startswith(marks.opening):
             self._held = rest[len(marks.opening) :]

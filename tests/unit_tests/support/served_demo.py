@@ -97,7 +97,10 @@ def end_of(asked: Asked, reason: str = "termination_id", **fields: Any) -> Reque
 
 
 def streamed(
-    asked: Asked, text: str, served: ServedModel | None = None, each: int = 1,
+    asked: Asked,
+    text: str,
+    served: ServedModel | None = None,
+    each: int = 1,
     reason: str = "termination_id",
 ) -> list[dict[str, Any]]:
     """The events of an answer whose choices all have this text; `[DONE]` is checked."""

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (tables of cases)
 """Any JSON is asked or refused with an error object; nothing else is ever raised."""
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def asked_or_refused(kind: type, body: bytes) -> bool:
     try:
         asked = asked_raw(kind, body)
     except Refusal as refusal:
-        assert 400 <= refusal.status < 500, refusal.message
+        assert 400 <= refusal.status < 500, refusal.message  # noqa: PT017
         error = json.loads(refusal.body())["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert isinstance(error["message"], str)

@@ -1,0 +1,143 @@
+# ruff: noqa: E501  (tables of cases)
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from served_demo import asked_chat, demo, demo_card, demo_tokenizer
+
+from megatron_async.server.chat.template_renderer import TemplateRenderer
+from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.text.tokenizer import Tokenizer
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def tokenizer_with(template: str | None) -> Tokenizer:
+    own = demo_tokenizer()
+    return Tokenizer(own.backend, own.config, own.eos_ids, template, "test")
+
+
+def text_of(**body: Any) -> str:
+    return demo_tokenizer().detokenize(asked_chat(**body).prompts[0], False)
+
+
+def test_the_prompt_is_the_tokenizers_own() -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *USER]
+    assert text_of(messages=messages) == demo_tokenizer().apply_chat_template(messages)
+    without = demo_tokenizer().apply_chat_template(messages, add_generation_prompt=False)
+    assert text_of(messages=messages, add_generation_prompt=False) == without
+    assert text_of(messages=[{"role": "developer", "content": "Be brief."}, *USER]) == (
+        text_of(messages=messages)
+    )
+
+
+def test_content_parts_are_joined_and_media_refused_by_name() -> None:
+    parts = [{"type": "text", "text": "a"}, "b", {"type": "input_text", "text": "c"}]
+    assert "user\na\nb\nc<|im_end|>" in text_of(messages=[{"role": "user", "content": parts}])
+    url = {"url": "http://127.0.0.1:1/secret"}
+    for kind in ("image_url", "input_audio", "video_url", "file", "x"):
+        part = {"type": kind, kind: url}
+        with pytest.raises(Refusal, match=f"{kind}.*only text") as caught:
+            asked_chat(messages=[{"role": "user", "content": [part]}])
+        assert caught.value.code == "unsupported_content"
+
+
+def test_the_last_message_is_continued() -> None:
+    messages = [*USER, {"role": "assistant", "content": "It is "}]
+    text = text_of(messages=messages, continue_final_message=True, add_generation_prompt=False)
+    assert text.endswith("<|im_start|>assistant\nIt is ")
+    with pytest.raises(Refusal, match="exclude"):
+        asked_chat(messages=messages, continue_final_message=True, add_generation_prompt=True)
+    served = ServedModel.of(
+        demo_card(chat_template="{{ messages[0].content }}{{ messages[0].content }}")
+    )
+    with pytest.raises(Refusal, match="cannot be continued"):
+        asked_chat(served, messages=USER, continue_final_message=True)
+    served.chat.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": []},
+        {"messages": [{"role": "robot", "content": "x"}]},
+        {"messages": [{"content": "x"}]},
+        {"messages": "Hi"},
+        {"chat_template": "{{ messages }}"},
+        {"chat_template_kwargs": {"chat_template": "x"}},
+        {"chat_template_kwargs": {"messages": []}},
+        {"chat_template_kwargs": {"date_string": "x" * 5000}},
+        {"modalities": ["text", "audio"]},
+        {"audio": {"voice": "x"}},
+        {"top_logprobs": 2},
+        {"logprobs": True, "top_logprobs": 21},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "no"}}]}]},
+    ],
+)  # fmt: skip
+def test_wrong_chats_get_400(body: dict[str, Any]) -> None:
+    with pytest.raises(Refusal) as caught:
+        asked_chat(**body)
+    assert caught.value.status == 400
+
+
+def test_a_quick_template_is_rendered_here_after_a_first_time_there() -> None:
+    renderer = TemplateRenderer(demo_tokenizer(), 10_000)
+    variables = {"messages": USER, "tools": None, "add_generation_prompt": True}
+    first = renderer.render(variables)
+    process = renderer._process
+    assert process is not None
+    renderer.close()  # what follows does without
+    assert renderer.render(variables) == first
+    assert first.endswith("assistant\n")
+    large = {**variables, "messages": [{"role": "user", "content": "x" * 20_000}]}
+    assert "x" * 20_000 in renderer.render(large)  # there again, in a new process
+    assert renderer._process is not process
+    renderer.close()
+
+
+def test_an_endless_template_fails_its_chat_alone() -> None:
+    slow = "{% for a in messages %}{% for b in messages %}{% for c in messages %}{% endfor %}{% endfor %}{% endfor %}done"
+    renderer = TemplateRenderer(tokenizer_with(slow), 10_000)
+    renderer.limit_s = 0.3
+    begin = time.monotonic()
+    with pytest.raises(Refusal, match="CPU time"):
+        renderer.render({"messages": USER * 2000})
+    assert time.monotonic() - begin < 20
+    assert renderer.render({"messages": USER}) == "done"
+    renderer.close()
+
+
+def test_a_template_cannot_reach_python() -> None:
+    for attack in (
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ messages.append(1) }}",
+    ):
+        renderer = TemplateRenderer(tokenizer_with(attack), 10_000)
+        with pytest.raises(Refusal, match="rejects"):
+            renderer.render({"messages": USER})
+        renderer.close()
+
+
+def test_a_template_that_rejects_says_why() -> None:
+    renderer = TemplateRenderer(
+        tokenizer_with("{{ raise_exception('roles must alternate') }}"), 10_000
+    )
+    for _ in range(2):
+        with pytest.raises(Refusal, match="roles must alternate"):
+            renderer.render({"messages": USER})
+    renderer.close()
+    broken = TemplateRenderer(tokenizer_with("{% if %}"), 10_000)
+    with pytest.raises(Refusal):
+        broken.render({"messages": USER})
+    broken.close()
+
+
+def test_no_template_no_chat() -> None:
+    served = ServedModel.of(demo_card(chat_template=None))
+    with pytest.raises(Refusal, match="no chat template"):
+        asked_chat(served)
+    assert demo().chat.tool_format.name == "hermes"

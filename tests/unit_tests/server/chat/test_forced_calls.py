@@ -1,0 +1,216 @@
+# ruff: noqa: E501  (tables of cases)
+"""Grammars of forced calls and of structures behind thoughts, compiled by llguidance."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from served_demo import THINKING, answered, asked_chat, demo, demo_tokenizer, streamed
+
+from megatron_async.server.fields.refusal import Refusal
+from megatron_async.text.grammar_worker import compile_grammar, make_tokenizer
+from megatron_async.text.structured_output import StructuredOutput
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+            "$defs": {"city": {"type": "string"}},
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer(demo_tokenizer().backend.to_str(), 49152, [2])
+
+
+def accepts(tokenizer: Any, wanted: StructuredOutput | None, text: str) -> bool:
+    """Whether the text is one that the grammar lets be generated, to its end."""
+    assert wanted is not None
+    matcher = compile_grammar(tokenizer, wanted.source())
+    assert not matcher.is_error(), matcher.get_error()
+    ids = [*demo_tokenizer().tokenize(text, False), 2]
+    return all(matcher.consume_token(token) for token in ids)
+
+
+def grammar(**body: Any) -> StructuredOutput | None:
+    return asked_chat(**body).choices[0].params.structured_output
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
+def test_forced_calls_are_what_the_reader_reads(name: str, tokenizer: Any) -> None:
+    from megatron_async.server.chat.tool_choice import OfferedTool
+    from megatron_async.server.chat.tool_formats import FORMATS
+
+    tools = [
+        OfferedTool(
+            tool["function"]["name"], tool["function"].get("parameters", {"type": "object"})
+        )
+        for tool in (WEATHER, CLOCK)
+    ]
+    key = "parameters" if name == "llama3_json" else "arguments"
+    call = f'{{"name": "weather", "{key}": {{"city": "X", "days": 1}}}}'
+    clock = f'{{"name": "clock", "{key}": {{}}}}'
+    one, two = {
+        "hermes": (f"<tool_call>\n{call}\n</tool_call>",
+                   f"<tool_call>\n{call}\n</tool_call>\n<tool_call>\n{clock}\n</tool_call>"),
+        "llama3_json": (call, f"{call}; {clock}"),
+        "mistral": (f"[TOOL_CALLS][{call}]", f"[TOOL_CALLS][{call}, {clock}]"),
+    }[name]  # fmt: skip
+    for many in (True, False):
+        rules = "start: calls\n" + FORMATS[name].grammar(tools, many, {})
+        wanted = StructuredOutput(grammar=rules)
+        assert accepts(tokenizer, wanted, one)
+        assert accepts(tokenizer, wanted, two) == many
+        assert not accepts(tokenizer, wanted, one.replace("1", '"one"'))
+        assert not accepts(tokenizer, wanted, "Hello")
+
+
+def test_choices_of_tools(tokenizer: Any) -> None:
+    tools = [WEATHER, CLOCK]
+    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    clock = call % ("clock", "{}")
+    weather = call % ("weather", '{"city": "X", "days": 1}')
+    required = grammar(tools=tools, tool_choice="required")
+    assert accepts(tokenizer, required, f"{clock}\n{weather}")
+    single = grammar(tools=tools, tool_choice="required", parallel_tool_calls=False)
+    assert not accepts(tokenizer, single, f"{clock}\n{weather}")
+    named = grammar(tools=tools, tool_choice={"type": "function", "function": {"name": "clock"}})
+    assert accepts(tokenizer, named, clock)
+    assert not accepts(tokenizer, named, weather)
+    for choice in ("auto", "none", None):
+        assert grammar(tools=tools, tool_choice=choice) is None
+
+
+def test_calls_in_answers() -> None:
+    text = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    auto = asked_chat(tools=[CLOCK])
+    choice = answered(auto, f"Wait.\n{text}")["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Wait."
+    call = choice["message"]["tool_calls"][0]
+    assert call["function"] == {"name": "clock", "arguments": "{}"}
+    assert len(call["id"]) == 9
+    named = asked_chat(tools=[CLOCK], tool_choice={"function": {"name": "clock"}})
+    choice = answered(named, text)["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] is None
+    none = answered(asked_chat(tools=[CLOCK], tool_choice="none"), text)["choices"][0]
+    assert none["message"]["content"] == text
+    one = asked_chat(tools=[CLOCK], parallel_tool_calls=False)
+    assert len(answered(one, text + text)["choices"][0]["message"]["tool_calls"]) == 1
+    events = streamed(asked_chat(tools=[CLOCK], stream=True), text + text)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in calls if "id" in call] == [0, 1]
+    assert "".join(call["function"]["arguments"] for call in calls) == "{}{}"
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    events = streamed(
+        asked_chat(tools=[CLOCK], parallel_tool_calls=False, stream=True), text + text
+    )
+    assert (
+        sum("id" in c for e in events for c in e["choices"][0]["delta"].get("tool_calls", [])) == 1
+    )
+
+
+def test_tools_are_told_where_the_template_does_not() -> None:
+    asked = asked_chat(
+        tools=[WEATHER],
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": '{"city": "X"}'}}]},
+            {"role": "tool", "tool_call_id": "1", "content": "rain"},
+        ],
+    )  # fmt: skip
+    text = demo_tokenizer().detokenize(asked.prompts[0], False)
+    assert "Be brief.\n\nYou may call functions" in text
+    assert '"description": "of a city"' in text
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "X"}}\n</tool_call>' in text
+    assert "Result of the call: rain" in text
+    known = asked_chat(demo(THINKING), tools=[WEATHER])
+    text = demo_tokenizer().detokenize(known.prompts[0], False)
+    assert "You may call" not in text
+    assert '"name": "weather"' in text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tools": [{"type": "code_interpreter"}]},
+        {"tools": [{"function": {"name": "a b"}}]},
+        {"tools": [{"function": {"name": ""}}]},
+        {"tools": [CLOCK] * 129},
+        {"tools": [CLOCK], "tool_choice": "always"},
+        {"tools": [CLOCK], "tool_choice": {"function": {"name": "other"}}},
+        {"tool_choice": "required"},
+        {"tools": [CLOCK], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        {"tools": [{"function": {"name": "f", "parameters": {"a": "x" * 2**18}}}], "tool_choice": "required"},
+        {"functions": [{"name": "f"}]},
+    ],
+)  # fmt: skip
+def test_wrong_tools_get_400(body: dict[str, Any]) -> None:
+    with pytest.raises(Refusal) as caught:
+        asked_chat(**body)
+    assert caught.value.status == 400
+    assert len(caught.value.body()) < 3000
+
+
+OBJECT = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT}}}, '{"a": 1}', '{"a": 3}'),
+        ({"response_format": {"type": "json_object"}}, '{"b": []}', "[]"),
+        ({"structured_outputs": {"json": json.dumps(OBJECT)}}, '{ "a": 2}', '{"a": 3}'),
+        ({"structured_outputs": {"json": OBJECT, "disable_any_whitespace": True}}, '{"a":2}', '{ "a": 2}'),
+        ({"structured_outputs": {"regex": "a/b|c+"}}, "ccc", "d"),
+        ({"structured_outputs": {"regex": "a/b|c+"}}, "a/b", "ab"),
+        ({"structured_outputs": {"choice": ["yes", 'n"o']}}, 'n"o', "maybe"),
+        ({"structured_outputs": {"grammar": 'start: "a" start?'}}, "aaa", "b"),
+    ],
+)  # fmt: skip
+def test_formats_alone_and_behind_a_thought(
+    body: dict[str, Any], good: str, bad: str, tokenizer: Any
+) -> None:
+    plain = grammar(**body)
+    assert accepts(tokenizer, plain, good)
+    assert not accepts(tokenizer, plain, bad)
+    served = demo(THINKING)
+    inside = asked_chat(served, chat_template_kwargs={"enable_thinking": True}, **body)
+    assert inside.style.chat.starts_in_thought
+    wanted = inside.choices[0].params.structured_output
+    assert accepts(tokenizer, wanted, f"Let me <b>\nthink</think>\n\n{good}")
+    assert not accepts(tokenizer, wanted, f"Let me think</think>\n\n{bad}")
+    assert not accepts(tokenizer, wanted, good)
+    outside = asked_chat(served, chat_template_kwargs={"enable_thinking": False}, **body)
+    assert not outside.style.chat.starts_in_thought
+    assert accepts(tokenizer, outside.choices[0].params.structured_output, good)
+
+
+def test_thoughts_in_answers() -> None:
+    served = demo(THINKING)
+    asked = asked_chat(served, chat_template_kwargs={"enable_thinking": True})
+    message = answered(asked, "Hm.\n</think>\n\nYes.", served)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.\n", "Yes.")
+    asked = asked_chat(served, include_reasoning=False)
+    message = answered(asked, "<think>Hm.</think>Yes.", served)["choices"][0]["message"]
+    assert "reasoning_content" not in message
+    assert message["content"] == "Yes."
+    asked = asked_chat(served, stream=True)
+    deltas = [e["choices"][0]["delta"] for e in streamed(asked, "<think>Hm</think>Yes", served)]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm"
+    assert "".join(delta.get("content", "") for delta in deltas) == "Yes"
