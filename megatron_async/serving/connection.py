@@ -36,6 +36,8 @@ logger = logging.getLogger("megatron_async")
 
 SLICE_S = 0.2
 """How often it is looked whether the connection has ended."""
+FROZEN_S = 1.0
+"""A process that did not look for so long was stopped, or had no turn."""
 HOST_SILENCE_S = 4.0
 """A coordinator's host that is silent for so long is gone."""
 MOST_AT_ONCE = 64
@@ -68,7 +70,7 @@ class Connection[Heard]:
         self._on_ping = on_ping
         self._loop = asyncio.get_running_loop()
         self._silence_s: float | None = None
-        self._last_heard = time.monotonic()
+        self._last_heard = self._last_look = time.monotonic()
         self._is_closed = self._is_due = False
         self._error: CoordinatorLost | None = None
         self._inbox: deque[Heard] = deque()
@@ -227,6 +229,10 @@ class Connection[Heard]:
 
     def _look(self) -> None:
         """See whether the connection has ended."""
+        now = time.monotonic()
+        if now - self._last_look > FROZEN_S:  # what was sent to us meanwhile is still on its way
+            self._last_heard = now
+        self._last_look = now
         self._look_again()
         if self._error is not None:
             return
@@ -238,7 +244,7 @@ class Connection[Heard]:
         if int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             self._end(f"the coordinator at {self.address} is gone: its connection has ended.")
             return
-        silent = time.monotonic() - self._last_heard
+        silent = now - self._last_heard
         if silent >= self._silence_s:
             self._end(f"the coordinator at {self.address} has said nothing for {silent:.1f} s.")
 

@@ -9,11 +9,13 @@ token that may have ended the request wait.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.text.detokenize import REPLACEMENT, ByteDetokenizer, IncrementalDetokenizer
 from megatron_async.text.stop_words import cut_at_stop_word, find_word, held_back
+
+if TYPE_CHECKING:
+    from megatron_async.requests.sampling_params import SamplingParams
 
 ENDED_BY_TOKEN = ("termination_id", "stop_token")
 

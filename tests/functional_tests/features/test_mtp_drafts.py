@@ -23,7 +23,7 @@ from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import load_recording
 from megatron_async.simulation.replay import Replay
 
-PARTS, DRAWS = 2, 10
+PARTS, DRAWS = 2, 12
 MODELS: dict[str, MtpModel] = {}
 
 
@@ -90,7 +90,7 @@ def test_tokens_are_those_of_plain_decoding(part: int) -> None:
     wanted = ("pauses", "evictions", "zombie_rows", "aborted", "prefix_cache_hits",
               "accepted_tokens_at_4", "fewer_drafts_blocks", "fewer_drafts_length")  # fmt: skip
     assert [name for name in wanted if not seen[name]] == [], seen
-    assert seen["watched"] > 400
+    assert seen["watched"] > 200
     assert seen["accepted_tokens"] > 0.3 * seen["drafted_tokens"] > 200
 
 

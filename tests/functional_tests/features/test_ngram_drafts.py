@@ -66,8 +66,8 @@ def test_tokens_are_those_of_plain_decoding(part: int) -> None:
               "fewer_drafts_length", "fewer_drafts_nothing_found", "fewer_drafts_narrow_step",
               "fewer_drafts_blocks")  # fmt: skip
     assert [name for name in wanted if not seen[name]] == [], seen
-    assert seen["found"] > 200
-    assert seen["drafted_tokens"] > 250
+    assert seen["found"] > 100
+    assert seen["drafted_tokens"] > 100
     assert seen["accepted_tokens"] > 0.5 * seen["drafted_tokens"], seen
 
 

@@ -45,9 +45,9 @@ def test_they_fail_alone(served: Any) -> None:
     _, client = served
     with pytest.raises(RequestError, match=f"takes .* bytes, and a message may have {LIMIT}"):
         client.generate([[1] * LIMIT], greedy(1))
-    long_answer = greedy(200, return_log_probs=True, top_n_logprobs=20)
+    long_answer = greedy(1, return_log_probs=True, top_n_logprobs=20, skip_prompt_log_probs=False)
     large, small = client.generate(
-        [[1, 2, 3]] * 2, [long_answer, greedy(4)], raise_on_failure=False
+        [[1, 2, 3] * 60, [1, 2, 3]], [long_answer, greedy(4)], raise_on_failure=False
     )
     assert isinstance(large.error, RequestError)
     assert "the answer cannot be sent" in str(large.error)

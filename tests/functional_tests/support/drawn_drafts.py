@@ -40,7 +40,7 @@ def periodic(chooser: random.Random, length: int) -> list[int]:
 
 
 def drawn_jobs(chooser: random.Random, count: int, size: int) -> list[Job]:
-    """Requests of every mode, with prompts that end around the border of a block."""
+    """Requests of every mode, with prompts that end around the border of a block; some come twice."""
     jobs = []
     for number in range(chooser.randint(2, 5)):
         length = max(chooser.randint(1, 5) * size - chooser.randint(0, count + 1), 1)
@@ -52,7 +52,9 @@ def drawn_jobs(chooser: random.Random, count: int, size: int) -> list[Job]:
             num_speculative_tokens=chooser.choice([None, None, None, 0, count - 1]),
             **sampling,
         )
-        jobs.append(Job(periodic(chooser, length), params))
+        known = bool(jobs) and chooser.random() < 0.4
+        prompt = chooser.choice(jobs).prompt if known else periodic(chooser, length)
+        jobs.append(Job(prompt, params))
     return jobs
 
 
@@ -143,7 +145,7 @@ class DrawnSchedules:
             "max_tokens": max_requests * (count + 1) + chooser.choice([0, 1, 9, 60]),
             "num_kv_blocks": -(-max(map(len, known)) // size) + chooser.randint(0, 4),
             "paused_buffer_size_gb": chooser.choice([None, 1e-9]),
-            "enable_prefix_caching": chooser.random() < 0.5,
+            "enable_prefix_caching": chooser.random() < 0.7,
         }
         if method in DRAFTERS:
             settings["drafter"] = DRAFTERS[method](known, VOCABULARY)
