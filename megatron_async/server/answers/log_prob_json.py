@@ -61,7 +61,7 @@ def places(tokens: Sequence[int], log_probs: LogProbs, top_n: int) -> list[Place
 
 
 def of_completion(
-    found: Sequence[Place | None], names: TokenNames, by_id: bool, top_n: int, offset: int = 0
+    found: Sequence[Place | None], names: TokenNames, by_id: bool, offset: int = 0
 ) -> tuple[dict[str, Any], int]:
     """The `logprobs` of a choice of /v1/completions.
 
@@ -69,7 +69,6 @@ def of_completion(
         found: places in a row; `(token, nan, [])`: a token without a log prob, the prompt's first.
         names: of tokens.
         by_id: names are "token_id:123".
-        top_n: as was asked; 0: `top_logprobs` is null.
         offset: characters of the choice's text before them.
 
     Returns:
@@ -94,13 +93,12 @@ def of_completion(
         near: dict[str, float] = {}
         for other, its in top:
             near.setdefault(_name(other, names, by_id), its)
-        if top_n:
-            near.setdefault(name, value)
+        near.setdefault(name, value)
         tops.append(near)
     return {
         "tokens": tokens,
         "token_logprobs": values,
-        "top_logprobs": tops if top_n else None,
+        "top_logprobs": tops,
         "text_offset": offsets,
     }, offset
 

@@ -1,8 +1,7 @@
 """`StreamAnswer`: an answer as events, `data: {json}` and a blank line each.
 
 What all events of a choice have in common is spliced around the text: 0.2 to 0.4 microseconds an
-event instead of 1 to 2 for encoding the whole object (measured in /work/shared/SERVER.md, idea of
-vLLM's pull request 52875).
+event instead of 1 to 2 for encoding the whole object (idea of vLLM's pull request 52875).
 """
 
 from __future__ import annotations
@@ -232,7 +231,7 @@ class StreamFormatter:
                 choice["logprobs"] = {"content": content, "refusal": None}
             else:
                 choice["logprobs"], self._offset = of_completion(
-                    found, names, style.names_by_id, style.top_n, self._offset
+                    found, names, style.names_by_id, self._offset
                 )
         if style.gives_token_ids:
             choice["token_ids"] = ids
@@ -257,9 +256,7 @@ class StreamFormatter:
                     found += places(ids, log_probs, style.top_n or 0)
         choice: dict[str, Any] = {"text": text, "logprobs": None, "finish_reason": None}
         if style.top_n is not None:
-            choice["logprobs"], _ = of_completion(
-                found, served.names_of_tokens, style.names_by_id, style.top_n
-            )
+            choice["logprobs"], _ = of_completion(found, served.names_of_tokens, style.names_by_id)
         ids = [token for part, _, _ in self._waiting for token in part]
         return self._event(self._with_tokens(choice, ids, None)) + self._finish(end)
 

@@ -118,10 +118,12 @@ class Collector:
             found["prompt_token_ids"] = None if isinstance(prompt, str) else list(prompt)
         return found
 
-    def prompt_log_probs(self) -> list[dict[str, dict[str, Any]] | None]:
-        """VLLM's `prompt_logprobs` of the choice's prompt."""
+    def prompt_log_probs(self) -> list[dict[str, dict[str, Any]] | None] | None:
+        """VLLM's `prompt_logprobs` of the choice's prompt; None if they were not asked for."""
         assert self.ended is not None
-        top_n = self._asked.style.prompt_top_n or 0
+        top_n = self._asked.style.prompt_top_n
+        if top_n is None:
+            return None
         found = prompt_places(self._asked, self.choice, self.ended, top_n)
         prompt = self._asked.prompts[self.choice.prompt]
         ids = [] if isinstance(prompt, str) else prompt
@@ -139,15 +141,15 @@ class Collector:
         if style.top_n is not None:
             found = prompt_places(self._asked, self.choice, end, style.top_n) if style.echo else []
             found += [] if style.is_scoring else self._places()
-            log_probs, _ = of_completion(found, names, style.names_by_id, style.top_n)
+            log_probs, _ = of_completion(found, names, style.names_by_id)
         choice = {
             "index": self.choice.index,
             "text": text,
             "logprobs": log_probs,
             "finish_reason": finish_reason(end, style.chat, False),
         }
-        if style.prompt_top_n is not None:
-            choice["prompt_logprobs"] = self.prompt_log_probs()
+        # Not asked for, null: clients of vLLM read the field of every choice.
+        choice["prompt_logprobs"] = self.prompt_log_probs()
         return choice
 
     def _chat(self, text: str, end: End) -> dict[str, Any]:
@@ -218,6 +220,6 @@ def whole(answer: WholeAnswer) -> bytes:
         "choices": [collector.choice_object() for collector in answer.collectors],
         "usage": usage.usage(),
     }
-    if is_chat and style.prompt_top_n is not None:
+    if is_chat:
         body["prompt_logprobs"] = answer.collectors[0].prompt_log_probs()
     return msgspec.json.encode(body)

@@ -151,7 +151,7 @@ def _style(
         model=model,
         is_stream=bool(request.stream),
         include_usage=options is not None and bool(options.include_usage),
-        continuous_usage=options is not None and bool(options.continuous_usage_stats),
+        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         prompt_top_n=prompt_top_n,
         gives_token_ids=bool(request.return_token_ids),
         names_by_id=bool(request.return_tokens_as_token_ids),

@@ -15,7 +15,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
     Attributes:
         include_usage: a last event with the numbers of tokens.
-        continuous_usage_stats: the numbers so far in every event (vLLM's).
+        continuous_usage_stats: with it the numbers so far in every event (vLLM's).
     """
 
     include_usage: bool | None = None

@@ -40,7 +40,7 @@ def periodic(chooser: random.Random, length: int) -> list[int]:
 
 
 def drawn_jobs(chooser: random.Random, count: int, size: int) -> list[Job]:
-    """Requests of every mode, with prompts that end around the border of a block; some come twice."""
+    """Requests of every mode, with prompts that end around a block's border, some twice."""
     jobs = []
     for number in range(chooser.randint(2, 5)):
         length = max(chooser.randint(1, 5) * size - chooser.randint(0, count + 1), 1)

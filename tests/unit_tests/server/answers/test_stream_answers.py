@@ -156,7 +156,7 @@ def test_log_probs_of_a_completion() -> None:
     by_id = asked_completion(prompt="a", logprobs=0, return_tokens_as_token_ids=True)
     found = answered(by_id, " b", reason="length")["choices"][0]["logprobs"]
     assert found["tokens"] == [f"token_id:{tokens_of(' b')[0]}"]
-    assert found["top_logprobs"] is None
+    assert found["top_logprobs"] == [{f"token_id:{tokens_of(' b')[0]}": -1.0}]
 
 
 def test_a_streams_log_probs_are_those_of_the_whole_answer() -> None:
