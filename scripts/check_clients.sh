@@ -7,16 +7,19 @@
 #   BASE_URL=http://host:8000/v1 API_KEY=k MODEL=m bash scripts/check_clients.sh
 #
 # Environments are made by uv in $CLIENT_ENVS (default: /tmp/megatron-async-clients) and kept; they
-# come from PyPI. Nothing else of the network is used. guidellm (5.7 GB) runs only when named, and so
-# do llama.cpp's and vLLM's own tests, which need a checkout in LLAMA_CPP and VLLM.
+# come from PyPI, as do vLLM's and llama.cpp's own tests. Nothing else of the network is used.
+# guidellm (5.7 GB) runs only when named.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 ENVS=${CLIENT_ENVS:-/tmp/megatron-async-clients}
 REPORT=${REPORT:-docs/server_clients.md}
-TIME_LIMIT=${TIME_LIMIT:-300}
+TIME_LIMIT=${TIME_LIMIT:-1200}
 ALL=(openai-1 openai-2 openai litellm instructor pydantic-ai langchain-openai llm lm-eval aiperf
-     schemathesis)
+     schemathesis llama.cpp vllm)
+# The names that vLLM's tests ask for.
+NAMES=(Qwen/Qwen3-0.6B HuggingFaceH4/zephyr-7b-beta HuggingFaceTB/SmolLM2-135M-Instruct
+       gpt-3.5-turbo-instruct)
 mkdir -p "$ENVS/logs"
 export MODEL=${MODEL:-smollm2} API_KEY=${API_KEY:-sk-check-clients}
 # Not a Python that uv would fetch, but the one that the project's own environment is made of.
@@ -28,7 +31,7 @@ server=
 if [ -z "${BASE_URL:-}" ]; then
     log="$ENVS/logs/server.log"
     MEGATRON_ASYNC_API_KEY=$API_KEY ${PYTHON:-.venv/bin/python} -m megatron_async serve "$MODEL" \
-        --port 0 --no-progress >"$log" 2>&1 &
+        --served-model-name "$MODEL" "${NAMES[@]}" --port 0 --no-progress >"$log" 2>&1 &
     server=$!
     trap 'kill $server 2>/dev/null; wait $server 2>/dev/null' EXIT
     for _ in $(seq 600); do
@@ -118,19 +121,29 @@ run_schemathesis() { # against the schema that the server itself shows
         --header "Authorization: Bearer $API_KEY" \
         --checks not_a_server_error,content_type_conformance
 }
-run_llama.cpp() { # its server's tests in their external mode, those that are of OpenAI's protocol
-    [ -d "${LLAMA_CPP:-}" ] || { echo "set LLAMA_CPP to a checkout"; return 1; }
-    local bin
-    bin=$(environment llama.cpp pytest requests openai aiohttp wget) || return 1
-    (cd "$LLAMA_CPP/tools/server/tests" && DEBUG_EXTERNAL=1 PORT="${ROOT_URL##*:}" \
-        "$bin/python" -m pytest -q unit/test_chat_completion.py)
+# Their own tests of servers, of which the plugins in scripts/clients/upstream say what applies.
+run_llama.cpp() {
+    local bin tests
+    bin=$(environment llama.cpp pytest pytest-rerunfailures requests openai aiohttp wget filelock) || return 1
+    tests=$("$bin/python" scripts/clients/upstream/fetch_tests.py llama-cpp-python 0.3.36 \
+        vendor/llama.cpp/tools/server/tests "$ENVS/upstream") || return 1
+    local plugins=$PWD/scripts/clients/upstream
+    (cd "$tests" && DEBUG_EXTERNAL=1 PORT="${ROOT_URL##*:}" PYTHONPATH="$plugins:." \
+        "$bin/python" -m pytest -q -rs --tb=short -p llama_cpp_tests --noconftest \
+        -p no:cacheprovider unit/test_chat_completion.py)
 }
-run_vllm() { # its tests of entrypoints, by a shim of `tests.utils` that starts nothing
-    [ -d "${VLLM:-}" ] || { echo "set VLLM to a checkout"; return 1; }
-    local bin
-    bin=$(environment vllm-tests pytest pytest-asyncio openai requests httpx regex jsonschema) || return 1
-    PYTHONPATH="scripts/clients/vllm_shim" "$bin/python" -m pytest -q -p no:cacheprovider \
-        "$VLLM/tests/entrypoints/openai/completion/test_completion.py"
+run_vllm() {
+    local bin tests
+    bin=$(environment vllm pytest pytest-asyncio openai requests httpx regex jsonschema transformers \
+        jinja2 fastapi) || return 1
+    tests=$("$bin/python" scripts/clients/upstream/fetch_tests.py vllm 0.33.0 tests "$ENVS/upstream") ||
+        return 1
+    TOKENIZER=$(tokenizer) HF_HUB_OFFLINE=1 PYTHONPATH=scripts/clients/upstream "$bin/python" -m pytest \
+        -q -rs --tb=short -p vllm_tests --noconftest -p no:cacheprovider --rootdir "$tests" \
+        -o asyncio_mode=auto "$tests"/entrypoints/openai/completion/test_completion.py \
+        "$tests"/entrypoints/openai/chat_completion/test_{chat,chat_logit_bias_validation}.py \
+        "$tests"/entrypoints/openai/chat_completion/test_completion_with_function_calling.py \
+        "$tests"/entrypoints/serve/{tokenize/test_tokenization,instrumentator/test_basic}.py
 }
 
 names=("$@")

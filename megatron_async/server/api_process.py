@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from megatron_async.errors import CoordinatorLost
+from megatron_async.errors import ConfigurationError, CoordinatorLost
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.http.access import Access
 from megatron_async.server.http.app import App
@@ -30,8 +30,8 @@ logger = logging.getLogger("megatron_async")
 KEEP_ALIVE_S = 75
 """A connection may be silent so long between two requests; proxies, which give up after 60 s, are
 first then."""
-CONNECT_S = 60.0
-"""How long a coordinator is waited for."""
+CONNECT_S = 10.0
+"""How long a coordinator is waited for; then the process is started again."""
 
 
 class _Server(uvicorn.Server):
@@ -64,7 +64,7 @@ async def _serve(config: ApiConfig, listener_fd: int) -> int:
     client = TokenClient(config.coordinator, connect_timeout_s=CONNECT_S, secret=secret)
     try:
         await client.open()
-    except CoordinatorLost as error:
+    except (CoordinatorLost, ConfigurationError) as error:
         logger.error("This API process has no coordinator and ends: %s", error)
         return 1
     hub = StreamHub()

@@ -66,7 +66,7 @@ class Question:
     what: str
     waiting: set[bytes]
     answers: dict[str, Any] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 class ServiceVerbs:
@@ -143,7 +143,7 @@ class ServiceVerbs:
         if done.failure is None:
             question.answers[name] = done.value
         else:
-            question.failures[name] = ": ".join(done.failure)
+            question.failures[name] = done.failure
         self._settle(done.number, question)
 
     # ---- Verbs -------------------------------------------------------------------------------
@@ -238,8 +238,11 @@ class ServiceVerbs:
             return
         del self._questions[key]
         if question.failures:
-            text = "; ".join(f"{name}: {why}" for name, why in sorted(question.failures.items()))
-            answer = Answer(question.number, failure=("RuntimeError", text))
+            failures = sorted(question.failures.items())
+            text = "; ".join(f"{name}: {kind}: {why}" for name, (kind, why) in failures)
+            is_asker = all(kind == "ValueError" for kind, _ in question.failures.values())
+            kind = "ValueError" if is_asker else "RuntimeError"
+            answer = Answer(question.number, failure=(kind, text))
         else:
             answer = Answer(question.number, {"replicas": question.answers})
             if question.what == "wake":

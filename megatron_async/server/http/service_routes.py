@@ -16,6 +16,7 @@ from megatron_async.server.http.app import Route
 from megatron_async.server.http.exchange import Exchange
 from megatron_async.server.http.replies import reply, reply_json
 from megatron_async.server.metrics import CONTENT_TYPE, metrics_text
+from megatron_async.serving.failures import RemoteError
 from megatron_async.serving.token_client import TokenClient
 
 ADMIN_LIMITS = Limits(body_bytes=64 << 10)
@@ -106,4 +107,6 @@ class ServiceRoutes:
             answer = await self._client.ask(verb, **fields)
         except ValueError as error:
             raise Refusal(str(error), 409, code="not_now") from error
+        except RemoteError as error:  # an administrator may read what failed
+            raise Refusal(str(error), 500, code="verb_failed", kind="server_error") from error
         await reply_json(exchange.send, answer)

@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -35,12 +36,18 @@ def eventually(is_so: Callable[[], Any], what: str, timeout_s: float = 90.0) -> 
 class Served:
     """`megatron-async serve ARGUMENTS`; use it with `with`.
 
+    Args:
+        log: file for what it says on stderr.
+        arguments: of the command.
+        tls: for clients of a service with HTTPS.
+
     Attributes:
         lines: what it has printed.
         port: where it listens.
     """
 
-    def __init__(self, log: Path, *arguments: str) -> None:
+    def __init__(self, log: Path, *arguments: str, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         command = [sys.executable, "-m", "megatron_async", "serve", *arguments, "--port", "0"]
         self.log = log
         with log.open("w") as errors:
@@ -50,7 +57,7 @@ class Served:
             )  # fmt: skip
         assert self.process.stdout is not None
         self.lines = [self.process.stdout.readline()]
-        found = re.search(r"http://127\.0\.0\.1:(\d+)", self.lines[0])
+        found = re.search(r"https?://127\.0\.0\.1:(\d+)", self.lines[0])
         assert found, (self.lines, log.read_text())
         self.port = int(found[1])
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -91,8 +98,7 @@ class Served:
         self, path: str, body: Any = None, key: str = KEY, method: str | None = None
     ) -> tuple[int, Any]:
         """Status and body of an answer, decoded if it is JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        with contextlib.closing(connection):
+        with contextlib.closing(self._connect()) as connection:
             self._send(connection, path, body, key, method)
             answer = connection.getresponse()
             data = answer.read()
@@ -101,8 +107,7 @@ class Served:
 
     def stream(self, path: str, body: Any) -> Iterator[Any]:
         """The events of a streamed answer, without [DONE]."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        with contextlib.closing(connection):
+        with contextlib.closing(self._connect()) as connection:
             self._send(connection, path, {**body, "stream": True}, KEY, None)
             answer = connection.getresponse()
             assert answer.status == 200, answer.read()
@@ -113,6 +118,11 @@ class Served:
                     assert line == b"data: [DONE]\n"
                     return
         raise AssertionError("the stream ended without [DONE]")
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if self._tls is None:
+            return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=60, context=self._tls)
 
     @staticmethod
     def _send(
