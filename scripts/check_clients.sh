@@ -19,7 +19,7 @@ ALL=(openai-1 openai-2 openai litellm instructor pydantic-ai langchain-openai ll
      schemathesis llama.cpp vllm)
 # The names that vLLM's tests ask for.
 NAMES=(Qwen/Qwen3-0.6B HuggingFaceH4/zephyr-7b-beta HuggingFaceTB/SmolLM2-135M-Instruct
-       gpt-3.5-turbo-instruct)
+       Qwen/Qwen2.5-1.5B-Instruct gpt-3.5-turbo-instruct)
 mkdir -p "$ENVS/logs"
 export MODEL=${MODEL:-smollm2} API_KEY=${API_KEY:-sk-check-clients}
 # Not a Python that uv would fetch, but the one that the project's own environment is made of.

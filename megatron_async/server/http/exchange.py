@@ -10,6 +10,8 @@ from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.http.protocol import HttpProtocol
 from megatron_async.server.http.replies import Send
 
+JSON = b"application/json"
+
 
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
@@ -46,8 +48,11 @@ class Exchange:
     async def body(self, most: int) -> bytes:
         """All of its body.
 
+        Only what says that it is JSON: a page of another site can make a browser send any other
+        type without asking (`no-cors`), also to a server on this host that has no key.
+
         Raises:
-            Refusal: 413, it has more than `most` bytes.
+            Refusal: 413, it has more than `most` bytes; 415, it has another type.
             ClientGone: the client went before its end.
         """
         length = self.headers.get(b"content-length", b"0")
@@ -63,7 +68,15 @@ class Exchange:
             if size > most:
                 raise self._too_long(most)
             if not message.get("more_body", False):
-                return b"".join(parts)
+                break
+        kind = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if size and kind != JSON:
+            shown = kind[:60].decode("latin-1") or "missing"
+            raise Refusal(
+                f"the Content-Type is {shown}, and must be application/json.", 415,
+                code="unsupported_media_type",
+            )  # fmt: skip
+        return b"".join(parts)
 
     def _too_long(self, most: int) -> Refusal:
         return Refusal(

@@ -104,6 +104,7 @@ def test_a_connection_serves_one_request_after_the_other(served):
             assert (status, body) == (200, b"data: 0\n\ndata: 1\n\ndata: 2\n\n")
             assert headers["content-type"].startswith("text/event-stream")
             writer.write(b"POST /root/echo/x HTTP/1.1\r\n" + HEAD + b"X-Request-Id: a.1\r\n"
+                         b"Content-Type: Application/JSON; charset=utf-8\r\n"
                          b"Content-Length: 4\r\n\r\n{}{}")  # fmt: skip
             status, headers, body = await answer(reader)
             assert (status, json.loads(body)) == (200, {"bytes": 4, "rest": "x"})
@@ -126,6 +127,9 @@ def test_a_connection_serves_one_request_after_the_other(served):
         (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Content-Length: 1001\r\n\r\n", 413, "1000 bytes"),
         (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
          + (b"1f4\r\n" + b"x" * 500 + b"\r\n") * 3, 413, "1000 bytes"),
+        (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Content-Length: 2\r\n\r\n{}", 415, "missing"),
+        (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Content-Type: text/plain\r\n"
+         b"Content-Length: 2\r\n\r\n{}", 415, "text/plain"),
         (b"GET /stream HTTP/1.1\r\nHost: loc", 408, "headers did not come within 0.3 s"),
         (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Content-Length: 10\r\n\r\n{}", 408, "body did"),
     ],
