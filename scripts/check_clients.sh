@@ -31,7 +31,8 @@ server=
 if [ -z "${BASE_URL:-}" ]; then
     log="$ENVS/logs/server.log"
     MEGATRON_ASYNC_API_KEY=$API_KEY ${PYTHON:-.venv/bin/python} -m megatron_async serve "$MODEL" \
-        --served-model-name "$MODEL" "${NAMES[@]}" --port 0 --no-progress >"$log" 2>&1 &
+        --served-model-name "$MODEL" "${NAMES[@]}" \
+        --max-sequence-length 8192 --port 0 --no-progress >"$log" 2>&1 &
     server=$!
     trap 'kill $server 2>/dev/null; wait $server 2>/dev/null' EXIT
     for _ in $(seq 600); do

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,9 @@ KWARGS = frozenset(
 """Variables of templates that a request may set: none of them is code or replaces the chat."""
 MAX_KWARG = 4096
 """Characters of a variable's JSON text."""
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+"""Roles: which there are, the template says ("tool", "ipython", "context"), but none can write a
+special token."""
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -66,8 +69,8 @@ def last_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def _one(message: Message, place: int) -> dict[str, Any]:
     param = f"messages[{place}]"
-    if message.role not in ROLES:
-        raise not_allowed(f"{param}.role", message.role, f"one of {', '.join(ROLES)}")
+    if not ROLE.fullmatch(message.role):
+        raise not_allowed(f"{param}.role", message.role, "a word, as user, assistant or tool")
     found: dict[str, Any] = {
         # Templates are older than OpenAI's newer name of it.
         "role": "system" if message.role == "developer" else message.role,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
-
 from megatron_async.errors import RequestError
 from megatron_async.server.answer_stream import AnswerStream
 from megatron_async.server.answers.stream import StreamAnswer
@@ -16,7 +14,7 @@ from megatron_async.server.choice_feed import ChoiceFeed
 from megatron_async.server.fields.ask import ask, is_quick
 from megatron_async.server.fields.asked import Asked, Caller
 from megatron_async.server.fields.body import decode_body
-from megatron_async.server.fields.chat_request import ChatRequest, Message
+from megatron_async.server.fields.chat_request import ChatRequest
 from megatron_async.server.fields.completion_request import CompletionRequest
 from megatron_async.server.fields.limits import Limits
 from megatron_async.server.fields.refusal import Refusal, refusal_of
@@ -26,6 +24,7 @@ from megatron_async.server.http.app import Route
 from megatron_async.server.http.exchange import ClientGone, Exchange
 from megatron_async.server.http.openapi import openapi
 from megatron_async.server.http.replies import EVENTS, reply, reply_json
+from megatron_async.server.http.tokenize_routes import TokenizeRoutes
 from megatron_async.server.stream_hub import StreamHub
 from megatron_async.serving.token_client import TokenClient
 
@@ -74,8 +73,7 @@ class GenerateRoutes:
             Route("GET", "/v1/models/*", self._model),
             Route("POST", "/v1/completions", self._completions),
             Route("POST", "/v1/chat/completions", self._chat),
-            Route("POST", "/tokenize", self._tokenize),
-            Route("POST", "/detokenize", self._detokenize),
+            *TokenizeRoutes(self._model_now, self._limits).routes(),
             Route("GET", "/openapi.json", self._openapi),
         ]
 
@@ -217,55 +215,8 @@ class GenerateRoutes:
         served = await self._model_now()
         await reply_json(exchange.send, _model_object(served.name(name), served))
 
-    async def _tokenize(self, exchange: Exchange, _: str) -> None:
-        body = await exchange.body(self._limits.body_bytes)
-        served = await self._model_now()
-        request = decode_body(body, TokenizeRequest, self._limits)
-        served.name(request.model)
-        if request.messages is not None:
-            chat = ChatRequest(messages=request.messages)
-            chat.add_generation_prompt = request.add_generation_prompt
-            tokens = served.tokenize(served.chat.render(chat, None), False, "messages")
-        elif request.prompt is None:
-            raise Refusal("give prompt or messages.", param="prompt")
-        else:
-            tokens = served.tokenize(request.prompt, request.add_special_tokens, "prompt")
-        longest = served.card.max_sequence_length
-        answer = {"count": len(tokens), "max_model_len": longest, "tokens": tokens}
-        await reply_json(exchange.send, answer)
-
-    async def _detokenize(self, exchange: Exchange, _: str) -> None:
-        body = await exchange.body(self._limits.body_bytes)
-        served = await self._model_now()
-        request = decode_body(body, DetokenizeRequest, self._limits)
-        served.name(request.model)
-        if served.tokenizer is None:
-            raise Refusal("this server has no tokenizer for the model.")
-        wrong = [token for token in request.tokens if not 0 <= token < served.card.vocab_size]
-        if wrong:
-            raise Refusal(f"token id {wrong[0]} is out of range.", param="tokens")
-        text = served.tokenizer.detokenize(request.tokens, skip_special_tokens=False)
-        await reply_json(exchange.send, {"prompt": text})
-
     async def _openapi(self, exchange: Exchange, _: str) -> None:
         await reply(exchange.send, openapi())
-
-
-class TokenizeRequest(msgspec.Struct):
-    """The body of /tokenize: a text, or the messages of a chat."""
-
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    model: str | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-
-
-class DetokenizeRequest(msgspec.Struct):
-    """The body of /detokenize."""
-
-    tokens: list[int]
-    model: str | None = None
 
 
 def _model_object(name: str, served: ServedModel) -> dict[str, Any]:

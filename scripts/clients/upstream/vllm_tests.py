@@ -24,6 +24,7 @@ import pytest
 import requests
 
 INSIDE = "it looks into vLLM's own code"
+END = "the end of a choice is an event of its own, as OpenAI's"
 NOT_SERVED = {
     "lora": "adapters are not served",
     "prompt_embeds": "embeddings as prompts are not served",
@@ -36,10 +37,17 @@ NOT_SERVED = {
     "watermarked": "watermarks are not served",
     "responses_api": "the Responses protocol is not served",
     "request_cancellation": "it asks for 10,000 tokens, and the demo model has room for 2,560",
+    "multiple_non_integer_keys": "it wants all wrong keys in one message",
     "test_completion_streaming": "the demo model ends that answer at once",
-    "test_parallel_streaming": "the end of a choice is an event of its own, as OpenAI's",
+    "test_parallel_streaming": END,
     "test_batch_completions": "beam search is not served",
     "test_echo_logprob": "token 0 is text in its model, and a special token in ours",
+    "test_chat_streaming": END,
+    "test_chat_completion_stream_options": END,
+    "more_than_one_prompt_logprobs": "it wants what its own model answers",
+    "single_chat_session": "it wants what its own model answers",
+    "complex_message_content": "it wants what its own model answers",
+    "default_limit": INSIDE,
     "test_empty_prompt": "it wants the words of vLLM's message",
     "server_fixture": "a flag of vLLM's command line",
     "test_token_in_token_out": "a server without a tokenizer, of weights from the network",

@@ -63,7 +63,7 @@ def test_the_last_message_is_continued() -> None:
     "body",
     [
         {"messages": []},
-        {"messages": [{"role": "robot", "content": "x"}]},
+        {"messages": [{"role": "a robot<|im_end|>", "content": "x"}]},
         {"messages": [{"content": "x"}]},
         {"messages": "Hi"},
         {"chat_template": "{{ messages }}"},

@@ -1,0 +1,117 @@
+"""/tokenize and /detokenize, with the fields of vLLM's endpoints of these names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from megatron_async.server.chat.tool_choice import tool_plan
+from megatron_async.server.fields.ask import is_quick
+from megatron_async.server.fields.body import decode_body
+from megatron_async.server.fields.chat_request import ChatRequest, Message, Tool
+from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.server.http.app import Route
+from megatron_async.server.http.exchange import Exchange
+from megatron_async.server.http.replies import reply_json
+
+
+class TokenizeRequest(msgspec.Struct):
+    """The body of /tokenize: a text, or a chat as of /v1/chat/completions.
+
+    Attributes:
+        add_special_tokens: None: with a text, and not with a chat, whose template has them.
+        return_token_strs: give the vocabulary's name of each token, too.
+    """
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct):
+    """The body of /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class TokenizeRoutes:
+    """Handlers of both.
+
+    Args:
+        model_now: the model that is served.
+        limits: of bodies.
+    """
+
+    def __init__(self, model_now: Callable[[], Awaitable[ServedModel]], limits: Limits) -> None:
+        self._model_now, self._limits = model_now, limits
+
+    def routes(self) -> list[Route]:
+        """What they serve."""
+        return [
+            Route("POST", "/tokenize", self._tokenize),
+            Route("POST", "/detokenize", self._detokenize),
+        ]
+
+    async def _tokenize(self, exchange: Exchange, _: str) -> None:
+        body = await exchange.body(self._limits.body_bytes)
+        served = await self._model_now()
+        if is_quick(body):
+            answer = self._tokens(body, served)
+        else:
+            answer = await asyncio.to_thread(self._tokens, body, served)
+        await reply_json(exchange.send, answer)
+
+    def _tokens(self, body: bytes, served: ServedModel) -> dict[str, Any]:
+        request = decode_body(body, TokenizeRequest, self._limits)
+        served.name(request.model)
+        if request.messages is not None:
+            chat = ChatRequest(
+                messages=request.messages,
+                tools=request.tools,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                chat_template_kwargs=request.chat_template_kwargs,
+            )
+            plan = tool_plan(chat, served.chat, served.limits.tools)
+            text = served.chat.render(chat, plan.tools)
+            tokens = served.tokenize(text, bool(request.add_special_tokens), "messages")
+        elif request.prompt is None:
+            raise Refusal("give prompt or messages.", param="prompt")
+        else:
+            adds = request.add_special_tokens is not False
+            tokens = served.tokenize(request.prompt, adds, "prompt")
+        names: list[str] | None = None
+        if request.return_token_strs and served.tokenizer is not None:
+            backend = served.tokenizer.backend
+            names = [backend.id_to_token(token) or "" for token in tokens]
+        return {
+            "count": len(tokens),
+            "max_model_len": served.card.max_sequence_length,
+            "tokens": tokens,
+            "token_strs": names,
+        }
+
+    async def _detokenize(self, exchange: Exchange, _: str) -> None:
+        body = await exchange.body(self._limits.body_bytes)
+        served = await self._model_now()
+        request = decode_body(body, DetokenizeRequest, self._limits)
+        served.name(request.model)
+        if served.tokenizer is None:
+            raise Refusal("this server has no tokenizer for the model.")
+        wrong = [token for token in request.tokens if not 0 <= token < served.card.vocab_size]
+        if wrong:
+            raise Refusal(f"token id {wrong[0]} is out of range.", param="tokens")
+        text = served.tokenizer.detokenize(request.tokens, skip_special_tokens=False)
+        await reply_json(exchange.send, {"prompt": text})
