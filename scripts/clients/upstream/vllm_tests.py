@@ -25,6 +25,8 @@ import requests
 
 INSIDE = "it looks into vLLM's own code"
 END = "the end of a choice is an event of its own, as OpenAI's"
+ITS_MODEL = "it wants what its own model answers"
+ENDLESS = "without a limit of tokens, and the demo model talks on"
 NOT_SERVED = {
     "lora": "adapters are not served",
     "prompt_embeds": "embeddings as prompts are not served",
@@ -44,10 +46,18 @@ NOT_SERVED = {
     "test_echo_logprob": "token 0 is text in its model, and a special token in ours",
     "test_chat_streaming": END,
     "test_chat_completion_stream_options": END,
-    "more_than_one_prompt_logprobs": "it wants what its own model answers",
-    "single_chat_session": "it wants what its own model answers",
-    "complex_message_content": "it wants what its own model answers",
+    "more_than_one_prompt_logprobs": ITS_MODEL,
+    "single_chat_session": ITS_MODEL,
+    "complex_message_content": ITS_MODEL,
     "default_limit": INSIDE,
+    "test_structured_outputs_json_chat": ITS_MODEL,
+    "test_structured_outputs_regex_chat": ITS_MODEL,
+    "test_named_tool_use": ITS_MODEL,
+    "tokenize_chat_with_tools": "where the template knows no tools, a system message tells of them",
+    "custom_role": ENDLESS,
+    "extra_fields_allowed": ENDLESS,
+    "response_format_json": ENDLESS,
+    "function_tool_use": ENDLESS,
     "test_empty_prompt": "it wants the words of vLLM's message",
     "server_fixture": "a flag of vLLM's command line",
     "test_token_in_token_out": "a server without a tokenizer, of weights from the network",
@@ -170,6 +180,30 @@ requests.Session.__init__ = _with_key()  # type: ignore[method-assign]
 def qwen3_lora_files() -> str:
     """What vLLM's own fixture downloads."""
     return ""
+
+
+@pytest.fixture
+def sample_regex() -> str:
+    """A grammar for answers."""
+    return r"(1?[0-9]{1,2}\.){3}1?[0-9]{1,2}"
+
+
+@pytest.fixture
+def sample_structured_outputs_choices() -> list[str]:
+    """Answers to choose from."""
+    return ["Ada", "Basic", "Cobol", "Fortran"]
+
+
+@pytest.fixture
+def sample_json_schema() -> dict[str, Any]:
+    """A form of answers, that ends soon."""
+    word = {"type": "string", "maxLength": 8}
+    return {
+        "type": "object",
+        "properties": {"name": word, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
