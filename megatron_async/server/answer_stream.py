@@ -6,9 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatron_async.server.choice_feed import ChoiceFeed
 from megatron_async.server.http.protocol import WRITE_BUFFER_BYTES, HttpProtocol
 from megatron_async.server.stream_hub import StreamHub
@@ -25,9 +22,7 @@ PING = b": ping\n\n"
 class ChoiceFormatter(Protocol):
     """Makes the events of one choice."""
 
-    def push(
-        self, tokens: NDArray[np.int32], log_probs: TokenLogProbs | None, text: str | None
-    ) -> bytes:
+    def push(self, tokens: list[int], log_probs: TokenLogProbs | None, text: str | None) -> bytes:
         """Events of new tokens; b"" where all of their text is held back."""
 
     def end(self, end: RequestEnd) -> bytes:

@@ -3,16 +3,20 @@
 One step of the engine brings tokens for all streams at once. They are written in one pass behind
 it, without a task or an event a stream. A few streams are written at once, each token an event of
 its own; where a pass has many, a stream is written at most every `EVERY_S`, and what came meanwhile
-is joined: a write costs 10 to 16 microseconds of this process' only thread whatever it holds.
+is joined: a write costs 10 to 25 microseconds of this process' only thread whatever it holds. Where
+there are so many streams that writing takes more than a third of the time, they wait longer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Protocol
 
 EVERY_S = 0.005
-"""Time between two writes of a stream while many are busy."""
+"""Time between two writes of a stream while many are busy; more if a pass over all of them takes
+more than a `SHARE` of it."""
+SHARE = 1 / 3
 AT_ONCE = 16
 """Streams of a pass that are written without looking at the clock."""
 LOOK_EVERY_S = 1.0
@@ -45,6 +49,10 @@ class StreamHub:
         self._due: dict[HubStream, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._looking: asyncio.TimerHandle | None = None
+        self._write_s = 0.0
+        """What a write takes: a mean that forgets."""
+        self._num_stalled = 0
+        """Streams whose readers were too slow in the last pass."""
 
     def add(self, stream: HubStream) -> None:
         """From now on the stream is looked at."""
@@ -67,14 +75,23 @@ class StreamHub:
             return
         now = asyncio.get_running_loop().time()
         many = len(self._due) > AT_ONCE
+        pass_s = self._write_s * (len(self._due) - self._num_stalled)
+        every_s = max(EVERY_S, pass_s / SHARE)
         kept: dict[HubStream, None] = {}
         due, self._due = self._due, kept
+        begin = time.perf_counter()
+        self._num_stalled = 0
         for stream in due:
-            waits = many and not stream.is_urgent and now - stream.written_at < EVERY_S
-            if waits or not stream.write(now):
+            if many and not stream.is_urgent and now - stream.written_at < every_s:
                 kept[stream] = None
+            elif not stream.write(now):
+                kept[stream] = None
+                self._num_stalled += 1
+        if len(due) - len(kept) > AT_ONCE:
+            took_s = (time.perf_counter() - begin) / (len(due) - len(kept))
+            self._write_s += 0.1 * (took_s - self._write_s)
         if kept and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(EVERY_S, self._late)
+            self._timer = asyncio.get_running_loop().call_later(every_s, self._late)
 
     def _late(self) -> None:
         self._timer = None

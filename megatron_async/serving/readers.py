@@ -105,11 +105,12 @@ class TokenReader(Protocol):
     """Is called on the client's event loop with what comes of one request, and must neither block
     nor await. What it raises fails this request alone."""
 
-    def tokens(self, tokens: NDArray[np.int32], log_probs: TokenLogProbs | None) -> None:
+    def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
         """New tokens.
 
         Args:
-            tokens: int32 `[n]`, n > 0; a view of a message, to be copied by who keeps it.
+            tokens: int32 (format "i") `[n]`, n > 0: a view of a message, to be copied by who keeps
+                it. Not an array: with a row of one token a view costs a third of one.
             log_probs: of them; None if they were not asked for.
         """
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_async.errors import CoordinatorLost
 from megatron_async.requests.sampling_params import SamplingParams
@@ -91,7 +90,7 @@ class RemoteRequest(AsyncIterator[TokenChunk]):
 
     # ---- What the client tells ---------------------------------------------------------------
 
-    def tokens(self, tokens: NDArray[np.int32], log_probs: TokenLogProbs | None) -> None:
+    def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
         """See `TokenReader`."""
         self._tokens += tokens.tolist()
         if log_probs is not None:

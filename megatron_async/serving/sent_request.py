@@ -6,9 +6,6 @@ the client compares what comes again with what it has, and its reader is told wh
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatron_async.serving.messages import Ended
 from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader
 
@@ -43,8 +40,8 @@ class SentRequest:
         self._repeated = 0 if self.generated else -1
         self._chars_again = 0 if self._chars else -1
 
-    def tokens(self, tokens: NDArray[np.int32], log_probs: TokenLogProbs | None) -> bool:
-        """Take new tokens; False if they are others than the client has already."""
+    def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> bool:
+        """Take new tokens (int32 `[n]`); False if they are others than the client has already."""
         if self._repeated >= 0:
             data = tokens.tobytes()
             known = self.generated[self._repeated : self._repeated + len(data)]
@@ -58,7 +55,7 @@ class SentRequest:
             log_probs = None if log_probs is None else log_probs[places]
             if not len(tokens):
                 return True
-        self.generated += tokens.data
+        self.generated += tokens
         self.reader.tokens(tokens, log_probs)
         return True
 

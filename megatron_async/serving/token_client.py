@@ -242,8 +242,7 @@ class TokenClient:
                 if message.numbers:
                     self._give(message)
                 for number, text in message.texts:
-                    if (request := self._requests.get(number)) is not None:
-                        self._guarded(number, request, request.text, text)
+                    self._give_text(number, text)
                 for ended in message.ends:
                     self._end(ended)
             case Again():
@@ -259,9 +258,9 @@ class TokenClient:
             self.after_message()
 
     def _give(self, message: StepTokens) -> None:
-        """Give each reader its tokens: Python per row."""
+        """Give each reader its tokens: Python per row, hence written flat."""
         step = StepArrays.of(message)
-        requests, tokens, first = self._requests, step.tokens, 0
+        requests, tokens, first = self._requests, memoryview(message.tokens).cast("i"), 0
         words = step.first_words() if step.asking is not None else None
         rows = zip(step.numbers.tolist(), step.counts.tolist(), strict=True)
         for row, (number, count_) in enumerate(rows):
@@ -274,20 +273,30 @@ class TokenClient:
                     log_probs = TokenLogProbs.of(
                         step.words[place : place + count_], step.top_n, request.top_n
                     )
-                self._guarded(number, request, request.tokens, tokens[first:end], log_probs)
+                try:
+                    if not request.tokens(tokens[first:end], log_probs):
+                        self._drop(number, request, ReplicaLost.__name__, request.why_lost())
+                except Exception as error:
+                    self._fault(number, request, error)
             first = end
 
-    def _guarded(
-        self, number: int, request: SentRequest, take: Callable[..., bool | None], *news: Any
-    ) -> None:
-        """Give a reader what has come; its own fault is its request's alone."""
+    def _give_text(self, number: int, text: str) -> None:
+        request = self._requests.get(number)
+        if request is None:
+            return
         try:
-            if take(*news) is not False:
-                return
-            kind, text = ReplicaLost.__name__, request.why_lost()
+            request.text(text)
         except Exception as error:
-            logger.exception("A reader of a request's tokens failed; the request is aborted.")
-            kind, text = type(error).__name__, str(error)
+            self._fault(number, request, error)
+
+    def _fault(self, number: int, request: SentRequest, error: Exception) -> None:
+        """A reader's own fault is its request's alone."""
+        logger.error(
+            "A reader of a request's tokens failed; the request is aborted.", exc_info=error
+        )
+        self._drop(number, request, type(error).__name__, str(error))
+
+    def _drop(self, number: int, request: SentRequest, kind: str, text: str) -> None:
         self.abort(number)
         self._requests.pop(number, None)
         self._tell_end(request, kind, text)

@@ -27,7 +27,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import zmq
-from numpy.typing import NDArray
 
 from megatron_async import InferenceConfig, SamplingParams
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -145,7 +144,7 @@ class Counting:
     def __init__(self) -> None:
         self.count = 0
 
-    def tokens(self, tokens: NDArray[np.int32], log_probs: TokenLogProbs | None) -> None:
+    def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
         """Count."""
         self.count += len(tokens)
 

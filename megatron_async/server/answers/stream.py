@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from megatron_async.server.answers.choice_text import (
     ChoiceText,
@@ -119,18 +117,18 @@ class StreamFormatter:
 
     def push(
         self,
-        tokens: NDArray[np.int32] | Sequence[int],
+        tokens: Sequence[int],
         log_probs: LogProbs | None = None,
         text: str | None = None,
     ) -> bytes:
         """The events of new tokens; none while their text may still change.
 
         Args:
-            tokens: int32 `[n]`, perhaps none.
+            tokens: ids, perhaps none.
             log_probs: of them, if asked for.
             text: more text, where the replica makes it.
         """
-        ids: list[int] = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
+        ids = list(tokens)
         if self._answer.one_event_a_token and len(ids) > 1:
             return b"".join(
                 self._push([token], None if log_probs is None else log_probs[i : i + 1], None)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from megatron_async.server.answers.choice_text import (
     ChoiceText,
@@ -85,12 +83,12 @@ class Collector:
 
     def push(
         self,
-        tokens: NDArray[np.int32] | Sequence[int],
+        tokens: Sequence[int],
         log_probs: LogProbs | None = None,
         text: str | None = None,
     ) -> None:
         """Take tokens; the arguments are those of `StreamFormatter.push`."""
-        ids: list[int] = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
+        ids = list(tokens)
         self.tokens += ids
         if log_probs is not None:
             self._log_probs.append((ids, log_probs))

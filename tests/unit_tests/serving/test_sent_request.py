@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_async.serving.messages import Ended
 from megatron_async.serving.readers import RequestEnd, TokenLogProbs
@@ -18,7 +17,7 @@ class Told:
     def __init__(self) -> None:
         self.all: list[Any] = []
 
-    def tokens(self, tokens: NDArray[np.int32], log_probs: TokenLogProbs | None) -> None:
+    def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
         chosen = None if log_probs is None else log_probs.chosen.tolist()
         self.all.append((tokens.tolist(), chosen))
 
@@ -31,7 +30,8 @@ class Told:
 
 def tell(request: SentRequest, *tokens: int, asks: bool = False) -> bool:
     data = np.array(tokens, np.int32)
-    return request.tokens(data, TokenLogProbs(data.astype(np.float32)) if asks else None)
+    log_probs = TokenLogProbs(data.astype(np.float32)) if asks else None
+    return request.tokens(memoryview(data), log_probs)
 
 
 def test_what_comes_again_is_told_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -76,15 +77,15 @@ def asked_raw(
     return ask(decode_body(body, kind, served.limits), served, caller or Caller())
 
 
-def tokens_of(text: str, ends: bool = True) -> np.ndarray:
+def tokens_of(text: str, ends: bool = True) -> list[int]:
     ids = demo_tokenizer().tokenize(text, add_special_tokens=False)
-    return np.array([*ids, 2] if ends else ids, np.int32)
+    return [*ids, 2] if ends else ids
 
 
-def log_probs_of(tokens: np.ndarray, top_n: int = 2) -> TokenLogProbs:
+def log_probs_of(tokens: Sequence[int], top_n: int = 2) -> TokenLogProbs:
     """Log probs -1, -1.5 ...; the likeliest tokens are the token, and the ones behind it."""
     chosen = -1 - 0.5 * np.arange(len(tokens), dtype=np.float32)
-    ids = tokens[:, None] + np.arange(top_n, dtype=np.int32)
+    ids = np.array(tokens, np.int32)[:, None] + np.arange(top_n, dtype=np.int32)
     top = chosen[:, None] - np.arange(top_n, dtype=np.float32)
     return TokenLogProbs(chosen, ids, top)
 
@@ -92,7 +93,7 @@ def log_probs_of(tokens: np.ndarray, top_n: int = 2) -> TokenLogProbs:
 def end_of(asked: Asked, reason: str = "termination_id", **fields: Any) -> RequestEnd:
     prompt = asked.prompts[0]
     if asked.choices[0].params.return_log_probs:
-        fields.setdefault("prompt_log_probs", log_probs_of(np.array(prompt[1:], np.int32)))
+        fields.setdefault("prompt_log_probs", log_probs_of(prompt[1:]))
     return RequestEnd(reason, num_prompt_tokens=len(prompt), num_cached_tokens=1, **fields)
 
 

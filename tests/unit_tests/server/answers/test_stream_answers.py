@@ -206,7 +206,7 @@ def test_numbers_that_json_does_not_have() -> None:
 def test_token_ids_and_prompt_log_probs() -> None:
     asked = asked_completion(prompt=[9906, 1354], return_token_ids=True, prompt_logprobs=1)
     choice = answered(asked, " b")["choices"][0]
-    assert choice["token_ids"] == tokens_of(" b").tolist()
+    assert choice["token_ids"] == tokens_of(" b")
     assert choice["prompt_token_ids"] == [9906, 1354]
     first, second = choice["prompt_logprobs"]
     assert first is None
@@ -214,7 +214,7 @@ def test_token_ids_and_prompt_log_probs() -> None:
     asked = asked_chat(return_token_ids=True, stream=True)
     events = streamed(asked, TEXT)
     ids = [token for e in events for token in e["choices"][0].get("token_ids", [])]
-    assert ids == tokens_of(TEXT).tolist()
+    assert ids == tokens_of(TEXT)
     chat = answered(asked_chat(prompt_logprobs=0), " b")
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
 

@@ -1,6 +1,8 @@
 """When streams are written: a few at once, many together, and never a loop or a task a stream."""
 
 import asyncio
+import statistics
+import time
 
 import pytest
 
@@ -65,6 +67,34 @@ def test_many_are_written_together():
         assert {len(stream.writes) for stream in streams[1:]} == {2}
         gaps = [b - a for stream in streams[1:] for a, b in zip(stream.writes, stream.writes[1:])]
         assert min(gaps) >= EVERY_S
+
+    played(play)
+
+
+def test_costly_writes_are_rarer():
+    """Writing takes at most a third of the time, however many streams there are.
+
+    Break it: `every_s = EVERY_S`.
+    """
+
+    class Costly(Stream):
+        def write(self, now):
+            end = time.perf_counter() + 0.0005
+            while time.perf_counter() < end:
+                pass
+            return super().write(now)
+
+    async def play(hub):
+        streams = [Costly() for _ in range(2 * AT_ONCE)]
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            for stream in streams:
+                hub.due(stream)
+            hub.flush()
+            await asyncio.sleep(0.002)
+        # A pass takes 16 ms: every 48 ms, once its cost is known.
+        gaps = [b - a for stream in streams for a, b in zip(stream.writes[-6:], stream.writes[-5:])]
+        assert 0.03 < statistics.median(gaps) < 0.2
 
     played(play)
 
