@@ -108,24 +108,25 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, service: Served) -> N
 
 
 def test_who_leaves_is_aborted_and_others_go_on(client: openai.OpenAI, service: Served) -> None:
+    def of(name: str) -> float:
+        _, text = service.request("/metrics")
+        line = next(line for line in text.splitlines() if line.startswith(name))
+        return float(line.split()[-1])
+
     stream = client.completions.create(
         model="smollm2", prompt="Once", max_tokens=2000, stream=True,
         extra_body={"ignore_eos": True},
     )  # fmt: skip
     next(iter(stream))
     stream.close()
+    eventually(lambda: of("megatron_async_slots_in_use") == 0, "the first to be aborted")
     raw = socket.create_connection(("127.0.0.1", service.port))
     body = json.dumps({"prompt": "Once", "max_tokens": 2000, "ignore_eos": True}).encode()
     raw.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer "
-        + KEY.encode() + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        + KEY.encode() + b"\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % len(body) + body
     )  # fmt: skip
-
-    def of(name: str) -> float:
-        _, text = service.request("/metrics")
-        line = next(line for line in text.splitlines() if line.startswith(name))
-        return float(line.split()[-1])
-
     eventually(lambda: of("megatron_async_slots_in_use") >= 1, "the second request to run")
     raw.close()
     with ThreadPoolExecutor(4) as pool:
@@ -134,4 +135,4 @@ def test_who_leaves_is_aborted_and_others_go_on(client: openai.OpenAI, service: 
             range(4),
         ))  # fmt: skip
     assert len(answers) == 4
-    eventually(lambda: of("megatron_async_slots_in_use") == 0, "both to be aborted")
+    eventually(lambda: of("megatron_async_slots_in_use") == 0, "the second to be aborted")
