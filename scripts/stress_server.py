@@ -63,7 +63,8 @@ OF_COMPLETIONS: dict[str, list[Any]] = {
 }
 OF_CHAT: dict[str, list[Any]] = {
     "messages": [
-        5, {}, [], "hello", [5], [{}], [{"role": "<|im_start|>", "content": "x"}], [{"content": "x"}],
+        5, {}, [], "hello", [5], [{}], [{"role": "<|im_start|>", "content": "x"}],
+        [{"content": "x"}],
         [{"role": "user", "content": 5}], [{"role": "user", "content": [{"type": "image_url"}]}],
     ],
     "logprobs": [5, "yes", []],

@@ -13,18 +13,28 @@ if TYPE_CHECKING:
     from megatron_async import LLM
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles its fusions, which takes seconds each
 
 LARGE = frozenset({"smollm2_llm", "smollm2", "demo", "transformers_smollm2", "reference"})
 """Fixtures that take seconds to make."""
+LONG_S = 600
+"""Tests that may take longer take a minute or two."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the demo model come first, then those that start ranks.
+    """The longest tests come first, then those of the demo model, then those that start ranks.
 
     pytest-xdist (worksteal) gives each worker a stretch of the list, and takes tests away from its
-    end only: so one worker loads the model, and one starts the server that ranks are forked from.
+    end only: so one worker loads the model, one starts the server that ranks are forked from, and
+    at the end no worker has a long test left while the others are done.
     """
-    items.sort(key=lambda item: (not _wants_demo_model(item), not _starts_ranks(item)))
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[bool, ...]:
+    marker = item.get_closest_marker("timeout")
+    is_long = marker is not None and marker.args[0] >= LONG_S
+    return not is_long, not _wants_demo_model(item), not _starts_ranks(item)
 
 
 def _wants_demo_model(item: pytest.Item) -> bool:

@@ -12,7 +12,7 @@ from schedules import wrong_results
 
 from megatron_async.devices.cpu import CpuStream
 
-SCHEDULES = 100
+SCHEDULES = 60
 SCHEDULES_A_TEST = 20
 
 

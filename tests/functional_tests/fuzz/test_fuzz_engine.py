@@ -44,7 +44,7 @@ from small_grid import use_small_grid
 
 from megatron_async.text import structured_output
 
-SCHEDULES = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SCHEDULES", "320"))
+SCHEDULES = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SCHEDULES", "200"))
 FIRST_SEED = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SEED", "0"))
 TESTS = 2
 CALLS = 12

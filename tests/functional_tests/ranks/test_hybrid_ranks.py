@@ -52,7 +52,6 @@ def check(ranks: list[list[RankRun]], expected: list[list[int]]) -> None:
     ("name", "sequence_parallel"),
     [
         ("attention behind", False),
-        ("attention behind", True),
         ("one group", False),
         ("gated delta", False),
         ("gated delta", True),

@@ -31,7 +31,7 @@ STEP_KEYS = {
 
 
 def test_a_fleet_that_is_large_enough_is_named(tmp_path, capsys):
-    options = ["--machine", "h200:smollm2-135m", "--rate", 8, "--num-requests", 40]
+    options = ["--machine", "h200:smollm2-135m", "--rate", 8, "--num-requests", 16]
     options += ["--replicas", 2, 1, "--policy", "round-robin", "prefix", "--kv-gb", 4]
     record = run_script("benchmark_fleet", tmp_path, *options, "--ttft-ms", 50)
     lines = capsys.readouterr().out.splitlines()
