@@ -23,7 +23,7 @@ from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import load_recording
 from megatron_async.simulation.replay import Replay
 
-SCHEDULES = 6
+SCHEDULES = 8
 ENOUGH = 40
 """Tokens beyond any end, which the drafters know too."""
 

@@ -44,9 +44,9 @@ from small_grid import use_small_grid
 
 from megatron_async.text import structured_output
 
-SCHEDULES = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SCHEDULES", "200"))
+SCHEDULES = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SCHEDULES", "240"))
 FIRST_SEED = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SEED", "0"))
-TESTS = 2
+TESTS = 1
 CALLS = 12
 """Calls of a schedule, before its requests run to their ends."""
 ENOUGH = 1000
