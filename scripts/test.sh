@@ -57,10 +57,11 @@ run ruff format --check megatron_async scripts tests examples
 run mypy
 run python scripts/lint_no_sync.py
 
-# One thread each: the models under test are too small to share a matrix product. A worker more than
-# cores, because tests of several ranks wait for each other a lot.
+# One thread each: the models under test are too small to share a matrix product. No more workers
+# than cores: an engine and its CPU device hand work to each other all the time, and where threads
+# wait for a core at each hand-over, a test takes four times as long (measured).
 export OMP_NUM_THREADS=1
-workers=(-n 3 --dist worksteal) # tests take from milliseconds to half a minute
+workers=(-n 2 --dist worksteal) # tests take from milliseconds to half a minute
 for argument in "$@"; do
     [[ $argument == -n* || $argument == --pdb || $argument == -s ]] && workers=()
 done

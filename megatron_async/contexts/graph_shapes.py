@@ -1,8 +1,10 @@
 """Which padded shapes have a captured graph, and which of them serves a step.
 
 Decode-only steps are padded to the next of a list of row counts. Mixed steps are padded twice:
-their prefill tokens to the next of a geometric list, and their decode rows so that the padding is
-about as many tokens as the prefill has at most. Prefill rows are padded to a fixed number.
+their prefill tokens to the next of a list, and their decode rows to the next of another. Small
+steps cost what their weights' bytes cost, so their padding is coarse; from `FINE_TOKENS` on a step
+costs what its tokens cost, so its padding is an eighth at most. Prefill rows are padded to a fixed
+number.
 """
 
 from __future__ import annotations
@@ -17,6 +19,11 @@ from megatron_async.device_state.batch_dimensions import BatchDimensions
 LEAST_PREFILL_TOKENS = 64
 """Smaller chunks are padded to this many tokens: a step of 64 tokens costs what one of 16 does, the
 weights have to be read all the same."""
+FINE_TOKENS = 256
+"""From so many prefill tokens on tokens are what a step costs: an H200 reads the weights of the 8B
+shape in the time that it needs to multiply them by some 200."""
+DECODE_STRIDE = 64
+"""Decode rows between captured shapes of one number of prefill tokens, or an eighth of these."""
 
 
 @dataclass
@@ -124,9 +131,10 @@ def graph_sizes(max_requests: int, count: int | None) -> tuple[int, ...]:
 def mixed_graph_sizes(max_requests: int, max_tokens: int) -> dict[int, tuple[int, ...]]:
     """Prefill token counts of mixed graphs and, for each, decode row counts.
 
-    Token counts grow by turns by a half and a third (64, 96, 128, 192, ...), so that at most a
-    third of them is padding. Decode rows: 0, and multiples of the token count (at least a quarter
-    of `max_requests`) up to `max_requests`.
+    Token counts grow by turns by a half and a third up to `FINE_TOKENS` (64, 96, 128, 192, 256),
+    so that at most a third of them is padding, and by a quarter of the power of two below them up
+    to twice as many, by an eighth from there on. Decode rows: 0, and multiples of `DECODE_STRIDE`
+    or of an eighth of the token count up to `max_requests`.
 
     Args:
         max_requests: most decode rows.
@@ -135,14 +143,16 @@ def mixed_graph_sizes(max_requests: int, max_tokens: int) -> dict[int, tuple[int
     sizes = []
     tokens = LEAST_PREFILL_TOKENS
     while tokens < max_tokens:
-        sizes += [tokens, tokens * 3 // 2]
+        parts = 2 if tokens < FINE_TOKENS else 4 if tokens == FINE_TOKENS else 8
+        sizes += [tokens + part * tokens // parts for part in range(parts)]
         tokens *= 2
     sizes = [size for size in sizes if size < max_tokens] + [max_tokens]
     return {size: _decode_rows_beside(size, max_requests) for size in sizes}
 
 
 def _decode_rows_beside(prefill_tokens: int, max_requests: int) -> tuple[int, ...]:
-    stride = max(prefill_tokens, -(-max_requests // 4))
+    below = 1 << (prefill_tokens.bit_length() - 1)  # the power of two
+    stride = max(DECODE_STRIDE, below // 8)
     return (0, *range(stride, max_requests, stride), max_requests)
 
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from megatron_async.config import InferenceConfig
     from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 
+SLOW_LAUNCH_NS = 1_000_000
+"""A replayed step takes a tenth of that, one launched kernel by kernel several times as much."""
+
 
 class NoOverlapReason(StrEnum):
     """Why a step was launched with nothing in flight. Each such step has exactly one reason."""
@@ -83,6 +86,10 @@ class EngineStatistics:
     """Most KV blocks that were held when a step was planned."""
     peak_slots: int = 0
     """Most slots that were held when a step was planned."""
+    slow_launches: int = 0
+    """Launches that took the thread more than `SLOW_LAUNCH_NS`."""
+    slow_launch_ns: int = 0
+    """Of them all."""
     prepare_ns: int = 0
     launch_ns: int = 0
     resolve_ns: int = 0
@@ -156,6 +163,9 @@ class EngineStatistics:
     def count_launch_time(self, nanoseconds: int) -> None:
         """Add the time of a launch."""
         self.launch_ns += nanoseconds
+        if nanoseconds > SLOW_LAUNCH_NS:
+            self.slow_launches += 1
+            self.slow_launch_ns += nanoseconds
         self.launch_times.add(nanoseconds)
 
     def count_resolve(self, nanoseconds: int, is_zombie: bool) -> None:
@@ -199,6 +209,8 @@ class EngineStatistics:
             "overlapped_steps": self.overlapped_steps,
             **{f"no_overlap_{reason}": count for reason, count in self.no_overlap.items()},
             "captured_steps": self.captured_steps,
+            "slow_launches": self.slow_launches,
+            "slow_launch_seconds": self.slow_launch_ns / 1e9,
             "pipeline_bubble": context.micro_batches.bubble_share,
             "rows": self.rows,
             **self.drafts.as_dict(),

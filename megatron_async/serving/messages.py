@@ -114,8 +114,8 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StepTokens(Message, omit_defaults=True):
-    """What a step, or several, yielded. A replica sends one a step, all of whose requests are in
-    it; the coordinator divides it by client, and each gets one. First the tokens, then the ends.
+    """What a step, or several, yielded. A replica sends one for all requests of its steps; the
+    coordinator divides it by client, and each gets one. First the tokens, then the ends.
 
     Attributes:
         numbers: int64 `[rows]`: requests, from a replica by the coordinator's numbers, to a client

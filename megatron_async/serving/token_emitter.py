@@ -1,13 +1,15 @@
-"""`TokenEmitter`: tells what an engine's steps yield, one message a step whoever asked.
+"""`TokenEmitter`: tells what an engine's steps yield, one message for all requests of a step.
 
 Runs on the engine's thread, where a step costs the same few array operations however many requests
 it serves: requests have the coordinator's numbers as their ids, so a step's arrays go out as they
-are.
+are. Most of a message's cost is waking the thread that sends it; steps of many rows that follow
+each other within `EVERY_S` therefore share one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,12 @@ from megatron_async.contexts.step_output import StepOutput
 from megatron_async.engines.listener import EngineListener
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
 from megatron_async.serving.messages import Ended, LogProbRows, StepTokens
+
+EVERY_S = 0.002
+"""A message at most so often, where a step has many tokens and none of them is a request's first.
+API processes write such tokens at most every 5 ms (`server/stream_hub.py`)."""
+FEW = 16
+"""Up to so many tokens of a step are told at once, as API processes write them at once."""
 
 
 class TokenEmitter(EngineListener):
@@ -31,7 +39,9 @@ class TokenEmitter(EngineListener):
         self._send = send
         self._outputs: list[StepOutput] = []
         self._ends: list[Ended] = []
-        self._is_due = False
+        self._due: asyncio.Handle | None = None
+        self._is_soon = False
+        self._last_s = 0.0
         self._top_n: dict[int, int] = {}
         """Of requests that ask for log probs."""
         self._ones = np.ones(0, dtype=np.int32).tobytes()
@@ -42,14 +52,15 @@ class TokenEmitter(EngineListener):
 
     def booked(self, output: StepOutput) -> None:
         """See `EngineListener`; what ended with the step is told behind its tokens."""
-        if len(output.tokens):
+        count = len(output.tokens)
+        if count:
             self._outputs.append(output)
-            self._schedule()
+            self._schedule(count <= FEW or bool(output.is_first.any()))
 
     def end(self, ended: Ended) -> None:
         """A request has ended, whose tokens were booked before."""
         self._ends.append(ended)
-        self._schedule()
+        self._schedule(True)
 
     def forget(self) -> None:
         """Nobody wants to hear any more what there is."""
@@ -59,7 +70,9 @@ class TokenEmitter(EngineListener):
 
     def flush(self) -> None:
         """Send now what there is."""
-        self._is_due = False
+        if self._due is not None:
+            self._due.cancel()
+        self._due, self._is_soon = None, False
         if not self._outputs and not self._ends:
             return
         outputs, self._outputs = self._outputs, []
@@ -67,13 +80,21 @@ class TokenEmitter(EngineListener):
         message = self._message(outputs, ends)
         for ended in ends:
             self._top_n.pop(ended.number, None)
+        self._last_s = time.monotonic()
         self._send(message)
 
-    def _schedule(self) -> None:
+    def _schedule(self, is_urgent: bool) -> None:
+        """Send soon: in the next turn of the event loop, or when a message is due again."""
+        if self._is_soon or (self._due is not None and not is_urgent):
+            return
+        if self._due is not None:
+            self._due.cancel()
+        loop = asyncio.get_running_loop()
+        wait_s = 0.0 if is_urgent else self._last_s + EVERY_S - time.monotonic()
+        self._is_soon = wait_s <= 0
         # The futures of requests that a step ended are told first: then its ends are here too.
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self.flush)
+        soon = self._is_soon
+        self._due = loop.call_soon(self.flush) if soon else loop.call_later(wait_s, self.flush)
 
     def _message(self, outputs: list[StepOutput], ends: list[Ended]) -> StepTokens:
         if len(outputs) == 1:

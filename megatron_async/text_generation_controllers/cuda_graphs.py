@@ -14,7 +14,7 @@ from functools import partial
 
 from tqdm import tqdm
 
-from megatron_async.contexts.graph_shapes import GraphShapes
+from megatron_async.contexts.graph_shapes import FINE_TOKENS, GraphShapes
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.devices import Device, Graph
 from megatron_async.models.parallel_state import agree_on_least
@@ -25,9 +25,15 @@ CAPTURED_MODES = (SamplingMode.GREEDY, SamplingMode.FILTERED, SamplingMode.PROCE
 that asks for it process logits and give log probs. FILTERED serves SOFTMAX too, except on
 tensor-parallel ranks, which gather no logits for SOFTMAX."""
 
-DEVICE_BOUND = 1.1
-"""Device time over launch time beyond which a step is bound by the device: it ends when its kernels
-do, not when the last of them is launched."""
+MOST_GENERAL = max(CAPTURED_MODES)
+"""Serves all modes. Mixed shapes of `FINE_TOKENS` and more are captured for it alone: they are
+many, and beside their products sampling is cheap."""
+
+LAUNCH_MS = 1.0
+LAUNCH_SHARE = 0.2
+"""Launching a step kernel by kernel may take the CPU so many milliseconds, or this share of the
+device's time: more of it, and a host that is a few times slower under load than it was when the
+engine started keeps the device waiting."""
 
 Prepare = Callable[[BatchDimensions], None]
 """Makes a step of dummy rows the next on the device."""
@@ -47,6 +53,11 @@ class EagerStep:
     """Time from the first kernel to the end of the last: the larger of `host_ms` and what the
     kernels need."""
 
+    @property
+    def is_cheap(self) -> bool:
+        """Whether launching it kernel by kernel may stay as it is."""
+        return self.host_ms <= max(LAUNCH_MS, LAUNCH_SHARE * self.device_ms)
+
 
 @dataclass(frozen=True)
 class CaptureReport:
@@ -59,8 +70,8 @@ class CaptureReport:
     mixed_sizes: tuple[int, ...] = ()
     """Prefill token counts for which mixed steps are captured."""
     eager_steps: tuple[EagerStep, ...] = ()
-    """The measurements behind that: a larger mixed step keeps the GPU busy for longer than the CPU
-    needs to launch it, so it runs eagerly."""
+    """The measurements behind that: launching a larger mixed step takes the CPU little of the time
+    for which it keeps the GPU busy (`LAUNCH_SHARE`), so it runs eagerly."""
 
     def __str__(self) -> str:
         text = f"{self.graphs} graphs in {self.seconds:.1f} s, {self.bytes / 2**30:.2f} GiB"
@@ -103,9 +114,9 @@ class StepGraphs:
     def measure_mixed_shapes(
         self, shapes: GraphShapes, prepare: Prepare, step: Step
     ) -> tuple[EagerStep, ...]:
-        """Run mixed shapes with the fewest decode rows eagerly, smallest first, until one takes the
-        device longer than the CPU's launches; shapes with more prefill tokens gain nothing from a
-        graph and are dropped.
+        """Run mixed shapes with the fewest decode rows eagerly, smallest first, until launching one
+        takes the CPU no more than `LAUNCH_MS` or `LAUNCH_SHARE`; those with as many prefill tokens
+        or more are dropped.
 
         Returns:
             the measurements.
@@ -114,9 +125,8 @@ class StepGraphs:
         for tokens, rows in shapes.mixed_sizes.items():
             dims = shapes.shape(rows[0], tokens)
             measured.append(self._measure(dims, prepare, step))
-            is_bound = measured[-1].device_ms > DEVICE_BOUND * measured[-1].host_ms
             # Ranks of one model pad their steps alike, and measure as many.
-            if agree_on_least(int(is_bound)):
+            if agree_on_least(int(measured[-1].is_cheap)):
                 shapes.keep_mixed_up_to(tokens - 1)
                 break
         return tuple(measured)
@@ -150,7 +160,7 @@ class StepGraphs:
             progress: show a bar.
         """
         before = self._device.memory_in_use()
-        jobs = [(dims, mode) for dims in shapes for mode in self._modes]
+        jobs = [(dims, mode) for dims in shapes for mode in self._modes_of(dims)]
         for dims, mode in tqdm(jobs, desc="capture graphs", unit="graph", disable=not progress):
             prepare(dims)
             # Once eagerly: kernels are compiled and libraries make their workspaces.
@@ -159,6 +169,9 @@ class StepGraphs:
             self._graphs[dims.graph_key, mode] = self._device.capture(work)
         self.bytes += self._device.memory_in_use() - before
 
+    def _modes_of(self, dims: BatchDimensions) -> tuple[SamplingMode, ...]:
+        return self._modes if dims.prefill_tokens < FINE_TOKENS else (MOST_GENERAL,)
+
     def clear(self) -> None:
         """Drop all graphs and, with them, their memory."""
         self._graphs.clear()
@@ -166,6 +179,10 @@ class StepGraphs:
 
     def find(self, dims: BatchDimensions, mode: SamplingMode) -> Graph | None:
         """The graph for a step of this shape and mode; None where none was captured."""
-        if mode not in self._modes:
+        if not dims.is_captured:
+            return None
+        if dims.prefill_tokens >= FINE_TOKENS:
+            mode = MOST_GENERAL
+        elif mode not in self._modes:
             mode = SamplingMode.FILTERED
-        return self._graphs.get((dims.graph_key, mode)) if dims.is_captured else None
+        return self._graphs.get((dims.graph_key, mode))

@@ -11,7 +11,10 @@ from typing import Any
 
 import psutil
 import pytest
-from served import ADMIN, ENGINE, Served, completion, eventually, token_ids
+from served import ADMIN, ENGINE, KEY, Served, completion, eventually, token_ids
+
+from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
+from megatron_async.profiling.http_trace import AnswerError, HttpReaders, HttpServer
 
 LONG = 300
 
@@ -116,6 +119,24 @@ def test_every_api_process_tells_the_same_numbers(service: Served) -> None:
     scrapes = [counters() for _ in range(6)]  # each a new connection, to either process
     assert len(scrapes[0]) > 10
     assert all(scrape == scrapes[0] for scrape in scrapes)
+
+
+def test_a_trace_is_served_and_timed(service: Served) -> None:
+    lengths = LengthDistribution(8, 16), LengthDistribution(6, 12)
+    trace = poisson_trace(30.0, 20, *lengths, 128, seed=0)
+    url = f"http://127.0.0.1:{service.port}/v1"
+    server = HttpServer(url, "dummy:tiny", KEY)
+    with HttpReaders(2) as readers:
+        found, seconds = readers.serve(server, trace)
+        with pytest.raises(AnswerError, match=r"401"):
+            readers.serve(HttpServer(url, "dummy:tiny", "sk-wrong"), trace[:1])
+    assert [request.output_tokens for request in found] == [r.output_tokens for r in trace]
+    assert seconds > trace[-1].arrival_s
+    for request in found:
+        assert 0 < request.ttft_s <= request.latency_s < 30
+        assert 1 <= request.events <= request.output_tokens + 1
+        assert (request.tpot_s is None) == (request.output_tokens == 1)
+    assert sum(r.events for r in found) > 0.8 * sum(r.output_tokens for r in found)
 
 
 def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:

@@ -1,0 +1,254 @@
+"""Serve an arrival trace through a server of OpenAI's protocol, and note when what came back.
+
+`/v1/completions` with prompts as token ids, greedy, to the full length: what this project's server,
+vLLM's and SGLang's all take. Readers are plain sockets in processes of their own; they keep what
+comes and when, and take it apart when the trace is over, so that parsing costs no latency.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import re
+import time
+from bisect import bisect_left
+from collections.abc import MutableMapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvloop
+
+from megatron_async.profiling.arrival_trace import TraceRequest
+
+CHOICE_EVENT = re.compile(rb'data: \{[^\n]*"choices":\s*\[\{[^\n]*\n\r?\n')
+"""An event with a choice, to the blank line behind it; the one with usage alone has none."""
+USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
+START_S = 0.5
+"""Readers agree on a start so long after the last of them is there."""
+
+
+@dataclass(frozen=True)
+class HttpServer:
+    """Where to ask.
+
+    Attributes:
+        url: up to and with `/v1`.
+        model: the name it is served by.
+        key: API key; empty: none.
+    """
+
+    url: str
+    model: str
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class TimedRequest:
+    """What a client saw of one request; seconds, from its arrival by the trace."""
+
+    ttft_s: float
+    """Until the first event with a choice."""
+    latency_s: float
+    """Until the last event."""
+    prompt_tokens: int
+    output_tokens: int
+    """By the server's own count (`usage`)."""
+    events: int
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds for each output token after the first; None where there is one only."""
+        after_first = self.output_tokens - 1
+        return (self.latency_s - self.ttft_s) / after_first if after_first > 0 else None
+
+
+class AnswerError(RuntimeError):
+    """A server did not answer a request of the trace as it should."""
+
+
+class HttpReaders:
+    """Processes that send requests and read answers; use it with `with`.
+
+    Args:
+        processes: request i of a trace is the business of process i modulo their number.
+    """
+
+    def __init__(self, processes: int = 1) -> None:
+        self._processes = processes
+
+    def __enter__(self) -> HttpReaders:
+        spawn = multiprocessing.get_context("spawn")
+        self._manager = spawn.Manager()
+        self._pool = ProcessPoolExecutor(self._processes, mp_context=spawn)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._manager.shutdown()
+
+    def serve(
+        self, server: HttpServer, trace: Sequence[TraceRequest], timeout_s: float = 600.0
+    ) -> tuple[list[TimedRequest], float]:
+        """Send a trace's requests at their times.
+
+        Args:
+            server: whom to ask.
+            trace: in order of arrival.
+            timeout_s: for the whole trace, from its start.
+
+        Returns:
+            the requests in the trace's order, and the seconds from the trace's start to the last
+            end.
+
+        Raises:
+            AnswerError: a request was refused, cut off or shorter than asked for; the error has
+                the server's words.
+            TimeoutError: the trace took longer than `timeout_s`.
+        """
+        count = min(self._processes, len(trace))
+        sent = [_sent_of(server, request) for request in trace]
+        barrier, start = self._manager.Barrier(count), self._manager.dict()
+        work = [
+            self._pool.submit(_serve_part, server, sent[i::count], barrier, start, timeout_s)
+            for i in range(count)
+        ]
+        parts = [future.result() for future in work]
+        answers = [parts[place % count][place // count] for place in range(len(trace))]
+        served = [_read(answer, request) for answer, request in zip(answers, trace, strict=True)]
+        ends = [
+            request.arrival_s + timed.latency_s
+            for request, timed in zip(trace, served, strict=True)
+        ]
+        return served, max(ends)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A request as it is sent."""
+
+    arrival_s: float
+    data: bytes
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What came back: pieces, and when, in seconds from the request's arrival."""
+
+    pieces: list[bytes]
+    times: list[float]
+
+
+def _sent_of(server: HttpServer, request: TraceRequest) -> _Sent:
+    body = {
+        "model": server.model,
+        "prompt": request.prompt.tolist(),
+        "max_tokens": request.output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,  # a model without a tokenizer has no texts to tell
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    url, data = urlsplit(server.url), json.dumps(body).encode()
+    head = [
+        f"POST {url.path.rstrip('/')}/completions HTTP/1.1",
+        f"Host: {url.netloc}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+        "Connection: close",
+        *([f"Authorization: Bearer {server.key}"] if server.key else []),
+    ]
+    return _Sent(request.arrival_s, "\r\n".join([*head, "", ""]).encode() + data)
+
+
+def _serve_part(
+    server: HttpServer,
+    requests: Sequence[_Sent],
+    barrier: Any,
+    start: MutableMapping[str, float],
+    timeout_s: float,
+) -> list[_Answer]:
+    """One process' work. All processes begin at one time of the monotonic clock."""
+    barrier.wait(timeout_s)
+    begin = start.setdefault("at", time.monotonic() + START_S)
+    return uvloop.run(_serve_all(server, requests, begin, timeout_s))
+
+
+async def _serve_all(
+    server: HttpServer, requests: Sequence[_Sent], begin: float, timeout_s: float
+) -> list[_Answer]:
+    async with asyncio.timeout(begin - time.monotonic() + timeout_s):
+        return await asyncio.gather(*(_ask(server, request, begin) for request in requests))
+
+
+async def _ask(server: HttpServer, request: _Sent, begin: float) -> _Answer:
+    url, loop, arrival = urlsplit(server.url), asyncio.get_running_loop(), begin + request.arrival_s
+    await asyncio.sleep(arrival - time.monotonic())
+    answer, ended = _Answer([], []), loop.create_future()
+    try:
+        await loop.create_connection(
+            lambda: _Reader(request.data, arrival, answer, ended),
+            url.hostname or "",
+            url.port or 80,
+        )
+    except OSError as error:
+        raise AnswerError(f"{server.url} does not answer: {error}.") from None
+    await ended
+    return answer
+
+
+class _Reader(asyncio.Protocol):
+    """One request's connection."""
+
+    def __init__(
+        self, request: bytes, arrival: float, answer: _Answer, ended: asyncio.Future[None]
+    ) -> None:
+        self._request = request
+        self._arrival = arrival
+        self._answer = answer
+        self._ended = ended
+
+    def connection_made(self, transport: Any) -> None:
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._answer.times.append(time.monotonic() - self._arrival)
+        self._answer.pieces.append(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+
+def _read(answer: _Answer, request: TraceRequest) -> TimedRequest:
+    """Take an answer apart."""
+    data = b"".join(answer.pieces)
+    events = [found.end() for found in CHOICE_EVENT.finditer(data)]
+    counts = USAGE.findall(data)
+    if not events or not counts or not data[:20].partition(b" ")[2].startswith(b"200"):
+        raise AnswerError(f"a request of the trace was answered {_shown(data)}")
+    tokens = int(counts[-1])
+    if tokens != request.output_tokens:
+        raise AnswerError(
+            f"{tokens} tokens came where {request.output_tokens} were asked for: {_shown(data)}"
+        )
+    ends = list(accumulate(map(len, answer.pieces)))
+
+    def when(place: int) -> float:
+        return answer.times[bisect_left(ends, place)]
+
+    return TimedRequest(
+        ttft_s=when(events[0]),
+        latency_s=when(events[-1]),
+        prompt_tokens=len(request.prompt),
+        output_tokens=tokens,
+        events=len(events),
+    )
+
+
+def _shown(data: bytes) -> str:
+    return repr(data[:600].decode(errors="replace")) if data else "with nothing"

@@ -1,0 +1,190 @@
+"""Servers that `compare_engines.py` starts: this project's, vLLM's and SGLang's, alike as far as
+their options go."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron_async.checkpoints.convert import convert
+from megatron_async.checkpoints.huggingface_config import write_config
+from megatron_async.checkpoints.json_files import write_json
+from megatron_async.checkpoints.registry import open_model
+
+DUMMY = "dummy:"
+DEMO = "smollm2"
+START_S = 1200.0
+"""A server may take so long until it answers: others compile kernels first."""
+END_S = 30.0
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What all engines are told.
+
+    Attributes:
+        model: for this engine.
+        folder: the same for others, a Hugging Face folder.
+        name: it is served by.
+        dtype: of weights and activations; None: the engine's choice.
+        device: for this engine.
+        max_requests: rows of a step.
+        max_tokens: of a step, for this engine; others have their own default.
+        longest: tokens of a sequence.
+        block_size: tokens of a KV block, for this engine.
+    """
+
+    model: str
+    folder: Path
+    name: str
+    dtype: str | None
+    device: str | None
+    max_requests: int
+    max_tokens: int
+    longest: int
+    block_size: int
+
+    @property
+    def _load_format(self) -> str:
+        return "dummy" if self.model.startswith(DUMMY) else "auto"
+
+    def vllm_arguments(self) -> dict[str, Any]:
+        """Keywords of vLLM's AsyncEngineArgs."""
+        return {
+            "model": str(self.folder),
+            "load_format": self._load_format,
+            "dtype": self.dtype or "auto",
+            "max_num_seqs": self.max_requests,
+            "max_model_len": self.longest,
+            "enable_prefix_caching": False,
+        }
+
+    def ours(self, port: int) -> list[str]:
+        """Arguments of `megatron-async serve`."""
+        blocks = self.max_requests * -(-self.longest // self.block_size)
+        return [
+            "serve", self.model, "--port", str(port), "--served-model-name", self.name,
+            "--max-requests", str(self.max_requests), "--max-tokens", str(self.max_tokens),
+            "--max-sequence-length", str(self.longest), "--num-kv-blocks", str(blocks),
+            "--block-size-tokens", str(self.block_size), "--no-enable-prefix-caching",
+            "--no-progress",
+            *(["--dtype", self.dtype] if self.dtype else []),
+            *(["--device", self.device] if self.device else []),
+        ]  # fmt: skip
+
+    def vllm(self, port: int) -> list[str]:
+        """Arguments of vLLM's server."""
+        return [
+            "--model", str(self.folder), "--load-format", self._load_format, "--port", str(port),
+            "--served-model-name", self.name, "--dtype", self.dtype or "auto",
+            "--max-num-seqs", str(self.max_requests), "--max-model-len", str(self.longest),
+            "--no-enable-prefix-caching",
+        ]  # fmt: skip
+
+    def sglang(self, port: int) -> list[str]:
+        """Arguments of SGLang's server."""
+        return [
+            "--model-path", str(self.folder), "--load-format", self._load_format,
+            "--port", str(port), "--served-model-name", self.name, "--dtype", self.dtype or "auto",
+            "--max-running-requests", str(self.max_requests), "--disable-radix-cache",
+            "--context-length", str(self.longest),
+        ]  # fmt: skip
+
+
+COMMANDS = {
+    "ours-http": ("megatron_async", EngineSettings.ours),
+    "vllm-http": ("vllm.entrypoints.openai.api_server", EngineSettings.vllm),
+    "sglang-http": ("sglang.launch_server", EngineSettings.sglang),
+}
+"""By engine: a module that Python runs, and what it is told."""
+
+
+def model_folder(model: str, folder: Path, write: bool) -> tuple[Path, int]:
+    """A model as a Hugging Face folder.
+
+    Args:
+        model: what `open_model` takes.
+        folder: where it is written, if it is no such folder yet.
+        write: whether anybody needs it.
+
+    Returns:
+        the folder, and the size of the vocabulary. Of a dummy model there is no more than
+        `config.json`, and the demo model's tokenizer, because servers want one.
+    """
+    source = open_model(model)
+    vocabulary = source.architecture.vocab_size
+    if not write:
+        return folder, vocabulary
+    if (Path(model) / "config.json").is_file():
+        return Path(model), vocabulary
+    if not model.startswith(DUMMY):
+        convert(source, folder / "model", to="huggingface")
+        return folder / "model", vocabulary
+    write_json(folder / "config.json", write_config(source.architecture, "bfloat16"))
+    tokenizer = open_model(DEMO).tokenizer
+    assert tokenizer is not None
+    tokenizer.save(folder)
+    return folder, vocabulary
+
+
+@contextmanager
+def serving(engine: str, python: str, settings: EngineSettings) -> Iterator[str]:
+    """A server while it runs.
+
+    Args:
+        engine: a name in `COMMANDS`.
+        python: of its environment.
+        settings: what it is told.
+
+    Yields:
+        its URL, up to and with `/v1`.
+
+    Raises:
+        SystemExit: it ended before it was ready, or took too long; its own words stand above.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    module, arguments = COMMANDS[engine]
+    process = subprocess.Popen(
+        [python, "-m", module, *arguments(settings, port)], stdout=sys.stderr
+    )
+    try:
+        _wait_until_ready(engine, process, port)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_ready(engine: str, process: subprocess.Popen[bytes], port: int) -> None:
+    deadline = time.monotonic() + START_S
+    with tqdm(desc=f"start {engine}", unit="s", leave=False, disable=None) as bar:
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise SystemExit(f"{engine} ended with status {process.returncode}: see above.")
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            try:
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
+            except (OSError, http.client.HTTPException):
+                pass
+            finally:
+                connection.close()
+            time.sleep(1)
+            bar.update()
+    raise SystemExit(f"{engine} was not ready within {START_S:g} s.")

@@ -1,0 +1,108 @@
+"""What a replica's emitter tells, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+
+from megatron_async.contexts.step_output import StepOutput
+from megatron_async.serving import token_emitter
+from megatron_async.serving.messages import Ended, StepTokens
+from megatron_async.serving.token_emitter import FEW, TokenEmitter
+
+NONE = np.empty(0, np.int64)
+MANY = FEW + 1
+Scene = Callable[[TokenEmitter, list[StepTokens]], Coroutine[Any, Any, None]]
+
+
+def output(token: int, rows: int = MANY, first: int = -1) -> StepOutput:
+    """Every row yields `token`; row `first` its first."""
+    every = np.arange(rows)
+    return StepOutput(
+        step=token, slots=every, request_ids=every, tokens=np.full(rows, token, np.int32),
+        rows=every, is_first=every == first, stopped=every < 0, ended=every < 0,
+        failed_slots=NONE, zombie_rows=0,
+    )  # fmt: skip
+
+
+def tokens(message: StepTokens) -> list[int]:
+    """Of row 0."""
+    numbers = np.frombuffer(message.numbers, np.int64)
+    return np.frombuffer(message.tokens, np.int32)[numbers == 0].tolist()
+
+
+def play(scene: Scene, monkeypatch: Any) -> list[list[int]]:
+    """Play a scene in which a message is due every 0.2 s; row 0's tokens of each message."""
+    monkeypatch.setattr(token_emitter, "EVERY_S", 0.2)
+    sent: list[StepTokens] = []
+
+    async def main() -> None:
+        emitter = TokenEmitter(sent.append)
+        emitter.booked(output(0))
+        await turn()
+        assert len(sent) == 1, "nothing was told before: the first step is told at once"
+        await scene(emitter, sent)
+
+    asyncio.run(main())
+    return [tokens(message) for message in sent]
+
+
+async def turn() -> None:
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+
+def test_steps_in_quick_succession_share_a_message(monkeypatch: Any) -> None:
+    async def scene(emitter: TokenEmitter, sent: list[StepTokens]) -> None:
+        for token in (1, 2, 3):
+            emitter.booked(output(token))
+            await turn()
+        assert len(sent) == 1
+        await asyncio.sleep(0.3)
+        assert len(sent) == 2
+        await asyncio.sleep(0.2)
+        emitter.booked(output(4))  # nothing was told for so long
+        await turn()
+        assert len(sent) == 3
+
+    assert play(scene, monkeypatch) == [[0], [1, 2, 3], [4]]
+
+
+def test_few_tokens_and_first_ones_are_told_at_once(monkeypatch: Any) -> None:
+    async def scene(emitter: TokenEmitter, _sent: list[StepTokens]) -> None:
+        emitter.booked(output(1, rows=FEW))
+        await turn()
+        emitter.booked(output(2))
+        await turn()
+        emitter.booked(output(3, first=7))
+        await turn()
+        await asyncio.sleep(0.3)  # and the timer tells nothing twice
+
+    assert play(scene, monkeypatch) == [[0], [1], [2, 3]]
+
+
+def test_an_end_comes_at_once_behind_its_tokens(monkeypatch: Any) -> None:
+    async def scene(emitter: TokenEmitter, sent: list[StepTokens]) -> None:
+        emitter.booked(output(1))
+        await turn()
+        emitter.booked(output(2))
+        emitter.end(Ended(0, "length"))
+        await turn()
+        assert [ended.number for ended in sent[-1].ends] == [0]
+        assert not sent[0].ends
+
+    assert play(scene, monkeypatch) == [[0], [1, 2]]
+
+
+def test_what_is_flushed_or_forgotten_does_not_come_later(monkeypatch: Any) -> None:
+    async def scene(emitter: TokenEmitter, _sent: list[StepTokens]) -> None:
+        emitter.booked(output(1))
+        emitter.flush()
+        emitter.booked(output(2))
+        emitter.forget()
+        await asyncio.sleep(0.3)
+
+    assert play(scene, monkeypatch) == [[0], [1]]
