@@ -1,0 +1,114 @@
+"""Which steps are captured, and which graph serves a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_async.contexts.graph_shapes import FINE_TOKENS, GraphShapes, mixed_graph_sizes
+from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.devices import CpuDevice
+from megatron_async.ops.sampling.sampling import SamplingMode
+from megatron_async.text_generation_controllers.cuda_graphs import (
+    MOST_GENERAL,
+    EagerStep,
+    StepGraphs,
+)
+
+
+class NamedGraph:
+    """What was captured."""
+
+    def __init__(self, work: Any) -> None:
+        self.dims, self.mode = work.args
+
+
+class SlowToLaunch(CpuDevice):
+    """Launching a step takes `launch_ms`, and running it a millisecond for 16 tokens."""
+
+    captures_graphs = True
+    launch_ms = 8.0
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        return NamedGraph(work)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SlowToLaunch:
+    device = SlowToLaunch()
+    launch = device.compute.launch
+
+    def slow(work: Any) -> None:
+        time.sleep(device.launch_ms / 1e3)
+        launch(work)
+
+    monkeypatch.setattr(device.compute, "launch", slow)
+    return device
+
+
+def nothing(*_: Any) -> None:
+    """A step of dummy rows is the next."""
+
+
+def run(dims: BatchDimensions, _mode: SamplingMode) -> None:
+    time.sleep(dims.tokens / 16 / 1e3)
+
+
+def shapes_of(*sizes: int) -> GraphShapes:
+    return GraphShapes((4,), {size: (0, 4) for size in sizes}, prefill_rows=2)
+
+
+def test_shapes_are_captured_until_launching_is_cheap(device: SlowToLaunch) -> None:
+    """8 ms are a fifth of 40 ms, which 640 tokens take."""
+    shapes = shapes_of(64, 256, 512, 1024, 2048)
+    measured = StepGraphs(device).measure_mixed_shapes(shapes, nothing, run)
+    assert [step.prefill_tokens for step in measured] == [64, 256, 512, 1024]
+    assert [step.is_cheap for step in measured] == [False, False, False, True]
+    assert list(shapes.mixed_sizes) == [64, 256, 512]
+
+
+def test_a_fast_host_captures_none() -> None:
+    shapes = shapes_of(64, 256)
+    measured = StepGraphs(SlowToLaunch()).measure_mixed_shapes(shapes, nothing, run)
+    assert measured[0].host_ms < 1
+    assert not shapes.mixed_sizes
+
+
+@pytest.mark.parametrize(
+    ("host_ms", "device_ms", "is_cheap"),
+    [(0.9, 1.0, True), (1.1, 5.0, False), (4.0, 21.0, True), (4.0, 19.0, False)],
+)
+def test_what_is_cheap(host_ms: float, device_ms: float, is_cheap: bool) -> None:
+    assert EagerStep(64, 0, host_ms, device_ms).is_cheap == is_cheap
+
+
+@pytest.mark.parametrize("mode", SamplingMode)
+def test_every_step_of_a_captured_shape_has_its_graph(mode: SamplingMode) -> None:
+    graphs = StepGraphs(SlowToLaunch())
+    shapes = shapes_of(64, FINE_TOKENS)
+    graphs.capture(shapes.all_shapes(), nothing, run, progress=False)
+    for tokens in (0, 64, FINE_TOKENS):
+        dims = shapes.shape(4, tokens)
+        found: Any = graphs.find(dims, mode)
+        assert found.dims == dims
+        assert found.mode >= mode, "it does all that the step needs"
+        assert (found.mode == MOST_GENERAL) == (
+            tokens == FINE_TOKENS or mode == SamplingMode.PROCESSED
+        )
+    assert graphs.find(BatchDimensions(4), mode) is None
+
+
+@pytest.mark.parametrize("requests", [1, 7, 64, 256])
+@pytest.mark.parametrize("tokens", [256, 2048, 8192])
+def test_padding_is_small_where_tokens_cost(requests: int, tokens: int) -> None:
+    """An eighth of the prompts' tokens, a quarter below 512; and 64 decode rows, or an eighth."""
+    shapes = GraphShapes((requests,), mixed_graph_sizes(requests, tokens), prefill_rows=1)
+    for prefill in range(FINE_TOKENS, tokens + 1, 37):
+        for decode in range(0, min(requests, tokens - prefill) + 1, 5):
+            dims = shapes.find(decode, 1, prefill)
+            assert dims is not None
+            assert dims.prefill_tokens - prefill < max(prefill / 8, 64)
+            assert dims.decode_rows - decode < max(prefill / 7, 64)
