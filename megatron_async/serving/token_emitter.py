@@ -21,7 +21,7 @@ from megatron_async.engines.listener import EngineListener
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
 from megatron_async.serving.messages import Ended, LogProbRows, StepTokens
 
-EVERY_S = 0.002
+EVERY_S = 0.004
 """A message at most so often, where a step has many tokens and none of them is a request's first.
 API processes write such tokens at most every 5 ms (`server/stream_hub.py`)."""
 FEW = 16
