@@ -8,6 +8,9 @@ apart when the clock has stopped.
 of a bare writer, a process that does nothing but write as many bytes as often to as many sockets:
 the ratio of both says what all but the sockets costs, whatever else the machine does.
 
+`stall`: half of the streams are never read. What the others get a second, beside what as many get
+alone, and the memory of the API process.
+
 `idle`: one request after the other, alone. How long a request takes from the reader to the replica
 (`in`), its first token from the replica to the reader (`first`) and the others (`other`), and
 whether each token is an event of its own. Both ways lead through the coordinator.
@@ -16,11 +19,6 @@ whether each token is an event of its own. Both ways lead through the coordinato
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
-import os
-import re
-import selectors
 import socket
 import statistics
 import time
@@ -29,241 +27,60 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import zmq
+import psutil
 from benchmark_emit import Pipe, coordinate, cpu_s, spawn
-
-from megatron_async.checkpoints import open_model
-from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.server.api_config import ApiConfig
-from megatron_async.server.api_process import run_api_process
-from megatron_async.server.stream_hub import EVERY_S
-from megatron_async.serving.messages import (
-    PROTOCOL,
-    Card,
-    Ended,
-    Ping,
-    ReplicaHello,
-    ReplicaInfo,
-    ReplicaStatus,
-    Run,
-    StepTokens,
-    Welcome,
-    decode_for_replica,
-    encode,
+from server_peers import (
+    EVENT,
+    FEW,
+    GAP_S,
+    answer_each,
+    connected,
+    read_all,
+    read_half,
+    request_bytes,
+    serve,
+    stream_steps,
+    write_bare,
 )
-from megatron_async.serving.model_card import ModelCard
 
-MODEL = "smollm2"
-CONTEXT = 1_000_000
-"""Tokens of a sequence: no request ends while it is measured."""
-LETTERS = 4
-"""Characters of each token: so the text says how many tokens it is of."""
-STEPS = 64
-"""Different messages of steps, which come again and again."""
+from megatron_async.profiling.benchmark_record import write_record
+from megatron_async.server.stream_hub import EVERY_S
+
 SETTLE_S = 0.3
 """What is under way when a window begins or ends is waited for so long."""
-FEW = 6
-"""Tokens of an idle server's request."""
-GAP_S = 0.01
-"""Between two of them."""
-TEXT = re.compile(rb'"text":"((?:[^"\\]|\\.)*)"')
-EVENT = b"data: {"
 
 
-def card_and_tokens() -> tuple[bytes, list[int]]:
-    """The demo model's card, and its tokens of a space and three letters."""
-    tokenizer = open_model(MODEL).tokenizer
-    assert tokenizer is not None
-    words = [
-        token for token in range(49152) if re.fullmatch(" [a-z]{3}", tokenizer.detokenize([token]))
-    ]
-    card = ModelCard(
-        model=MODEL,
-        tokenizer_json=tokenizer.backend.to_str().encode(),
-        tokenizer_config=tokenizer.config,
-        eos_ids=list(tokenizer.eos_ids),
-        max_sequence_length=CONTEXT,
-        vocab_size=49152,
-        block_size_tokens=16,
-        digest="a",
-    )
-    return card.encode(), words
-
-
-class MockReplica:
-    """A replica's side of the wire, without an engine; in a process of its own.
-
-    Args:
-        address: of the coordinator.
-        slots: requests that it takes at once.
-    """
-
-    def __init__(self, address: str, slots: int) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.connect(address)
-        self._slots = slots
-        self._card, self.words = card_and_tokens()
-        info = ReplicaInfo(
-            name="a", instance="a", model={}, card="a", slots=slots, kv_blocks=10**6,
-            block_size_tokens=16,
-        )  # fmt: skip
-        self.socket.send(encode(ReplicaHello(PROTOCOL, info)))
-
-    def heard(self, wait_ms: int) -> int | None:
-        """The number of a new request, if there is one; answers what else there is."""
-        while self.socket.poll(wait_ms):
-            message = decode_for_replica(self.socket.recv())
-            if isinstance(message, Run):
-                return message.number
-            if isinstance(message, Welcome) and message.wants_card:
-                self.socket.send(encode(Card("a", self._card)))
-            elif isinstance(message, Ping):
-                self.socket.send(encode(ReplicaStatus(self._slots, 0, 10**6, 10**6, True, {})))
-        return None
-
-
-def stream_steps(address: str, streams: int, rate: float, pipe: Pipe) -> None:
-    """A mock replica that says steps of all streams while it is told to."""
-    replica = MockReplica(address, streams)
-    chance = np.random.default_rng(0)
-    pipe.send("ready")
-    numbers: list[int] = []
-    while len(numbers) < streams:
-        number = replica.heard(100)
-        numbers += [] if number is None else [number]
-    ones, all_numbers = np.ones(streams, np.int32), np.array(numbers, np.int64).tobytes()
-    steps = [
-        encode(StepTokens(all_numbers, ones.tobytes(), words.astype(np.int32).tobytes()))
-        for words in chance.choice(replica.words, (STEPS, streams))
-    ]
-    pipe.send("running")
-    while True:
-        while not pipe.poll():
-            replica.heard(20)
-        if pipe.recv() == "end":
-            return
-        sent, start = 0, time.perf_counter()
-        while not pipe.poll():
-            due = int((time.perf_counter() - start) * rate)
-            for step in range(sent, min(due, sent + 20)):
-                replica.socket.send(steps[step % STEPS])
-            sent = min(due, sent + 20)
-            replica.heard(0)
-            time.sleep(0.0005)
-        pipe.recv()
-        pipe.send(sent)
-
-
-def answer_each(address: str, requests: int, pipe: Pipe) -> None:
-    """A mock replica that answers each request with a few tokens; tells when it heard and spoke."""
-    replica = MockReplica(address, 4)
-    pipe.send("ready")
-    heard: list[float] = []
-    spoken: list[list[float]] = []
-    while len(heard) < requests:
-        if (number := replica.heard(100)) is None:
-            continue
-        heard.append(time.monotonic())
-        which, one = np.array([number], np.int64).tobytes(), np.ones(1, np.int32).tobytes()
-        times: list[float] = []
-        for place in range(FEW):
-            time.sleep(GAP_S)
-            token = np.array([replica.words[place]], np.int32).tobytes()
-            times.append(time.monotonic())
-            replica.socket.send(encode(StepTokens(which, one, token)))
-        spoken.append(times)
-        time.sleep(GAP_S)
-        end = Ended(number, "length", num_prompt_tokens=3, num_generated_tokens=FEW)
-        replica.socket.send(encode(StepTokens(ends=[end])))
-    pipe.send((heard, spoken))
-    while not pipe.poll():
-        replica.heard(20)
-
-
-def serve(address: str, listener: socket.socket, one_event_a_token: bool, pipe: Pipe) -> None:
-    """An API process."""
-    pipe.send(os.getpid())
-    config = ApiConfig(coordinator=address, one_event_a_token=one_event_a_token)
-    run_api_process(config, listener.detach())
-
-
-def write_bare(listener: socket.socket, every_s: float, pipe: Pipe) -> None:
-    """The bare writer: when told how many bytes, it writes them to all sockets every `every_s`."""
-    import uvloop
-
-    pipe.send(os.getpid())
-    transports: list[asyncio.Transport] = []
-
-    class Peer(asyncio.Protocol):
-        def connection_made(self, transport: Any) -> None:
-            transports.append(transport)
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(Peer, sock=listener)
-        told: asyncio.Event = asyncio.Event()
-        loop.add_reader(pipe.fileno(), told.set)
-        while True:
-            await told.wait()
-            told.clear()
-            size = pipe.recv()
-            if not size:
-                break
-            data, due, writes = b"x" * size, loop.time(), 0
-            while not told.is_set():
-                for transport in transports:
-                    transport.write(data)
-                writes += len(transports)
-                due = max(due + every_s, loop.time())
-                await asyncio.sleep(due - loop.time())
-            told.clear()
-            pipe.recv()
-            pipe.send(writes)
-        server.close()
-
-    uvloop.run(main())
-
-
-def request_bytes(tokens: int) -> bytes:
-    """A request for a stream."""
-    body = json.dumps(
-        {"prompt": [1, 2, 3], "max_tokens": tokens, "ignore_eos": True, "stream": True}
-    ).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
-
-
-def connected(port: int) -> socket.socket:
-    """A connection without delay."""
-    connection = socket.create_connection(("127.0.0.1", port))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
-
-
-def read_all(port: int, bare_port: int, streams: int, pipe: Pipe) -> None:
-    """The readers: keep what comes until asked, then tell reads, bytes, events and tokens."""
-    selector = selectors.DefaultSelector()
-    for place in (port, bare_port):
-        for _ in range(streams):
-            connection = connected(place)
-            if place == port:
-                connection.sendall(request_bytes(CONTEXT - 10))
-            connection.setblocking(False)
-            selector.register(connection, selectors.EVENT_READ)
-    selector.register(pipe, selectors.EVENT_READ)
-    kept: list[bytes] = []
-    while True:
-        for key, _ in selector.select():
-            if isinstance(key.fileobj, socket.socket):
-                kept.append(key.fileobj.recv(1 << 18))
-                continue
-            if pipe.recv() == "end":
-                return
-            data = b"".join(kept)
-            tokens = sum(map(len, TEXT.findall(data))) // LETTERS
-            pipe.send((len(kept), len(data), data.count(EVENT), tokens))
-            kept = []
+def time_stall(args: argparse.Namespace) -> dict[str, float]:
+    """Figures of `stall`."""
+    half = args.streams // 2
+    figures: dict[str, float] = {"streams": args.streams, "rate": args.rate}
+    for name, stalled in (("alone", 0), ("beside", half)):
+        coordinator, told = spawn(coordinate)
+        address = told.recv()[0]
+        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        replica, steps = spawn(stream_steps, address, half + stalled, args.rate)
+        steps.recv()
+        api, api_pipe = spawn(serve, address, listener, args.one_event_a_token)
+        process = psutil.Process(api_pipe.recv())
+        readers, read = spawn(read_half, listener.getsockname()[1], half, stalled)
+        steps.recv()  # all requests have come
+        before, rates = process.memory_info().rss, []
+        steps.send("go")
+        for _ in range(args.pairs):
+            read.send("clear")
+            read.recv()
+            start = time.perf_counter()
+            time.sleep(args.seconds)
+            read.send("tell")
+            rates.append(read.recv() / (time.perf_counter() - start))
+        steps.send("stop")
+        figures[f"tokens_a_second_{name}"] = statistics.median(rates)
+        figures[f"grown_mib_{name}"] = (process.memory_info().rss - before) / 2**20
+        for gone in (readers, replica, api, coordinator):
+            gone.kill()
+            gone.join()
+    figures["ratio"] = figures["tokens_a_second_beside"] / figures["tokens_a_second_alone"]
+    return figures
 
 
 def time_load(args: argparse.Namespace) -> dict[str, float]:
@@ -385,12 +202,15 @@ def _events_of_one(connection: socket.socket) -> Sequence[float]:
     return times
 
 
+WHAT = {"load": time_load, "stall": time_stall, "idle": time_idle}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the figures and, with --json, write them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="+", choices=("load", "idle"))
+    parser.add_argument("what", nargs="+", choices=tuple(WHAT))
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rate", type=float, default=1000.0, help="steps/s (default 1000)")
     parser.add_argument("--one-event-a-token", action="store_true")
@@ -401,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     figures: list[dict[str, Any]] = []
     for what in args.what:
-        found = time_load(args) if what == "load" else time_idle(args)
+        found = WHAT[what](args)
         figures.append({"what": what, **found})
         print(what, " ".join(f"{key}={value:.4g}" for key, value in found.items()), flush=True)
     if args.json:
