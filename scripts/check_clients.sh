@@ -20,6 +20,8 @@ ALL=(openai-1 openai-2 openai litellm instructor pydantic-ai langchain-openai ll
 # The names that vLLM's tests ask for.
 NAMES=(Qwen/Qwen3-0.6B HuggingFaceH4/zephyr-7b-beta HuggingFaceTB/SmolLM2-135M-Instruct
        Qwen/Qwen2.5-1.5B-Instruct gpt-3.5-turbo-instruct)
+# Whose tests are run: of the packages' sources on PyPI.
+export LLAMA_CPP_PYTHON=0.3.36 VLLM=0.33.0
 mkdir -p "$ENVS/logs"
 export MODEL=${MODEL:-smollm2} API_KEY=${API_KEY:-sk-check-clients}
 # Not a Python that uv would fetch, but the one that the project's own environment is made of.
@@ -56,6 +58,7 @@ environment() { # NAME PACKAGE...: its Python
     local folder="$ENVS/$1"
     shift
     if [ ! -x "$folder/bin/python" ]; then
+        command -v uv >/dev/null || { echo "uv makes the environments: pip install uv" >&2; return 1; }
         uv venv -q --python "$BASE_PYTHON" "$folder" && uv pip install -q --python "$folder" "$@" || {
             rm -rf "$folder"
             return 1
@@ -126,7 +129,7 @@ run_schemathesis() { # against the schema that the server itself shows
 run_llama.cpp() {
     local bin tests
     bin=$(environment llama.cpp pytest pytest-rerunfailures requests openai aiohttp wget filelock) || return 1
-    tests=$("$bin/python" scripts/clients/upstream/fetch_tests.py llama-cpp-python 0.3.36 \
+    tests=$("$bin/python" scripts/clients/upstream/fetch_tests.py llama-cpp-python "$LLAMA_CPP_PYTHON" \
         vendor/llama.cpp/tools/server/tests "$ENVS/upstream") || return 1
     local plugins=$PWD/scripts/clients/upstream
     (cd "$tests" && DEBUG_EXTERNAL=1 PORT="${ROOT_URL##*:}" PYTHONPATH="$plugins:." \
@@ -137,7 +140,7 @@ run_vllm() {
     local bin tests
     bin=$(environment vllm pytest pytest-asyncio openai requests httpx regex jsonschema transformers \
         jinja2 fastapi) || return 1
-    tests=$("$bin/python" scripts/clients/upstream/fetch_tests.py vllm 0.33.0 tests "$ENVS/upstream") ||
+    tests=$("$bin/python" scripts/clients/upstream/fetch_tests.py vllm "$VLLM" tests "$ENVS/upstream") ||
         return 1
     TOKENIZER=$(tokenizer) HF_HUB_OFFLINE=1 PYTHONPATH=scripts/clients/upstream "$bin/python" -m pytest \
         -q -rs --tb=short -p vllm_tests --noconftest -p no:cacheprovider --rootdir "$tests" \
@@ -157,8 +160,16 @@ for name in "${names[@]}"; do
     export -f environment tokenizer "run_$name"
     export ENVS ROOT_URL
     if timeout "$TIME_LIMIT" bash -c "run_$name" >"$log" 2>&1; then result=well; else result=FAILED; failed=1; fi
-    version=$(uv pip list -q --python "$ENVS/$name" 2>/dev/null |
-        awk -v want="$(echo "$name" | sed 's/-[12]$//')" '$1 == want || $1 == want "-slim" {print $2}')
+    case $name in
+    llama.cpp) version=$LLAMA_CPP_PYTHON ;;
+    vllm) version=$VLLM ;;
+    *) version=$("$ENVS/$name/bin/python" -c '
+import importlib.metadata, re, sys
+name = re.sub("-[12]$", "", sys.argv[1])
+names = (name, name + "-slim")
+found = {re.sub("_", "-", d.name): d.version for d in importlib.metadata.distributions()}
+print(next(found[n] for n in names if n in found))' "$name" 2>/dev/null) ;;
+    esac
     echo "$name ${version:-} $result ($((SECONDS - start)) s; $log)"
     rows+=("| $name | ${version:--} | $result | $(tail -n 1 "$log" | tr '|' ' ' | cut -c 1-120) |")
 done
