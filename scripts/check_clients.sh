@@ -176,7 +176,7 @@ done
 {
     echo "# Clients that were asked"
     echo
-    echo "Written by \`bash scripts/check_clients.sh ${*:-}\` on $(date -u +%Y-%m-%d), model $MODEL."
+    echo "Written by \`bash scripts/check_clients.sh${*:+ $*}\` on $(date -u +%Y-%m-%d), model $MODEL."
     echo
     echo "| client | version | outcome | last line of its output |"
     echo "| --- | --- | --- | --- |"
