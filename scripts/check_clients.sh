@@ -171,7 +171,7 @@ found = {re.sub("_", "-", d.name): d.version for d in importlib.metadata.distrib
 print(next(found[n] for n in names if n in found))' "$name" 2>/dev/null) ;;
     esac
     echo "$name ${version:-} $result ($((SECONDS - start)) s; $log)"
-    rows+=("| $name | ${version:--} | $result | $(tail -n 1 "$log" | tr '|' ' ' | cut -c 1-120) |")
+    rows+=("| $name | ${version:--} | $result | $(grep -av "^[[:space:]]*$" "$log" | tail -n 1 | tr '|' ' ' | cut -c 1-120) |")
 done
 {
     echo "# Clients that were asked"
