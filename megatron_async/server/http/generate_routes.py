@@ -148,8 +148,6 @@ class GenerateRoutes:
         await reply(exchange.send, whole(answer))
 
     async def _stream(self, exchange: Exchange, asked: Asked, served: ServedModel) -> None:
-        if exchange.scope["http_version"] == "1.0":
-            raise Refusal("HTTP/1.0 has no streams: use HTTP/1.1, or stream=false.", 505)
         numbers: list[int] = []
         connection = exchange.connection
         answer = StreamAnswer(asked, served, self._config.one_event_a_token)
@@ -162,8 +160,12 @@ class GenerateRoutes:
             await stream.begun
             if not connection.is_gone:
                 self._check_ends(stream.feeds)
+                headers = EVENTS
+                if exchange.scope["http_version"] == "1.0":
+                    connection.write_without_chunks()
+                    headers = [*EVENTS, (b"connection", b"close")]
                 await exchange.send(
-                    {"type": "http.response.start", "status": 200, "headers": EVENTS}
+                    {"type": "http.response.start", "status": 200, "headers": headers}
                 )
                 stream.open(connection)
                 await stream.done

@@ -59,6 +59,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._when_lost: Callable[[], None] | None = None
         self.has_body_to_come = False
+        self._has_chunks = True
 
     # ---- For answers -------------------------------------------------------------------------
 
@@ -76,10 +77,15 @@ class HttpProtocol(HttpToolsProtocol):
         """That wait for the reader in this process."""
         return self.transport.get_write_buffer_size()
 
+    def write_without_chunks(self) -> None:
+        """HTTP/1.0 knows no chunks: the next answer's end is that of the connection. (uvicorn
+        would send chunks.)"""
+        self._has_chunks = self.cycle.chunked_encoding = False
+
     def write_chunk(self, data: bytes) -> None:
-        """Write a part of an answer that has begun, chunked as uvicorn would (HTTP/1.1); the end is
-        uvicorn's to write."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        """Write a part of an answer that has begun, chunked as uvicorn would; the end is uvicorn's
+        to write."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._has_chunks else data)
 
     def cut_off(self) -> None:
         """End the connection at once; what waits is lost."""
@@ -105,6 +111,7 @@ class HttpProtocol(HttpToolsProtocol):
         """The first byte of a request."""
         super().on_message_begin()
         self.scope["state"]["connection"] = self
+        self._has_chunks = True
         self._head_bytes = 0
         self._expect("the request's headers", self.limits.head_s)
 

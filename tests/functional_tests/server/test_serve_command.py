@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -119,6 +121,23 @@ def test_every_api_process_tells_the_same_numbers(service: Served) -> None:
     scrapes = [counters() for _ in range(6)]  # each a new connection, to either process
     assert len(scrapes[0]) > 10
     assert all(scrape == scrapes[0] for scrape in scrapes)
+
+
+def test_a_stream_over_http_1_0_ends_with_its_connection(service: Served) -> None:
+    """nginx asks so, if it is not told otherwise."""
+    body = json.dumps(completion(5, stream=True)).encode()
+    head = f"POST /v1/completions HTTP/1.0\r\nAuthorization: Bearer {KEY}\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", service.port)) as connection:
+        connection.sendall(head.encode() + body)
+        data = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    head, _, events = data.decode().partition("\r\n\r\n")
+    assert "transfer-encoding" not in head
+    assert "connection: close" in head
+    parts = events.removesuffix("\n\n").split("\n\n")
+    assert parts[-1] == "data: [DONE]"
+    ids = token_ids([json.loads(part.removeprefix("data: ")) for part in parts[:-1]])
+    assert len(ids) == 5
 
 
 def test_a_trace_is_served_and_timed(service: Served) -> None:
