@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.partial_sums import add_partial_sums
-from megatron_async.ops.linear.skinny_linear import Unnormed, takes_unnormed
+from megatron_async.ops.linear.skinny_linear import Unnormed
+from megatron_async.ops.linear.skinny_plan import takes_unnormed
 from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, Unreduced, collectives_of
 
 PACKING_BATCH_HINT = 256

@@ -21,7 +21,8 @@ from megatron_async.devices import make_device
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops.linear.rms_norm import add_rms_norm
-from megatron_async.ops.linear.skinny_linear import Unnormed, linear, linear_swiglu, takes_unnormed
+from megatron_async.ops.linear.skinny_linear import Unnormed, linear, linear_swiglu
+from megatron_async.ops.linear.skinny_plan import takes_unnormed
 from megatron_async.ops.linear.swiglu import swiglu
 from megatron_async.profiling.benchmark_record import write_record
 
@@ -86,17 +87,25 @@ class Layers:
         fc1: Tensor,
         fc2: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        x, residual = self._behind_norm(linear, x, residual, qkv)
+        x = linear(x[:, : self.heads], proj, may_split=True)
+        x, residual = self._behind_norm(linear_swiglu, x, residual, fc1)
+        return linear(x, fc2, may_split=True), residual
+
+    def _behind_norm(
+        self,
+        product: Callable[[Tensor | Unnormed, Tensor], Tensor],
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         if takes_unnormed(x):
-            first = Unnormed(x, residual, self.norm, EPS)
-            x = linear(linear(first, qkv)[:, : self.heads], proj)
-            second = Unnormed(x, first.total, self.norm, EPS)
-            x = linear(linear_swiglu(second, fc1), fc2)
-            assert second.total is not None
-            return x, second.total
-        x, residual = add_rms_norm(x, residual, self.norm, EPS)
-        x = linear(linear(x, qkv)[:, : self.heads], proj, may_split=True)
-        x, residual = add_rms_norm(x, residual, self.norm, EPS)
-        return linear(linear_swiglu(x, fc1), fc2, may_split=True), residual
+            unnormed = Unnormed(x, residual, self.norm, EPS)
+            y = product(unnormed, weight)
+            assert unnormed.total is not None
+            return y, unnormed.total
+        x, total = add_rms_norm(x, residual, self.norm, EPS)
+        return product(x, weight), total
 
     def _cublas_layer(
         self,

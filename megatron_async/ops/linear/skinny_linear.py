@@ -1,11 +1,11 @@
 """Matrix products of decode steps: few rows, and as much time as their weights need to arrive.
 
 cuBLAS takes no part in programmatic dependent launch, so around each of its kernels the memory
-system runs dry; ours ask for their weights early (`ops/linear/skinny_kernels.py`). Products take
-what stands around them along: RMSNorm of one row before, an MLP's activation behind. A product
-with fewer outputs than fill the device is split along its inputs; its partial sums are added by the
-kernel that reads them (`ops/linear/rms_norm.py`), in order, so that results do not depend on the
-run.
+system runs dry; ours ask for their weights early (`ops/linear/skinny_kernels.py`), small ones for
+all of them (`ops/linear/resident_kernel.py`). Products take what stands around them along: RMSNorm
+of one row or few before, an MLP's activation behind. A larger product with fewer outputs than fill
+the device is split along its inputs; its partial sums are added by the kernel that reads them
+(`ops/linear/rms_norm.py`), in order, so that results do not depend on the run.
 
 Where the rule in `ops/linear/skinny_plan.py` finds no plan, cuBLAS multiplies.
 """
@@ -21,9 +21,15 @@ import triton
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options
+from megatron_async.ops.linear.resident_kernel import resident_kernel, segments_of
 from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_reference
 from megatron_async.ops.linear.skinny_kernels import one_row_kernel, tile_kernel
-from megatron_async.ops.linear.skinny_plan import NORM_WIDTH, OneRowPlan, TilePlan, plan_product
+from megatron_async.ops.linear.skinny_plan import (
+    OneRowPlan,
+    ResidentPlan,
+    TilePlan,
+    plan_product,
+)
 from megatron_async.ops.linear.squared_relu import squared_relu, squared_relu_reference
 from megatron_async.ops.linear.swiglu import swiglu, swiglu_reference
 
@@ -36,8 +42,9 @@ class Unnormed:
     """The input of a product before its residual add and RMSNorm: `add_rms_norm`'s arguments.
 
     Attributes:
-        x: `[1, k]`, contiguous; of a layer with experts (`ops/experts/few_tokens.py`) `[tokens,
-            k]`, or partial sums of that, float32 `[parts, tokens, k]`, contiguous.
+        x: `[rows, k]`, elements of a row adjacent; of a layer with experts
+            (`ops/experts/few_tokens.py`) contiguous, or partial sums of that, float32 `[parts,
+            tokens, k]`, contiguous.
         residual: like `x`, without parts, or None.
         weight: `[k]`, the norm's.
         eps: added to the mean square.
@@ -51,19 +58,13 @@ class Unnormed:
     total: Tensor | None = None
 
 
-def takes_unnormed(x: Tensor) -> bool:
-    """Whether products of `x` (`[rows, k]`) should be given an `Unnormed`: their norm is cheaper
-    inside."""
-    return x.size(0) == 1 and x.size(1) <= NORM_WIDTH
-
-
 def linear(
     x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None = None, may_split: bool = False
 ) -> Tensor:
     """`x @ weight.T + bias`.
 
     Args:
-        x: `[rows, k]` on a GPU, bfloat16, float16 or float32; or a row whose norm is to be taken
+        x: `[rows, k]` on a GPU, bfloat16, float16 or float32; or rows whose norm is to be taken
             first.
         weight: `[n, k]`, same dtype.
         bias: `[n]` or None.
@@ -138,6 +139,8 @@ def _product(
     plan = plan_product(inputs, weight, gated, may_split and bias is None, norm)
     if isinstance(plan, OneRowPlan):
         return one_row_product(x, weight, bias, activation, plan)
+    if isinstance(plan, ResidentPlan):
+        return resident_product(x, weight, bias, activation, plan)
     if isinstance(x, Unnormed):
         inputs, x.total = add_rms_norm(x.x, x.residual, x.weight, x.eps)
     if isinstance(plan, TilePlan):
@@ -165,21 +168,7 @@ def one_row_product(
     n = _outputs(row, weight, bias, activation)
     if row.size(0) != 1:
         raise ValueError(f"one_row_product: x has {row.size(0)} rows; use tile_product.")
-    residual, total = row, row
-    if norm is not None:
-        if norm.weight.shape != row.shape[1:] or not norm.weight.is_contiguous():
-            raise ValueError(
-                f"one_row_product: the norm's weight is {tuple(norm.weight.shape)}, strides "
-                f"{norm.weight.stride()}; it must be ({row.size(1)},), contiguous."
-            )
-        if norm.residual is not None:
-            if norm.residual.shape != row.shape or norm.residual.stride(1) != 1:
-                raise ValueError(
-                    f"one_row_product: residual is {tuple(norm.residual.shape)}; it must be like "
-                    f"x, {tuple(row.shape)}, its elements adjacent."
-                )
-            residual, total = norm.residual, torch.empty_like(row)
-        norm.total = total
+    residual, total = _residual_and_total(x)
     out = torch.empty((1, n), dtype=row.dtype, device=row.device)
     one_row_kernel[(triton.cdiv(n, plan.block_n),)](
         row,
@@ -202,6 +191,55 @@ def one_row_product(
         ahead=plan.ahead,
         num_warps=plan.warps,
         **launch_options(row),
+    )
+    return out
+
+
+def resident_product(
+    x: Tensor | Unnormed,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    plan: ResidentPlan,
+) -> Tensor:
+    """`linear`, or with its activation behind it, by a given plan; bfloat16, on a GPU.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit.
+    """
+    norm = x if isinstance(x, Unnormed) else None
+    inputs = x.x if isinstance(x, Unnormed) else x
+    n = _outputs(inputs, weight, bias, activation)
+    if inputs.dtype != torch.bfloat16:
+        raise ValueError(f"resident_product: x is {inputs.dtype}; use tile_product.")
+    residual, total = _residual_and_total(x)
+    rows, k = inputs.shape
+    out = torch.empty((rows, n), dtype=inputs.dtype, device=inputs.device)
+    resident_kernel[(triton.cdiv(n, plan.block_n), triton.cdiv(rows, plan.block_m))](
+        inputs,
+        residual,
+        weight if norm is None else norm.weight,
+        total,
+        weight,
+        weight if bias is None else bias,
+        out,
+        inputs.stride(0),
+        residual.stride(0),
+        rows,
+        n,
+        0.0 if norm is None else norm.eps,
+        k=k,
+        segments=segments_of(k, plan.warps),
+        warps=plan.warps,
+        block_m=plan.block_m,
+        block_n=plan.block_n,
+        gated=activation == "swiglu",
+        squared=activation == "squared_relu",
+        has_norm=norm is not None,
+        has_residual=norm is not None and norm.residual is not None,
+        has_bias=bias is not None,
+        num_warps=plan.warps,
+        **launch_options(inputs),
     )
     return out
 
@@ -248,6 +286,29 @@ def tile_product(
         **launch_options(x),
     )
     return out
+
+
+def _residual_and_total(x: Tensor | Unnormed) -> tuple[Tensor, Tensor]:
+    """The residual of an `Unnormed` and a place for the new one, which it is given; x where there
+    is none. Raises on what would read the wrong memory."""
+    if not isinstance(x, Unnormed):
+        return x, x
+    rows, weight = x.x, x.weight
+    if weight.shape != rows.shape[1:] or not weight.is_contiguous():
+        raise ValueError(
+            f"skinny_linear: the norm's weight is {tuple(weight.shape)}, strides "
+            f"{weight.stride()}; it must be ({rows.size(1)},), contiguous."
+        )
+    if x.residual is None:
+        x.total = rows
+        return rows, rows
+    if x.residual.shape != rows.shape or x.residual.stride(1) != 1:
+        raise ValueError(
+            f"skinny_linear: residual is {tuple(x.residual.shape)}; it must be like x, "
+            f"{tuple(rows.shape)}, its elements adjacent."
+        )
+    x.total = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    return x.residual, x.total
 
 
 def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> int:

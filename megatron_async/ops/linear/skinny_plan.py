@@ -3,7 +3,8 @@
 The rule depends on the number of rows, the shape of the weight, the dtype and the device only, so a
 captured step and an eager one of as many rows agree. Its constants are measurements on an H200
 (docs/performance.md, "Matrix products of decode steps"): sweeps of SmolLM2's and Llama-3.1-8B's
-shapes at 1, 16 and 64 rows.
+shapes at 1, 16 and 64 rows, and for resident weights of those of SmolLM2, Granite-4.0-H-350M,
+Qwen3-0.6B and Llama-3.2-1B at 2 to 64.
 """
 
 from __future__ import annotations
@@ -39,7 +40,23 @@ PREFETCH = 2048
 SHARED_MEMORY = 200_000
 """Bytes of pipeline stages that one program may take."""
 WIDE = 16384
-"""A product this wide and shallower than `WHOLE_ROW` is cuBLAS's beyond one row."""
+"""A product this wide and shallower than `WHOLE_ROW` is cuBLAS's beyond one row, unless its weights
+are resident."""
+RESIDENT_ROWS = 32
+"""Most rows of products whose weights are resident: each program loads rows anew, and beyond this
+many that takes longer than the weights do."""
+RESIDENT_INPUTS = 3072
+"""Most inputs of such a product: a thread holds its share of a weight row in registers."""
+RESIDENT_GATED_INPUTS = 1024
+"""The same where there are two weights, of products as wide as `WIDE`, and where a norm of several
+rows is taken along."""
+RESIDENT_ELEMENTS = 7_000_000
+"""Most weights of such a product: more programs than fit the device begin after the wait."""
+RESIDENT_ELEMENTS_OF_MANY = 3_200_000
+"""The same for more than 16 rows."""
+RESIDENT_ELEMENTS_OF_LONG = 2_100_000
+"""The same for more than 8 rows of `WHOLE_ROW` inputs or more: a product that is split instead
+takes as long alone, and less beside others (Llama-3.2-1B's step at 16 rows: 0.96 and 1.00 ms)."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +89,26 @@ class TilePlan:
     """Bytes of each weight row's share to prefetch."""
 
 
+@dataclass(frozen=True)
+class ResidentPlan:
+    """Layout of `resident_kernel`: each program takes `block_n` outputs of `block_m` rows."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    """Each takes a share of the inputs."""
+
+
+Plan = OneRowPlan | TilePlan | ResidentPlan
+
+
 def plan_product(
     x: Tensor,
     weight: Tensor,
     gated: bool = False,
     may_split: bool = False,
     normed: bool = False,
-) -> OneRowPlan | TilePlan | None:
+) -> Plan | None:
     """The layout for `x @ weight.T`; None where cuBLAS is the better choice.
 
     Args:
@@ -86,15 +116,29 @@ def plan_product(
         weight: `[outputs, k]`, or `[2 * outputs, k]` if `gated`.
         gated: SwiGLU follows.
         may_split: the caller can take partial sums.
-        normed: a product of one row takes its norm along.
+        normed: the product takes the norm before it along, if it can.
     """
     if not x.is_cuda or x.size(0) > MAX_ROWS or not weight.is_contiguous():
         return None
     if not _is_measured(x.device.index):
         return None
     outputs = weight.size(0) // 2 if gated else weight.size(0)
-    k, itemsize = weight.size(1), weight.itemsize
-    return choose_plan(x.size(0), outputs, k, itemsize, gated, may_split, normed)
+    return choose_plan(x.size(0), outputs, weight.size(1), weight.dtype, gated, may_split, normed)
+
+
+def takes_unnormed(x: Tensor) -> bool:
+    """Whether products of `x` should be given an `Unnormed`: their norm is cheaper inside.
+
+    Args:
+        x: `[rows, k]`; or partial sums of that, `[parts, rows, k]`, whose norm is not.
+    """
+    if x.dim() > 2:
+        return False
+    rows, k = x.shape
+    if rows == 1:
+        return k <= NORM_WIDTH
+    resident = rows <= RESIDENT_ROWS and k <= RESIDENT_GATED_INPUTS and x.dtype == torch.bfloat16
+    return resident and x.is_cuda and _is_measured(x.device.index)
 
 
 @lru_cache
@@ -107,14 +151,18 @@ def choose_plan(
     rows: int,
     outputs: int,
     k: int,
-    itemsize: int,
+    dtype: torch.dtype,
     gated: bool,
     may_split: bool,
     normed: bool = False,
-) -> OneRowPlan | TilePlan | None:
+) -> Plan | None:
     """`plan_product` for a device that the rule was measured on."""
+    itemsize = dtype.itemsize
     if not 0 < rows <= MAX_ROWS or k * itemsize % 16:
         return None
+    # float16 would overflow where a row meets its norm's factors before it is normalised.
+    if dtype == torch.bfloat16 and (plan := _resident(rows, outputs, k, gated)) is not None:
+        return plan
     if rows == 1:
         return _one_row(outputs, k, itemsize, gated, normed)
     if outputs >= WIDE and k < WHOLE_ROW:
@@ -122,6 +170,32 @@ def choose_plan(
     if itemsize > 2 and rows > MAX_ROWS_FLOAT32:
         return None
     return _tile(rows, outputs, k, itemsize, gated, may_split)
+
+
+def _resident(rows: int, outputs: int, k: int, gated: bool) -> ResidentPlan | None:
+    """For products whose weights the processors can hold, which is known to pay from two rows on;
+    of one row where `one_row_kernel` would load its weights behind the wait, or loads two."""
+    if rows == 1 and not gated and k <= WHOLE_ROW:
+        return None
+    is_wide = outputs >= WIDE
+    if rows > (16 if is_wide else RESIDENT_ROWS):
+        return None
+    if k > (RESIDENT_GATED_INPUTS if gated or is_wide else RESIDENT_INPUTS):
+        return None
+    if is_wide:
+        return None if gated else ResidentPlan(8 if rows <= 8 else 16, 32, 4)
+    most = RESIDENT_ELEMENTS if rows <= 16 else RESIDENT_ELEMENTS_OF_MANY
+    if rows > 8 and k >= WHOLE_ROW:
+        most = RESIDENT_ELEMENTS_OF_LONG
+    if outputs * k * (2 if gated else 1) > most:
+        return None
+    many = gated or outputs > 16 * ONE_WAVE
+    block_n = 32 if many and k <= WHOLE_ROW else 16
+    warps = 8 if gated or k >= 768 else 4
+    # Rows in eights load fewer at once; sixteens load the weights once where programs are many.
+    in_eights = triton.cdiv(outputs, block_n) * triton.cdiv(rows, 8)
+    in_eights_fit = k <= 1536 and in_eights <= ONE_WAVE
+    return ResidentPlan(8 if rows <= 8 or in_eights_fit else 16, block_n, warps)
 
 
 def _one_row(outputs: int, k: int, itemsize: int, gated: bool, normed: bool) -> OneRowPlan:

@@ -6,8 +6,20 @@ import torch.nn.functional as F
 
 from megatron_async.ops.linear import skinny_linear as ops
 from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_reference
-from megatron_async.ops.linear.skinny_linear import Unnormed, one_row_product, tile_product
-from megatron_async.ops.linear.skinny_plan import MAX_ROWS, OneRowPlan, TilePlan, choose_plan
+from megatron_async.ops.linear.skinny_linear import (
+    Unnormed,
+    one_row_product,
+    resident_product,
+    tile_product,
+)
+from megatron_async.ops.linear.skinny_plan import (
+    MAX_ROWS,
+    OneRowPlan,
+    ResidentPlan,
+    TilePlan,
+    choose_plan,
+    takes_unnormed,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SHAPES = {
@@ -178,6 +190,7 @@ TILE = TilePlan(16, 16, 64, 1, 1, 2, False, 0)
             ),
             "norm's weight",
         ),
+        (lambda: resident_product(ROW, torch.ones(4, 8), None, "", None), "float32; use"),
         (lambda: tile_product(torch.ones(17, 8), torch.ones(4, 8), None, "", TILE), "17 rows"),
         (
             lambda: tile_product(
@@ -197,13 +210,17 @@ def test_bad_input(call, message):
         call()
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
+HALF, WHOLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [HALF, WHOLE, BRAIN])
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 33, 64])
 @pytest.mark.parametrize("outputs", [1, 100, 576, 960, 4096, 6144, 14336, 128256])
-@pytest.mark.parametrize("k", [64, 576, 1536, 2560, 4096, 14336])
-def test_plans_are_possible(rows, outputs, k, itemsize):
+@pytest.mark.parametrize("k", [64, 576, 1024, 1536, 2560, 4096, 14336])
+def test_plans_are_possible(rows, outputs, k, dtype):
+    itemsize = dtype.itemsize
     for gated, may_split in ((False, False), (True, False), (False, True)):
-        plan = choose_plan(rows, outputs, k, itemsize, gated, may_split)
+        plan = choose_plan(rows, outputs, k, dtype, gated, may_split)
         if isinstance(plan, TilePlan):
             stage = (plan.block_m + plan.block_n * (1 + gated)) * plan.block_k * itemsize
             assert stage * (plan.stages - 1) <= 227 * 1024
@@ -214,25 +231,60 @@ def test_plans_are_possible(rows, outputs, k, itemsize):
             assert plan.ahead % 16 == 0
             assert plan.ahead <= min(share, k) * itemsize
             assert plan.block_n <= 32 * plan.warps or not plan.ahead
+        elif isinstance(plan, ResidentPlan):
+            assert dtype == BRAIN
+            # 32-bit registers of a thread: weights, and the rows of a product without a norm.
+            padded = -(-k // (16 * plan.warps)) * 16
+            weights = plan.block_n * padded * (1 + gated) // 64
+            assert weights <= 128
+            assert weights + plan.block_m * padded // 64 <= 192
         elif plan is not None:
             assert rows == 1
             assert plan.ahead % 16 == 0
             assert plan.ahead <= k * itemsize
             assert plan.ahead == 0 or plan.block_n <= 32 * plan.warps
-            normed = choose_plan(1, outputs, k, itemsize, gated, may_split, normed=True)
+            normed = choose_plan(1, outputs, k, dtype, gated, may_split, normed=True)
             assert (normed.block_n, normed.block_k) == (plan.block_n, plan.block_k)
             # Sums that a thread holds; 256 registers are all there are.
             assert normed.block_n * normed.block_k * (1 + gated) <= 128 * 32 * normed.warps
 
 
 def test_what_is_cublass():
-    assert choose_plan(MAX_ROWS + 1, 576, 576, 2, False, False) is None
-    assert choose_plan(0, 576, 576, 2, False, False) is None
-    assert choose_plan(1, 576, 33, 2, False, False) is None
-    assert choose_plan(16, 49152, 576, 2, False, False) is None
-    assert choose_plan(1, 49152, 576, 2, False, False) is not None
-    assert choose_plan(17, 576, 576, 4, False, False) is None
-    assert choose_plan(16, 576, 576, 4, False, False) is not None
+    assert choose_plan(MAX_ROWS + 1, 576, 576, BRAIN, False, False) is None
+    assert choose_plan(0, 576, 576, BRAIN, False, False) is None
+    assert choose_plan(1, 576, 33, BRAIN, False, False) is None
+    assert choose_plan(16, 49152, 576, HALF, False, False) is None
+    assert choose_plan(17, 49152, 576, BRAIN, False, False) is None
+    assert choose_plan(1, 49152, 576, HALF, False, False) is not None
+    assert choose_plan(17, 576, 576, WHOLE, False, False) is None
+    assert choose_plan(16, 576, 576, WHOLE, False, False) is not None
+
+
+def test_which_weights_are_resident():
+    """Those that were measured to gain: narrow models' from two rows on, none of an 8B model."""
+
+    def is_resident(rows, outputs, k, gated=False, dtype=BRAIN):
+        return isinstance(choose_plan(rows, outputs, k, dtype, gated, True), ResidentPlan)
+
+    assert all(is_resident(rows, 960, 576) for rows in (2, 8, 16, 32))
+    assert not is_resident(1, 960, 576)
+    assert is_resident(1, 1536, 576, gated=True)
+    assert not is_resident(33, 960, 576)
+    assert not is_resident(2, 960, 576, dtype=HALF)
+    assert is_resident(8, 3072, 2048)
+    assert not is_resident(16, 3072, 2048)
+    assert is_resident(16, 1024, 2048)
+    assert not is_resident(2, 8192, 2048, gated=True)
+    assert not is_resident(2, 4096, 4096)
+    assert is_resident(16, 49152, 576)
+    assert not is_resident(2, 128256, 4096)
+
+
+def test_partial_sums_are_normed_before():
+    assert takes_unnormed(torch.ones(1, 8))
+    assert not takes_unnormed(torch.ones(1, 1, 8))
+    assert not takes_unnormed(torch.ones(2, 8, dtype=BRAIN))  # no GPU
+    assert not takes_unnormed(torch.ones(1, 4096))
 
 
 @pytest.mark.gpu
@@ -257,6 +309,41 @@ class TestOnGpu:
         found = ops.linear_squared_relu(x, weight)
         assert_close(found, expected_product(x, weight, activation="squared_relu"), dtype)
 
+    @pytest.mark.parametrize(
+        ("rows", "n", "k", "plan"),
+        [
+            (1, 37, 200, ResidentPlan(8, 16, 4)),
+            (5, 50, 576, ResidentPlan(8, 16, 2)),
+            (16, 50, 576, ResidentPlan(8, 32, 4)),
+            (37, 41, 768, ResidentPlan(16, 16, 8)),  # several blocks of rows, the last one ragged
+            (16, 64, 1024, ResidentPlan(16, 32, 8)),
+        ],
+    )
+    @pytest.mark.parametrize("norm", ["", "norm", "norm and residual"])
+    @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
+    def test_resident_weights(self, rows, n, k, plan, norm, activation):
+        weight = weight_of(2 * n if activation == "swiglu" else n, k, BRAIN, "cuda")
+        wide = torch.full((rows + 2, k + 24), torch.nan, dtype=BRAIN, device="cuda")
+        wide[1:-1, 8 : k + 8] = random(rows, k, device="cuda")
+        x = wide[1:-1, 8 : k + 8]  # rows that are not adjacent, among NaN
+        given, values = x, x.double()
+        if norm:
+            residual = random(rows, k, dtype=BRAIN, device="cuda") if "and" in norm else None
+            scale = random(k, dtype=BRAIN, device="cuda")
+            given = Unnormed(x, residual, scale, 1e-5)
+            total = x if residual is None else x + residual
+            values = F.rms_norm(total.double(), (k,), scale.double(), 1e-5)
+        found = resident_product(given, weight, None, activation, plan)
+        assert_close(found, expected_product(values, weight, activation=activation), BRAIN)
+        if norm:
+            assert torch.equal(given.total, total)
+        elif not activation:
+            bias = random(n, dtype=BRAIN, device="cuda")
+            found = resident_product(x, weight, bias, "", plan)
+            assert_close(found, expected_product(x, weight, bias), BRAIN)
+            first = resident_product(x[:1], weight, bias, "", plan)
+            assert torch.equal(first, found[:1]), "a row depends on the others"
+
     def test_a_chain_in_a_graph(self):
         """Products that prefetch and start early, each reading what the one before wrote."""
         hidden, ffn, layers, dtype = 576, 1536, 8, torch.bfloat16
@@ -269,7 +356,7 @@ class TestOnGpu:
             def chain(start=start):
                 x, residual = start, torch.zeros_like(start)
                 for fc1, fc2 in zip(up, down, strict=True):
-                    if ops.takes_unnormed(x):
+                    if takes_unnormed(x):
                         unnormed = Unnormed(x, residual, norm, 1e-5)
                         wide, residual = ops.linear_swiglu(unnormed, fc1), unnormed.total
                     else:

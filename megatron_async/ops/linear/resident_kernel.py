@@ -1,0 +1,213 @@
+"""Kernel of a product of few rows whose weights lie in registers before the rows are there.
+
+Behind its wait such a kernel is nothing but latency. So each program holds the weights of its
+outputs, whole, in the fragments that the matrix units take, from before the wait. Then one round
+of loads brings the rows in the same form; the warps share the inputs, and their sums meet once in
+shared memory. The norm before the product is taken along: the rows' squares are summed beside the
+products, and the factor is applied to the sums.
+
+Written in Gluon, the form of Triton in which a program states where each element lies: Triton's own
+choice loads the weights in another order and brings them through shared memory behind the wait.
+"""
+# Gluon knows tuples and constants, but neither `*` in a tuple nor `and` of the two kinds of `if`;
+# mypy does not know that a loop over constants is unrolled.
+# ruff: noqa: RUF005, SIM102
+# mypy: disable-error-code="assignment, var-annotated, unreachable"
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+Segments = tuple[tuple[int, int], ...]
+
+
+def segments_of(k: int, warps: int) -> Segments:
+    """`k` inputs as powers of two, which is what tensors of a kernel are as long as, largest first.
+
+    Each is shared by all warps. The last may reach beyond k.
+
+    Returns:
+        (inputs, adjacent inputs that a thread loads at once) of each segment.
+    """
+    found, left = [], k
+    while left > 0:
+        inputs = warps * 16  # one product of the matrix units is 16 inputs deep
+        while inputs * 2 <= left:
+            inputs *= 2
+        found.append((inputs, min(inputs // warps // 8, 8)))
+        left -= inputs
+    return tuple(found)
+
+
+@gluon.constexpr_function
+def _layout(segments: Any, s: int, operand: int, warps: int) -> Any:
+    """Of operand 0 (weights, `[warps, outputs, inputs]`) or 1 (rows, `[warps, inputs, rows]`)."""
+    return gl.DotOperandLayout(operand, _products(warps), segments[s][1])
+
+
+@gluon.constexpr_function
+def _products(warps: int) -> Any:
+    """Each warp multiplies its own share of the inputs."""
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
+
+
+@gluon.constexpr_function
+def _start(segments: Any, s: int) -> int:
+    return sum(inputs for inputs, _ in segments[:s])
+
+
+@gluon.constexpr_function
+def _share(segments: Any, s: int, warps: int) -> int:
+    return segments[s][0] // warps
+
+
+@gluon.jit
+def _inputs(
+    segments: gl.constexpr, s: gl.constexpr, operand: gl.constexpr, warps: gl.constexpr
+) -> gl.tensor:
+    """Places of a segment's inputs in a row."""
+    layout: gl.constexpr = _layout(segments, s, operand, warps)
+    share: gl.constexpr = _share(segments, s, warps)
+    kept: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+    warp = gl.arange(0, warps, layout=kept)[:, None, None]
+    if operand == 0:
+        place = gl.arange(0, share, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+        place = place[None, None, :]
+    else:
+        place = gl.arange(0, share, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+        place = place[None, :, None]
+    return _start(segments, s) + warp * share + place
+
+
+@gluon.jit
+def _lines(
+    segments: gl.constexpr,
+    s: gl.constexpr,
+    operand: gl.constexpr,
+    warps: gl.constexpr,
+    size: gl.constexpr,
+) -> gl.tensor:
+    """0 to `size` along the outputs or rows of a segment."""
+    layout: gl.constexpr = _layout(segments, s, operand, warps)
+    if operand == 0:
+        line = gl.arange(0, size, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+        line = line[None, :, None]
+    else:
+        line = gl.arange(0, size, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+        line = line[None, None, :]
+    return line
+
+
+@gluon.jit
+def resident_kernel(
+    x: gl.tensor,
+    residual: gl.tensor,
+    norm_weight: gl.tensor,
+    total: gl.tensor,
+    weight: gl.tensor,
+    bias: gl.tensor,
+    out: gl.tensor,
+    x_stride: gl.tensor,
+    residual_stride: gl.tensor,
+    rows: gl.tensor,
+    n: gl.tensor,
+    eps: gl.tensor,
+    k: gl.constexpr,
+    segments: gl.constexpr,
+    warps: gl.constexpr,
+    block_m: gl.constexpr,
+    block_n: gl.constexpr,
+    gated: gl.constexpr,
+    squared: gl.constexpr,
+    has_norm: gl.constexpr,
+    has_residual: gl.constexpr,
+    has_bias: gl.constexpr,
+    overlap: gl.constexpr,
+) -> None:
+    """`block_m` rows times `block_n` weight rows, or twice as many if `gated`."""
+    if overlap:
+        gdc_launch_dependents()
+    first = gl.program_id(0) * block_n
+    first_row = gl.program_id(1) * block_m
+    start = weight + first.to(gl.int64) * k
+    up_start = start + n.to(gl.int64) * k
+    weights = ()
+    up_weights = ()
+    scales = ()
+    for s in gl.static_range(len(segments)):
+        column = _inputs(segments, s, 0, warps)
+        line = _lines(segments, s, 0, warps, block_n)
+        inside = (line < n - first) & (column < k)
+        cell = line * k + column
+        weights = weights + (gl.load(start + cell, mask=inside, other=0.0),)
+        if gated:
+            up_weights = up_weights + (gl.load(up_start + cell, mask=inside, other=0.0),)
+        if has_norm:
+            column = _inputs(segments, s, 1, warps)
+            scales = scales + (gl.load(norm_weight + column, mask=column < k, other=0.0),)
+    if overlap:
+        gdc_wait()
+    # All loads before the first sum: they take one trip to memory together.
+    values = ()
+    befores = ()
+    for s in gl.static_range(len(segments)):
+        column = _inputs(segments, s, 1, warps)
+        row = first_row + _lines(segments, s, 1, warps, block_m)
+        inside = (row < rows) & (column < k)
+        values = values + (gl.load(x + row * x_stride + column, mask=inside, other=0.0),)
+        if has_residual:
+            before = gl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
+            befores = befores + (before,)
+    sums = gl.zeros([warps, block_n, block_m], gl.float32, layout=_products(warps))
+    up_sums = gl.zeros([warps, block_n, block_m], gl.float32, layout=_products(warps))
+    kept: gl.constexpr = gl.SliceLayout(1, _layout(segments, 0, 1, warps))
+    squares = gl.zeros([warps, block_m], gl.float32, layout=kept)
+    totals = ()
+    for s in gl.static_range(len(segments)):
+        v = values[s]
+        if has_residual:
+            v = (befores[s].to(gl.float32) + v.to(gl.float32)).to(v.dtype)
+            totals = totals + (v,)
+        if has_norm:
+            exact = v.to(gl.float32)
+            squares += gl.convert_layout(gl.sum(exact * exact, 1), kept)
+            v = (exact * scales[s].to(gl.float32)).to(v.dtype)
+        sums = mma_v2(weights[s], v, sums)
+        if gated:
+            up_sums = mma_v2(up_weights[s], v, up_sums)
+    # Each thread adds up what all warps have of its outputs.
+    joined: gl.constexpr = gl.BlockedLayout([warps, 1, 1], [1, 16, 2], [1, 1, warps], [1, 2, 0])
+    flat: gl.constexpr = gl.SliceLayout(0, joined)
+    line = gl.arange(0, block_n, layout=gl.SliceLayout(1, flat))[:, None]
+    row = first_row + gl.arange(0, block_m, layout=gl.SliceLayout(0, flat))[None, :]
+    y = gl.sum(gl.convert_layout(sums, joined), 0)
+    if gated:
+        up = gl.sum(gl.convert_layout(up_sums, joined), 0)
+    if has_norm:
+        whole = gl.sum(gl.convert_layout(squares, gl.SliceLayout(1, joined)), 0)
+        whole = gl.convert_layout(whole, gl.SliceLayout(0, flat))[None, :]
+        factor = gl.rsqrt(whole / k + eps)
+        y = y * factor
+        if gated:
+            up = up * factor
+    if has_bias:
+        y = y + gl.load(bias + first + line, mask=line < n - first, other=0.0).to(gl.float32)
+    if gated:
+        y = y / (1.0 + gl.exp(-y)) * up
+    elif squared:
+        y = gl.maximum(y, 0.0)
+        y = y * y
+    place = row * n + first + line
+    gl.store(out + place, y.to(out.dtype.element_ty), mask=(line < n - first) & (row < rows))
+    if has_residual:
+        if gl.program_id(0) == 0:
+            for s in gl.static_range(len(segments)):
+                sum_column = _inputs(segments, s, 1, warps)
+                sum_row = first_row + _lines(segments, s, 1, warps, block_m)
+                in_sum = (sum_row < rows) & (sum_column < k)
+                gl.store(total + sum_row * k + sum_column, totals[s], mask=in_sum)

@@ -1,0 +1,96 @@
+"""The kernel of resident weights, compiled for a GPU, which needs none: what makes it fast."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton_interpreter import INTERPRETED
+
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.ops.linear.resident_kernel import resident_kernel, segments_of
+from megatron_async.ops.linear.skinny_plan import RESIDENT_ROWS, ResidentPlan, choose_plan
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+NUMBERS = {"x_stride", "residual_stride", "rows", "n"}
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")
+
+
+def compiled(k, plan, *, gated=False, normed=False):
+    segments = segments_of(k, plan.warps)
+    constants = {
+        "k": k, "segments": segments, "warps": plan.warps, "block_m": plan.block_m,
+        "block_n": plan.block_n, "gated": gated, "squared": False, "has_norm": normed,
+        "has_residual": normed, "has_bias": False, "overlap": True,
+    }  # fmt: skip
+    signature, attributes = {}, {}
+    for place, name in enumerate(resident_kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = "fp32" if name == "eps" else "i32" if name in NUMBERS else "*bf16"
+        if name not in ("eps", "rows"):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource(resident_kernel, signature, constants, attributes)
+    options = {"num_warps": plan.warps, "launch_pdl": True}
+    return triton.compile(source, target=HOPPER, options=options).asm
+
+
+def spilled_bytes(asm, folder):
+    (folder / "kernel.cubin").write_bytes(asm["cubin"])
+    command = [TOOLS / "cuobjdump", "-res-usage", folder / "kernel.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", said)[1])
+
+
+def products_of(shape):
+    """(outputs, k, gated, behind a norm) of a layer."""
+    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
+    heads = shape.num_attention_heads * shape.kv_channels
+    qkv = heads + 2 * shape.num_query_groups * shape.kv_channels
+    yield from ((qkv, hidden, False, True), (hidden, heads, False, False))
+    yield from ((ffn, hidden, True, True), (hidden, ffn, False, False))
+
+
+def cases():
+    for name in ("smollm2-135m", "granite-4.0-h-350m", "qwen3-0.6b"):
+        for outputs, k, gated, normed in products_of(DUMMY_SHAPES[name]):
+            for rows in (2, 16, RESIDENT_ROWS):
+                plan = choose_plan(rows, outputs, k, torch.bfloat16, gated, True)
+                if isinstance(plan, ResidentPlan):
+                    yield k, plan, gated, normed
+
+
+@pytest.mark.parametrize("k", [16, 200, 576, 768, 1536, 2560, 3072])
+@pytest.mark.parametrize("warps", [1, 2, 4, 8])
+def test_segments(k, warps):
+    segments = segments_of(k, warps)
+    inputs = [size for size, _ in segments]
+    assert inputs == sorted(inputs, reverse=True)
+    assert sum(inputs[:-1]) < k <= sum(inputs)
+    for size, width in segments:
+        assert size & (size - 1) == 0
+        # A warp's four threads of a line load `width` each, for a product's two halves of inputs.
+        assert size // warps % (8 * width) == 0
+        assert width in (2, 4, 8)
+
+
+@pytest.mark.parametrize(("k", "plan", "gated", "normed"), sorted(set(cases()), key=str))
+def test_weights_come_before_the_wait(k, plan, gated, normed, tmp_path):
+    asm = compiled(k, plan, gated=gated, normed=normed)
+    assert asm["ptx"].count("griddepcontrol.wait") == 1
+    before, behind = asm["ptx"].split("griddepcontrol.wait")
+    loads = re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", before)
+    found = sum(int(count or 1) * int(bits) // 8 for count, bits in loads)
+    assert found * 32 * plan.warps >= plan.block_n * k * (1 + gated) * 2, "not all weights"
+    assert len(loads) <= found / 4, "a load of less than 4 bytes"
+    behind_loads = behind[: behind.index("mma.sync")]
+    assert len(re.findall(r"ld\.global", behind)) == len(re.findall(r"ld\.global", behind_loads))
+    assert "ld.local" not in asm["ptx"]
+    assert behind.count("bar.sync") <= 5, "one meeting for each of: sums, up, squares"
+    assert spilled_bytes(asm, tmp_path) == 0
