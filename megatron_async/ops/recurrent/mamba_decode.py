@@ -7,7 +7,8 @@ of one head's state and adds what the rings hold. Neither writes the state: `flu
 them. All that a step reads lies at or before its own positions, so running a step again gives the
 same bits.
 
-The second kernel is here for all dtypes; for bfloat16 on a GPU that of `mamba_outputs.py` is used.
+The second kernel is here for one query token a row, and for all dtypes; for several in bfloat16 on
+a GPU that of `mamba_outputs.py` is used.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.mamba_inputs import take_inputs, window_of
-from megatron_async.ops.recurrent.mamba_outputs import outputs_by_matrix_units
+from megatron_async.ops.recurrent.mamba_outputs import MAX_STATE, outputs_by_matrix_units
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, shape_of
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
 from megatron_async.ops.recurrent.step_arguments import check_decode_rows, output_for
@@ -71,7 +72,8 @@ def mamba_decode(
     if not rows:
         return out
     inputs = take_inputs(zxbcdt, params, pools, row_index, positions, base, width, rule, shape)
-    if zxbcdt.is_cuda and zxbcdt.dtype == torch.bfloat16:
+    by_matrix_units = width > 1 and shape.d_state <= MAX_STATE
+    if by_matrix_units and zxbcdt.is_cuda and zxbcdt.dtype == torch.bfloat16:
         outputs_by_matrix_units(inputs, pools, row_index, positions, base, width, shape, out)
         return out
     _outputs_kernel[(shape.heads * triton.cdiv(shape.head_dim, LANES), rows)](

@@ -27,6 +27,8 @@ from megatron_async.ops.recurrent.recurrent_pools import RecurrentPools
 
 WARPS = 2
 """Of a program; each takes 16 lanes of a head."""
+MAX_STATE = 128
+"""Longest state of a lane that the registers of a warp hold."""
 
 
 def outputs_by_matrix_units(
@@ -116,8 +118,9 @@ def _products_kernel(
     tiles: gl.constexpr = (head_dim + lanes - 1) // lanes
     xb_dim: gl.constexpr = d_inner + bc_dim
     product: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
-    # Adjacent elements that a thread loads: of the state 32 bytes where it is long enough.
-    wide: gl.constexpr = min(d_state // 8, 8)
+    # Adjacent elements that a thread takes: 16 bytes of the state. With 32, in two loads, each load
+    # would use half of what it fetches.
+    wide: gl.constexpr = min(d_state // 8, 128 // state.dtype.element_ty.primitive_bitwidth)
     states: gl.constexpr = gl.DotOperandLayout(0, product, wide)
     queries: gl.constexpr = gl.DotOperandLayout(1, product, wide)
     values: gl.constexpr = gl.DotOperandLayout(0, product, 2)
