@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,7 +52,8 @@ class EngineReference:
         model_name: anything that `LLM` loads.
         device: "cpu" or "cuda".
         weight_dtype: weights are rounded to it.
-        config: lookahead 0, with room for all requests.
+        config: lookahead 0, with room for all requests. No step is captured: of a step that is
+            replayed nothing is kept.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class EngineReference:
     ) -> None:
         model = load_model(model_name, torch.float32, torch.device(device)).model
         round_weights(model, weight_dtype)
-        context = DynamicInferenceContext(model.config, config)
+        context = DynamicInferenceContext(model.config, replace(config, num_cuda_graphs=0))
         self._wrapper = LogitsKeeper(model, context)
         self._engine = DynamicInferenceEngine(TextGenerationController(self._wrapper), context)
 

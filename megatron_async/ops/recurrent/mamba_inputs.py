@@ -15,10 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.dependent_launch import launch_options
-from megatron_async.ops.recurrent.decode_convolution import convolve_into_ring
-from megatron_async.ops.recurrent.mamba_groups import take_group, take_group_of_several
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.recurrent.decode_convolution import (
+    convolve_into_ring,
+    history,
+    taps,
+)
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
+from megatron_async.ops.recurrent.recurrent_math import silu, softplus
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
 
 CHANNELS = 256
@@ -102,11 +106,130 @@ def take_inputs(
         conv_ring=pools.conv.size(1),
         window=window,
         tile=CHANNELS,
-        is_exact=zxbcdt.dtype == torch.float32,
         num_warps=4,
         **launch_options(zxbcdt),
     )
     return DecodeInputs(c, weights, decays)
+
+
+@triton.jit
+def _take_group(
+    part: tl.tensor,
+    row: tl.tensor,
+    zxbcdt: tl.tensor,
+    input_stride: tl.tensor,
+    conv_weight: tl.tensor,
+    conv_bias: tl.tensor,
+    dt_bias: tl.tensor,
+    a_log: tl.tensor,
+    d: tl.tensor,
+    ring_xb: tl.tensor,
+    xb_stride: tl.tensor,
+    ring_gates: tl.tensor,
+    gates_stride: tl.tensor,
+    conv: tl.tensor,
+    conv_stride: tl.tensor,
+    row_index: tl.tensor,
+    positions: tl.tensor,
+    bases: tl.tensor,
+    c_out: tl.tensor,
+    weights: tl.tensor,
+    decays: tl.tensor,
+    width: tl.constexpr,
+    heads: tl.constexpr,
+    groups: tl.constexpr,
+    heads_tile: tl.constexpr,
+    d_state: tl.constexpr,
+    d_inner: tl.constexpr,
+    bc_dim: tl.constexpr,
+    xb_dim: tl.constexpr,
+    conv_dim: tl.constexpr,
+    ring: tl.constexpr,
+    conv_ring: tl.constexpr,
+    window: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    """B, C and dt of a group: convolution and rings, and the weights of a block of its heads."""
+    group_heads: tl.constexpr = heads // groups
+    blocks: tl.constexpr = (group_heads + heads_tile - 1) // heads_tile
+    group, block = part // blocks, part % blocks
+    column = tl.arange(0, d_state)
+    always = column < d_state
+    b_channel = d_inner + group * d_state + column
+    c_channel = b_channel + bc_dim
+    b_weight_0, b_weight_1, b_weight_2, b_weight_3 = taps(conv_weight, b_channel, always)
+    c_weight_0, c_weight_1, c_weight_2, c_weight_3 = taps(conv_weight, c_channel, always)
+    b_bias = tl.load(conv_bias + b_channel).to(tl.float32)
+    c_bias = tl.load(conv_bias + c_channel).to(tl.float32)
+    local = block * heads_tile + tl.arange(0, heads_tile)
+    has_head = local < group_heads
+    head = group * group_heads + local
+    rate = -tl.exp(tl.load(a_log + head, mask=has_head, other=0.0).to(tl.float32))
+    through = tl.load(d + head, mask=has_head, other=0.0).to(tl.float32)
+    shift = tl.load(dt_bias + head, mask=has_head, other=0.0).to(tl.float32)
+    pool_row = tl.load(row_index + row).to(tl.int64)
+    first = tl.load(positions + row * width).to(tl.int32)
+    base = tl.load(bases + row)
+    kept = conv + pool_row * conv_stride
+    b_input_0, b_input_1, b_input_2 = history(kept + b_channel, first, always, conv_dim, conv_ring)
+    c_input_0, c_input_1, c_input_2 = history(kept + c_channel, first, always, conv_dim, conv_ring)
+    # Of the inputs since the base: those of steps before from the rings, this step's below.
+    place_in = tl.arange(0, window)
+    at = base + place_in
+    is_old = at < first
+    entry = at % ring
+    xb_row = ring_xb + pool_row * xb_stride
+    gates_row = ring_gates + pool_row * gates_stride
+    b_place = xb_row + entry[:, None] * xb_dim + b_channel[None, :]
+    b_all = tl.load(b_place, mask=is_old[:, None], other=0.0).to(tl.float32)
+    gate_place = gates_row + entry[None, :] * (2 * heads) + head[:, None]
+    has_gate = is_old[None, :] & has_head[:, None]
+    g_all = tl.load(gate_place, mask=has_gate, other=0.0)
+    dt_all = tl.load(gate_place + heads, mask=has_gate, other=0.0)
+    wait_for_previous(overlap)
+    for query in tl.static_range(width):
+        token = row * width + query
+        position = first + query
+        brought = (first > 0) & (tl.load(positions + token).to(tl.int32) == position)
+        source = zxbcdt + token * input_stride + d_inner
+        b_raw = tl.load(source + b_channel)
+        c_raw = tl.load(source + c_channel)
+        dt = tl.load(source + conv_dim + head, mask=has_head, other=0.0).to(tl.float32)
+        dt = softplus(dt + shift)
+        g = dt * rate
+        b_input_3, c_input_3 = b_raw.to(tl.float32), c_raw.to(tl.float32)
+        kept_at = kept + (position % conv_ring) * conv_dim
+        written = always & brought & (block == 0)
+        tl.store(kept_at + b_channel, b_raw, mask=written)
+        tl.store(kept_at + c_channel, c_raw, mask=written)
+        b = b_bias + b_weight_0 * b_input_0 + b_weight_1 * b_input_1
+        b = silu(b + b_weight_2 * b_input_2 + b_weight_3 * b_input_3).to(b_raw.dtype)
+        c = c_bias + c_weight_0 * c_input_0 + c_weight_1 * c_input_1
+        c = silu(c + c_weight_2 * c_input_2 + c_weight_3 * c_input_3).to(c_raw.dtype)
+        b_input_0, b_input_1, b_input_2 = b_input_1, b_input_2, b_input_3
+        c_input_0, c_input_1, c_input_2 = c_input_1, c_input_2, c_input_3
+        tl.store(xb_row + (position % ring) * xb_dim + b_channel, b, mask=written)
+        gate_place = gates_row + (position % ring) * (2 * heads) + head
+        tl.store(gate_place, g, mask=has_head & brought)
+        tl.store(gate_place + heads, dt, mask=has_head & brought)
+        place = c_out + token * bc_dim + group * d_state + column
+        tl.store(place, c, mask=always & (block == 0))
+
+        own = (at == position) & brought
+        b_all = tl.where(own[:, None], b.to(tl.float32)[None, :], b_all)
+        dt_all = tl.where(own[None, :], dt[:, None], dt_all)
+        g_all = tl.where(own[None, :], g[:, None], g_all)
+        decay = tl.cumsum(g_all, 1)
+        here = tl.sum(tl.where(own[None, :], decay, 0.0), 1)
+        seen = is_old | ((at >= first) & (at <= position) & brought)
+        score = tl.sum(b_all * c.to(tl.float32)[None, :], 1)
+        weight = tl.exp(tl.where(seen[None, :], here[:, None] - decay, 0.0))
+        weight = tl.where(seen[None, :], score[None, :] * dt_all * weight, 0.0)
+        weight = tl.where(own[None, :], weight + through[:, None], weight)
+        target = token * heads + head
+        place = weights + target[:, None] * window + place_in[None, :]
+        tl.store(place, weight, mask=has_head[:, None])
+        tl.store(decays + target, tl.exp(here), mask=has_head)
 
 
 # Before its wait this kernel reads what steps before have left in the pools, and what the step's
@@ -143,7 +266,6 @@ def _inputs_kernel(
     conv_ring: tl.constexpr,
     window: tl.constexpr,
     tile: tl.constexpr,
-    is_exact: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -152,80 +274,42 @@ def _inputs_kernel(
     conv_dim: tl.constexpr = xb_dim + bc_dim
     group_parts: tl.constexpr = groups * ((heads // groups + heads_tile - 1) // heads_tile)
     if part < group_parts:
-        if width == 1:
-            take_group(
-                part,
-                row,
-                zxbcdt,
-                input_stride,
-                conv_weight,
-                conv_bias,
-                dt_bias,
-                a_log,
-                d,
-                ring_xb,
-                xb_stride,
-                ring_gates,
-                gates_stride,
-                conv,
-                conv_stride,
-                row_index,
-                positions,
-                bases,
-                c_out,
-                weights,
-                decays,
-                heads,
-                groups,
-                heads_tile,
-                d_state,
-                d_inner,
-                bc_dim,
-                xb_dim,
-                conv_dim,
-                ring,
-                conv_ring,
-                window,
-                overlap,
-            )
-        else:
-            take_group_of_several(
-                part,
-                row,
-                zxbcdt,
-                input_stride,
-                conv_weight,
-                conv_bias,
-                dt_bias,
-                a_log,
-                d,
-                ring_xb,
-                xb_stride,
-                ring_gates,
-                gates_stride,
-                conv,
-                conv_stride,
-                row_index,
-                positions,
-                bases,
-                c_out,
-                weights,
-                decays,
-                width,
-                heads,
-                groups,
-                heads_tile,
-                d_state,
-                d_inner,
-                bc_dim,
-                xb_dim,
-                conv_dim,
-                ring,
-                conv_ring,
-                window,
-                is_exact,
-                overlap,
-            )
+        _take_group(
+            part,
+            row,
+            zxbcdt,
+            input_stride,
+            conv_weight,
+            conv_bias,
+            dt_bias,
+            a_log,
+            d,
+            ring_xb,
+            xb_stride,
+            ring_gates,
+            gates_stride,
+            conv,
+            conv_stride,
+            row_index,
+            positions,
+            bases,
+            c_out,
+            weights,
+            decays,
+            width,
+            heads,
+            groups,
+            heads_tile,
+            d_state,
+            d_inner,
+            bc_dim,
+            xb_dim,
+            conv_dim,
+            ring,
+            conv_ring,
+            window,
+            overlap,
+        )
     else:
         convolve_into_ring(
             part - group_parts,

@@ -8,11 +8,20 @@ from delta_cases import KERNELS, REFERENCES, Layer
 from triton_interpreter import INTERPRETED
 
 from megatron_async.ops.recurrent import delta_scan
+from megatron_async.ops.recurrent.delta_pools import DeltaShape
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SIXTEEN_BITS = torch.float16 if INTERPRETED else torch.bfloat16
 """Triton's interpreter truncates to bfloat16 where a GPU rounds."""
+SHAPES = {
+    "qwen3-next-80b": {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128},
+    "qwen3.5, 48 heads": {"key_heads": 16, "value_heads": 48, "key_dim": 128, "value_dim": 128},
+    "qwen3.5 on 8 ranks": {"key_heads": 2, "value_heads": 8, "key_dim": 128, "value_dim": 128},
+    "no groups": {"key_heads": 6, "value_heads": 6, "key_dim": 64, "value_dim": 80},
+    "small keys": {"key_heads": 4, "value_heads": 8, "key_dim": 16, "value_dim": 32},
+    "wide keys": {"key_heads": 4, "value_heads": 8, "key_dim": 256, "value_dim": 256},
+}
 
 
 @pytest.fixture(params=["16 bits"] if INTERPRETED else ["float32", "16 bits"])
@@ -84,6 +93,15 @@ def test_wide_lanes(device, monkeypatch):
     checks.check_split(layer, KERNELS, (127, 2, 1, 67), steps=3)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("chunks", [1, 16])
+def test_warp_groups_have_two_stages(shape, dtype, chunks):
+    """With one, Triton 3.6 lets 64 tokens' products read beyond the shared memory."""
+    tile = delta_scan.scan_tile(dtype, DeltaShape(**SHAPES[shape]), chunks)
+    assert tile.stages >= 2 or tile.tokens < 64
+
+
 def test_packed_batch(layer):
     checks.check_packed(layer, KERNELS, steps=3 if INTERPRETED else 6)
 
@@ -129,14 +147,6 @@ def test_repeated_tokens(layer):
 
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-SHAPES = {
-    "qwen3-next-80b": {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128},
-    "qwen3.5, 48 heads": {"key_heads": 16, "value_heads": 48, "key_dim": 128, "value_dim": 128},
-    "qwen3.5 on 8 ranks": {"key_heads": 2, "value_heads": 8, "key_dim": 128, "value_dim": 128},
-    "no groups": {"key_heads": 6, "value_heads": 6, "key_dim": 64, "value_dim": 80},
-    "small keys": {"key_heads": 4, "value_heads": 8, "key_dim": 16, "value_dim": 32},
-    "wide keys": {"key_heads": 4, "value_heads": 8, "key_dim": 256, "value_dim": 256},
-}
 
 
 @pytest.mark.gpu

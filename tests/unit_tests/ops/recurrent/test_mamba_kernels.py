@@ -62,7 +62,7 @@ def test_bfloat16(device):
     splits, steps = ((20, 9), 8) if INTERPRETED else ((100, 29), 20)
     checks.check_split(layer, ops, splits, steps)
     checks.check_split(layer, ops, splits, steps, state_dtype=torch.bfloat16)
-    checks.check_same_step_again(layer, ops, 1 if INTERPRETED else 2, state_dtype=torch.bfloat16)
+    checks.check_same_step_again(layer, ops, 2, state_dtype=torch.bfloat16)
 
 
 def test_state_is_float32(device):
