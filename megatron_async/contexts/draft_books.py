@@ -15,7 +15,12 @@ from numpy.typing import NDArray
 
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.contexts.step_plan import IntArray, StepPlan
-from megatron_async.contexts.width_choice import LEARNING_SHIFT, ONE, is_wide_worth_it
+from megatron_async.contexts.width_choice import (
+    LEARNING_SHIFT,
+    ONE,
+    expected_gain,
+    is_wide_worth_it,
+)
 from megatron_async.ops.sampling.slot_records import RowFeature
 
 
@@ -75,6 +80,10 @@ class DraftBooks:
         """The first of them."""
         self._right = np.zeros(slots.capacity, dtype=np.int32)
         """How often that was right lately: of `ONE`."""
+        self._gain = np.zeros(slots.capacity, dtype=np.int64)
+        """Tokens that the drafts of the newest report are expected to bring: of `ONE`."""
+        self._limits = np.zeros((len(FewerDrafts), slots.capacity), dtype=np.int32)
+        """Scratch memory: most drafts of each row, by reason."""
 
     def width_for(self, wants: NDArray[np.bool_]) -> int:
         """The width of the step that is planned.
@@ -85,13 +94,10 @@ class DraftBooks:
         most = self._slots.max_width
         if not self.chooses_widths:
             return most
-        rows = int(np.count_nonzero(wants))
-        drafting = wants & (self._found > 0)
-        drafting &= self._generation == self._slots.generation
-        if not np.count_nonzero(drafting):
-            return 1
-        found, right = self._found[drafting], self._right[drafting]
-        return most if is_wide_worth_it(rows, most, found, right) else 1
+        drafting = wants & (self._generation == self._slots.generation)
+        gain = int(self._gain[drafting].sum())
+        rows = int(np.count_nonzero(wants)) if gain else 0
+        return most if gain and is_wide_worth_it(rows, most, gain) else 1
 
     def book(
         self, plan: StepPlan, sampled: IntArray, counts: IntArray, drafts: IntArray
@@ -104,56 +110,61 @@ class DraftBooks:
             counts: int32 `[rows]`.
             drafts: int32 `[rows, drafts]`: for the next step, -1 from where on there is none.
         """
-        slots = self._slots
-        live = (slots.generation[plan.slots] == plan.generations) & plan.produces
-        owners = plan.slots[live]
-        is_known = self._generation[owners] == slots.generation[owners]
+        slots, owners, decoding = self._slots, plan.slots, plan.num_decode
+        live = (slots.generation[owners] == plan.generations) & plan.produces
+        if not live.all():
+            owners, sampled, counts, drafts = (
+                owners[live],
+                sampled[live],
+                counts[live],
+                drafts[live],
+            )
+            decoding = int(np.count_nonzero(live[:decoding]))
+        generation = slots.generation[owners]
+        is_known = self._generation[owners] == generation
         found = np.where(is_known, self._found[owners], 0)
-        verified = self._verify(plan, live, found, counts)
-        self._learn(owners, is_known, found, sampled[live, 0], counts[live])
-        reported = drafts[live]
-        self._generation[owners] = slots.generation[owners]
-        self._found[owners] = np.minimum.accumulate(reported >= 0, axis=1).sum(axis=1)
-        self._first[owners] = reported[:, 0]
+        verified = self._verify(plan, owners[:decoding], found[:decoding], counts[:decoding])
+        right = self._learnt(owners, is_known, found, sampled[:, 0], counts)
+        found = (drafts >= 0).sum(axis=1)
+        self._generation[owners] = generation
+        self._found[owners] = found
+        self._first[owners] = drafts[:, 0]
+        self._right[owners] = right
+        self._gain[owners] = expected_gain(found, right)
         return verified
 
     def _verify(
-        self, plan: StepPlan, live: NDArray[np.bool_], found: IntArray, counts: IntArray
+        self, plan: StepPlan, owners: IntArray, found: IntArray, counts: IntArray
     ) -> Verified:
-        slots, decoding = self._slots, live[: plan.num_decode]
-        rows = np.flatnonzero(decoding)
-        owners, found = plan.slots[rows], found[: len(rows)]
-        allowed = slots.drafts[owners]
-        in_step = np.full(len(rows), plan.width - 1)
-        by_grammar = (slots.features[owners] & RowFeature.CONSTRAINED) != 0
-        limits = np.stack((
-            np.where(by_grammar, 0, self._count),
-            allowed,
-            np.maximum(slots.max_length[owners] - slots.num_known[owners] - 1, 0),
-            found,
-            in_step if plan.short_of_blocks else np.full(len(rows), self._count),
-            in_step,
-        ))  # fmt: skip
-        drafted = limits.min(axis=0)
+        slots, in_step = self._slots, plan.width - 1
+        limits = self._limits[:, : len(owners)]
+        by_grammar = slots.features[owners] & RowFeature.CONSTRAINED
+        limits[FewerDrafts.GRAMMAR] = np.where(by_grammar, 0, self._count)
+        limits[FewerDrafts.REQUEST] = slots.drafts[owners]
+        left = slots.max_length[owners] - slots.num_known[owners] - 1
+        limits[FewerDrafts.LENGTH] = np.maximum(left, 0)
+        limits[FewerDrafts.NOTHING_FOUND] = found
+        limits[FewerDrafts.BLOCKS] = in_step if plan.short_of_blocks else self._count
+        limits[FewerDrafts.NARROW_STEP] = in_step
+        drafted = np.minimum.reduce(limits)
         reasons = limits.argmin(axis=0)[drafted < self._count]
         return Verified(
             drafted,
-            np.clip(counts[rows] - 1, 0, drafted),
+            np.minimum(np.maximum(counts - 1, 0), drafted),
             np.bincount(reasons, minlength=len(FewerDrafts)),
         )
 
-    def _learn(
+    def _learnt(
         self,
         owners: IntArray,
         is_known: NDArray[np.bool_],
         found: IntArray,
         tokens: IntArray,
         counts: IntArray,
-    ) -> None:
-        """Hold the next tokens against the drafts that were reported before them, whether a step
-        verified these or not."""
-        self._right[owners[~is_known]] = ONE // 2
+    ) -> IntArray:
+        """`_right` of the rows, once the next tokens are held against the drafts that were reported
+        before them, whether a step verified these or not."""
+        right = np.where(is_known, self._right[owners], ONE // 2)
         told = (found > 0) & (counts > 0)
-        rows = owners[told]
-        target = np.where(self._first[rows] == tokens[told], ONE, 0)
-        self._right[rows] += (target - self._right[rows]) >> LEARNING_SHIFT
+        target = np.where(self._first[owners] == tokens, ONE, 0)
+        return right + ((target - right) >> LEARNING_SHIFT) * told

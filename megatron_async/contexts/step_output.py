@@ -96,8 +96,9 @@ def book_samples(
         counts, stopped, without = _cut(sampled, counts, stop_ids)
         failed = owners[without]
         is_token = np.arange(sampled.shape[1]) < counts[:, None]
-        tokens, rows = sampled[is_token], np.repeat(rows, counts)
-        slots.tokens[owners[rows], length[rows] + np.nonzero(is_token)[1]] = tokens
+        rows, place = np.nonzero(is_token)
+        tokens = sampled[is_token]
+        slots.tokens[owners[rows], length[rows] + place] = tokens
         end = length + counts
         is_first = (length == slots.prompt_length[owners]) & (counts > 0)
     slots.num_known[owners] = end
@@ -139,9 +140,12 @@ def _cut(
         int32 `[rows]`; whether the last one is a stop token, bool `[rows]`; rows with a -1, int64.
     """
     column = np.arange(table.shape[1])
+    is_given = column < counts[:, None]
     is_stop = (stop_ids[:, None] == table[:, :, None]).any(axis=2)
-    is_stop &= (column < counts[:, None]) & (table >= 0)
+    is_stop &= is_given & (table >= 0)
     stopped = is_stop.any(axis=1)
+    if not (stopped.any() or (is_given & (table < 0)).any()):
+        return counts, stopped, NO_SLOTS
     counts = np.where(stopped, is_stop.argmax(axis=1) + 1, counts)
     is_missing = (column < counts[:, None]) & (table < 0)
     failed = np.flatnonzero(is_missing.any(axis=1))

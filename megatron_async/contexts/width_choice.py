@@ -54,18 +54,26 @@ def _expected() -> IntArray:
 _EXPECTED = _expected()
 
 
-def is_wide_worth_it(rows: int, width: int, found: IntArray, right: IntArray) -> bool:
+def expected_gain(found: IntArray, right: IntArray) -> IntArray:
+    """Tokens that drafts are expected to bring, int64 `[rows]`, of `ONE`.
+
+    Args:
+        found: integers `[rows]`: drafts of each row.
+        right: integers `[rows]`: how often its first draft was right, of `ONE`.
+    """
+    gain: IntArray = _EXPECTED[right * _STEPS // ONE, np.minimum(found, _MOST)]
+    return gain
+
+
+def is_wide_worth_it(rows: int, width: int, gain: int) -> bool:
     """Whether a step of this width is expected to yield more tokens in its time than one of width
     1.
 
     Args:
         rows: that decode.
         width: of the wide step.
-        found: int32 `[drafting rows]`: drafts of those that have any.
-        right: int32 `[drafting rows]`: how often their first draft was right, of `ONE`.
+        gain: the sum of their `expected_gain`.
     """
-    steps = right.astype(np.int64) * _STEPS // ONE
-    gain = int(_EXPECTED[steps, np.minimum(found, _MOST)].sum())
     return gain > extra_time(rows, width) * rows
 
 

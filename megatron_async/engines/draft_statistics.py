@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_async.contexts.draft_books import FewerDrafts, Verified
+from megatron_async.contexts.step_plan import IntArray
 
 
 class DraftStatistics:
@@ -28,11 +29,16 @@ class DraftStatistics:
     def count(self, verified: Verified) -> None:
         """Add a step."""
         self.fewer += verified.fewer
-        if not np.count_nonzero(verified.drafted):
+        if not verified.drafted.any():
             return
-        positions = np.arange(len(self.drafted))[:, None]
-        self.drafted += np.count_nonzero(positions < verified.drafted, axis=1)
-        self.accepted += np.count_nonzero(positions < verified.accepted, axis=1)
+        self.drafted += self._by_position(verified.drafted)
+        self.accepted += self._by_position(verified.accepted)
+
+    def _by_position(self, drafts: IntArray) -> IntArray:
+        """How many rows have a draft at each position, int64 `[drafts]`."""
+        exactly = np.bincount(drafts, minlength=len(self.drafted) + 1)
+        by_position: IntArray = exactly[:0:-1].cumsum()[::-1]
+        return by_position
 
     def as_dict(self) -> dict[str, float | int]:
         """What `engine.stats()` says of drafts."""

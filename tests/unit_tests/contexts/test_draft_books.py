@@ -10,7 +10,7 @@ import pytest
 from megatron_async.contexts.draft_books import DraftBooks, FewerDrafts
 from megatron_async.contexts.plan_builder import dummy_plan
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
-from megatron_async.contexts.width_choice import ONE, extra_time, is_wide_worth_it
+from megatron_async.contexts.width_choice import ONE, expected_gain, extra_time, is_wide_worth_it
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.engines.draft_statistics import DraftStatistics
 from megatron_async.ops.sampling.slot_records import RowFeature
@@ -169,6 +169,6 @@ def test_wide_steps_of_many_rows_cost_more():
     assert extra_time(1, 4) == extra_time(40, 4) == 4 * (ONE // 20)
     assert extra_time(160, 2) > ONE
     certain, three = np.array([ONE] * 8), np.full(8, 3)
-    assert is_wide_worth_it(8, 4, three, certain)
-    assert is_wide_worth_it(100, 4, three, certain) is False  # eight of a hundred
-    assert is_wide_worth_it(1, 2, np.array([1]), np.array([ONE // 10])) is False
+    assert is_wide_worth_it(8, 4, int(expected_gain(three, certain).sum()))
+    assert not is_wide_worth_it(100, 4, int(expected_gain(three, certain).sum()))  # 8 of 100
+    assert not is_wide_worth_it(1, 2, int(expected_gain(np.array([1]), np.array([ONE // 10]))[0]))
