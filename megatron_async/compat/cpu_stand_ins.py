@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,6 +53,10 @@ def _no_memory_used(*_: Any, **__: Any) -> dict[str, int]:
     return defaultdict(int)
 
 
+def _no_properties(*_: Any) -> SimpleNamespace:
+    return SimpleNamespace(major=0, minor=0)
+
+
 TORCH_CUDA: Mapping[str, tuple[Callable[..., Any], str]] = {
     "current_device": (lambda: CPU, "the device of small tensors, and of a model that is moved"),
     "set_device": (_nothing, "one device is all there is"),
@@ -61,6 +66,8 @@ TORCH_CUDA: Mapping[str, tuple[Callable[..., Any], str]] = {
     "memory_stats": (_no_memory_used, "the same"),
     "max_memory_allocated": (lambda *_: 0, "the same"),
     "get_device_capability": (lambda *_: (0, 0), "the argument parser asks for features of a GPU"),
+    "LongTensor": (torch.LongTensor, "the examples tell all ranks the first one's time by it"),
+    "get_device_properties": (_no_properties, "the same, where several ranks share a model"),
 }
 """Functions of `torch.cuda` that scripts call without asking for a GPU: stand-in and reason."""
 

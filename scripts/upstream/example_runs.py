@@ -49,6 +49,7 @@ class Example:
         stop_words: of this run. Megatron ends a request where the tokens of a word have been
             generated, and takes these away.
         check: looks at an answer, beside its tokens, and says what is wrong; "" if nothing is.
+        ranks: processes that torchrun starts; 1: without torchrun.
     """
 
     script: str
@@ -57,6 +58,7 @@ class Example:
     prompts: tuple[str, ...] = PROMPTS
     stop_words: tuple[str, ...] = ()
     check: Callable[[Answer, Expected], str] = lambda answer, expected: ""
+    ranks: int = 1
 
     @property
     def name(self) -> str:
@@ -145,6 +147,9 @@ EXAMPLES = (
     Example(OFFLINE, ("--async-mode",)),
     Example(OFFLINE, ("--inference-repeat-n", "2", "--output-request-events"), check=_events),
     Example(OFFLINE, ("--return-log-probs",), WITH_LOG_PROBS, check=_prompt_log_probs),
+    # SmolLM2 has three groups of heads.
+    Example(DYNAMIC, ("--tensor-model-parallel-size", "3"), ranks=3),
+    Example(DYNAMIC, ("--pipeline-model-parallel-size", "2"), ranks=2),
 )
 """Every run that is compared."""
 
@@ -176,8 +181,11 @@ def command(
         hook: on this engine; False: on Megatron's.
     """
     without_gpu = ["--no-rope-fusion", "--no-gradient-accumulation-fusion"] if cpu else []
+    python = [sys.executable, "-W", "ignore"]
+    if example.ranks > 1:
+        python += ["-m", "torch.distributed.run", "--nproc-per-node", str(example.ranks)]
     return [
-        sys.executable, "-W", "ignore", str(LAUNCH), str(checkout),
+        *python, str(LAUNCH), str(checkout),
         *(["--cpu"] if cpu else []), *([] if hook else ["--no-hook"]),
         str(checkout / example.script),
         "--load", str(folder), "--ckpt-format", "torch_dist",
