@@ -14,7 +14,11 @@ RUNTIME = [
     "gguf>=0.19",
     # Grammars of structured output. Its matcher's interface is stable within a major series.
     "llguidance>=1.6,<2",
+    # Models by their id. Earlier versions take a part of a model in the cache for the whole.
+    "huggingface-hub>=1.33,<2",
     "jinja2>=3.1",  # chat templates
+    # Loops of a CPU's decode step (ops/cpu). Earlier versions refuse the NumPy of the lock.
+    "numba>=0.66,<1",
     "numpy>=2.0",
     # Custom collectors are stable within a major series, which is still 0.
     "prometheus-client>=0.22,<1",
@@ -35,6 +39,10 @@ EXTRAS = {
     # Exact: a pre-release whose interface still moves. It compiles its kernels at run time.
     "gpu": ["flash-attn-4[cu13]==4.0.0b36"],
     "te": ["transformer-engine[core_cu13,pytorch]"],
+    # Exact: its class for routers is alpha, and moves. Never ray[llm]: it brings another torch.
+    "ray": ["ray[serve]==2.60.0"],
+    # Spans of requests (docs/tracing.md): imported by API processes that are told to send any.
+    "tracing": ["opentelemetry-sdk>=1.37,<2", "opentelemetry-exporter-otlp-proto-http>=1.37,<2"],
     "dev": [
         # The reference that the engine's tokens are compared with; it reads GGUF by accelerate.
         "transformers>=5.17,<6",
@@ -62,7 +70,14 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_async", "megatron_async.*"]),
-    package_data={"megatron_async": ["py.typed", "profiling/*.html", "checkpoints/layers/*"]},
+    package_data={
+        "megatron_async": [
+            "py.typed",
+            "profiling/*.html",
+            "checkpoints/layers/*",
+            "server/page/*",
+        ],
+    },
     install_requires=RUNTIME,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-async = megatron_async.__main__:main"]},

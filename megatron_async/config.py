@@ -27,6 +27,7 @@ output is right less often, and each draft is another pass. With 3 drafts a deco
 tokens, one tile of the kernels for few rows; of an edited text the third is still right in 7 of 10
 cases, and on other text such a row is rarely planned."""
 STATE_DTYPES = ("float32", "bfloat16")
+QUANTIZATIONS = ("int8",)
 ATTENTION_BACKENDS = ("triton", "flash_attn_4", "flash_attn_3", "torch")
 
 
@@ -40,114 +41,121 @@ class InferenceConfig:
 
     # ---- KV cache -------------------------------------------------------------------------------
     block_size_tokens: int = 256
-    """Tokens in one KV block. Small blocks waste less memory at the end of a sequence, large ones
+    """Tokens of a KV block. Small blocks waste less memory at the end of a sequence, large ones
     make shorter block tables. GPU attention kernels want a multiple of 16."""
 
     buffer_size_gb: float | None = None
-    """Memory for the KV pool, in GiB on the engine's device. None: 1 GiB on a CPU; on a GPU 80 % of
-    what is free once the weights are loaded. Ignored when `num_kv_blocks` is given."""
+    """Memory for the KV pool, in GiB. `num_kv_blocks` overrides it. None: 1 on a CPU; on a GPU 80 %
+    of what is free behind the weights."""
 
     num_kv_blocks: int | None = None
-    """Blocks in the KV pool, exactly. Overrides `buffer_size_gb`."""
+    """Blocks in the KV pool; overrides `buffer_size_gb`."""
 
     paused_buffer_size_gb: float | None = None
-    """At most this much of the pool (GiB) may be held by paused requests; beyond it the paused
-    request of lowest priority, the youngest of these, is evicted: it gives its blocks back, keeps
-    its tokens and is prefilled again later. (Never the request first in rank, which runs on to its
-    end.) None: no such limit; requests are evicted only when nothing else could run."""
+    """Most of the KV pool, in GiB, that paused requests may hold. Beyond it the paused request that
+    is last in rank is evicted: it gives its blocks back, keeps its tokens and is prefilled again
+    later. (Never the request first in rank, which runs on to its end.) None: no such limit;
+    requests are evicted only when nothing else could run."""
 
     enable_prefix_caching: bool = None  # type: ignore[assignment]  # a bool after __post_init__
-    """Keep the blocks of requests that have ended, and let requests that begin alike share them. A
-    request may compute less of its prompt; its tokens are the same. None: on, but with the policy
-    "rollback", which cannot serve it."""
+    """Let requests that begin alike share what is computed of them. Blocks of requests that have
+    ended are kept. A request may compute less of its prompt; its tokens are the same. None: on, but
+    with the policy "rollback", which cannot serve it."""
 
     # ---- Recurrent layers -------------------------------------------------------------------
     mamba_ssm_states_dtype: str = "float32"
-    """Of the states of recurrent layers, whatever their kind: "float32", or "bfloat16" for half the
-    memory and traffic and other roundings."""
+    """Precision of recurrent states of every kind, float32 or bfloat16. "bfloat16" takes half the
+    memory and traffic, and rounds otherwise."""
 
     prefix_caching_mamba_gb: float | None = None
-    """Memory (GiB on each rank) for snapshots of recurrent states, beside the states of
-    `max_requests` requests. None: snapshots take the rows that no running request needs. Ignored
-    when `num_state_snapshots` is given."""
+    """Memory for snapshots of recurrent states, in GiB on each rank. It comes beside the states of
+    `max_requests` requests; `num_state_snapshots` overrides it. None: the rows that no running
+    request needs."""
 
     num_state_snapshots: int | None = None
-    """Snapshots of recurrent states that the prefix cache holds at most, exactly. Overrides
-    `prefix_caching_mamba_gb`."""
+    """Most snapshots of recurrent states; overrides `prefix_caching_mamba_gb`."""
 
     prefix_caching_mamba_interval: int | None = None
-    """Tokens between two snapshots inside a prompt, beside those at its end and where prompts part.
-    None: as many as take the memory of one snapshot as KV cache. 0: none."""
+    """Tokens between two snapshots inside a prompt. Further ones are kept at its end and where
+    prompts part. 0: none. None: as many as take the memory of one snapshot as KV cache."""
 
     # ---- Limits of a step --------------------------------------------------------------------
     max_requests: int = None  # type: ignore[assignment]  # an integer after __post_init__
-    """Requests that may hold a slot (be active or paused) at once; others wait in order. None: 256,
-    or as many as `max_tokens` has room for."""
+    """Requests served at once; others wait in order. Active and paused requests hold a slot each.
+    None: 256, or as many as `max_tokens` has room for."""
 
     max_tokens: int = 2048
-    """Token budget of one step: decode rows first, the rest goes to prefill. Smaller budgets keep
-    the time between two tokens of running requests short, larger ones prefill faster. At least
-    `max_requests`, so that every active request can decode in one step (with speculation, times
-    `num_speculative_tokens` + 1)."""
+    """Token budget of one STEP, not of an answer. Decode rows come first, the rest goes to prefill.
+    Smaller budgets keep the time between two tokens of running requests short, larger ones prefill
+    faster. At least `max_requests`, so that every active request can decode in one step (with
+    speculation, times `num_speculative_tokens` + 1)."""
 
     max_sequence_length: int = 2560
-    """Longest sequence, prompt and generated tokens together, tokens."""
+    """Most tokens of prompt and answer together. `LLM` takes the model's own context, as far as the
+    KV pool holds it, where nothing is said."""
 
     enable_chunked_prefill: bool = True
-    """Split a prompt over steps when it does not fit the token budget, decode going on beside it.
-    Off: a prompt is prefilled in one step, and one longer than `max_tokens` is refused. (A request
-    prefilled again after an eviction may be split all the same.)"""
+    """Prefill a prompt over several steps where it does not fit into one, decode going on beside
+    it. Off: a prompt longer than `max_tokens` is refused. (A request prefilled again after an
+    eviction may be split all the same.)"""
+
+    target_tpot_ms: float | None = None
+    """Milliseconds between two tokens of a running request that prompts shall not exceed. A step
+    with running requests gets as many prompt tokens as let it end in that time, by what the steps
+    before took; at least 64, so that prompts go on where the target is too short. None: as many as
+    `max_tokens` leaves."""
 
     # ---- Scheduling --------------------------------------------------------------------------
     lookahead: int | None = None
-    """Steps that may be in flight, unresolved, when the next is prepared. 0 is serial; 1 (the
-    default) launches step N+1 while step N runs; more hides jitter of the CPU at the price of up to
-    `lookahead` wasted rows when a request ends by a stop token. With p pipeline stages at least
-    p - 1 keeps them all busy, and `LLM` takes p if nothing is said."""
+    """Steps launched ahead of bookkeeping: 0 is serial. 1 launches step N+1 while step N runs; more
+    hides jitter of the CPU at the price of up to `lookahead` wasted rows when a request ends by a
+    stop token. With p pipeline stages at least p - 1 keeps them all busy. None: 1, and in `LLM` as
+    many as there are pipeline stages."""
 
     async_sched_mode: str | None = None
-    """Megatron-Core's name for the same: "legacy" is lookahead 0, "async" is lookahead 1."""
+    """Megatron-Core's name for `lookahead`: "legacy" is 0, "async" is 1."""
 
     invalidation: str = "reconcile"
-    """What becomes of steps in flight when a request of theirs ends unforeseen (a stop token or
-    word, an abort, a failed step). "reconcile": they are booked, and its rows dropped (zombie
-    rows). "rollback": they are discarded, device and books put back to where they were before, and
-    launched again without it; for comparison, as it costs a wait and the discarded steps."""
+    """Policy for steps in flight of a request that ends unexpectedly, reconcile or rollback. (By a
+    stop token or word, an abort or a failed step.) "reconcile": they are booked, and its rows
+    dropped (zombie rows). "rollback": they are discarded, device and books put back to where they
+    were before, and launched again without it; for comparison, as it costs a wait and the discarded
+    steps."""
 
     # ---- Speculation -------------------------------------------------------------------------
     speculative_method: str | None = None
-    """Who drafts tokens: "mtp", the model's own layer for multi-token prediction, where it has one;
+    """Where draft tokens come from: mtp (a layer of the model) or ngram (what the text repeats).
     "ngram" looks up what stood behind the last tokens when they came before in the same sequence,
-    on the device, without weights. None (or "none"): nobody, or the drafter that is passed to
-    `TextGenerationController`. Tokens are those of plain decoding."""
+    on the device, without weights. Tokens are those of plain decoding. None (or "none"): there are
+    none, or those of the drafter that is passed to a `TextGenerationController`."""
 
     num_speculative_tokens: int = 0
-    """Tokens that are drafted for a decode row and verified by its next step, which yields one to
+    """Tokens drafted ahead of a decode row. The next step verifies them and yields one to
     `num_speculative_tokens` + 1 tokens. 0: 3 with "ngram", 1 with "mtp", else no speculation."""
 
     draft_vocab_size: int | None = None
-    """With "mtp": draft only tokens with ids below this, so that a draft reads that much less of
-    the output layer. In byte-level vocabularies low ids are the frequent tokens, as they were
-    merged first (rows whose next token has a higher id draft wrongly). None: all."""
+    """Draft only tokens with ids below this, with mtp. So a draft reads that much less of the
+    output layer. In byte-level vocabularies low ids are the frequent tokens, as they were merged
+    first (rows whose next token has a higher id draft wrongly). None: all."""
 
     # ---- Graphs ------------------------------------------------------------------------------
     num_cuda_graphs: int | None = None
-    """Batch sizes for which a whole decode step is captured as a CUDA graph; a step is padded to
-    the next of them. None: many sizes, close together where padding costs most. 0: no graphs.
-    Without effect on a CPU."""
+    """Batch sizes for which a decode step is captured as a CUDA graph, 0 for none. A step is padded
+    to the next of them. Without effect on a CPU. None: many sizes, close together where padding
+    costs most."""
 
     use_cuda_graphs_for_non_decode_steps: bool = True
-    """Capture mixed steps too, padded, for every number of prefill tokens for which launching the
-    kernels one by one takes the CPU longer than running them takes the GPU (measured at the
-    start). Off: steps with prefill chunks always run eagerly."""
+    """Capture steps with prefill chunks too, where launching their kernels takes longer than
+    running them. (Measured at the start, by number of prefill tokens.) Off: such steps always run
+    eagerly."""
 
     cuda_graph_mixed_prefill_count: int = 16
-    """Prefill chunks that a captured mixed step has room for; a step with more runs eagerly."""
+    """Prefill chunks that a captured mixed step has room for. A step with more runs eagerly."""
 
     # ---- Sampling ----------------------------------------------------------------------------
     inference_sampling_seed: int = 42
-    """Seed of every request that brings none of its own, mixed with the request's id, so that equal
-    prompts get different samples and a run can be repeated."""
+    """Seed of requests that bring none. It is mixed with the request's id, so that equal prompts
+    get different samples and a run can be repeated."""
 
     materialize_only_last_token_logits: bool = True
     """Compute logits only where a token is sampled. Log probs of prompts are computed from hidden
@@ -155,19 +163,24 @@ class InferenceConfig:
 
     # ---- Logging -----------------------------------------------------------------------------
     logging_step_interval: int = 0
-    """Every so many steps, log a line (logger "megatron_async", level INFO) with the step's time on
-    the device and its rows, tokens a second, overlap and occupancy. The device is never waited for:
-    lines appear a step or two late. 0: none."""
+    """Log a line every N steps, 0 for none. The line (logger "megatron_async", level INFO) has the
+    step's time on the device and its rows, tokens a second, overlap and occupancy. The device is
+    never waited for: lines appear a step or two late."""
 
     # ---- Device and safety -------------------------------------------------------------------
     device: str | None = None
-    """"cpu", "cuda" or "cuda:N". None: "cuda" where there is a GPU, else "cpu"."""
+    """Device: cpu, cuda or cuda:N. None: a GPU where there is one."""
+
+    quantization: str | None = None
+    """int8: on a CPU, 8-bit weights for linear layers and the output layer. Experts, norms,
+    embeddings and attention stay float32. Faster, and not float32's tokens any more
+    (docs/quantization.md). None: the model's own weights."""
 
     attention_backend: str | None = None
-    """Attention of prefill chunks on a GPU: "triton" (our kernel), "flash_attn_4" or "flash_attn_3"
-    (packages, 16-bit dtypes) or "torch" (the reference; steps with prefill are not captured). None:
-    the fastest of the installed ones, timed when the engine starts. Decode rows always use our
-    kernel."""
+    """Attention of prefill chunks on a GPU: triton, flash_attn_4, flash_attn_3 or torch. "triton"
+    is our kernel, FlashAttention's are packages for 16-bit dtypes, "torch" is the reference, with
+    which steps with prefill are not captured. Decode rows always use our kernel. None: the fastest
+    of the installed ones, timed when the engine starts."""
 
     check_integrity: bool = False
     """Check after every step that each KV block and slot has exactly one owner (slow: for
@@ -195,6 +208,8 @@ class InferenceConfig:
         if self.num_cuda_graphs is not None:
             self._require_int("num_cuda_graphs", 0)
         self._require_int("cuda_graph_mixed_prefill_count", 1)
+        if self.target_tpot_ms is not None:
+            self._check_target_tpot(self.target_tpot_ms)
         for name in ("num_state_snapshots", "prefix_caching_mamba_interval"):
             if getattr(self, name) is not None:
                 self._require_int(name, 0)
@@ -216,6 +231,11 @@ class InferenceConfig:
             )
         self._require_int("inference_sampling_seed", 0)
         self._require_int("logging_step_interval", 0)
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise ConfigurationError(
+                f"quantization={self.quantization!r} is unknown: use one of "
+                f"{', '.join(QUANTIZATIONS)}, or None for the model's own weights."
+            )
         if self.attention_backend not in (None, *ATTENTION_BACKENDS):
             raise ConfigurationError(
                 f"attention_backend={self.attention_backend!r} is unknown: use one of "
@@ -248,6 +268,17 @@ class InferenceConfig:
             raise ConfigurationError(
                 "materialize_only_last_token_logits=False is not needed for log probs of prompts: "
                 "leave it True, and ask for them with SamplingParams(return_log_probs=True)."
+            )
+
+    def _check_target_tpot(self, target: Any) -> None:
+        if not _is_positive(target):
+            raise ConfigurationError(
+                f"target_tpot_ms={target!r} must be a number of milliseconds above 0."
+            )
+        if not self.enable_chunked_prefill:
+            raise ConfigurationError(
+                f"target_tpot_ms={target} divides prompts into chunks that fit: leave "
+                "enable_chunked_prefill=True."
             )
 
     def _resolve_lookahead(self) -> None:

@@ -81,7 +81,7 @@ class WrongThread(RuntimeError):
 
 
 class Overloaded(RuntimeError):
-    """As many requests as are allowed wait for replicas: send this one again later."""
+    """The queue for replicas is full: send this request again later."""
 
 
 class ReplicaLost(RuntimeError):
@@ -97,7 +97,7 @@ class ConfigurationError(ValueError):
 
 
 class OutOfMemoryError(ConfigurationError):
-    """The KV pool that was asked for does not fit into the device's memory."""
+    """What was asked for (weights, KV pool, states) does not fit into the device's memory."""
 
 
 class JobFailed(RuntimeError):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
+import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from tqdm import tqdm
 
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.dtypes import parse_dtype
+from megatron_async.checkpoints.memory_needed import check_weights_fit
 from megatron_async.checkpoints.registry import shipped_draft_layer
-from megatron_async.cli.output import progress_line
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.job import FINISH_TIMEOUT_S
 from megatron_async.config import InferenceConfig
+from megatron_async.contexts.default_length import default_max_sequence_length
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.devices import make_device, makes_ordinary_tensors, resolve_device_name
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine, Prompt
@@ -28,40 +29,33 @@ from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GP
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
+from megatron_async.observe.generation_bar import GenerationBar
 from megatron_async.observe.timeline import Timeline
+from megatron_async.other_names import ENGINE_NAMES, meant_by
 from megatron_async.ranks.join_group import join_group
+from megatron_async.requests.defaults import default_sampling_params
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.simulation.recorder import Recorder
+from megatron_async.text.conversation import (
+    Conversation,
+    conversation_tokens,
+    conversations,
+)
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
 
 LOADING_TIMEOUT_S = 3600.0
 """So much longer than others a rank may load its weights (a cold disk)."""
-PROGRESS_EVERY_S = 0.1
-"""A progress line is written so often; in between, a step costs nothing for it."""
-OTHER_ENGINES_NAMES = {
-    "max_model_len": "max_sequence_length",
-    "max_num_seqs": "max_requests",
-    "max_num_batched_tokens": "max_tokens",
-    "block_size": "block_size_tokens",
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "pipeline_parallel_size": "pipeline_model_parallel_size",
-    "gpu_memory_utilization": "buffer_size_gb",
-    "kv_cache_memory_bytes": "buffer_size_gb",
-    "num_gpu_blocks_override": "num_kv_blocks",
-    "n_ctx": "max_sequence_length",
-}
-"""Settings by the names that vLLM and llama.cpp give them: what is meant is another word here."""
 
 
 class LLM:
     """Load a model and generate.
 
     Args:
-        model: "smollm2", a GGUF file, a Hugging Face folder, a Megatron torch_dist folder, or
-            "dummy:SHAPE" (random weights).
+        model: "smollm2", a GGUF file, a Hugging Face folder or a model's id on the Hugging Face Hub
+            ("Qwen/Qwen3-0.6B"), a Megatron torch_dist folder, or "dummy:SHAPE" (random weights).
         device: "cpu", "cuda" or "cuda:N"; None takes the GPU if there is one.
         dtype: of weights, activations and KV cache ("float32", "bfloat16", "float16" or the torch
             dtype); None: float32 on the CPU, bfloat16 on a GPU.
@@ -77,7 +71,8 @@ class LLM:
         draft_layer: file of a layer for multi-token prediction that was trained for the model
             (scripts/train_draft_layer.py); `speculative_method="mtp"` drafts with it. None: the
             model's own, or for "smollm2" the one that comes with this package.
-        **inference_config: any field of `InferenceConfig`.
+        **inference_config: any field of `InferenceConfig`. `max_sequence_length` is the model's own
+            context by default, as far as the KV pool holds it.
 
     Attributes:
         engine: the `DynamicInferenceEngine`.
@@ -121,13 +116,14 @@ class LLM:
         if pipeline_model_parallel_size > 1 and asked == [None, None]:
             # A step for each stage, and one that the host prepares.
             inference_config["lookahead"] = pipeline_model_parallel_size
-        config = _make_config(inference_config, device, source.architecture)
+        config = _make_config(inference_config, device, source.architecture, self.dtype)
         # Before anything is done together: ranks that differ would wait for each other in it.
         job = join_job()
         job.check_same("model", source.architecture.to_dict() | {"dtype": self.dtype})
         job.check_same("parallel sizes", asdict(sizes))
         job.check_same("InferenceConfig", asdict(config) | {"device": torch.device(device).type})
         self._device = make_device(device)
+        check_weights_fit(source.architecture, self.dtype, sizes, self._device.free_memory())
         weights = build_model(
             source.architecture,
             self.dtype,
@@ -172,8 +168,10 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, or a list of those.
-            sampling_params: for all prompts, or one for each.
-            progress: show a bar over the prompts, with tokens a second, rows and overlap.
+            sampling_params: for all prompts, or one for each. None: the likeliest tokens, at most
+                256 (`requests/defaults.py`), as on the command line.
+            progress: show tokens, tokens a second, prompts that have ended, rows and overlap on
+                stderr, if that is a terminal.
             on_end: called with each request as soon as it has ended, or failed.
 
         Returns:
@@ -187,10 +185,53 @@ class LLM:
         if not self.is_primary_rank:
             self.engine.follow()
             return []
+        if sampling_params is None:
+            sampling_params = default_sampling_params()
         try:
             return self._generate(prompts, sampling_params, progress, on_end)
         finally:
             self.engine.group.release()
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = False,
+        on_end: Callable[[DynamicInferenceRequest], None] | None = None,
+    ) -> list[DynamicInferenceRequest]:
+        """Answer one conversation or many, all at once, by the model's chat template.
+
+        The arguments have the names of vLLM's `LLM.chat`.
+
+        Args:
+            messages: a conversation, that is a list of messages with "role" and "content", such as
+                `[{"role": "user", "content": "Why is the sky blue?"}]`; or a list of conversations.
+            sampling_params: as `generate` takes them.
+            tools: functions that the model may call, as OpenAI writes them, if the template
+                mentions tools.
+            add_generation_prompt: end with the beginning of the assistant's answer.
+            chat_template_kwargs: further variables of the template, such as `enable_thinking`.
+            progress, on_end: as in `generate`.
+
+        Returns:
+            one request for each conversation; its `generated_text` is the answer.
+
+        Raises:
+            TokenizerError: the model has no tokenizer or no chat template, or the template rejects
+                a conversation.
+            JobFailed: as in `generate`.
+        """
+        prompts = [
+            conversation_tokens(
+                self.tokenizer, each, tools, add_generation_prompt, chat_template_kwargs or {}
+            )
+            for each in conversations(messages)
+        ]
+        return self.generate(prompts, sampling_params, progress, on_end)
 
     @property
     def is_primary_rank(self) -> bool:
@@ -253,27 +294,13 @@ class LLM:
         on_end: Callable[[DynamicInferenceRequest], None] | None,
     ) -> list[DynamicInferenceRequest]:
         batch = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        with tqdm(total=len(batch), unit="prompt", disable=not progress, desc="generate") as bar:
-            statistics = self.engine.statistics
-            before, shown = statistics.generated_tokens, -PROGRESS_EVERY_S
-
-            def show(report: dict[str, Any]) -> None:
-                nonlocal shown
-                ended = len(report["finished_request_records"])
-                elapsed = bar.format_dict["elapsed"]
-                if elapsed - shown >= PROGRESS_EVERY_S or bar.n + ended == len(batch):
-                    shown = elapsed
-                    rows, tokens = len(report["active_request_ids"]), statistics.generated_tokens
-                    line = progress_line(self.engine.stats(), rows, tokens - before, elapsed)
-                    bar.set_postfix_str(line)
-                bar.update(ended)
+        with GenerationBar(self.engine, len(batch), shown=progress) as bar:
 
             def on_step(report: dict[str, Any]) -> None:
                 if on_end is not None:
                     for request in report["finished_request_records"]:
                         on_end(request)
-                if progress:
-                    show(report)
+                bar.step(report)
 
             is_told = progress or on_end is not None
             return self.engine.generate(batch, sampling_params, on_step if is_told else None)
@@ -307,14 +334,14 @@ def _resolve_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
 
 
 def _make_config(
-    values: dict[str, Any], device: str, architecture: ModelArchitecture
+    values: dict[str, Any], device: str, architecture: ModelArchitecture, dtype: torch.dtype
 ) -> InferenceConfig:
     known = [field.name for field in fields(InferenceConfig)]
-    of_llm = list(LLM.__init__.__kwdefaults__ or ())
+    own = inspect.signature(LLM).parameters.values()
+    of_llm = [parameter.name for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(name, [*known, *of_llm], n=1)
-            meant = OTHER_ENGINES_NAMES.get(name, near[0] if near else None)
+            meant = meant_by(name, [*known, *of_llm], ENGINE_NAMES)
             hint = "" if meant is None else f" Did you mean {meant!r}?"
             raise ConfigurationError(
                 f"{name!r} is not a setting of LLM or InferenceConfig.{hint} "
@@ -325,10 +352,9 @@ def _make_config(
         longest = min(longest, architecture.sliding_window)
     asked = values.get("max_sequence_length")
     if asked is None:
-        values = {
-            **values,
-            "max_sequence_length": min(InferenceConfig.max_sequence_length, longest),
-        }
+        settings = {**values, "device": device}
+        length = default_max_sequence_length(architecture, longest, settings, dtype.itemsize)
+        values = {**values, "max_sequence_length": length}
     elif isinstance(asked, int) and asked > longest:
         raise ConfigurationError(
             f"max_sequence_length={asked}, but this model serves at most {longest} tokens (its "

@@ -15,8 +15,8 @@ cd "$(dirname "$0")/.."
 ENVS=${CLIENT_ENVS:-/tmp/megatron-async-clients}
 REPORT=${REPORT:-docs/server_clients.md}
 TIME_LIMIT=${TIME_LIMIT:-1200}
-ALL=(openai-1 openai-2 openai litellm instructor pydantic-ai langchain-openai llm lm-eval aiperf
-     schemathesis llama.cpp vllm)
+ALL=(openai-1 openai-2 openai anthropic inspect-ai litellm instructor pydantic-ai langchain-openai
+     llm lm-eval aiperf schemathesis llama.cpp vllm)
 # The names that vLLM's tests ask for.
 NAMES=(Qwen/Qwen3-0.6B HuggingFaceH4/zephyr-7b-beta HuggingFaceTB/SmolLM2-135M-Instruct
        Qwen/Qwen2.5-1.5B-Instruct gpt-3.5-turbo-instruct)
@@ -70,6 +70,12 @@ environment() { # NAME PACKAGE...: its Python
 run_openai-1() { "$(environment openai-1 'openai<2')/python" scripts/clients/ask_openai.py; }
 run_openai-2() { "$(environment openai-2 'openai>=2,<3')/python" scripts/clients/ask_openai.py; }
 run_openai() { "$(environment openai openai)/python" scripts/clients/ask_openai.py; }
+run_anthropic() { "$(environment anthropic anthropic)/python" scripts/clients/ask_anthropic.py; }
+run_inspect-ai() {
+    local bin
+    bin=$(environment inspect-ai inspect-ai openai anthropic) || return 1
+    "$bin/python" scripts/clients/ask_inspect_ai.py
+}
 run_litellm() { "$(environment litellm litellm)/python" scripts/clients/ask_litellm.py; }
 run_instructor() { "$(environment instructor instructor)/python" scripts/clients/ask_instructor.py; }
 run_pydantic-ai() {
@@ -121,6 +127,16 @@ run_schemathesis() { # against the schema that the server itself shows
     local bin
     bin=$(environment schemathesis schemathesis) || return 1
     curl -sf -H "Authorization: Bearer $API_KEY" "$ROOT_URL/openapi.json" >"$ENVS/openapi.json" || return 1
+    # A response without a limit may have thousands of tokens: longer than it waits for an answer.
+    "$bin/python" - "$ENVS/openapi.json" <<'PYTHON' || return 1
+import json, pathlib, sys
+path = pathlib.Path(sys.argv[1])
+document = json.loads(path.read_text())
+body = document["components"]["schemas"]["ResponsesRequest"]
+body["required"].append("max_output_tokens")
+body["properties"]["max_output_tokens"] = {"type": "integer", "minimum": 1, "maximum": 16}
+path.write_text(json.dumps(document))
+PYTHON
     "$bin/schemathesis" run "$ENVS/openapi.json" --url "$ROOT_URL" --phases fuzzing -n 50 \
         --header "Authorization: Bearer $API_KEY" \
         --checks not_a_server_error,content_type_conformance

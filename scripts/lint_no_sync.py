@@ -5,13 +5,15 @@
 
 On the step path (`STEP_PATH`) a call that reads a device tensor on the CPU, or uploads a Python
 value, makes the CPU wait for everything launched before: the GPU then idles while the next step is
-prepared. Such calls are errors. Where one is right (the tensor is in host memory, or the code does
-not run in a step) say so on its line, with the reason:
+prepared. Such calls are errors, but in files that run on a CPU and nowhere else (`HOST_ONLY`).
+Where one is right (the tensor is in host memory, or the code does not run in a step) say so on its
+line, with the reason:
 
     rows = mask.nonzero()  # sync-ok: NumPy array, never on the device
 
 Everywhere in the package: a public function, method or class has a docstring (a method may inherit
-it from a base class of the package), and a file has at most `MAX_LINES` lines. The lint reads
+it from a base class of the package) that does not begin with a pronoun or send its reader elsewhere
+(`EMPTY_BEGINNING`), and a file has at most `MAX_LINES` lines. The lint reads
 syntax, not types, so it cannot know an array from a tensor; that is what the reason is for.
 """
 
@@ -34,6 +36,7 @@ STEP_PATH = (
     "contexts",
     "device_state",
     "engines",
+    "pipeline",
     "ranks",
     "rollback",
     "text_generation_controllers",
@@ -41,7 +44,10 @@ STEP_PATH = (
     "ops",
     "model_inference_wrappers",
 )
+HOST_ONLY = ("ops/cpu", "ops/linear/eight_bit.py")
+"""Files of the step path that run on a CPU and nowhere else: their tensors are in host memory."""
 MAX_LINES = 400
+EMPTY_BEGINNING = re.compile(r"(See|As|It|Its|They|Who|Of|Those|That|The same)\b")
 
 READ = "keep the value on the device, or copy it with the step's samples and read it in resolve"
 UPLOAD = "put it into the step's bookkeeping buffer, or make it once, outside the step"
@@ -205,9 +211,21 @@ def check_house(
     if source.strip() and ast.get_docstring(tree) is None:
         findings.append(Finding(path, 1, "module without a docstring: say what it is for"))
     documented = documented_methods([tree]) if documented is None else documented
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found = EMPTY_BEGINNING.match(ast.get_docstring(node) or "")
+            if found:
+                why = f"the docstring begins with {found[0]!r}: begin with a noun or a verb"
+                findings.append(Finding(path, node.lineno, f"{node.name}: {why}"))
     for line, name in undocumented(tree, documented):
         findings.append(Finding(path, line, f"{name} has no docstring: say what it does"))
     return findings
+
+
+def on_step_path(path: Path) -> bool:
+    """Whether the no-sync rules hold for a file, whose path begins at the package's folder."""
+    host_only = any(path.is_relative_to(place) for place in HOST_ONLY)
+    return path.parts[0] in STEP_PATH and not host_only
 
 
 def lint(paths: list[Path], package: Path) -> tuple[list[Finding], int]:
@@ -218,7 +236,7 @@ def lint(paths: list[Path], package: Path) -> tuple[list[Finding], int]:
     for path in paths:
         source = path.read_text(encoding="utf-8")
         findings += check_house(path, source, documented)
-        if path.relative_to(package).parts[0] in STEP_PATH:
+        if on_step_path(path.relative_to(package)):
             found, allowed = check_sync(path, source)
             findings += found
             waived += allowed

@@ -54,6 +54,7 @@ def run_examples(checkout: Path, options: argparse.Namespace) -> list[str]:
         what is wrong.
     """
     from upstream.example_runs import EXAMPLES, NOT_RUN, differences, reference, run_example
+    from upstream.server_runs import SERVERS, run_server
     from upstream.training_checkpoint import model_flags, write_training_folder
 
     wrong, passed = [], 0
@@ -72,6 +73,11 @@ def run_examples(checkout: Path, options: argparse.Namespace) -> list[str]:
             seconds = time.monotonic() - start
             print(f"{'wrong' if found else 'equal'}  {seconds:4.0f} s  {example.name}", flush=True)
             wrong += [f"{example.name}: {line}" for line in found]
+        for script in (script for script in SERVERS if options.match in script):
+            texts = [one.text for one in expected[0]]
+            found = run_server(checkout, script, folder, flags, options.cpu, options.timeout, texts)
+            print(f"{'wrong' if found else 'equal'}  by HTTP  {script}", flush=True)
+            wrong += [f"{script}: {line}" for line in found]
     print(f"examples: {passed} of {len(chosen)} runs have the tokens of LLM({options.model!r})")
     print(f"not run, {len(NOT_RUN)}:")
     for script, reason in NOT_RUN.items():

@@ -104,6 +104,10 @@ fetch $venv/bin/uv pip install --no-deps --require-hashes \
     -r requirements.lock -r requirements-demo.lock
 fetch $venv/bin/uv pip install --no-deps --no-build-isolation --offline --editable .
 
+say "compiling loops for this CPU (once; some seconds)"
+"$venv/bin/python" -c 'from megatron_async.ops.cpu.compiler import compile_all; compile_all()' \
+    >>"$log" 2>&1 || say "they are compiled at their first use instead (see the log)"
+
 rm -f "$unfinished"
 printf '%s\n' "$wanted" >"$stamp"
 say "ready: source $venv/bin/activate, or call $venv/bin/megatron-async"

@@ -11,11 +11,13 @@ token, anew in each layer. Nothing else differs, and each product is as it was.
 
 from __future__ import annotations
 
+from typing import override
+
 import torch
 from torch import nn
 
-from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.mapping import Shard, weights
+from megatron_async.checkpoints.model_names import DUMMY, check_dummy_name
 from megatron_async.checkpoints.source import (
     ModelSource,
     clear_padding,
@@ -25,9 +27,6 @@ from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.pipeline import EMBEDDING
 
-PREFIX = "dummy:"
-UNIFORM = "uniform"
-"""Behind the shape's name: tokens are spread over experts evenly."""
 UNIFORM_EMBEDDING = 4096.0
 """How much larger embeddings are then: standard deviation 82. What 52 layers of Nemotron 3 Nano add
 has 12 (estimated from the weights' sizes), so no more than 2 % of the residual stream's variance
@@ -49,26 +48,14 @@ class DummySource(ModelSource):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        shape, colon, routing = name.removeprefix(PREFIX).partition(":")
-        if shape not in DUMMY_SHAPES:
-            raise CheckpointError(
-                f"{name}: unknown shape {shape!r}; known: {', '.join(sorted(DUMMY_SHAPES))}"
-            )
+        check_dummy_name(name)
+        shape, colon, _ = name.removeprefix(DUMMY).partition(":")
         self._architecture = DUMMY_SHAPES[shape]
         self._is_uniform = bool(colon)
-        if colon and routing != UNIFORM:
-            raise CheckpointError(
-                f"{name}: routing {routing!r} is unknown: write {PREFIX}{shape}:{UNIFORM}, or "
-                f"{PREFIX}{shape}."
-            )
-        if colon and not self._architecture.num_moe_experts:
-            raise CheckpointError(
-                f"{name}: {shape} has no experts over which to spread tokens: leave :{UNIFORM} out."
-            )
 
     @property
+    @override
     def architecture(self) -> ModelArchitecture:
-        """See `ModelSource.architecture`."""
         return self._architecture
 
     @property

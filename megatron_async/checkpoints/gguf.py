@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import gguf
 import numpy as np
@@ -110,8 +110,8 @@ class GGUFSource(NamedTensorSource):
         )
 
     @cached_property
+    @override
     def tokenizer(self) -> Tokenizer | None:
-        """See `ModelSource.tokenizer`."""
         names = [name for name in self._reader.fields if name.startswith("tokenizer.")]
         if "tokenizer.ggml.tokens" not in names:
             return None
@@ -123,12 +123,12 @@ class GGUFSource(NamedTensorSource):
         return torch.float32
 
     @cached_property
+    @override
     def tensor_shapes(self) -> Mapping[str, Shape]:
-        """See `NamedTensorSource.tensor_shapes`."""
         return {name: _shape(tensor) for name, tensor in self._by_huggingface_name.items()}
 
+    @override
     def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
-        """See `NamedTensorSource.read_tensor`."""
         rows, *columns = region
         # Quantised blocks lie along a row, so whole rows are dequantised.
         tensor = self._values(self._by_huggingface_name[name], rows, device)
@@ -139,8 +139,8 @@ class GGUFSource(NamedTensorSource):
         return tensor[(slice(None), *columns)]
 
     def fill(self, place: Tensor, name: str, region: Region) -> None:
-        """See `NamedTensorSource.fill`: in pieces, where rows lie in the parameter as in the file,
-        so that a large embedding never exists in float32."""
+        """Fill a parameter in pieces where its rows lie as in the file: a large embedding never
+        exists in float32."""
         if place.dim() < 3 or place.size(0) > 1 or self._permuted_heads(name) is not None:
             super().fill(place, name, region)
             return

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -85,13 +85,13 @@ class HuggingFaceSource(NamedTensorSource):
         )
 
     @cached_property
+    @override
     def tokenizer(self) -> Tokenizer | None:
-        """See `ModelSource.tokenizer`."""
         return Tokenizer.from_folder(self.folder) if Tokenizer.is_in(self.folder) else None
 
     @cached_property
+    @override
     def dtype(self) -> torch.dtype:
-        """See `ModelSource.dtype`."""
         float32 = {
             part
             for weight in weights(self.architecture, stacked_experts=self.has_stacked_experts)
@@ -104,7 +104,7 @@ class HuggingFaceSource(NamedTensorSource):
         )
 
     def _dtypes(self, tensors: Mapping[str, str]) -> dict[str, torch.dtype]:
-        """Of tensors as they are stored; not of quantised ones, which are refused."""
+        """Dtypes of tensors as they are stored; quantised ones are refused."""
         found = {}
         for name, stored_name in tensors.items():
             path = self._tensor_files[stored_name]
@@ -118,8 +118,8 @@ class HuggingFaceSource(NamedTensorSource):
         return found
 
     @cached_property
+    @override
     def tensor_shapes(self) -> Mapping[str, Shape]:
-        """See `NamedTensorSource.tensor_shapes`."""
         found = self._shapes(self._tensors.model)
         # Older files store the rotary table, which follows from the configuration.
         return {k: v for k, v in found.items() if not k.endswith("rotary_emb.inv_freq")}
@@ -136,8 +136,7 @@ class HuggingFaceSource(NamedTensorSource):
         }
 
     def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
-        """See `NamedTensorSource.read_tensor`: no byte of the file outside the region's rows is
-        read."""
+        """Read a region of a tensor, and no byte of the file outside the region's rows."""
         is_mtp = name in self._tensors.mtp
         stored = self._tensors.mtp[name] if is_mtp else self._tensors.model[name]
         shape = self.mtp_shapes[name] if is_mtp else self.tensor_shapes[name]
@@ -151,8 +150,8 @@ class HuggingFaceSource(NamedTensorSource):
             raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from error
         return tensor.to(device)
 
+    @override
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
-        """See `ModelSource.load_weights`."""
         _ = self.dtype  # refuses quantised tensors, which would be copied as if they were numbers
         if Shard.of(model).with_mtp:
             self._dtypes(self._tensors.mtp)

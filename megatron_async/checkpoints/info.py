@@ -244,7 +244,7 @@ def _state_row(info: ModelInfo) -> str:
 
 
 def _state_bytes(architecture: ModelArchitecture, dtype: torch.dtype) -> int:
-    """Of one request."""
+    """Bytes of one request's recurrent states."""
     layers = "".join(kind for kind in architecture.pattern if kind in RECURRENT)
     if not layers:
         return 0

@@ -249,7 +249,8 @@ def _sizes(args: Mapping[str, Any], defaults: Mapping[str, int], where: str) -> 
 
 
 def _mixers(args: Mapping[str, Any], layers: int, where: str) -> str:
-    """Of a `GPTModel`: attention, or Gated DeltaNet in all layers but each n-th."""
+    """Kinds of the mixers of a `GPTModel`: attention, or Gated DeltaNet in all layers but each
+    n-th."""
     if args.get("experimental_attention_variant") is None:
         return ATTENTION * layers
     frequency = args.get("linear_attention_freq")

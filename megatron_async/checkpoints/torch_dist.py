@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from functools import cached_property, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, override
 
 import torch
 from torch import nn
@@ -101,8 +101,8 @@ class TorchDistSource(ModelSource):
         return None if found is None else Tokenizer.from_folder(found)
 
     @cached_property
+    @override
     def dtype(self) -> torch.dtype:
-        """See `ModelSource.dtype`."""
         keys = {
             key
             for weight in weights(self.architecture)
@@ -113,8 +113,8 @@ class TorchDistSource(ModelSource):
         stored = self._reader.tensors
         return reduce(torch.promote_types, (stored[key].properties.dtype for key in sorted(keys)))
 
+    @override
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
-        """See `ModelSource.load_weights`."""
         shard = Shard.of(model)
         places = self._places | (self._mtp_places if shard.with_mtp else {})
         wanted = list(weights(self.architecture, shard))
@@ -156,7 +156,7 @@ class TorchDistSource(ModelSource):
 
     @cached_property
     def _mtp_places(self) -> dict[str, StoredWeight]:
-        """The same of multi-token prediction."""
+        """Where the weights of multi-token prediction are stored, by parameter."""
         found = self._reader.shapes
         places = self._mtp_expected
         check_mtp_names(str(self.folder), _tensors(places), found)

@@ -10,7 +10,7 @@ import io
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch import Tensor
@@ -143,8 +143,9 @@ class DirectPlanner(DefaultLoadPlanner):
         index, nothing = MetadataIndex(key), torch.Size((0,))
         self.items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
 
+    @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """See `LoadPlanner.load_bytes`."""
+        """Keep the bytes of a stored object, which is no tensor."""
         self.bytes[read_item.dest_index.fqn] = value.getvalue()
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:

@@ -58,13 +58,13 @@ class Shard:
         return name if self.stage is None else self.stage.local_name(name)
 
     def experts_of(self, count: int) -> range:
-        """This rank's of so many experts; they divide."""
+        """The experts of this rank, of `count` in all (a multiple of the ranks)."""
         share = count // self.expert_size
         return range(self.expert_rank * share, (self.expert_rank + 1) * share)
 
     def range_of(self, size: int) -> range:
-        """This rank's indices of an axis of that size: an equal share, the last ones less where it
-        does not divide."""
+        """Indices of this rank in an axis of `size`: an equal share; where the ranks do not divide
+        the axis, the last ranks have less."""
         share = -(-size // self.tensor_size)
         first = min(self.tensor_rank * share, size)
         return range(first, min(first + share, size))
@@ -200,8 +200,8 @@ class Weight:
 
     @property
     def gpt_layer(self) -> int | None:
-        """Its layer in a Megatron checkpoint of the deprecated `GPTModel`, where a layer is two of
-        the `HybridModel`: a mixer, and an MLP or experts. None outside the layers."""
+        """Layer of this weight in a Megatron checkpoint of the deprecated `GPTModel`, where a layer
+        is two of the `HybridModel`: a mixer, and an MLP or experts. None outside the layers."""
         found = LAYER_NUMBER.match(self.stored)
         return None if found is None else int(found[1]) // 2
 
@@ -291,8 +291,8 @@ class Weight:
             first += len(held)
 
     def whole_pieces(self, parameter: Tensor) -> Iterator[tuple[list[int], Tensor]]:
-        """The same of the whole weight: where a region of it begins, and the view of the parameter
-        that it fills."""
+        """Pieces of the whole weight: where each begins in the weight, and the view of the
+        parameter that the piece fills."""
         if self.strips:
             for _strip, region, place in self._strip_pieces(parameter):
                 yield [part.start for part in region], place
@@ -317,8 +317,8 @@ class Weight:
                 yield list(origin), place[0]
 
     def stored_pieces(self, parameter: Tensor) -> Iterator[tuple[str, list[int], Tensor]]:
-        """The same of a Megatron checkpoint: one of `stored_suffixes`, where a region of what is
-        stored under it begins, and the view of the parameter that it fills."""
+        """Pieces of the weight in a Megatron checkpoint: one of `stored_suffixes`, where the piece
+        begins in the tensor under that name, and the view of the parameter that the piece fills."""
         if not self.is_stored_in_strips:
             for origin, place in self.whole_pieces(parameter):
                 yield "", origin, place

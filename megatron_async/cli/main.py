@@ -1,4 +1,4 @@
-"""The command line: `megatron-async generate`, `convert`, `info`, `profile`, `replay`,
+"""The command line: `megatron-async chat`, `generate`, `convert`, `info`, `profile`, `replay`,
 `simulate`, `simulate-fleet`, `serve`, `coordinator`, `replica` and `replicas`.
 
 Everything heavy (torch, Megatron-Core) is imported inside the commands, so that `--help` and a
@@ -16,10 +16,14 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_async import __version__
 from megatron_async.cli.answers import print_as_it_is_made, printer_of_ended
+from megatron_async.cli.bench import add_bench
+from megatron_async.cli.chat import add_chat
+from megatron_async.cli.early_checks import check_early
+from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_writable, written_as
 from megatron_async.cli.options import (
     DRAFT_LAYER_HELP,
@@ -30,7 +34,6 @@ from megatron_async.cli.options import (
     add_engine_options,
     add_parallel,
     engine_options,
-    flag,
     metrics_server,
     parallel_sizes,
     show_logged_steps,
@@ -42,6 +45,7 @@ from megatron_async.cli.output import (
     print_json,
     print_statistics,
 )
+from megatron_async.cli.parser import Parser, add_model, take_model
 from megatron_async.cli.profile import add_profile
 from megatron_async.cli.prompts import model_prompts, read_prompts
 from megatron_async.cli.ranks import (
@@ -64,28 +68,21 @@ USER_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
 """What a value, a file or a machine of the user's can cause; anything else is a bug of ours."""
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse's parser with errors of one line, as all our errors are."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print what is wrong and where help is; exit with 2."""
-        text = f"{PROGRAM}: error: {message} (see `{self.prog} --help`)\n"
-        self.exit(2, text if is_to_say(text) else None)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = Parser(
         prog=PROGRAM,
         description="Async-scheduled continuous-batching inference for Megatron-Core models.",
         formatter_class=HelpFormatter,
-        epilog=f"Try `{PROGRAM} generate --model smollm2 --chat --prompt 'Why is the sky blue?'`.",
+        epilog=f"Try `{PROGRAM} chat`, or `{PROGRAM} generate smollm2 --chat -p 'Hello'`.",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    add_chat(commands, common)
     add_generate(commands, common)
+    add_bench(commands, common, HelpFormatter)
     add_convert(commands, common)
     add_info(commands, common)
     add_profile(commands, common)
@@ -105,17 +102,22 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
         description="Answer one or many prompts at once through the async engine.",
         formatter_class=HelpFormatter,
         epilog=f"""examples:
-  {PROGRAM} generate --model smollm2 --chat --prompt "Why is the sky blue?"
-  {PROGRAM} generate --model smollm2 --prompt "One" --prompt "Two" --temperature 0.8 --top-p 0.95
-  {PROGRAM} generate --model ./my-llama --prompts-file prompts.txt --json > answers.json
-  {PROGRAM} generate --model dummy:tiny --prompt "1 2 3" --timeline step.timeline.json""",
+  {PROGRAM} generate smollm2 --chat --prompt "Why is the sky blue?"
+  {PROGRAM} generate smollm2 -p "One" -p "Two" --temperature 0.8 --top-p 0.95
+  {PROGRAM} generate ./my-llama --prompts-file prompts.txt --json > answers.json
+  {PROGRAM} generate dummy:tiny --prompt "1 2 3" --timeline step.timeline.json""",
     )
     generate.set_defaults(run=run_generate)
     source = generate.add_argument_group("model and prompts")
-    source.add_argument("--model", required=True, metavar="NAME_OR_PATH", help=MODEL_HELP)
+    add_model(source, MODEL_HELP)
     source.add_argument("--draft-layer", metavar="FILE", help=DRAFT_LAYER_HELP)
     source.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated"
+        "-p",
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a prompt; may be repeated",
     )
     source.add_argument(
         "--prompts-file", metavar="FILE", help="prompts, one a line; '-' reads standard input"
@@ -134,9 +136,6 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
         "--transformer-impl", choices=("local", "transformer_engine"), default="local",
         help="layers of torch and our kernels, or TransformerEngine's (GPU; must be installed)",
     )  # fmt: skip
-    engine.add_argument(
-        "--no-chunked-prefill", action="store_true", help="prefill each prompt in a single step"
-    )
 
     add_parallel(generate)
 
@@ -212,8 +211,13 @@ def add_info(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run_generate(arguments: argparse.Namespace) -> int:
     """Answer the prompts; 1 if any request failed."""
+    arguments.model = take_model(arguments)
     prompts = read_prompts(arguments)
     sampling = sampling_params(arguments)
+    if sampling.return_log_probs and not arguments.json:
+        raise ValueError("--log-probs and --prompt-log-probs are shown with --json: give that too.")
+    options = engine_options(arguments)
+    check_early(arguments.model, options)
     for option in ("timeline", "record"):
         if (file := getattr(arguments, option)) is not None:
             check_writable(flag(option), file)
@@ -221,9 +225,6 @@ def run_generate(arguments: argparse.Namespace) -> int:
     from megatron_async.llm import LLM
     from megatron_async.simulation.recording import RecordingError
 
-    options = engine_options(arguments)
-    if arguments.no_chunked_prefill:
-        options["enable_chunked_prefill"] = False
     progress = not arguments.no_progress and is_first_rank()
     if arguments.logging_step_interval and is_first_rank():
         show_logged_steps()
@@ -285,7 +286,8 @@ def print_replicas(replicas: Sequence[Mapping[str, Any]], as_json: bool, is_show
     else:
         for result in () if is_shown else results:
             print_answer(result)
-        print_statistics(*stats)
+        if any(result["error"] is None for result in results):
+            print_statistics(*stats)
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
@@ -328,7 +330,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         exit status: 0 done, 1 a request failed, 2 an error, 130 interrupted.
     """
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help()
+        return 2
+    arguments = parser.parse_args(argv)
     # Said at import, and no concern of a user's: an escape in a docstring of Megatron-Core's (the
     # module of a compiler's warning is its path), and that there is no CUDA compiler.
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=".*megatron.core")

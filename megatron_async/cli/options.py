@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import textwrap
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+
+from megatron_async.cli.fields import add_fields, field_options, flag
+from megatron_async.config import InferenceConfig
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM
@@ -18,6 +22,7 @@ MODEL_HELP = """one of
   PATH/TO/MODEL.gguf   a GGUF file
   PATH/TO/FOLDER       a Hugging Face folder (config.json, safetensors, tokenizer) or a
                        Megatron torch_dist checkpoint written by `megatron-async convert`
+  ORG/NAME             a model on the Hugging Face Hub, from the cache or fetched: Qwen/Qwen3-0.6B
   dummy:SHAPE          random weights, to try a shape: smollm2-135m, qwen3-0.6b, llama-3.1-8b;
                        tiny and tiny-moe start at once (prompts are token ids)
   dummy:SHAPE:uniform  the same, tokens spread evenly over the experts"""
@@ -25,80 +30,43 @@ MODEL_HELP = """one of
 DRAFT_LAYER_HELP = """a layer for multi-token prediction that was trained for the model
 (scripts/train_draft_layer.py); with --speculative-method mtp. smollm2 has one"""
 
-ENGINE_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
-    ("device", str, "DEVICE", "cpu, cuda or cuda:N (default: a GPU where there is one)"),
-    ("lookahead", int, "N", "steps launched ahead of bookkeeping: 0 is serial (default: 1)"),
-    ("block_size_tokens", int, "N", "tokens in a KV block (default: 256)"),
-    ("num_kv_blocks", int, "N", "KV blocks; overrides --buffer-size-gb"),
-    ("buffer_size_gb", float, "GB", "KV pool (default: 1 on a CPU, most of what is free on a GPU)"),
-    ("max_requests", int, "N", "requests served at once (default: 256, or --max-tokens)"),
-    ("max_tokens", int, "N", "token budget of one STEP, not of an answer (default: 2048)"),
-    ("max_sequence_length", int, "N", "longest prompt and answer together (default: 2560)"),
-    (
-        "attention_backend",
-        str,
-        "NAME",
-        "prefill on a GPU: triton, flash_attn_4, flash_attn_3 or torch (default: the fastest)",
-    ),
-    (
-        "enable_prefix_caching",
-        bool,
-        "",
-        "let requests that begin alike share what is computed of them (default: on)",
-    ),
-    (
-        "speculative_method",
-        str,
-        "NAME",
-        "draft tokens: mtp (the model's own layer) or ngram (what the text repeats)",
-    ),
-    (
-        "num_speculative_tokens",
-        int,
-        "N",
-        "tokens drafted ahead (default: 1 with mtp, 3 with ngram)",
-    ),
-    (
-        "draft_vocab_size",
-        int,
-        "N",
-        "with mtp: draft only tokens with ids below N, to read less of the output layer",
-    ),
-    (
-        "prefix_caching_mamba_gb",
-        float,
-        "GB",
-        "snapshots of recurrent states (default: in the rows that no running request needs)",
-    ),
-    (
-        "prefix_caching_mamba_interval",
-        int,
-        "N",
-        "tokens between snapshots inside a prompt (default: they weigh what their KV cache weighs)",
-    ),
-    (
-        "mamba_ssm_states_dtype",
-        str,
-        "DTYPE",
-        "recurrent states: float32, or bfloat16 for half their memory (default: float32)",
-    ),
-    ("logging_step_interval", int, "N", "log a line every N steps (default: 0, none)"),
-)
-"""Options that are fields of `InferenceConfig`; those not given keep its defaults."""
+NOT_OPTIONS = {
+    "async_sched_mode": "Megatron-Core's name for --lookahead",
+    "materialize_only_last_token_logits": "a name of Megatron-Core's; False is refused",
+    "check_integrity": "for tests",
+}
+"""Fields of `InferenceConfig` that are no options, and why."""
+
+
+DEFAULTS = {
+    "lookahead": "1; as many as there are pipeline stages",
+    "max_sequence_length": "the model's context, as far as the KV pool holds it",
+    "num_speculative_tokens": "1 with mtp, 3 with ngram",
+    "speculative_method": "none",
+    "enable_prefix_caching": "on",
+}
+"""What commands say of defaults that `LLM` chooses, or that a sentence says better."""
+
+
+def engine_fields() -> list[str]:
+    """Names of the fields of `InferenceConfig` that are options, the most used first."""
+    first = ["device", "lookahead"]
+    found = field_options(InferenceConfig).keys() - NOT_OPTIONS.keys()
+    return [*first, *(name for name in field_options(InferenceConfig) if name in found - {*first})]
 
 
 def add_engine_options(group: Any) -> None:
-    """The options of `ENGINE_OPTIONS`."""
-    for name, type_, metavar, text in ENGINE_OPTIONS:
-        if type_ is bool:
-            group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=text)
-        else:
-            group.add_argument(flag(name), type=type_, metavar=metavar, help=text)
+    """The fields of `InferenceConfig`; those that are not given keep its defaults."""
+    add_fields(group, InferenceConfig, engine_fields(), DEFAULTS)
+    group.add_argument(
+        "--no-chunked-prefill", dest="enable_chunked_prefill", action="store_false", default=None,
+        help=argparse.SUPPRESS,
+    )  # fmt: skip
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Engine options that were given, as `InferenceConfig` takes them."""
-    fields = {name: getattr(arguments, name) for name, *_ in ENGINE_OPTIONS}
+    fields = {name: getattr(arguments, name) for name in engine_fields()}
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -134,17 +102,16 @@ def parallel_sizes(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class HelpFormatter(argparse.RawTextHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Line breaks as written, and the default where there is one to tell."""
+    """Line breaks as written, a single line wrapped, and the default where there is one to tell."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        lines = text.splitlines()
+        return textwrap.wrap(text, width, break_on_hyphens=False) if len(lines) == 1 else lines
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False or action.default == []:
             return action.help
         return super()._get_help_string(action)
-
-
-def flag(name: str) -> str:
-    """The option of a field: `top_k` is `--top-k`."""
-    return "--" + name.replace("_", "-")
 
 
 def add_dtype(parser: Any) -> None:

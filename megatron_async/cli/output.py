@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,6 @@ STATISTICS = (
 """Rows of the final table: key in `engine.stats()`, name, format."""
 
 STATISTICS_WHEN_NOT_ZERO = (("pauses", "pauses", "{}"), ("evictions", "evictions", "{}"))
-
-REPORTED_WHEN_NOT_ZERO = ("waiting_requests", "pauses", "evictions")
-"""Statistics that the progress line shows where there is something to show."""
 
 
 def describe(error: BaseException) -> str:
@@ -66,23 +64,6 @@ def as_record(prompt: str, result: DynamicInferenceRequest) -> dict[str, Any]:
     }
 
 
-def progress_line(stats: Mapping[str, Any], rows: int, tokens: int, seconds: float) -> str:
-    """What stands behind a progress bar.
-
-    Args:
-        stats: from `engine.stats()`.
-        rows: of the step that was booked last.
-        tokens: generated so far.
-        seconds: since the bar began.
-    """
-    rate, overlap = tokens / seconds if seconds else 0.0, stats["overlap_ratio"]
-    line = f"{tokens} tokens, {rate:.0f} tokens/s, {rows} rows, overlap {overlap:.2f}"
-    for key in REPORTED_WHEN_NOT_ZERO:
-        if stats[key]:
-            line += f", {stats[key]} {key.removesuffix('_requests')}"
-    return line
-
-
 def print_json(document: Mapping[str, Any]) -> None:
     """Print one JSON document; NumPy arrays and numbers become lists and numbers."""
     print(json.dumps(document, indent=2, ensure_ascii=False, default=lambda v: v.tolist()))
@@ -119,14 +100,17 @@ def print_end(result: Mapping[str, Any], has_begun: bool) -> None:
 
 
 def print_statistics(*replicas: Mapping[str, Any]) -> None:
-    """Print the final table, with a column for each replica."""
+    """Print the final table on stderr, beside the answers, with a column for each replica."""
     rows = [row for row in STATISTICS if row[0] in replicas[0]]
     rows += [
         row for row in STATISTICS_WHEN_NOT_ZERO if any(stats.get(row[0]) for stats in replicas)
     ]
     width = max(len(name) for _, name, _ in rows)
     if len(replicas) > 1:
-        print(f"{'replica':<{width}}" + "".join(f"  {n:>10}" for n in range(len(replicas))))
+        print(
+            f"{'replica':<{width}}" + "".join(f"  {n:>10}" for n in range(len(replicas))),
+            file=sys.stderr,
+        )
     for key, name, layout in rows:
         cells = [layout.format(stats[key]) for stats in replicas]
-        print(f"{name:<{width}}" + "".join(f"  {cell:>10}" for cell in cells))
+        print(f"{name:<{width}}" + "".join(f"  {cell:>10}" for cell in cells), file=sys.stderr)

@@ -6,7 +6,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.cli.options import MODEL_HELP, PROGRAM, HelpFormatter, add_dtype, flag
+from megatron_async.cli.early_checks import check_early
+from megatron_async.cli.fields import flag
+from megatron_async.cli.options import (
+    MODEL_HELP,
+    PROGRAM,
+    HelpFormatter,
+    add_dtype,
+)
+from megatron_async.cli.parser import add_model, take_model
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM
@@ -44,12 +52,12 @@ def add_profile(commands: Any, common: argparse.ArgumentParser) -> None:
   trace   requests of random lengths arrive at random times
 
 examples:
-  {PROGRAM} profile --model smollm2 --out profile
-  {PROGRAM} profile --model dummy:llama-3.1-8b --workload churn --batch 64 --out profile""",
+  {PROGRAM} profile smollm2 --out profile
+  {PROGRAM} profile dummy:llama-3.1-8b --workload churn --batch 64 --out profile""",
     )
     profile.set_defaults(run=run_profile)
     what = profile.add_argument_group("what to run")
-    what.add_argument("--model", default="smollm2", metavar="NAME_OR_PATH", help=MODEL_HELP)
+    add_model(what, MODEL_HELP, default="smollm2")
     what.add_argument("--workload", choices=WORKLOADS, default="steady", help="see below")
     for name, type_, metavar, default, text in WORKLOAD_OPTIONS:
         what.add_argument(flag(name), type=type_, metavar=metavar, default=default, help=text)
@@ -73,6 +81,8 @@ examples:
 
 def run_profile(arguments: argparse.Namespace) -> int:
     """Run the workload and write its profile."""
+    arguments.model = take_model(arguments, default="smollm2")
+    check_early(arguments.model, {"device": arguments.device, "lookahead": arguments.lookahead})
     folder = writable_folder(arguments.out)
 
     from megatron_async.llm import LLM

@@ -51,16 +51,11 @@ def model_prompts(
 
 def chat_prompts(llm: LLM, prompts: Sequence[str], system: str | None) -> list[list[int]]:
     """Token ids of each prompt as a conversation of one turn, by the model's chat template."""
-    tokenizer = llm.tokenizer
-    if tokenizer is None:
-        raise ValueError("this model has no tokenizer and so no chat template: leave out --chat.")
+    from megatron_async.text.conversation import conversation_tokens
+
     first = [] if system is None else [{"role": "system", "content": system}]
-    # The template writes the special tokens itself.
     return [
-        tokenizer.tokenize(
-            tokenizer.apply_chat_template([*first, {"role": "user", "content": prompt}]),
-            add_special_tokens=False,
-        )
+        conversation_tokens(llm.tokenizer, [*first, {"role": "user", "content": prompt}])
         for prompt in prompts
     ]
 

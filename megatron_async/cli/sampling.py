@@ -7,28 +7,40 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
+from megatron_async.cli.early_checks import check_structure
+from megatron_async.cli.fields import add_fields, field_options, flag
 from megatron_async.cli.files import read_text
-from megatron_async.cli.options import flag
+from megatron_async.requests.defaults import NUM_TOKENS, TEMPERATURE
+from megatron_async.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from megatron_async.requests.sampling_params import SamplingParams
     from megatron_async.text.structured_output import StructuredOutput
 
-Options = tuple[tuple[str, type, str, Any, str], ...]
-
-SAMPLING_OPTIONS: Options = (
-    ("temperature", float, "T", 0.0, "0 takes the likeliest token; higher is more varied"),
-    ("top_k", int, "K", 0, "sample among the K likeliest tokens; 0 is off"),
-    ("top_p", float, "P", 0.0, "sample among the fewest tokens that reach probability P; 0 is off"),
-    ("min_p", float, "P", 0.0, "drop tokens less likely than P times the likeliest; 0 is off"),
-    ("seed", int, "N", None, "repeat the same samples"),
-    ("frequency_penalty", float, "X", 0.0, "-2 to 2: less of what came, each time; 0 is off"),
-    ("presence_penalty", float, "X", 0.0, "-2 to 2: less of what came at all; 0 is off"),
-    ("repetition_penalty", float, "X", 1.0, "over 1: less of what is there already; 1 is off"),
-    ("min_tokens", int, "N", 0, "nothing ends an answer before N tokens"),
-    ("top_n_logprobs", int, "N", 0, "the N likeliest tokens at each place (with --log-probs)"),
-)
-"""Fields of `SamplingParams`: name, type, metavar, default, help."""
+FIELDS = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "min_tokens", "top_n_logprobs", "logprobs_mode",
+)  # fmt: skip
+"""Fields of `SamplingParams` that are options by their own names."""
+REPEATED = {
+    "stop_token_ids": ("--stop-token-id", int, "ID"),
+    "stop_words": ("--stop-word", str, "TEXT"),
+    "bad_words": ("--bad-word", str, "TEXT"),
+}
+"""Fields that are lists: the option for one element, its type and metavar."""
+BY_OTHER_NAMES = {
+    "num_tokens_to_generate": "--max-new-tokens",
+    "termination_id": "--ignore-eos is -1",
+    "return_log_probs": "--log-probs and --prompt-log-probs",
+    "skip_prompt_log_probs": "--log-probs without --prompt-log-probs",
+    "structured_output": "--json-schema, --regex, --grammar, --choice",
+    "num_speculative_tokens": "an engine's option",
+    "num_tokens_total": "--max-new-tokens says it of the answer",
+    "add_BOS": "tokenizers say it themselves",
+    "detokenize_stop_sequence": "for programs",
+    "logit_bias": "for programs",
+    "cache_salt": "prompts of one command line are one user's",
+}
+"""Fields that have options of other names or none, and why."""
 
 STRUCTURES = {
     "json_schema": "answer with JSON of this schema: a file, or the schema itself",
@@ -41,23 +53,17 @@ def add_sampling_options(generate: argparse.ArgumentParser) -> None:
     """The groups "choosing tokens" and "structured output"."""
     sampling = generate.add_argument_group("choosing tokens")
     sampling.add_argument(
-        "--max-new-tokens", "--num-tokens-to-generate", dest="num_tokens_to_generate",
-        type=int, default=64, metavar="N", help="most tokens in an answer",
+        "-n", "--max-new-tokens", "--num-tokens-to-generate", dest="num_tokens_to_generate",
+        type=int, default=NUM_TOKENS, metavar="N", help="most tokens in an answer",
     )  # fmt: skip
-    for name, type_, metavar, default, text in SAMPLING_OPTIONS:
-        sampling.add_argument(flag(name), type=type_, metavar=metavar, default=default, help=text)
-    sampling.add_argument(
-        "--stop-token-id", type=int, action="append", metavar="ID", dest="stop_token_ids",
-        help="token that ends an answer, besides the model's own; may be repeated",
-    )  # fmt: skip
-    sampling.add_argument(
-        "--stop-word", action="append", metavar="TEXT", dest="stop_words",
-        help="text that ends an answer, and is left out of it; may be repeated",
-    )  # fmt: skip
-    sampling.add_argument(
-        "--bad-word", action="append", metavar="TEXT", dest="bad_words",
-        help="text that an answer must not contain; may be repeated",
-    )  # fmt: skip
+    add_fields(sampling, SamplingParams, FIELDS, {"temperature": f"{TEMPERATURE:g}"})
+    told = field_options(SamplingParams)
+    for name, (option, kind, metavar) in REPEATED.items():
+        text = told[name].help if name in told else "text that the answer must not contain"
+        sampling.add_argument(
+            option, type=kind, action="append", metavar=metavar, dest=name,
+            help=f"{text}; may be repeated",
+        )  # fmt: skip
     sampling.add_argument(
         "--log-probs", action="store_true", help="log probs of the answers' tokens (with --json)"
     )
@@ -79,13 +85,10 @@ def add_sampling_options(generate: argparse.ArgumentParser) -> None:
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     """The sampling options, checked before a model is loaded."""
-    from megatron_async.requests.sampling_params import SamplingParams
-
+    values = ((name, getattr(arguments, name)) for name in (*FIELDS, *REPEATED))
+    given = {name: value for name, value in values if value is not None}
     sampling = SamplingParams(
-        **{name: getattr(arguments, name) for name, *_ in SAMPLING_OPTIONS},
-        stop_token_ids=arguments.stop_token_ids,
-        stop_words=arguments.stop_words,
-        bad_words=arguments.bad_words,
+        **{"temperature": TEMPERATURE, **given},
         return_log_probs=arguments.log_probs or arguments.prompt_log_probs,
         skip_prompt_log_probs=arguments.log_probs and not arguments.prompt_log_probs,
         echo=arguments.echo,
@@ -111,7 +114,9 @@ def structured_output(arguments: argparse.Namespace) -> StructuredOutput | None:
         text = getattr(arguments, name)
         if text is not None:
             given: dict[str, Any] = {name: text if name == "regex" else _text_or_file(name, text)}
-            return StructuredOutput(**given)
+            found = StructuredOutput(**given)
+            check_structure(flag(name), found)
+            return found
     return None if arguments.choice is None else StructuredOutput(choice=arguments.choice)
 
 

@@ -8,14 +8,14 @@ import os
 import sys
 from typing import Any
 
+from megatron_async.cli.fields import flag
 from megatron_async.cli.options import (
-    ENGINE_OPTIONS,
     MODEL_HELP,
     PROGRAM,
     add_dtype,
     add_engine_options,
     add_parallel,
-    flag,
+    engine_fields,
 )
 
 FORWARDED_SIZES = (
@@ -96,9 +96,15 @@ def _add_http(group: Any) -> None:
         "--one-event-a-token", action="store_true",
         help="never join tokens of a stream in one event, for clients that count events",
     )  # fmt: skip
+    group.add_argument("--no-page", action="store_true", help="no page for people at /")
     group.add_argument(
         "--metrics-names", choices=("own", "vllm"), default="own",
         help="names in /metrics: our own, or vLLM's beside them",
+    )  # fmt: skip
+    group.add_argument(
+        "--otlp-endpoint", metavar="URL",
+        help="collector of OpenTelemetry that spans of requests are sent to, as\n"
+        "http://127.0.0.1:4318 (default: OTEL_EXPORTER_OTLP_ENDPOINT, if it is set)",
     )  # fmt: skip
 
 
@@ -234,6 +240,8 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         profile_folder=arguments.profile_dir,
         tool_parser=arguments.tool_parser,
         one_event_a_token=arguments.one_event_a_token,
+        page=not arguments.no_page,
+        otlp_endpoint=arguments.otlp_endpoint,
         max_body_bytes=int(arguments.max_body_mb * 2**20),
     )
 
@@ -258,7 +266,7 @@ def replica_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _engine_fields() -> list[str]:
-    return [*(name for name, *_ in ENGINE_OPTIONS), "dtype"]
+    return [*engine_fields(), "dtype"]
 
 
 def _ranks(arguments: argparse.Namespace) -> int:

@@ -53,6 +53,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("rows", "mean_rows", "{:.1f}"),
     ("overlap", "overlap_ratio", "{:.3f}"),
     ("GPU idle", "idle_share", "{:.3f}"),
+    ("gap p99", "gap_p99_ms", "{:.2f}"),
     ("waiting", "mean_waiting", "{:.1f}"),
     ("pauses", "pauses", "{}"),
     ("evictions", "evictions", "{}"),
@@ -81,6 +82,7 @@ def add_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any)
         formatter_class=formatter,
         epilog="""examples:
   megatron-async simulate --machine h200:llama-3.1-8b --rate 16 48 --lookahead 0 1 2
+  megatron-async simulate --machine h200:llama-3.1-8b --rate 48 --lookahead 1 --target-tpot-ms 8 12
   megatron-async simulate --machine h200:llama-3.1-8b --rate 100 --num-kv-blocks 500
   megatron-async simulate --machine h200:llama-3.1-8b --rate 8 --forced-acceptance 0.8,0.6
   megatron-async simulate --machine run.rec --rate 4""",
@@ -91,6 +93,11 @@ def add_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any)
     trace.add_argument("--rate", type=float, nargs="+", default=[64.0], help="arrivals a second")
     engine = simulate.add_argument_group("engine")
     engine.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2], metavar="N")
+    engine.add_argument(
+        "--target-tpot-ms", type=float, nargs="+", default=[None], metavar="N",
+        help="milliseconds between two tokens of running requests that prompts shall not exceed\n"
+        "(default: none)",
+    )  # fmt: skip
     for group, options in ((trace, TRACE_OPTIONS), (engine, ENGINE_OPTIONS)):
         for name, type_, default, text in options:
             option = "--" + name.replace("_", "-")
@@ -146,27 +153,28 @@ def add_record_option(output: Any) -> None:
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Print the tables and, with --json, write the figures."""
     from megatron_async.profiling.benchmark_record import write_record
-    from megatron_async.profiling.trace_summary import latency_lines
+    from megatron_async.profiling.trace_summary import latency_lines, setting_cells
 
     shape, machine = load_machine(arguments.machine)
     if arguments.draft_us:
         machine = replace(machine, device=replace(machine.device, draft_us=arguments.draft_us))
-    pairs = list(itertools.product(arguments.rate, arguments.lookahead))
-    figures = [simulate_one(arguments, shape, machine, *pair) for pair in pairs]
+    settings = itertools.product(arguments.rate, arguments.lookahead, arguments.target_tpot_ms)
+    figures = [simulate_one(arguments, shape, machine, *setting) for setting in settings]
     print(f"steps take the time of: {machine.source}")
     if machine.reach is not None:
         print(f"the recording reaches: {machine.reach}")
     print()
-    print(f"{'rate/s':>8}{'lookahead':>10}" + "".join(f"{title:>11}" for title, *_ in COLUMNS))
-    for row in figures:
+    head, *labels = setting_cells(figures)
+    print(head + "".join(f"{title:>11}" for title, *_ in COLUMNS))
+    for label, row in zip(labels, figures, strict=True):
         cells = (f"{layout.format(row[key]):>11}" for _, key, layout in COLUMNS)
-        print(f"{row['rate']:>8g}{row['lookahead']:>10}" + "".join(cells))
+        print(label + "".join(cells))
     print("\n" + "\n".join(latency_lines(figures)))
     if machine.reach is not None:
         warn_of_guesses(machine.reach, figures)
     if arguments.json:
-        settings = {k: v for k, v in vars(arguments).items() if k not in ("run", "command")}
-        write_record(arguments.json, "simulate", {"device": "cpu", **settings}, figures)
+        given = {k: v for k, v in vars(arguments).items() if k not in ("run", "command")}
+        write_record(arguments.json, "simulate", {"device": "cpu", **given}, figures)
     return 0
 
 
@@ -213,8 +221,9 @@ def simulate_one(
     machine: Machine,
     rate: float,
     lookahead: int,
+    target_tpot_ms: float | None,
 ) -> dict[str, Any]:
-    """Figures of one rate and lookahead."""
+    """Figures of one setting."""
     from tqdm import tqdm
 
     from megatron_async.config import DEFAULT_MAX_REQUESTS, InferenceConfig
@@ -236,11 +245,15 @@ def simulate_one(
     chances = arguments.forced_acceptance
     if chances:
         options |= {"speculative_method": "ngram", "num_speculative_tokens": len(chances)}
-    config = InferenceConfig(lookahead=lookahead, max_sequence_length=longest, **options)
+    options |= {"lookahead": lookahead, "target_tpot_ms": target_tpot_ms}
+    config = InferenceConfig(max_sequence_length=longest, **options)
     title = f"{rate:g}/s, lookahead {lookahead}"
+    if target_tpot_ms is not None:
+        title += f", target {target_tpot_ms:g} ms"
     with tqdm(total=count, unit="request", desc=title, disable=arguments.no_progress) as bar:
         result = simulate(trace, shape, config, machine, bar.update, chances)
-    return {"rate": rate, "lookahead": lookahead, "requests": count, **result.figures()}
+    setting = {"rate": rate, "lookahead": lookahead, "target_tpot_ms": target_tpot_ms}
+    return {**setting, "requests": count, **result.figures()}
 
 
 def run_replay(arguments: argparse.Namespace) -> int:

@@ -136,7 +136,7 @@ class Bus:
         zmq.zmq_poll(reads, round(1000 * seconds))
 
     async def sleep_async(self, seconds: float) -> None:
-        """As `sleep`, while others run on the event loop."""
+        """Wait for a message, at most so many seconds, while other tasks run on the event loop."""
         if self._subscriber is None:
             await asyncio.sleep(seconds)
             return

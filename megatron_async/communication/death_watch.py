@@ -175,7 +175,7 @@ class DeathWatch:
             callback(loss)
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """As "rank 3 (host-b, pid 77)", with what is known of each."""
+        """Ranks by name, with what is known of each, such as "rank 3 (host-b, pid 77)"."""
         known = [str(self._records.get(rank, f"rank {rank}")) for rank in ranks]
         return ", ".join(known) if known else list_ranks([])
 

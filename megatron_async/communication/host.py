@@ -22,8 +22,8 @@ ABSTRACT_SOCKETS = sys.platform == "linux"
 
 
 def host_identity() -> str:
-    """The same for two processes if, and only if, they reach each other by sockets without a
-    network, and know each other's process ids.
+    """A name that two processes share if, and only if, they reach each other by sockets without a
+    network and see each other's process ids.
 
     A host name says neither: containers share it, or have two on one machine.
     """
@@ -115,7 +115,7 @@ def bind_addresses(address: str, others_on_this_host: bool, other_hosts: bool) -
 
 
 def choose_endpoint(endpoints: Sequence[str], same_host: bool) -> str:
-    """Of the endpoints that a rank is bound to, the one to connect to."""
+    """The endpoint to connect to, of those that a rank is bound to."""
     local = [endpoint for endpoint in endpoints if endpoint.startswith("ipc:")]
     remote = [endpoint for endpoint in endpoints if endpoint.startswith("tcp:")]
     return (local + remote)[0] if same_host else remote[0]
@@ -135,7 +135,7 @@ def process_state(pid: int) -> str:
 
 
 def list_ranks(ranks: Iterable[int]) -> str:
-    """As "rank 3" or "ranks 1, 2 and 5"."""
+    """Ranks as text, such as "rank 3" or "ranks 1, 2 and 5"."""
     found = [str(rank) for rank in ranks]
     if len(found) == 1:
         return f"rank {found[0]}"

@@ -18,7 +18,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Launch:
-    """Who torchrun says that we are.
+    """This process's place in the job, as torchrun's environment variables give it.
 
     Raises:
         ConfigurationError: a variable is missing, no integer, or out of range.

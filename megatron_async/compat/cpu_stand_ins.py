@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 class CudaMeansCpu(TorchFunctionMode):
     """Tensors that ask for the device "cuda", and `.cuda()`, get the CPU."""
 
+    @override
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -30,7 +31,6 @@ class CudaMeansCpu(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """See `torch.overrides.TorchFunctionMode`."""
         if func is torch.Tensor.cuda:
             return args[0]
         kwargs = {key: _on_cpu(value) for key, value in (kwargs or {}).items()}

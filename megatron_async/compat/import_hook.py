@@ -54,8 +54,8 @@ class ImportHook:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> Any:
-        """As `builtins.__import__`. Relative imports (`level` above 0) are never Megatron's: no
-        module of a script lies in Megatron's packages."""
+        """`builtins.__import__` while the hook is on. Relative imports (`level` above 0) are never
+        Megatron's: no module of a script lies in Megatron's packages."""
         if level or not _is_megatron(name) or not self._answers(globals):
             return self._import(name, globals, locals, fromlist, level)
         mirrored = self._mirror(name)
@@ -68,7 +68,7 @@ class ImportHook:
         return self._import(mirrored or name, globals, locals, fromlist, 0)
 
     def import_module(self, name: str, package: str | None = None) -> Any:
-        """As `importlib.import_module`; the module that calls is the one that asks."""
+        """`importlib.import_module` while the hook is on; the calling module is the importer."""
         full_name = importlib.util.resolve_name(name, package)
         if not _is_megatron(full_name) or not self._answers(sys._getframe(1).f_globals):
             return self._import_module(name, package)

@@ -67,7 +67,7 @@ class MirrorFinder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`; None for modules of others, and for those that
+        """The spec of a module of Megatron's; None for modules of others, and for those that
         neither the mirror nor Megatron has."""
         original = original_of(name)
         if original is None or name == MIRROR:
@@ -100,7 +100,7 @@ class _MegatronsOwn(Loader):
         self._original = original
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """See `importlib.abc.Loader`: the module is an ordinary one until `exec_module`."""
+        """None: the module is an ordinary one until `exec_module`."""
 
     def exec_module(self, module: ModuleType) -> None:
         # A module may put another in its place in sys.modules; `import` then hands that one out.

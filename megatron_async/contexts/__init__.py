@@ -1,4 +1,7 @@
-"""The CPU's truth about requests and memory, and the device's view of one step."""
+"""The CPU's truth about requests and memory: slots, blocks, scheduling, plans.
+
+The device's side of a plan is in `device_state/`, the life of requests in `engines/`.
+"""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class MicroBatches:
         return [(self._next + offset) % count for offset in range(count)]
 
     def members(self, slots: NDArray[np.bool_], micro_batch: int) -> NDArray[np.bool_]:
-        """Of some slots, bool `[slots]`, those that are in a micro-batch."""
+        """The slots among `slots`, bool `[slots]`, that are in a micro-batch."""
         if len(self._is_member) == 1:
             return slots
         return slots & self._is_member[micro_batch]

@@ -357,7 +357,7 @@ class PrefixCache:
         return self.losses + (0 if self.states is None else self.states.losses)
 
     def _take_notice(self) -> None:
-        """Of blocks that were handed out to others."""
+        """Forget blocks that were given to other requests since the last call."""
         lost, self._blocks.forgotten = self._blocks.forgotten, []
         if lost:
             self.evictions += len(lost)

@@ -258,7 +258,7 @@ class RequestSlots:
         return np.minimum(at_most + self.widths_of(slots, width) - 1, self.max_length[slots] - 1)
 
     def with_drafts(self, places: IntArray) -> IntArray:
-        """Of `places`, int32 `[slots]`, and those in which drafts are made."""
+        """`places`, int32 `[slots]`, and behind them those in which drafts are made."""
         if not self.draft_places:
             return places
         return np.minimum(places + self.draft_places, self.max_length - 1)

@@ -50,6 +50,7 @@ class Scheduler:
         waiting: requests without a slot.
         prefilling: slots whose prompt is not wholly in the cache, in order of admission.
         micro_batches: which of the requests the next step serves.
+        prefill_limit: prompt tokens that a step with decode rows may have, beside its budget.
         pauses, evictions: counts of events so far.
         recomputed_tokens: tokens that evictions took from the cache and that are prefilled again.
     """
@@ -78,6 +79,7 @@ class Scheduler:
         self.waiting = AdmissionQueue()
         self.prefilling: list[int] = []
         self.micro_batches = MicroBatches(slots, config.steps_in_flight - 1)
+        self.prefill_limit = config.max_tokens
         self.pauses = 0
         self.evictions = 0
         self.recomputed_tokens = 0
@@ -100,6 +102,8 @@ class Scheduler:
                 with self._tracer.range("schedule", self._builder.next_step):
                     decode = self._schedule_decode(micro_batch)
                     budget = self._config.max_tokens - len(decode.slots) * decode.width
+                    if len(decode.slots):
+                        budget = min(budget, self.prefill_limit)
                     prefill = self._schedule_prefill(micro_batch, budget)
                 if len(decode.slots) or prefill:
                     self.micro_batches.took(micro_batch, feeds_back=len(decode.slots) > 0)

@@ -55,7 +55,7 @@ class StepOutput:
         return self.tokens[first:end]
 
     def without(self, dropped: NDArray[np.bool_]) -> StepOutput:
-        """This output without some tokens, bool `[tokens]`."""
+        """A copy without the tokens at which `dropped`, bool `[tokens]`, is true."""
         kept = ~dropped
         log_probs = None if self.log_probs is None else self.log_probs[kept]
         return replace(self, tokens=self.tokens[kept], rows=self.rows[kept], log_probs=log_probs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class BatchDimensions:
     """Tokens that each rank of an expert-parallel group sends to the others, padding included, when
     another rank has more than this one; 0: as many as this step has."""
     dispatch_entries: int = 0
-    """The same of a draft model's pass over entries (`device_state/draft_tokens.py`), which has one
+    """The same of a draft model's pass over entries (`ops/drafting/draft_tokens.py`), which has one
     more token of each chunk."""
     dispatch_rows: int = 0
     """The same of its passes over one token of each row."""
@@ -98,3 +98,32 @@ class BatchDimensions:
     def graph_key(self) -> tuple[int, int, int]:
         """What tells captured shapes apart: decode rows, prefill tokens and width."""
         return self.decode_rows, self.padded_prefill_tokens, self.width
+
+    @property
+    def entries(self) -> BatchDimensions:
+        """Shape of a draft model's pass over entries, behind a step of this shape: as many tokens
+        of each decode row, and one more of each chunk."""
+        return replace(
+            self,
+            prefill_lengths=tuple((query + 1, kv + 1) for query, kv in self.prefill_lengths),
+            max_decode_kv_length=self.max_decode_kv_length + 1,
+            padded_prefill_tokens=self.padded_prefill_tokens + self.padded_prefill_rows,
+            longest_sequence=self.longest_sequence + 1,
+            dispatch_tokens=self.dispatch_entries,
+        )
+
+    def draft(self, number: int) -> BatchDimensions:
+        """Shape of a draft model's pass over one token of each row, behind a step of this shape.
+
+        Args:
+            number: of the draft that the pass makes: 1 or more, as draft 0 comes from the pass over
+                entries.
+        """
+        longest = max(self.max_decode_kv_length, self.max_prefill_kv_length)
+        return BatchDimensions(
+            decode_rows=self.rows,
+            max_decode_kv_length=longest + 1 + number,
+            is_captured=self.is_captured,
+            longest_sequence=self.longest_sequence + 1 + number,
+            dispatch_tokens=self.dispatch_rows,
+        )

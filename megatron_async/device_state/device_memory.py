@@ -45,6 +45,8 @@ from megatron_async.ops.attention.backends.triton_backend import TritonPrefill
 from megatron_async.ops.attention.decode_attention import HEAD_TILE, MAX_DIM
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
+from megatron_async.ops.cpu.compiler import compiles
+from megatron_async.ops.cpu.host_attention import HostPagedAttention
 from megatron_async.ops.recurrent.recurrent_pools import MAX_WIDTH
 
 if TYPE_CHECKING:
@@ -303,7 +305,9 @@ def _make_attention(
                 "out."
             )
         size = config.block_size_tokens
-        return TorchPagedAttention(size, max_blocks, device.torch_device, first_key)
+        is_loop = compiles() and model.params_dtype == torch.float32
+        kind = HostPagedAttention if is_loop else TorchPagedAttention
+        return kind(size, max_blocks, device.torch_device, first_key)
     # Megatron's imports take seconds, and simulations do without them.
     from megatron_async.models import parallel_state
 

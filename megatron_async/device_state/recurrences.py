@@ -36,7 +36,7 @@ class Recurrence(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the kind, for messages."""
+        """Name of the kind of layer, for messages."""
 
     @property
     def channels(self) -> int:

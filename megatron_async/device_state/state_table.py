@@ -32,7 +32,7 @@ TILE = 128
 
 @dataclass
 class StepStates:
-    """Of one step; int32, padded to its shape."""
+    """Pool rows that one step reads and writes; int32, padded to the step's shape."""
 
     rows: Tensor
     """`[rows]`: the pool row of each row's request."""

@@ -1,4 +1,7 @@
-"""Devices: the same engine with and without a GPU."""
+"""Streams, events and staging memory: all that differs between a GPU and no GPU.
+
+docs/devices.md is the guide.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ The two implementations are `CudaDevice` and `CpuDevice`; the engine cannot tell
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
@@ -26,7 +27,7 @@ class Event(ABC):
 
     @abstractmethod
     def wait_for(self, seconds: float) -> bool:
-        """As `wait`, but no longer than so many seconds; whether the point is reached."""
+        """Wait for at most so many seconds; returns whether the point is reached."""
 
     def tell(self, call: Callable[[], None]) -> bool:
         """Have `call` called once, on any thread, when the point is reached (at once, if it is).
@@ -93,6 +94,10 @@ class Device(ABC):
     @abstractmethod
     def event(self, timing: bool = False) -> Event:
         """A new event, not yet recorded."""
+
+    def now_us(self) -> float:
+        """The host's time, microseconds on `time.perf_counter_ns`'s clock."""
+        return time.perf_counter_ns() / 1e3
 
     @abstractmethod
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:

@@ -58,7 +58,7 @@ async def arrival(event: Event, wait: Callable[[Event], None]) -> None:
 
 
 class Answer(Enum):
-    """Of an event that is asked."""
+    """What an event says when it is queried."""
 
     NOT_YET = auto()
     REACHED = auto()

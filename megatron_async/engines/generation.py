@@ -19,7 +19,7 @@ def run_to_end(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     on_step: Callable[[dict[str, Any]], None] | None,
 ) -> list[DynamicInferenceRequest]:
-    """See `DynamicInferenceEngine.generate`."""
+    """Answer prompts: add all, step until all have ended (`DynamicInferenceEngine.generate`)."""
     if isinstance(sampling_params, Sequence):
         if len(sampling_params) != len(prompts):
             raise RequestError(

@@ -86,6 +86,8 @@ class EngineStatistics:
     """Most KV blocks that were held when a step was planned."""
     peak_slots: int = 0
     """Most slots that were held when a step was planned."""
+    late_steps: int = 0
+    """Steps with decode rows that took longer than `InferenceConfig.target_tpot_ms`."""
     slow_launches: int = 0
     """Launches that took the thread more than `SLOW_LAUNCH_NS`."""
     slow_launch_ns: int = 0
@@ -209,6 +211,8 @@ class EngineStatistics:
             "overlapped_steps": self.overlapped_steps,
             **{f"no_overlap_{reason}": count for reason, count in self.no_overlap.items()},
             "captured_steps": self.captured_steps,
+            "late_steps": self.late_steps,
+            "prefill_limit": context.scheduler.prefill_limit,
             "slow_launches": self.slow_launches,
             "slow_launch_seconds": self.slow_launch_ns / 1e9,
             "pipeline_bubble": context.micro_batches.bubble_share,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from functools import partial
 
 from megatron_async.contexts.step_plan import StepPlan
@@ -12,6 +11,7 @@ from megatron_async.contexts.step_shape import StepShape
 from megatron_async.engines.grammar_masks import send_masks
 from megatron_async.engines.invalidation import Invalidation
 from megatron_async.engines.listener import EngineListener
+from megatron_async.engines.prefill_pace import make_pace
 from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.request_registry import RequestRegistry
@@ -22,7 +22,7 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 
 
 class StepLaunching:
-    """Nothing here waits.
+    """Plans a step, copies the plan to the device and launches the step, without waiting.
 
     Args:
         controller: runs steps on the device.
@@ -40,7 +40,7 @@ class StepLaunching:
         requests: RequestRegistry,
         statistics: EngineStatistics,
         invalidation: Invalidation,
-        listeners: Sequence[EngineListener],
+        listeners: list[EngineListener],
     ) -> None:
         self._controller = controller
         self._context = controller.context
@@ -49,6 +49,7 @@ class StepLaunching:
         self._statistics = statistics
         self._invalidation = invalidation
         self._listeners = listeners
+        self._pace = make_pace(self._context, statistics, listeners)
 
     def launch_next(
         self, group: RankGroup, lookahead: int, is_compiling: bool
@@ -65,7 +66,9 @@ class StepLaunching:
             the step; None if nothing can run before a step in flight is resolved (or at all).
         """
         context, statistics, start = self._context, self._statistics, time.thread_time_ns()
-        group.launching(context.next_step)
+        scheduler = context.scheduler
+        wanted = scheduler.prefill_limit if self._pace is None else self._pace.limit()
+        scheduler.prefill_limit = group.launching(context.next_step, wanted)
         with context.tracer.range("prepare_step", context.next_step):
             plan = context.prepare_step(partial(_agree, group, is_compiling))
         statistics.count_prepare(time.thread_time_ns() - start, context)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.errors import PoolTooSmall, PromptTooLong, RequestError, SequenceTooLong
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
+
+logger = logging.getLogger("megatron_async")
 
 
 @dataclass(frozen=True)
@@ -151,9 +155,11 @@ def check_request(
     elif params.num_tokens_to_generate is not None:
         max_length = prompt + params.num_tokens_to_generate
     else:
+        max_length = min(longest, context.blocks.total * context.block_size_tokens + 1)
+    if max_length > longest:
+        # As in Megatron: a wish beyond the longest sequence is cut, not refused.
+        _tell_of_cut(longest)
         max_length = longest
-    # As in Megatron: a wish beyond the longest sequence is cut, not refused.
-    max_length = min(max_length, longest)
     # The last token is never fed back, so it needs no place in the cache.
     blocks = -(-(max_length - 1) // context.block_size_tokens)
     if blocks > context.blocks.total:
@@ -167,6 +173,16 @@ def check_request(
     if seed is None:
         seed = _mix(config.inference_sampling_seed, request.request_id)
     return RequestLimits(seed, max_length, _drafts(params, config.num_speculative_tokens))
+
+
+@cache
+def _tell_of_cut(longest: int) -> None:
+    """Log, once for each limit, that requests asked for more than the longest sequence."""
+    logger.warning(
+        "a request asks for more tokens than max_sequence_length=%d allows beside its prompt: it "
+        "ends there, with finish_reason 'length' (said once)",
+        longest,
+    )
 
 
 def _drafts(params: SamplingParams, most: int) -> int:

@@ -233,7 +233,7 @@ class ModelArchitecture:
 
     @property
     def without_mtp(self) -> ModelArchitecture:
-        """This model with its layers of multi-token prediction left out."""
+        """A copy without the layers of multi-token prediction."""
         return replace(
             self,
             mtp_pattern="",

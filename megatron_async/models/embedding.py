@@ -24,7 +24,7 @@ class InferenceEmbedding(LanguageModelEmbedding):
 
     @property
     def collectives(self) -> TensorCollectives:
-        """Of the ranks that share the vocabulary."""
+        """Collectives of the ranks that share the vocabulary."""
         return collectives_of(self.tp_group)
 
     def forward(

@@ -61,7 +61,7 @@ class PagedHybridStack(HybridStack):
         inference_context: Any = None,
         **_: Any,
     ) -> Tensor:
-        """As `HybridStack.forward`: hidden states `[tokens, 1, hidden]`, normalised at the end.
+        """Run the layers: hidden states `[tokens, 1, hidden]` -> the same, normalised at the end.
 
         A pipeline stage hands on the sum of `run`'s outputs: the next one's first norm would add
         them up and keep the sum as the residual, so it computes the same, of half the data.

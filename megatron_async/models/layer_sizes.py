@@ -55,7 +55,7 @@ class MambaSizes:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of one request's state: `(heads, head_dim, state_dim)`, float32."""
+        """Shape of one request's state: `(heads, head_dim, state_dim)`, float32."""
         return self.heads, self.head_dim, self.state_dim
 
     def of_rank(self, ranks: int) -> MambaSizes:
@@ -113,7 +113,7 @@ class DeltaSizes:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of one request's state: `(value heads, value_dim, key_dim)`, float32."""
+        """Shape of one request's state: `(value heads, value_dim, key_dim)`, float32."""
         return self.value_heads, self.value_dim, self.key_dim
 
     def of_rank(self, ranks: int) -> DeltaSizes:
@@ -167,7 +167,7 @@ def _delta(a: ModelArchitecture, _experts: int) -> int:
 
 
 def _matrices(a: ModelArchitecture) -> int:
-    """Of an MLP: gate, up and down, or up and down."""
+    """Matrices of an MLP: gate, up and down, or up and down."""
     return 3 if a.activation == "silu" else 2
 
 

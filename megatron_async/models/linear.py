@@ -7,9 +7,10 @@ With sequence parallelism (Korthikanti et al. 2022) the residual stream between 
 tokens: the sum leaves each rank its rows, and the next column-parallel layer gathers them.
 
 On a CPU in float32 the weight is also kept in oneDNN's blocked layout, which reads a small batch's
-weights near memory speed: on a 2-core EPYC the matrix products of a SmolLM2-135M step take 25 to
-32 ms at batch 8 that way, and 55 to 63 with torch's linear (docs/performance.md). On a GPU decode
-steps have kernels of their own (`ops/linear/skinny_linear.py`).
+weights near memory speed: on a 2-core EPYC the matrix products of a SmolLM2-135M step take 25 to 32
+ms at batch 8 that way, and 55 to 63 with torch's linear (docs/records/cpu_throughput.md). Or it is
+kept as 8-bit integers (`ops/linear/eight_bit.py`). On a GPU decode steps have kernels of their own
+(`ops/linear/skinny_linear.py`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
+from megatron_async.errors import OutOfMemoryError
 from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.linear.eight_bit import EightBitWeight
 from megatron_async.ops.linear.partial_sums import add_partial_sums
 from megatron_async.ops.linear.skinny_linear import Unnormed
-from megatron_async.ops.linear.skinny_plan import takes_unnormed
+from megatron_async.ops.linear.skinny_plan import takes_gated, takes_unnormed
 from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, Unreduced, collectives_of
 
 PACKING_BATCH_HINT = 256
@@ -32,12 +35,15 @@ PACKING_BATCH_HINT = 256
 PACKING_MEMORY_SHARE = 0.5
 """Weights are packed only if the copy takes at most this share of the free memory."""
 
+PackedWeight = Tensor | EightBitWeight
+"""In oneDNN's blocked layout, or 8-bit integers."""
+
 
 def linear(
     x: Tensor | Unnormed,
     weight: Tensor,
     bias: Tensor | None,
-    packed: Tensor | None,
+    packed: PackedWeight | None,
     may_split: bool = False,
 ) -> Tensor:
     """`x @ weight.T + bias`.
@@ -53,6 +59,9 @@ def linear(
     Returns:
         `[tokens, 1, out]`; or partial sums `[splits, tokens, 1, out]`.
     """
+    if isinstance(packed, EightBitWeight):
+        assert isinstance(x, Tensor), "on a CPU"
+        return packed.product(x, bias)
     if packed is not None:
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     if isinstance(x, Unnormed):
@@ -72,11 +81,11 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
     multiple of the ranks.
     """
 
-    packed_weight: Tensor | None = None
+    packed_weight: PackedWeight | None = None
 
     @property
     def collectives(self) -> TensorCollectives:
-        """Of the ranks that share this layer."""
+        """Collectives of the ranks that share this layer."""
         return collectives_of(self.tp_group)
 
     def forward(
@@ -85,8 +94,7 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As Megatron's: `[..., in]` -> `[..., out of this rank]`, and the bias if it is to be
-        added later.
+        """`[..., in]` -> `[..., out of this rank]`, and the bias where the caller adds it later.
 
         Where `takes_unnormed`, the input may be the arguments of the norm before this layer.
         """
@@ -132,17 +140,25 @@ class InferenceRowParallelLinear(RowParallelLinear):
             that is alone in its group, `Unreduced` of one that is not.
     """
 
-    packed_weight: Tensor | None = None
+    packed_weight: PackedWeight | None = None
     may_split: bool = False
 
     @property
     def collectives(self) -> TensorCollectives:
-        """Of the ranks that share this layer."""
+        """Collectives of the ranks that share this layer."""
         return collectives_of(self.tp_group)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor | Unreduced, Tensor | None]:
-        """As Megatron's: `[..., in of this rank]` -> `[..., out]`, and the bias if it is to be
-        added later."""
+    def takes_gated(self, rows: Tensor) -> bool:
+        """Whether `forward` should be given the arguments of the gated norm before it, which is
+        over all of `rows`, `[tokens, in]`."""
+        alone = get_pg_size(self.tp_group) == 1
+        return alone and self.packed_weight is None and takes_gated(rows, self.weight)
+
+    def forward(self, input_: Tensor | Unnormed) -> tuple[Tensor | Unreduced, Tensor | None]:
+        """`[..., in of this rank]` -> `[..., out]`, and the bias where the caller adds it later.
+
+        Where `takes_gated`, the input may be the arguments of the gated norm before this layer.
+        """
         alone = get_pg_size(self.tp_group) == 1
         may_split = self.may_split and self.bias is None
         bias = self.bias if alone and not self.skip_bias_add else None
@@ -151,6 +167,7 @@ class InferenceRowParallelLinear(RowParallelLinear):
         output: Tensor | Unreduced
         output = linear(input_, self.weight, bias, self.packed_weight, may_split)
         if not alone:
+            assert isinstance(input_, Tensor), "see takes_gated"
             output = self._reduced(output, input_.dtype)
             if self.bias is not None and not self.skip_bias_add:
                 assert isinstance(output, Tensor), "a sum with a bias is done here"
@@ -168,18 +185,55 @@ class InferenceRowParallelLinear(RowParallelLinear):
         return collectives.all_reduce(product, dtype)
 
 
-def pack_weights(model: nn.Module, free_memory: int) -> int:
-    """Keep a blocked copy of every linear weight, where that is possible and pays.
+def pack_weights(model: nn.Module, free_memory: int, quantization: str | None = None) -> int:
+    """Keep a blocked or an 8-bit copy of every linear weight, where that is possible and pays.
 
     Call it again when the weights have changed. Layers on a GPU or in another dtype than float32
-    keep to their plain weights, and so do all layers when the copies would take more than
+    keep to their plain weights, and so do all layers when blocked copies would take more than
     `PACKING_MEMORY_SHARE` of `free_memory` bytes.
+
+    Args:
+        model: whose linear layers are of this file's classes.
+        free_memory: bytes.
+        quantization: "int8", or None for blocked copies.
 
     Returns:
         bytes of the copies, 0 if nothing was packed.
+
+    Raises:
+        OutOfMemoryError: 8-bit copies that were asked for do not fit.
+        ConfigurationError: this CPU cannot multiply them.
     """
-    if not torch.backends.mkldnn.is_available():
+    jobs = _weights_on_cpu(model)
+    if quantization is not None:
+        return _keep_eight_bits(jobs, free_memory)
+    total = sum(weight.numel() * weight.itemsize for _, weight in jobs)
+    if not torch.backends.mkldnn.is_available() or total > PACKING_MEMORY_SHARE * free_memory:
         return 0
+    with torch.no_grad():
+        for module, weight in jobs:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKING_BATCH_HINT)
+            module.packed_weight = packed
+    return total
+
+
+def _keep_eight_bits(jobs: list[tuple[Any, Tensor]], free_memory: int) -> int:
+    needed = sum(weight.numel() for _, weight in jobs)
+    if needed > free_memory:
+        raise OutOfMemoryError(
+            f"quantization='int8' keeps {needed / 2**30:.2f} GiB of 8-bit weights, and "
+            f"{free_memory / 2**30:.2f} GiB are free: leave it None, or free memory."
+        )
+    total = 0
+    with torch.no_grad():
+        for module, weight in jobs:
+            module.packed_weight = EightBitWeight(weight.detach())
+            total += module.packed_weight.nbytes
+    return total
+
+
+def _weights_on_cpu(model: nn.Module) -> list[tuple[Any, Tensor]]:
+    """Linear layers with a float32 weight on a CPU, and that weight."""
     tied = getattr(model, "share_embeddings_and_output_weights", False)
     jobs: list[tuple[Any, Tensor]] = []
     for module in model.modules():
@@ -187,14 +241,6 @@ def pack_weights(model: nn.Module, free_memory: int) -> int:
             weight = module.weight
             if weight is None and tied:
                 weight = model.shared_embedding_or_output_weight()  # type: ignore[operator]
-            plain = weight.device.type == "cpu" and weight.dtype == torch.float32
-            if plain:
+            if weight.device.type == "cpu" and weight.dtype == torch.float32:
                 jobs.append((module, weight))
-    total = sum(weight.numel() * weight.itemsize for _, weight in jobs)
-    if total > PACKING_MEMORY_SHARE * free_memory:
-        return 0
-    with torch.no_grad():
-        for module, weight in jobs:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKING_BATCH_HINT)
-            module.packed_weight = packed
-    return total
+    return jobs

@@ -168,8 +168,12 @@ class Mamba2Mixer(RecurrentMixer):
         # With sequence parallelism rows of padding stand behind the step's tokens.
         zxbcdt = projected.squeeze(1)[: inference_context.dims.tokens]
         y = inference_context.recurrent(self.state_layer_index, zxbcdt, self.recurrence)
-        normed = self.norm(y, zxbcdt[:, : self.sizes.inner])
-        output, bias = self.out_proj(normed[:, None])
+        gate = zxbcdt[:, : self.sizes.inner]
+        norm = self.norm
+        if norm.groups == 1 and norm.tp_group is None and self.out_proj.takes_gated(y):
+            output, bias = self.out_proj(Unnormed(y, None, norm.weight, norm.eps, gate=gate))
+        else:
+            output, bias = self.out_proj(norm(y, gate)[:, None])
         return output, bias
 
     def sharded_state_dict(

@@ -35,7 +35,7 @@ class InferenceMLP(MLP):
         per_token_scale: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As Megatron's: `[tokens, 1, hidden]` -> the same, and a bias or None."""
+        """`[tokens, 1, hidden]` -> the same shape, and a bias or None, as in Megatron."""
         activated = None
         gated = self.config.gated_linear_unit
         if isinstance(self.linear_fc1, InferenceColumnParallelLinear):

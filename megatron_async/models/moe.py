@@ -122,7 +122,7 @@ class MoELayer(MegatronModule):
         inference_context: ContextGPUView | None = None,
         **_: Any,
     ) -> tuple[Tensor | Unreduced, None]:
-        """As Megatron's: `[tokens, 1, hidden]` -> the same, and no bias.
+        """`[tokens, 1, hidden]` -> the same shape, and no bias.
 
         With sequence parallelism the tokens are this rank's share of the group's, before and after.
         Where `takes_unnormed`, the input may be the arguments of the norm before this layer.
@@ -187,8 +187,8 @@ class MoELayer(MegatronModule):
         return None if plan is None else (layer, plan)
 
     def _few_tokens(self, x: Tensor | Unnormed, view: ContextGPUView | None) -> Tensor | None:
-        """This rank's part of the output, `[tokens, 1, hidden]`, where the op of a few tokens is
-        for x; else None."""
+        """The output of this rank's experts, `[tokens, 1, hidden]`, by the op for few tokens; None
+        where `x` has too many tokens for the op."""
         rows = x.x if isinstance(x, Unnormed) else x
         planned = self._planned(rows)
         if planned is None:
@@ -200,8 +200,8 @@ class MoELayer(MegatronModule):
         return output[:, None]
 
     def _dispatched(self, x: Tensor, view: ContextGPUView | None) -> Tensor | Unreduced:
-        """This rank's part of the output for `[tokens, hidden]`, by routing, dispatch and grouped
-        products."""
+        """The output of this rank's experts for `[tokens, hidden]`, by routing, dispatch and
+        grouped products."""
         ranks = collectives_of(self.tp_group).size
         dispatched = 0 if view is None else view.dims.dispatch_tokens
         if self._is_scattered:

@@ -9,6 +9,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+import megatron_async.models.compile_later  # noqa: F401  # isort: skip  # before Megatron-Core
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 

@@ -79,7 +79,7 @@ class TransformerEngineHybridStack(PagedHybridStack):
         inference_context: Any = None,
         **_: Any,
     ) -> Tensor:
-        """As `HybridStack.forward`: hidden states `[tokens, 1, hidden]`, normalised at the end of
+        """Run the layers: hidden states `[tokens, 1, hidden]` -> the same, normalised at the end of
         the last stage."""
         if isinstance(hidden_states, WrappedTensor):
             hidden_states = hidden_states.unwrap()

@@ -1,1 +1,4 @@
-"""What runs tell who looks on: ranges, timeline, metrics."""
+"""What an engine records while it runs: ranges, a timeline, metrics.
+
+Counters are in `engines/statistics.py`; reports are made of them in `profiling/`.
+"""

@@ -32,6 +32,8 @@ COUNTERS = {
     "dummy_steps": "Steps launched without rows, for the experts of this rank.",
     "overlapped_steps": "Steps launched before the step before them was resolved.",
     "captured_steps": "Steps that replayed a graph.",
+    "late_steps": "Steps with running requests that took longer than target_tpot_ms.",
+    "prefill_limit": "Most prompt tokens of a step with running requests, now.",
     "slow_launches": "Launches that took the engine's thread more than 1 ms.",
     "slow_launch_seconds": "Seconds of them.",
     "zombie_steps": "Resolved steps of which all rows were zombies.",

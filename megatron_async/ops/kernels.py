@@ -1,14 +1,17 @@
-"""Which implementation of each hot-path op a device gets: Triton on a GPU, else plain torch."""
+"""Which implementation of each hot-path op a device gets: Triton on a GPU, else plain torch and,
+for a few, loops compiled by Numba."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from megatron_async.ops.attention import output_gate, rope_append
+from megatron_async.ops.cpu import rows
+from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.drafting import hidden_states, ngram_lookup, store_drafts
 from megatron_async.ops.experts import expert_mlp, expert_routing, few_tokens, shared_gate
 from megatron_async.ops.linear import rms_norm, skinny_linear, squared_relu, swiglu
@@ -145,8 +148,16 @@ TRITON_KERNELS = Kernels(
     hidden_states.keep_hidden,
     hidden_states.gather_hidden,
 )
+CPU_KERNELS = replace(
+    TORCH_KERNELS,
+    add_rms_norm=rows.add_rms_norm,
+    rope_append=rows.rope_append,
+    swiglu=rows.swiglu,
+)
 
 
 def kernels_for(tensor: Tensor) -> Kernels:
     """The ops for a tensor's device."""
-    return TRITON_KERNELS if tensor.is_cuda else TORCH_KERNELS
+    if tensor.is_cuda:
+        return TRITON_KERNELS
+    return CPU_KERNELS if compiles() else TORCH_KERNELS

@@ -1,1 +1,4 @@
-"""Does an engine say what a reference says, and if not, was the reference undecided?"""
+"""Whether an engine's tokens are a reference's, and if not, whether two tokens were nearly tied.
+
+`scripts/check_parity.py` is the command.
+"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, override
 
 import torch
 from torch import Tensor
@@ -38,15 +38,15 @@ class LogitsKeeper(GPTInferenceWrapper):
 
     logits: Tensor
 
+    @override
     def forward(self, view: Any) -> Tensor:
-        """See `GPTInferenceWrapper.forward`."""
         self.logits = super().forward(view)
         return self.logits
 
 
-class EngineReference:
-    """This engine, serial, in float32, in a process of its own (models of a process share their
-    parallel groups).
+class EngineReference(Reference):
+    """The engine itself, serial, in float32, in a process of its own (models of one process share
+    their parallel groups).
 
     Args:
         model_name: anything that `LLM` loads.
@@ -56,6 +56,7 @@ class EngineReference:
             replayed nothing is kept.
     """
 
+    @override
     def __init__(
         self, model_name: str, device: str, weight_dtype: torch.dtype, config: InferenceConfig
     ) -> None:
@@ -66,16 +67,15 @@ class EngineReference:
         self._engine = DynamicInferenceEngine(TextGenerationController(self._wrapper), context)
 
     def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        """See `Reference.greedy`."""
         return generated(self._engine.generate(prompts, greedy_params(tokens)))
 
     def last_logits(self, tokens: list[int]) -> Tensor:
-        """See `Reference.last_logits`: the prefill of `tokens` as a prompt."""
+        """Logits behind `tokens`, by prefilling them as a prompt."""
         generated(self._engine.generate([tokens], greedy_params(1)))
         return self._wrapper.logits[-1].to("cpu", torch.float32)
 
 
-class TransformersReference:
+class TransformersReference(Reference):
     """`transformers`, in float32: a plain loop with a KV cache.
 
     Args:
@@ -84,6 +84,7 @@ class TransformersReference:
         weight_dtype: weights are rounded to it.
     """
 
+    @override
     def __init__(self, model_name: str, device: str, weight_dtype: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM
 
@@ -99,7 +100,6 @@ class TransformersReference:
 
     @torch.inference_mode()
     def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        """See `Reference.greedy`."""
         outputs = []
         for prompt in prompts:
             ids, cache, output = torch.tensor([prompt], device=self._device), None, []
@@ -111,8 +111,8 @@ class TransformersReference:
         return outputs
 
     @torch.inference_mode()
+    @override
     def last_logits(self, tokens: list[int]) -> Tensor:
-        """See `Reference.last_logits`."""
         ids = torch.tensor([tokens], device=self._device)
         return self._model(ids).logits[0, -1].to("cpu", torch.float32)
 

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import MutableMapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -58,6 +58,8 @@ class TimedRequest:
     output_tokens: int
     """By the server's own count (`usage`)."""
     events: int
+    gaps_s: tuple[float, ...] = ()
+    """From each event with a choice to the next."""
 
     @property
     def tpot_s(self) -> float | None:
@@ -91,7 +93,11 @@ class HttpReaders:
         self._manager.shutdown()
 
     def serve(
-        self, server: HttpServer, trace: Sequence[TraceRequest], timeout_s: float = 600.0
+        self,
+        server: HttpServer,
+        trace: Sequence[TraceRequest],
+        timeout_s: float = 600.0,
+        max_concurrency: int | None = None,
     ) -> tuple[list[TimedRequest], float]:
         """Send a trace's requests at their times.
 
@@ -99,6 +105,8 @@ class HttpReaders:
             server: whom to ask.
             trace: in order of arrival.
             timeout_s: for the whole trace, from its start.
+            max_concurrency: no more requests are under way at once; the others are sent when one
+                ends, and their times count from then.
 
         Returns:
             the requests in the trace's order, and the seconds from the trace's start to the last
@@ -109,20 +117,25 @@ class HttpReaders:
                 the server's words.
             TimeoutError: the trace took longer than `timeout_s`.
         """
-        count = min(self._processes, len(trace))
+        count = min(self._processes, len(trace), max_concurrency or len(trace))
         sent = [_sent_of(server, request) for request in trace]
         barrier, start = self._manager.Barrier(count), self._manager.dict()
         work = [
-            self._pool.submit(_serve_part, server, sent[i::count], barrier, start, timeout_s)
+            self._pool.submit(
+                _serve_part,
+                server,
+                sent[i::count],
+                barrier,
+                start,
+                timeout_s,
+                None if max_concurrency is None else (max_concurrency + i) // count,
+            )
             for i in range(count)
         ]
         parts = [future.result() for future in work]
         answers = [parts[place % count][place // count] for place in range(len(trace))]
         served = [_read(answer, request) for answer, request in zip(answers, trace, strict=True)]
-        ends = [
-            request.arrival_s + timed.latency_s
-            for request, timed in zip(trace, served, strict=True)
-        ]
+        ends = (a.began_s + timed.latency_s for a, timed in zip(answers, served, strict=True))
         return served, max(ends)
 
 
@@ -136,8 +149,10 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What came back: pieces, and when, in seconds from the request's arrival."""
+    """What came back: pieces, and when, in seconds from `began_s`, which counts from the trace's
+    start."""
 
+    began_s: float
     pieces: list[bytes]
     times: list[float]
 
@@ -171,24 +186,38 @@ def _serve_part(
     barrier: Any,
     start: MutableMapping[str, float],
     timeout_s: float,
+    at_once: int | None,
 ) -> list[_Answer]:
     """One process' work. All processes begin at one time of the monotonic clock."""
     barrier.wait(timeout_s)
     begin = start.setdefault("at", time.monotonic() + START_S)
-    return uvloop.run(_serve_all(server, requests, begin, timeout_s))
+    return uvloop.run(_serve_all(server, requests, begin, timeout_s, at_once))
 
 
 async def _serve_all(
-    server: HttpServer, requests: Sequence[_Sent], begin: float, timeout_s: float
+    server: HttpServer,
+    requests: Sequence[_Sent],
+    begin: float,
+    timeout_s: float,
+    at_once: int | None,
 ) -> list[_Answer]:
+    turns = None if at_once is None else asyncio.Semaphore(at_once)
+
+    async def ask(request: _Sent) -> _Answer:
+        arrival = begin + request.arrival_s
+        await asyncio.sleep(arrival - time.monotonic())
+        if turns is None:
+            return await _ask(server, request, begin, arrival)
+        async with turns:
+            return await _ask(server, request, begin, time.monotonic())
+
     async with asyncio.timeout(begin - time.monotonic() + timeout_s):
-        return await asyncio.gather(*(_ask(server, request, begin) for request in requests))
+        return await asyncio.gather(*map(ask, requests))
 
 
-async def _ask(server: HttpServer, request: _Sent, begin: float) -> _Answer:
-    url, loop, arrival = urlsplit(server.url), asyncio.get_running_loop(), begin + request.arrival_s
-    await asyncio.sleep(arrival - time.monotonic())
-    answer, ended = _Answer([], []), loop.create_future()
+async def _ask(server: HttpServer, request: _Sent, begin: float, arrival: float) -> _Answer:
+    url, loop = urlsplit(server.url), asyncio.get_running_loop()
+    answer, ended = _Answer(arrival - begin, [], []), loop.create_future()
     try:
         await loop.create_connection(
             lambda: _Reader(request.data, arrival, answer, ended),
@@ -202,7 +231,7 @@ async def _ask(server: HttpServer, request: _Sent, begin: float) -> _Answer:
 
 
 class _Reader(asyncio.Protocol):
-    """One request's connection."""
+    """The connection of one request."""
 
     def __init__(
         self, request: bytes, arrival: float, answer: _Answer, ended: asyncio.Future[None]
@@ -241,12 +270,14 @@ def _read(answer: _Answer, request: TraceRequest) -> TimedRequest:
     def when(place: int) -> float:
         return answer.times[bisect_left(ends, place)]
 
+    times = [when(place) for place in events]
     return TimedRequest(
-        ttft_s=when(events[0]),
-        latency_s=when(events[-1]),
+        ttft_s=times[0],
+        latency_s=times[-1],
         prompt_tokens=len(request.prompt),
         output_tokens=tokens,
         events=len(events),
+        gaps_s=tuple(later - earlier for earlier, later in pairwise(times)),
     )
 
 

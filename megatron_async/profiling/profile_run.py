@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -41,6 +43,12 @@ LONGEST_OVER_MEAN = 4
 
 Bar = Callable[[int], None]
 """Told of progress."""
+
+
+ESTIMATED_FROM = 8
+"""Steps whose mean time is what the others are expected to take."""
+LONG_S = 5
+"""Of less nobody needs to be told."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,7 @@ def record_workload(llm: LLM, workload: ProfileWorkload, progress: bool = False)
     with _bar(total, unit, progress) as bar:
         run = _prepare(llm.engine, workload)
         first = timeline.now_us()
-        run(bar.update)
+        run(bar.update if progress is False else _Estimate(bar, workload).update)
     llm.close()
     return timeline.since(first)
 
@@ -173,8 +181,38 @@ def _prepare(engine: DynamicInferenceEngine, workload: ProfileWorkload) -> Calla
     return run
 
 
+class _Estimate:
+    """Moves a bar on, and says after the first steps how long the others will take, once and
+    whether stderr is a terminal or not.
+
+    Args:
+        bar: of steps, or of requests.
+        workload: what is run.
+    """
+
+    def __init__(self, bar: Any, workload: ProfileWorkload) -> None:
+        self._bar = bar
+        self._workload = workload
+        self._steps = 0
+        self._begin = time.perf_counter()
+
+    def update(self, count: int) -> None:
+        """So many more have been done."""
+        self._bar.update(count)
+        self._steps += count
+        steps = self._workload.steps
+        if self._workload.name == "trace" or self._steps != ESTIMATED_FROM or steps <= self._steps:
+            return
+        step_s = (time.perf_counter() - self._begin) / self._steps
+        left = round(step_s * (steps - self._steps))
+        if left >= LONG_S:
+            shown = f"{left // 60} min {left % 60} s" if left >= 60 else f"{left} s"
+            text = f"{steps} steps of {step_s:.2f} s: about {shown} (--steps N takes fewer)"
+            tqdm.write(text, file=sys.stderr)
+
+
 def _bar(total: int, unit: str, progress: bool) -> AbstractContextManager[Any]:
-    return tqdm(total=total, unit=unit, desc="profile", disable=not progress)
+    return tqdm(total=total, unit=unit, desc="profile", disable=None if progress else True)
 
 
 def write_profile(folder: Path, timeline: Timeline, facts: Mapping[str, Any]) -> GapReport:

@@ -64,7 +64,7 @@ class StepGap:
 
     @property
     def cause(self) -> str:
-        """Who is to blame, in two words."""
+        """Why the device waited, in two words."""
         if self.no_overlap is not None:
             return self.no_overlap.replace("_", " ")
         return "launched ahead" if self.is_launched_ahead else "CPU late"

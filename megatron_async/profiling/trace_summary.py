@@ -15,7 +15,8 @@ METRICS = {
     "tpot_ms": "TPOT ms",
     "latency_ms": "latency ms",
 }
-STATISTICS = ("mean", "p50", "p90", "p99")
+STATISTICS = ("p50", "p99")
+WIDTH = 10
 
 
 def summarize(served: ServedTrace) -> dict[str, Any]:
@@ -49,13 +50,31 @@ def summarize(served: ServedTrace) -> dict[str, Any]:
 
 
 def latency_lines(figures: Sequence[dict[str, Any]]) -> list[str]:
-    """A table of all latencies, a line for each metric and figure; `figures` carry "rate" and
-    "lookahead" beside what `summarize` returns."""
-    head = f"{'rate/s':>8}{'lookahead':>10}  {'':<12}"
-    lines = [head + "".join(f"{name:>11}" for name in STATISTICS)]
-    for metric, title in METRICS.items():
-        for row in figures:
-            cells = (row[metric][name] for name in STATISTICS)
-            values = "".join(f"{math.nan if cell is None else cell:>11.2f}" for cell in cells)
-            lines.append(f"{row['rate']:>8g}{row['lookahead']:>10}  {title:<12}{values}")
+    """A table of all latencies, a line for each setting, so that settings compare at a glance.
+
+    Args:
+        figures: what `summarize` returns, with the settings; see `setting_cells`.
+    """
+    shown = [(key, name) for key in METRICS for name in STATISTICS]
+    head, *labels = setting_cells(figures)
+    titles = "".join(f"{title:>{WIDTH * len(STATISTICS)}}" for title in METRICS.values())
+    top = " " * len(head) + titles
+    lines = [top, head + "".join(f"{n:>{WIDTH}}" for _, n in shown)]
+    for label, row in zip(labels, figures, strict=True):
+        cells = (row[key][name] for key, name in shown)
+        values = "".join(f"{math.nan if cell is None else cell:>{WIDTH}.2f}" for cell in cells)
+        lines.append(label + values)
+    return lines
+
+
+def setting_cells(figures: Sequence[dict[str, Any]]) -> list[str]:
+    """The first columns of a table: its title, then one for each of `figures`: their "rate" and
+    "lookahead", and "target_tpot_ms" where one has a target."""
+    columns = {"rate": "  rate/s", "lookahead": " lookahead", "target_tpot_ms": " target ms"}
+    if all(row.get("target_tpot_ms") is None for row in figures):
+        del columns["target_tpot_ms"]
+    lines = ["".join(columns.values())]
+    for row in figures:
+        cells = {key: "-" if row[key] is None else f"{row[key]:g}" for key in columns}
+        lines.append("".join(f"{cells[key]:>{len(title)}}" for key, title in columns.items()))
     return lines

@@ -50,6 +50,8 @@ class Launch(msgspec.Struct, tag="launch", array_like=True):
     """What the ranks that hold other requests agreed on; None: there are none."""
     is_dummy: bool = False
     """Of this model no request runs: its engine stops, but others need its experts."""
+    prefill_limit: int = 0
+    """Most prompt tokens beside decode rows, which the leader's clock says."""
 
 
 class Resolve(msgspec.Struct, tag="resolve", array_like=True):

@@ -48,6 +48,7 @@ class Follower(ConnectedGroup):
 
     Attributes:
         shape: of the step that is planned next, where the leader settled it with others.
+        prefill_limit: most prompt tokens that it may have beside decode rows.
     """
 
     def __init__(
@@ -55,12 +56,13 @@ class Follower(ConnectedGroup):
     ) -> None:
         super().__init__(channel, check_alive, check_agreement)
         self.shape: StepShape | None = None
+        self.prefill_limit = 0
         self._received: deque[Action] = deque()
         self._reported = -1
 
     @property
     def leader(self) -> int:
-        """Its rank in the job."""
+        """The leader's rank in the job."""
         return self._channel.members[0]
 
     def check_leads(self) -> None:
@@ -87,6 +89,9 @@ class Follower(ConnectedGroup):
             if oldest is not None and oldest.ready.query() and oldest.error is not None:
                 self.launch_failed(oldest.plan.step, oldest.error)
         return self._received.popleft()
+
+    def launching(self, step: int, prefill_limit: int) -> int:
+        return self.prefill_limit
 
     def agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
         return wanted if self.shape is None else self.shape
@@ -162,6 +167,7 @@ def _replay(engine: DynamicInferenceEngine, group: Follower, action: Action) -> 
     if isinstance(action, Launch):
         _check_step("launches", action.step, engine.context.next_step)
         group.shape = None if action.shape is None else StepShape(*action.shape)
+        group.prefill_limit = action.prefill_limit
         if action.is_dummy:
             engine.launch_dummy_step()
         else:

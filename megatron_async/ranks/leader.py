@@ -59,6 +59,7 @@ class Leader(ConnectedGroup):
         """Step -> follower -> error, of steps that failed there and are not yet booked here."""
         self._failed_since: dict[int, float] = {}
         self._is_closed = False
+        self._prefill_limit = 0
 
     def compiling(self, request: DynamicInferenceRequest) -> None:
         self._send(Compile(request.sampling_params))
@@ -74,15 +75,17 @@ class Leader(ConnectedGroup):
     def controlled(self, method: str, argument: bool | None = None) -> None:
         self._send(Control(method, argument))
 
-    def launching(self, step: int) -> None:
+    def launching(self, step: int, prefill_limit: int) -> int:
+        self._prefill_limit = prefill_limit
         if self._consensus is None:
-            self._send(Launch(step))
+            self._send(Launch(step, prefill_limit=prefill_limit))
+        return prefill_limit
 
     def agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
         if self._consensus is None:
             return wanted
         shape = self._consensus.agree(wanted, has_work)
-        self._send(Launch(step, shape, self._consensus.is_stopping))
+        self._send(Launch(step, shape, self._consensus.is_stopping, self._prefill_limit))
         return shape
 
     @property
@@ -173,8 +176,11 @@ class Leader(ConnectedGroup):
         )
 
     def _confirm_failure(self, step: int, error: BaseException) -> None:
-        """It failed here: it must have failed everywhere, or others wait in its collectives; or it
-        failed because another rank died, which is known a little later."""
+        """Wait until all ranks say that `step` failed.
+
+        A step that failed here alone leaves other ranks waiting in its collectives. Or it failed
+        because another rank died, which this rank learns a little later.
+        """
         followers = set(self._channel.members[1:])
         deadline = time.monotonic() + CONFIRMATION_TIMEOUT_S
         while missing := followers - set(self._failed.get(step, ())) or self._consensus:

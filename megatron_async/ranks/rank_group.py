@@ -77,8 +77,17 @@ class RankGroup:
         """A method that stops the engine or lets it go on is about to change it; the steps in
         flight are booked."""
 
-    def launching(self, step: int) -> None:
-        """A step is planned next."""
+    def launching(self, step: int, prefill_limit: int) -> int:
+        """A step is planned next.
+
+        Args:
+            step: its number.
+            prefill_limit: `Scheduler.prefill_limit` by this rank's own clock.
+
+        Returns:
+            the limit to plan it with: the leader's.
+        """
+        return prefill_limit
 
     def agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
         """Settle the shape of a step with ranks that hold other requests.
@@ -107,7 +116,7 @@ class RankGroup:
         """All ranks are about to work, this one too."""
 
     def stop_together(self, is_stopping: bool) -> None:
-        """This rank's engine stops, or goes on; with others, they must do so too."""
+        """The engine of this rank stops, or goes on; the engines of its group must do the same."""
 
     @property
     def must_keep_up(self) -> bool:
@@ -123,10 +132,10 @@ class RankGroup:
         await requests.wait_for_one()
 
     def planned(self, plan: StepPlan) -> None:
-        """It has been."""
+        """A step has been planned."""
 
     def launch_failed(self, step: int, error: BaseException) -> None:
-        """It could not be launched here; it counts as a step that failed."""
+        """A step could not be launched on this rank; it counts as a step that failed."""
 
     def wait(self, event: Event) -> None:
         """Wait for the device.

@@ -147,7 +147,7 @@ class DynamicInferenceRequest:
 
     @property
     def prompt_top_n_logprobs(self) -> list[dict[str, float]] | None:
-        """The same at each prompt token but the first."""
+        """The likeliest tokens, by text, with log probs, at each prompt token but the first."""
         return self._by_text(None if self.log_probs is None else self.log_probs.prompt_top_n())
 
     def _by_text(
@@ -178,8 +178,8 @@ class DynamicInferenceRequest:
 
     @property
     def requests(self) -> list[DynamicInferenceRequest]:
-        """This request alone: Megatron splits an evicted request into a record of several, this
-        engine never does, so a request is its own record."""
+        """A list of this request alone. Megatron makes several of an evicted request and calls them
+        a record; here a request is its own record."""
         return [self]
 
     def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:

@@ -186,7 +186,7 @@ class RequestRegistry:
             self.end(entry.request, Status.FAILED, "error", error)
 
     def _keep_booked_tokens(self, slots: RequestSlots) -> None:
-        """Who ends without having been released has what the books have of it."""
+        """Give requests that still hold a slot the tokens that are booked for them."""
         for request, slot in ((slots.request_at(slot), slot) for slot in slots.slot_of.values()):
             request.generated_tokens = slots.generated_tokens(slot)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_async.errors import RequestError
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
+from megatron_async.other_names import names_what_is_meant
 from megatron_async.text.structured_output import StructuredOutput
 
 LOGPROBS_MODES = ("raw", "processed")
@@ -30,6 +31,7 @@ NUMBERS_OR_NONE = (
 )  # fmt: skip
 
 
+@names_what_is_meant
 @dataclass
 class SamplingParams:
     """Sampling and stopping of one request. Field names and "off" values are Megatron-Core's.
@@ -42,16 +44,16 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    """Divides the logits. 0 means greedy."""
+    """More is more varied, 0 takes the likeliest token. Divides the logits."""
     top_k: int = 0
-    """Sample among the k likeliest tokens. 0 is off, 1 is greedy."""
+    """Sample among the k likeliest tokens, 0 for all. 1 is greedy."""
     top_p: float = 0.0
-    """Sample among the fewest tokens whose probabilities reach top_p. 0 (and 1) is off."""
+    """Sample among the fewest tokens whose probabilities reach P, 0 for all. So is 1."""
     min_p: float = 0.0
-    """Drop tokens less likely than min_p times the likeliest one. 0 is off."""
+    """Drop tokens less likely than P times the likeliest one, 0 for none."""
     seed: int | None = None
-    """Seed of this request's random numbers. None: `InferenceConfig.inference_sampling_seed` mixed
-    with the request's id. The same seed and prompt give the same tokens in any batch."""
+    """Seed of the request's random numbers. The same seed and prompt give the same tokens in any
+    batch. None: `InferenceConfig.inference_sampling_seed` mixed with the request's id."""
     num_tokens_to_generate: int | None = None
     """Most tokens to generate. None: until `max_sequence_length`."""
     num_tokens_total: int | None = None
@@ -60,42 +62,43 @@ class SamplingParams:
     """Token that ends the request. None: the tokenizer's end-of-document token. -1: no such
     token."""
     stop_token_ids: list[int] | None = None
-    """Further tokens that end the request, at most 128."""
+    """Tokens that end the answer besides the model's own. At most 128."""
     add_BOS: bool = False
     """Put the tokenizer's beginning-of-sequence token before a text prompt that lacks it."""
     detokenize_stop_sequence: bool = False
     """Keep the token or stop word that ended the request in `generated_text`."""
     echo: bool = False
-    """Put the prompt's text before `generated_text`, and before the first text of a stream."""
+    """Put the prompt's text before the answer's. In a stream too, before its first text."""
     return_log_probs: bool = False
     """Give the log prob of every generated token, and of the prompt's unless
     `skip_prompt_log_probs`."""
     skip_prompt_log_probs: bool = False
     """Leave out the prompt's, which cost a projection to the vocabulary for each of its tokens."""
     top_n_logprobs: int = 0
-    """The n likeliest tokens at each place with their log probs, at most 20; with
+    """The N likeliest tokens at each place with their log probs, at most 20. With
     `return_log_probs`."""
     logprobs_mode: str = "raw"
-    """"raw": of the model's logits. "processed": of the distribution that the token is drawn from,
-    penalties, biases, bans, temperature and filters included (vLLM's names). A prompt's are raw."""
+    """Log probs of the model's logits (raw), or of what the token is drawn from (processed). That
+    is with penalties, biases, bans, temperature and filters. vLLM's names. A prompt's are raw."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time it was generated. -2 to 2, 0 is off."""
+    """Less of tokens that were generated, for each time: -2 to 2, 0 is off. Subtracted from the
+    logit."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that were generated. -2 to 2, 0 is off."""
+    """Less of tokens that were generated at all: -2 to 2, 0 is off. Subtracted from the logit."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens in prompt or generation.
-    More than 0; 1 is off."""
+    """Less of tokens in prompt and answer: over 1, 1 is off. Divides positive logits, and
+    multiplies negative ones."""
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these tokens, each -100 to 100. At most 512, stop tokens under
     min_tokens included."""
     min_tokens: int = 0
-    """No token and no stop word ends the request before this many generated tokens."""
+    """Nothing ends the answer before N tokens: no token and no stop word."""
     bad_words: list[str | list[int]] | None = None
-    """Words that are never completed: texts (needs a tokenizer; also with a space before them) or
-    token ids; at most 64 of at most 16 tokens (and 256 characters)."""
+    """Words that the answer must not contain. Texts (needs a tokenizer; also with a space before
+    them) or token ids; at most 64 of at most 16 tokens (and 256 characters)."""
     stop_words: list[str] | None = None
-    """Strings that end the request as soon as its generated text contains one; they are matched on
-    text, across the borders of tokens. At most 64 of at most 256 characters. Needs a tokenizer."""
+    """Texts that end the answer and are left out of it. They are matched on text, across the
+    borders of tokens. At most 64 of at most 256 characters. Needs a tokenizer."""
 
     cache_salt: str | None = None
     """Requests share blocks of equal beginnings only with requests of the same salt, such as a

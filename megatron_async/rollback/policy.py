@@ -27,7 +27,7 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 
 
 class Rollback(Invalidation):
-    """See above.
+    """Takes steps in flight back when a request that they serve has ended.
 
     Args:
         context: whose plans are taken back.

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from megatron_async.server.choice_feed import ChoiceFeed
-from megatron_async.server.http.protocol import WRITE_BUFFER_BYTES, HttpProtocol
+from megatron_async.server.http.answer_connection import AnswerConnection
+from megatron_async.server.http.protocol import WRITE_BUFFER_BYTES
 from megatron_async.server.stream_hub import StreamHub
 from megatron_async.serving.readers import RequestEnd, TokenLogProbs
 
@@ -58,13 +59,13 @@ class AnswerStream:
         self._number_of = {feed: number for number, feed in enumerate(self.feeds)}
         self._waiting: dict[ChoiceFeed, None] = {}
         self._unended = len(self.feeds)
-        self._connection: HttpProtocol | None = None
+        self._connection: AnswerConnection | None = None
         self._stalled_since: float | None = None
         self.begun: asyncio.Future[None] = loop.create_future()
         self.done: asyncio.Future[None] = loop.create_future()
         self.is_urgent, self.written_at = False, 0.0
 
-    def open(self, connection: HttpProtocol) -> None:
+    def open(self, connection: AnswerConnection) -> None:
         """The answer's headers are written: events may follow."""
         self._connection = connection
         self.written_at = asyncio.get_running_loop().time()

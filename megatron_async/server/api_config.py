@@ -48,7 +48,9 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
         tool_parser: its name; None: by the chat template.
         max_body_bytes: of a request.
         one_event_a_token: never join tokens in one event.
+        page: whether there is a page for people at "/".
         shutdown_timeout_s: how long requests may go on after SIGTERM.
+        otlp_endpoint: URL that spans are sent to; None: what OpenTelemetry's variables say.
     """
 
     coordinator: str
@@ -63,4 +65,6 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: str | None = None
     max_body_bytes: int = 32 << 20
     one_event_a_token: bool = False
+    page: bool = True
     shutdown_timeout_s: float = 30.0
+    otlp_endpoint: str | None = None

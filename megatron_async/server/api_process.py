@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -16,12 +17,13 @@ import uvicorn
 
 from megatron_async.errors import ConfigurationError, CoordinatorLost
 from megatron_async.server.api_config import ApiConfig
-from megatron_async.server.http.access import Access
 from megatron_async.server.http.app import App
-from megatron_async.server.http.generate_routes import GenerateRoutes
+from megatron_async.server.http.asgi_app import make_app
+from megatron_async.server.http.live_routes import LiveRoutes
+from megatron_async.server.http.page_routes import page_routes
 from megatron_async.server.http.protocol import HttpProtocol
-from megatron_async.server.http.service_routes import ServiceRoutes
 from megatron_async.server.stream_hub import StreamHub
+from megatron_async.server.tracing import make_tracer
 from megatron_async.serving.secret import read_secret
 from megatron_async.serving.token_client import TokenClient
 
@@ -69,9 +71,11 @@ async def _serve(config: ApiConfig, listener_fd: int) -> int:
         return 1
     hub = StreamHub()
     client.after_message = hub.flush
-    generate = GenerateRoutes(client, config, hub)
-    service = ServiceRoutes(client, config, generate.shown_name)
-    app = App([*service.routes(), *generate.routes()], Access(config), config.root_path)
+    further = LiveRoutes(client, config).routes()
+    if config.page:
+        further += page_routes()
+    tracer = make_tracer(config.otlp_endpoint, os.environ)
+    app = make_app(client, config, hub, tracer, further)
     server = _Server(_uvicorn_config(app, config))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -79,6 +83,8 @@ async def _serve(config: ApiConfig, listener_fd: int) -> int:
     with socket.socket(fileno=listener_fd) as listener:
         await server.serve([listener])
     await client.close()
+    if tracer is not None:
+        await asyncio.to_thread(tracer.close)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ class ChoiceFeed:
 
     Attributes:
         end: how the request ended; None before.
+        ended_ns: when, in nanoseconds since 1970.
     """
 
     def __init__(self, told: Callable[[ChoiceFeed, bool], None]) -> None:
@@ -42,6 +44,7 @@ class ChoiceFeed:
         self._texts: list[str] = []
         self._has_begun = False
         self.end: RequestEnd | None = None
+        self.ended_ns = 0
 
     def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
         """New tokens; the first ones cannot wait."""
@@ -61,7 +64,7 @@ class ChoiceFeed:
 
     def ended(self, end: RequestEnd) -> None:
         """The request has ended, which cannot wait."""
-        self.end = end
+        self.end, self.ended_ns = end, time.time_ns()
         self._told(self, True)
 
     @property

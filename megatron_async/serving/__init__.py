@@ -1,1 +1,4 @@
-"""Data-parallel serving: a coordinator, the replicas behind it, and clients in front of it."""
+"""Data-parallel serving: a coordinator, the replicas behind it, and Python clients.
+
+HTTP is in `server/`, replicas under Ray Serve are in `fleet/`. docs/serving.md is the guide.
+"""

@@ -81,23 +81,23 @@ class CoordinatorClient:
                 self._wait_for(chunks.aclose())  # type: ignore[attr-defined]
 
     def stats(self) -> dict[str, Any]:
-        """See `AsyncCoordinatorClient.stats`."""
+        """The coordinator's counters, and its replicas by name (docs/serving.md lists them)."""
         return self._wait_for(self._client.stats())
 
     def pause_replica(self, name: str) -> None:
-        """See `AsyncCoordinatorClient.pause_replica`."""
+        """Send a replica no further requests; what it has goes on."""
         self._wait_for(self._client.pause_replica(name))
 
     def drain_replica(self, name: str) -> None:
-        """See `AsyncCoordinatorClient.drain_replica`."""
+        """Send a replica no further requests, and end it when what it has is done."""
         self._wait_for(self._client.drain_replica(name))
 
     def resume_replica(self, name: str) -> None:
-        """See `AsyncCoordinatorClient.resume_replica`."""
+        """Send a paused replica requests again."""
         self._wait_for(self._client.resume_replica(name))
 
     def remove_replica(self, name: str) -> None:
-        """See `AsyncCoordinatorClient.remove_replica`."""
+        """Drop a replica now; its requests are served again by others."""
         self._wait_for(self._client.remove_replica(name))
 
     def close(self) -> None:

@@ -228,7 +228,7 @@ class Connection[Heard]:
             self._loop.call_soon(self._read)
 
     def _look(self) -> None:
-        """See whether the connection has ended."""
+        """Check whether the connection has ended."""
         now = time.monotonic()
         if now - self._last_look > FROZEN_S:  # what was sent to us meanwhile is still on its way
             self._last_heard = now

@@ -60,7 +60,7 @@ logger = logging.getLogger("megatron_async")
 
 
 class Dispatcher(RequestBooks):
-    """Who serves what, and what becomes of requests when somebody is lost.
+    """Decides which replica serves a request, and what happens to requests of a lost replica.
 
     Args:
         config: limits and policies.

@@ -58,6 +58,7 @@ def do_verb(
 
 
 def _profile(engine: DynamicInferenceEngine, name: str, action: object) -> dict[str, Any]:
+    from megatron_async.observe.step_window import StepWindow
     from megatron_async.observe.timeline import Timeline
 
     if action not in ACTIONS:
@@ -68,14 +69,15 @@ def _profile(engine: DynamicInferenceEngine, name: str, action: object) -> dict[
             "profiles are not written here: start the service with --profile-dir FOLDER."
         )
     tracer = engine.tracer
+    timeline = None if isinstance(tracer.timeline, StepWindow) else tracer.timeline
     if action == "start":
-        if tracer.timeline is not None:
+        if timeline is not None:
             raise ValueError("a profile is being made already: stop it first.")
         tracer.timeline = Timeline()
         return {}
-    timeline, tracer.timeline = tracer.timeline, None
     if timeline is None:
         raise ValueError("no profile is being made: start one first.")
+    tracer.timeline = None
     path = Path(folder) / f"{_file_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}.timeline.json"
     # A long profile takes a second to write, and steps go on meanwhile.
     threading.Thread(target=_save, args=(timeline, path), name="save-profile").start()

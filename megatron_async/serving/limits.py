@@ -30,7 +30,7 @@ class InFlight:
         self._count(request, 1)
 
     def remove(self, request: RoutedRequest) -> None:
-        """It has ended."""
+        """A request has ended."""
         self._count(request, -1)
 
     def _count(self, request: RoutedRequest, sign: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised when messages change: both ends must have the same."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises: no message, no UTF-8, nested too deeply."""
@@ -22,7 +22,7 @@ fill the coordinator's memory with one."""
 
 
 class Message(msgspec.Struct, tag=True):
-    """Of all messages."""
+    """Base of all messages between clients, coordinator and replicas."""
 
 
 class Ping(Message):
@@ -94,6 +94,8 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
         text: the last of its text, where the replica makes texts.
         replica: the name of who served it last; "" if nobody did.
         attempts: replicas that it was given to.
+        record: the whole request in a form that only clients of such replicas read (Megatron's, as
+            msgpack: `compat.inference.inference_client`).
     """
 
     number: int
@@ -111,6 +113,7 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str | None = None
     replica: str = ""
     attempts: int = 0
+    record: bytes | None = None
 
 
 class StepTokens(Message, omit_defaults=True):

@@ -29,7 +29,7 @@ class TokenLogProbs:
 
     @classmethod
     def of(cls, words: NDArray[np.int32], top_n: int, wanted: int) -> TokenLogProbs:
-        """Of words as they travel.
+        """Make log probs of words as they travel.
 
         Args:
             words: int32 `[n, 1 + 2 * top_n]`; see `messages.LogProbRows`.
@@ -71,6 +71,7 @@ class RequestEnd:
     queue_s: float | None = None
     replica: str = ""
     attempts: int = 0
+    record: bytes | None = None
 
     @property
     def error(self) -> Exception | None:
@@ -79,7 +80,7 @@ class RequestEnd:
 
     @classmethod
     def of(cls, ended: Ended) -> RequestEnd:
-        """Of an end as it travels."""
+        """Make an end of the message that tells it."""
         prompt, log_probs = ended.prompt_tokens, None
         if (found := ended.prompt_log_probs) is not None:
             words = np.frombuffer(found.words, np.int32).reshape(-1, 1 + 2 * found.top_n)
@@ -98,6 +99,7 @@ class RequestEnd:
             ended.queue_s,
             ended.replica,
             ended.attempts,
+            ended.record,
         )
 
 

@@ -169,12 +169,12 @@ class RoutedRequest:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its place in the queue; a request that is served again keeps it."""
+        """Place in the queue, which a request that is served again keeps."""
         return -self.asked.priority, self.number
 
     @property
     def tokens(self) -> int:
-        """See `tokens_of`."""
+        """Tokens that the request can come to, as limits count them (`tokens_of`)."""
         return tokens_of(self.asked)
 
     @property
@@ -233,7 +233,7 @@ class ReplicaRecord:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the replica."""
         return self.info.name
 
     def why_lost(self, now: float, config: CoordinatorConfig) -> str:
@@ -268,7 +268,7 @@ class ReplicaRecord:
         self.prefix.add(hashes)
 
     def heard(self, status: ReplicaStatus, now: float) -> None:
-        """It has told how it is."""
+        """Take in the status that the replica has sent."""
         before = self.status
         self.status = status
         idle = not status.unfinished_tokens or status.is_stopped

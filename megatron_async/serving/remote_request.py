@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, override
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from megatron_async.errors import CoordinatorLost
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.failures import exception_of
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader
 from megatron_async.text.token_text import TokenText
 
 
@@ -54,7 +54,7 @@ class TokenChunk(msgspec.Struct, frozen=True):
     text: str | None
 
 
-class RemoteRequest(AsyncIterator[TokenChunk]):
+class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
     """A request that was sent: `await request.completion()`, and, before that, `async for chunk in
     request` if you like. A slow reader gets larger chunks.
 
@@ -90,21 +90,21 @@ class RemoteRequest(AsyncIterator[TokenChunk]):
 
     # ---- What the client tells ---------------------------------------------------------------
 
+    @override
     def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
-        """See `TokenReader`."""
         self._tokens += tokens.tolist()
         if log_probs is not None:
             self._log_probs.append(log_probs)
         self._news.set()
 
+    @override
     def text(self, text: str) -> None:
-        """See `TokenReader`."""
         if self._texts is not None:
             self._texts.append(text)
         self._news.set()
 
+    @override
     def ended(self, end: RequestEnd) -> None:
-        """See `TokenReader`."""
         self._end = end
         self._news.set()
 

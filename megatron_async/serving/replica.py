@@ -7,9 +7,9 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -34,6 +34,7 @@ from megatron_async.serving.messages import (
     Helping,
     Leave,
     Leaving,
+    Message,
     ReplicaHello,
     ReplicaStatus,
     Run,
@@ -45,10 +46,12 @@ from megatron_async.serving.messages import (
 from megatron_async.serving.replica_card import card_of
 from megatron_async.serving.replica_status import describe, ended_of, status_of
 from megatron_async.serving.replica_texts import ReplicaTexts
+from megatron_async.serving.step_watch import StepWatch
 from megatron_async.serving.token_emitter import TokenEmitter
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM
+    from megatron_async.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("megatron_async")
 
@@ -57,6 +60,16 @@ WARN_AFTER_S = 5.0
 """A replica without a coordinator says so after this time, and whenever it has doubled."""
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _read_params = msgspec.msgpack.Decoder(SamplingParams).decode
+
+
+class Outlet(Protocol):
+    """Where a replica's news go."""
+
+    def send(self, message: Message) -> None:
+        """Send; never waits.
+
+        Raises: one of `messages.UNSENDABLE`; nothing is sent.
+        """
 
 
 class Replica:
@@ -70,6 +83,10 @@ class Replica:
         finish_together: of a replica whose experts others of its job need: waits until all of them
             have left.
         secret: the coordinator's, if it asks for one.
+        tokenizer: for clients; None: the engine's, if they can have it.
+
+    Attributes:
+        joined: a coordinator has taken it, once at least.
     """
 
     def __init__(
@@ -80,21 +97,24 @@ class Replica:
         name: str | None = None,
         finish_together: Callable[[], Coroutine[Any, Any, None]] | None = None,
         secret: bytes | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self._engine = engine
         self._address = address
         self._secret = secret
         self._finish_together = finish_together
         self._helping: asyncio.Task[None] | None = None
-        self._card = card_of(engine, model)
+        self._card = card_of(engine, model, tokenizer)
         self.info = describe(engine, model, name, finish_together is not None, self._card.digest)
-        self._connection: Connection[ToReplica] | None = None
+        self._connection: Outlet | None = None
         self._requests: dict[int, str | list[int]] = {}
         """Prompts of unfinished ones, by number."""
         self._emitter = TokenEmitter(self._tell)
+        self._watch = StepWatch(engine)
         self._texts: ReplicaTexts | None = None
         """Where clients cannot have the tokenizer."""
         self._runs_seen = 0
+        self.joined = asyncio.Event()
         self._is_leaving = self._must_go = False
         self._failure: JobFailed | None = None
 
@@ -166,6 +186,7 @@ class Replica:
             hello = ReplicaHello(PROTOCOL, self.info)
             welcome = await connection.open(hello, WARN_AFTER_S)
             self._connection = connection
+            self.joined.set()
             if welcome.wants_card:
                 connection.send(Card(self._card.digest, self._card.encode()))
             if self._is_leaving:
@@ -236,15 +257,41 @@ class Replica:
             case SetPaused():
                 self._engine.unpause()
             case Do():
-                value, failure = do_verb(self._engine, self.info.name, message.what, message.fields)
+                value, failure = self.do(message.what, message.fields)
                 if self._connection is not None:
                     self._connection.send(Done(message.number, value, failure))
 
+    # ---- What replicas of another kind do otherwise --------------------------------------------
+
+    def do(
+        self, what: str, fields: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], tuple[str, str] | None]:
+        """Do what the service is told; see `do_verb`."""
+        if what == "watch":
+            return self._watch.look(), None
+        return do_verb(self._engine, self.info.name, what, fields)
+
+    def add(self, run: Run) -> tuple[SamplingParams, asyncio.Future[DynamicInferenceRequest]]:
+        """Give the engine a request.
+
+        Returns:
+            its parameters, and the future of its end.
+
+        Raises:
+            ValueError, one of `UNREADABLE`: it cannot be given.
+        """
+        params = _read_params(run.params)
+        future = self._engine.add_request(run.number, run.prompt, params, run.priority)
+        return params, future
+
+    def ended(self, request: DynamicInferenceRequest, tells_prompt: bool) -> Ended:
+        """What is told of a request that has ended; see `ended_of`."""
+        return ended_of(request, self.info.name, tells_prompt)
+
     def _begin(self, run: Run) -> None:
-        engine, number = self._engine, run.number
+        number = run.number
         try:
-            params = _read_params(run.params)
-            future = engine.add_request(number, run.prompt, params, run.priority)
+            params, future = self.add(run)
         except (*UNREADABLE, ValueError) as error:
             text = f"sampling_params: {error}" if isinstance(error, UNREADABLE) else error
             failure = ("RequestError", str(text))
@@ -265,7 +312,7 @@ class Replica:
         if isinstance(error, JobFailed):  # this replica's end, not the request's
             self._failure = error
             return
-        self._emitter.end(ended_of(future.result(), self.info.name, isinstance(prompt, str)))
+        self._emitter.end(self.ended(future.result(), isinstance(prompt, str)))
 
     def _tell(self, news: StepTokens) -> None:
         if self._texts is None:
@@ -285,7 +332,7 @@ class Replica:
             for ended in ends:
                 self._tell_alone(connection, ended)
 
-    def _tell_alone(self, connection: Connection[ToReplica], ended: Ended) -> None:
+    def _tell_alone(self, connection: Outlet, ended: Ended) -> None:
         try:
             connection.send(StepTokens(ends=[ended]))
         except UNSENDABLE as error:
@@ -294,7 +341,7 @@ class Replica:
             connection.send(StepTokens(ends=[failed]))
 
     def _forget_all(self) -> None:
-        """Who asked is lost, or asks others."""
+        """Abort all requests: their coordinator is lost, or has given them to other replicas."""
         self._emitter.forget()
         if self._texts is not None:
             self._texts.forget()

@@ -14,14 +14,15 @@ from megatron_async.serving.model_card import ModelCard
 from megatron_async.text.tokenizer import GENERATION_CONFIG, Tokenizer
 
 
-def card_of(engine: DynamicInferenceEngine, model: str) -> ModelCard:
+def card_of(engine: DynamicInferenceEngine, model: str, tokenizer: Any = None) -> ModelCard:
     """What clients must know of an engine's model.
 
     Args:
         engine: that serves it.
         model: what was loaded.
+        tokenizer: the same as the engine's, in a form that clients can have; None: the engine's.
     """
-    config, tokenizer = engine.context.config, engine.controller.tokenizer
+    config, tokenizer = engine.context.config, tokenizer or engine.controller.tokenizer
     card = ModelCard(
         model=model,
         max_sequence_length=config.max_sequence_length,

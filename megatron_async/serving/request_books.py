@@ -81,16 +81,7 @@ class RequestBooks:
         self._forget(request)
         if (client := self.clients.get(request.client)) is not None:
             client.requests.pop(request.asked.number, None)
-        self.service.ended(
-            ended.finish_reason,
-            prompt_tokens=ended.num_prompt_tokens,
-            cached_tokens=ended.num_cached_tokens or 0,
-            generated_tokens=ended.num_generated_tokens,
-            wait_s=request.wait_s,
-            queue_s=ended.queue_s,
-            ttft=ended.ttft,
-            latency=ended.latency,
-        )
+        self.service.ended_as(ended, request.wait_s)
 
     def _forget(self, request: RoutedRequest) -> None:
         del self.requests[request.number]

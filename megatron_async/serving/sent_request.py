@@ -22,9 +22,12 @@ class SentRequest:
     Attributes:
         reader: the same.
         generated: its tokens so far, int32 as bytes.
+        has_started: whether the replica that serves it has told a token.
     """
 
-    __slots__ = ("_chars", "_chars_again", "_repeated", "generated", "reader", "top_n")
+    __slots__ = (
+        "_chars", "_chars_again", "_repeated", "generated", "has_started", "reader", "top_n",
+    )  # fmt: skip
 
     def __init__(self, reader: TokenReader, top_n: int) -> None:
         self.reader = reader
@@ -34,14 +37,17 @@ class SentRequest:
         """Bytes of `generated` that a further attempt has told again; -1: all."""
         self._chars = 0
         self._chars_again = -1
+        self.has_started = False
 
     def again(self) -> None:
         """What follows begins with the first token."""
         self._repeated = 0 if self.generated else -1
         self._chars_again = 0 if self._chars else -1
+        self.has_started = False
 
     def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> bool:
         """Take new tokens (int32 `[n]`); False if they are others than the client has already."""
+        self.has_started = True
         if self._repeated >= 0:
             data = tokens.tobytes()
             known = self.generated[self._repeated : self._repeated + len(data)]

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from megatron_async.serving.messages import Ended
+
 REASONS = (
     "length", "termination_id", "stop_token", "stop_word", "grammar", "aborted", "error",
 )  # fmt: skip
@@ -132,6 +134,24 @@ class ServiceCounters:
             histograms["decode_seconds"].add(latency - ttft)
             if (gaps := generated_tokens - 1) > 0:
                 histograms["inter_token_seconds"].add((latency - ttft) / gaps, gaps)
+
+    def ended_as(self, ended: Ended, wait_s: float) -> None:
+        """A request has ended as its replica, or who gave it up, told.
+
+        Args:
+            ended: the end.
+            wait_s: seconds before a replica had the request (the last time).
+        """
+        self.ended(
+            ended.finish_reason,
+            prompt_tokens=ended.num_prompt_tokens,
+            cached_tokens=ended.num_cached_tokens or 0,
+            generated_tokens=ended.num_generated_tokens,
+            wait_s=wait_s,
+            queue_s=ended.queue_s,
+            ttft=ended.ttft,
+            latency=ended.latency,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """For `stats`: `reasons`, `prompt_tokens`, `cached_tokens`, `generated_tokens`, and

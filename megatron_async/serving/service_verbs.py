@@ -5,7 +5,7 @@ Decisions alone, as the `Dispatcher` has them: no sockets, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -26,9 +26,11 @@ class ServiceState(StrEnum):
     """The same, and its engines have given their device memory back."""
 
 
-OF_REPLICAS = ("sleep", "wake", "reset_prefix_cache", "profile")
+OF_REPLICAS = ("sleep", "wake", "reset_prefix_cache", "profile", "watch", "signal")
 """Verbs that every replica must do; the answer says what each told."""
-VERBS = ("health", "pause", "resume", "drain", "abort", *OF_REPLICAS)
+VERBS = ("health", "pause", "resume", "drain", "abort", "shutdown", *OF_REPLICAS)
+UNASKED = -1
+"""Number of a `Do` that nobody waits for."""
 REFUSALS = {
     ServiceState.DRAINING: "the service ends, or was told to take no further requests",
 }
@@ -78,6 +80,7 @@ class ServiceVerbs:
     Attributes:
         state: what the service does.
         had_replica: whether one has ever joined: without one it loads, later it is dead.
+        on_shutdown: ends the coordinator for a client; None: no client may.
     """
 
     def __init__(self, books: Books) -> None:
@@ -86,6 +89,7 @@ class ServiceVerbs:
         self._next = 0
         self.state = ServiceState.RUNNING
         self.had_replica = False
+        self.on_shutdown: Callable[[], None] | None = None
 
     @property
     def holds_queue(self) -> bool:
@@ -170,6 +174,13 @@ class ServiceVerbs:
             case "sleep":
                 self._stand_still(replicas)
                 self.state = ServiceState.SLEEPING
+            case "shutdown":
+                if self.on_shutdown is None:
+                    raise ValueError(
+                        "this coordinator is not ended by clients: send SIGTERM to its process."
+                    )
+                self.on_shutdown()
+                return {}
             case "wake" if self.state != ServiceState.SLEEPING:
                 return {"replicas": {}}
         self._ask_replicas(asker, ask)
@@ -247,4 +258,7 @@ class ServiceVerbs:
             answer = Answer(question.number, {"replicas": question.answers})
             if question.what == "wake":
                 self._go_on(self._books.replicas.values())
+            elif question.what == "signal":
+                for replica in self._books.replicas.values():
+                    self._books.tell(replica.identity, Do(UNASKED, "confirm"))
         self._books.tell(question.asker, answer)

@@ -43,7 +43,7 @@ class StepParts:
 
     @property
     def num_tokens(self) -> int:
-        """That go to clients."""
+        """Tokens of this step that go to clients."""
         return sum(len(part.tokens) // TOKEN_BYTES for part in self._parts.values())
 
     def end(self, request: RoutedRequest, ended: Ended) -> None:

@@ -21,7 +21,6 @@ from megatron_async.serving.messages import (
     Answer,
     Ask,
     ClientHello,
-    Ended,
     Generate,
     Goodbye,
     NewModel,
@@ -31,11 +30,11 @@ from megatron_async.serving.messages import (
     decode_for_client,
 )
 from megatron_async.serving.model_card import ModelCard, decode_card
-from megatron_async.serving.readers import TokenLogProbs, TokenReader
+from megatron_async.serving.readers import TokenReader
 from megatron_async.serving.remote_request import RemoteRequest
 from megatron_async.serving.request_message import request_message
 from megatron_async.serving.sent_request import SentRequest
-from megatron_async.serving.step_arrays import StepArrays
+from megatron_async.serving.sent_requests import SentRequests
 
 logger = logging.getLogger("megatron_async")
 
@@ -77,7 +76,7 @@ class TokenClient:
         self._opening = asyncio.Lock()
         self._keeping: asyncio.Task[None] | None = None
         self._numbers = count()
-        self._requests: dict[int, SentRequest] = {}
+        self._sent = SentRequests(self.abort)
         self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._card: ModelCard | None = None
         self._card_is_new = False
@@ -118,7 +117,7 @@ class TokenClient:
     def abort(self, request: RemoteRequest | int) -> None:
         """End a request, that `submit` or `send` returned; one that has ended stays as it is."""
         number = request if isinstance(request, int) else request.number
-        if number in self._requests and self._connection is not None:
+        if number in self._sent and self._connection is not None:
             self._connection.send(Abort(number))
 
     async def card(self) -> ModelCard:
@@ -181,7 +180,7 @@ class TokenClient:
         message.number = next(self._numbers)
         self._connection.send(message)
         top_n = params.top_n_logprobs if params.return_log_probs else 0
-        self._requests[message.number] = SentRequest(reader, top_n)
+        self._sent.put(message.number, SentRequest(reader, top_n))
         return message.number
 
     async def _ask(
@@ -239,15 +238,9 @@ class TokenClient:
     def _hear(self, message: ToClient) -> None:
         match message:
             case StepTokens():
-                if message.numbers:
-                    self._give(message)
-                for number, text in message.texts:
-                    self._give_text(number, text)
-                for ended in message.ends:
-                    self._end(ended)
+                self._sent.hear(message)
             case Again():
-                if (request := self._requests.get(message.number)) is not None:
-                    request.again()
+                self._sent.again(message.number)
             case NewModel():
                 self._card_is_new = False
             case Answer():
@@ -256,68 +249,6 @@ class TokenClient:
     def _flush(self) -> None:
         if self.after_message is not None:
             self.after_message()
-
-    def _give(self, message: StepTokens) -> None:
-        """Give each reader its tokens: Python per row, hence written flat."""
-        step = StepArrays.of(message)
-        requests, tokens, first = self._requests, memoryview(message.tokens).cast("i"), 0
-        words = step.first_words() if step.asking is not None else None
-        rows = zip(step.numbers.tolist(), step.counts.tolist(), strict=True)
-        for row, (number, count_) in enumerate(rows):
-            end = first + count_
-            request = requests.get(number)
-            if request is not None and count_:
-                log_probs = None
-                if words is not None and step.words is not None and words[row] >= 0:
-                    place = words[row]
-                    log_probs = TokenLogProbs.of(
-                        step.words[place : place + count_], step.top_n, request.top_n
-                    )
-                try:
-                    if not request.tokens(tokens[first:end], log_probs):
-                        self._drop(number, request, ReplicaLost.__name__, request.why_lost())
-                except Exception as error:
-                    self._fault(number, request, error)
-            first = end
-
-    def _give_text(self, number: int, text: str) -> None:
-        request = self._requests.get(number)
-        if request is None:
-            return
-        try:
-            request.text(text)
-        except Exception as error:
-            self._fault(number, request, error)
-
-    def _fault(self, number: int, request: SentRequest, error: Exception) -> None:
-        """A reader's own fault is its request's alone."""
-        logger.error(
-            "A reader of a request's tokens failed; the request is aborted.", exc_info=error
-        )
-        self._drop(number, request, type(error).__name__, str(error))
-
-    def _drop(self, number: int, request: SentRequest, kind: str, text: str) -> None:
-        self.abort(number)
-        self._requests.pop(number, None)
-        self._tell_end(request, kind, text)
-
-    def _end(self, ended: Ended) -> None:
-        request = self._requests.pop(ended.number, None)
-        if request is None:
-            return
-        if request.contradicts(ended):
-            self._tell_end(request, ReplicaLost.__name__, request.why_lost())
-            return
-        try:
-            request.ended(ended)
-        except Exception:
-            logger.exception("A reader of a request's tokens failed at its end.")
-
-    def _tell_end(self, request: SentRequest, kind: str, text: str) -> None:
-        try:
-            request.fail(kind, text)
-        except Exception:
-            logger.exception("A reader of a request's tokens failed at its end.")
 
     def _lose_connection(self, error: CoordinatorLost) -> None:
         self._lose(CoordinatorLost(f"{error} What was unfinished is aborted: send it once more."))
@@ -335,10 +266,8 @@ class TokenClient:
         connection, self._connection = self._connection, None
         self._first_replica.forget()
         self._card_is_new = False
-        requests, self._requests = self._requests, {}
         questions, self._questions = self._questions, {}
-        for request in requests.values():
-            self._tell_end(request, CoordinatorLost.__name__, str(error))
+        self._sent.fail_all(CoordinatorLost.__name__, str(error))
         for question in questions.values():
             if not question.done():
                 question.set_exception(error)

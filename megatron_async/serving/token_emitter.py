@@ -51,7 +51,7 @@ class TokenEmitter(EngineListener):
         self._top_n[number] = top_n
 
     def booked(self, output: StepOutput) -> None:
-        """See `EngineListener`; what ended with the step is told behind its tokens."""
+        """Send the tokens of a booked step; requests that ended with it are told behind them."""
         count = len(output.tokens)
         if count:
             self._outputs.append(output)

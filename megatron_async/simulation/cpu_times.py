@@ -15,7 +15,8 @@ from megatron_async.simulation.virtual_device import VirtualClock
 class CpuTimes:
     """The host's time by stage, microseconds; waiting for the device is not counted.
 
-    The defaults are those of an H200's host (docs/performance.md, "Steady decode", lookahead 1).
+    The defaults are those of an H200's host (docs/records/whole_steps.md, "Steady decode",
+    lookahead 1).
     """
 
     prepare_us: float = 28.0

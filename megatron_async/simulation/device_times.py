@@ -118,7 +118,7 @@ def _h200(
 # Decode: lookahead 1, in which a step takes what its kernels take. One row has kernels of its own
 # and 2 to 16 rows share a tile (ops/linear/skinny_plan.py), so 2 rows take what 16 were measured
 # to. Mixed: the time to the first token of one prompt of 2048 tokens, less the host's 0.2 ms. Eager
-# launches and captured sizes: docs/performance.md, "Between steps, and churn".
+# launches and captured sizes: docs/records/whole_steps.md, "Between steps, and churn".
 MACHINES: dict[str, Machine] = {
     "h200:smollm2-135m": _h200(
         decode=((1, 380.0), (2, 649.0), (16, 649.0), (64, 807.0), (256, 1235.0)),
@@ -131,10 +131,10 @@ MACHINES: dict[str, Machine] = {
         decode=((1, 3816.0), (2, 4343.0), (16, 4343.0), (64, 4915.0), (256, 9041.0)),
         mixed=((2048, 46480.0),),
         kv_bytes=131_072,
-        captured_prefill_tokens=64,
+        captured_prefill_tokens=2048,
         eager_launch_us=8800.0,
     ),
-    # Uniform routing; docs/performance.md, "Hybrid models": decode behind prompts of 128 tokens, a
+    # Uniform routing; docs/records/hybrid.md: decode behind prompts of 128 tokens, a
     # step of 8,192 tokens of prompts of 32k; all captured. Reading states is part of decode. The
     # time of eager launches is the 8B shape's: this model's was not measured.
     "h200:nemotron-3-nano-30b": _h200(

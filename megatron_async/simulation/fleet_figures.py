@@ -63,7 +63,7 @@ class FleetRun:
 
     @property
     def cached_tokens(self) -> int:
-        """Of these, the ones that requests found when they were admitted for the first time."""
+        """Prompt tokens that requests found when they were admitted for the first time."""
         return sum(request.cached_tokens for request in self.served)
 
     @property

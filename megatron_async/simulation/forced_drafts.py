@@ -33,7 +33,7 @@ class ForcedDrafts(AnyToken):
         """How many of a slot's drafts are right, up to the first that is not."""
 
     def sample(self, plan: StepPlan, context: DynamicInferenceContext) -> tuple[IntArray, IntArray]:
-        """As many zeros for each row as it has right drafts, and one more, within its limit."""
+        """Zeros for each row: one more than it has right drafts, within the request's limit."""
         super().sample(plan, context)
         slots, decode = plan.slots, plan.num_decode
         counts = np.ones(plan.num_rows, dtype=np.int32)

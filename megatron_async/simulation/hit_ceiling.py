@@ -79,7 +79,7 @@ class _Seen:
         return total
 
     def add(self, request: TracedRequest) -> None:
-        """Of prompt and answer all but the last token are computed."""
+        """Count a request; all tokens of its prompt and answer but the last are computed."""
         computed = request.input_tokens + request.output_tokens - 1
         for number, each in enumerate(request.ids.tolist()):
             tokens = min(computed - number * PIECE_TOKENS, PIECE_TOKENS)

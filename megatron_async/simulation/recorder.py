@@ -79,6 +79,7 @@ class Recorder(EngineListener):
         self._closing = threading.Event()
         self._failure: Exception | None = None
         self._before_ns = (0, 0, 0)
+        self._prefill_limit = engine.context.scheduler.prefill_limit
         self._write(_header(engine))
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
@@ -98,7 +99,11 @@ class Recorder(EngineListener):
     def launched(self, plan: StepPlan | None) -> None:
         times = self._statistics
         now = time.perf_counter_ns()
-        kept = self._engine.context.blocks.cached
+        context = self._engine.context
+        kept, limit = context.blocks.cached, context.scheduler.prefill_limit
+        if limit != self._prefill_limit:
+            self._prefill_limit = limit
+            self._events.append(("prefill_limit", limit))
         self._events.append(("launch", plan, times.prepare_ns, times.launch_ns, now, kept))
 
     def resolved(self, step: LaunchedStep) -> None:

@@ -10,6 +10,7 @@ line is an array, in the order in which things happened; times are microseconds:
     ["add", request id, priority, [prompt], {sampling parameters that are not the default}]
     ["abort", request id]
     ["evict_all"]                             the engine was suspended and gave its KV cache back
+    ["prefill_limit", tokens]                 beside decode rows, from the next launch on
     ["launch", step, [checksum of each of PLAN_FIELDS], [prefill tokens, decode rows, KV tokens],
         [prepare, launch, when],              step null: nothing could be planned before a resolve
         [tokens found in the cache, blocks kept]]              last entry only if not [0, 0]
@@ -138,7 +139,15 @@ class EvictedAll:
     """Every running request was evicted."""
 
 
-Event = Added | Aborted | EvictedAll | Launched | Resolved | TextEnd
+@dataclass(frozen=True)
+class PrefillLimit:
+    """Most prompt tokens of a step with decode rows, from the next launch on: the recorded run's
+    clock said so (`InferenceConfig.target_tpot_ms`)."""
+
+    tokens: int
+
+
+Event = Added | Aborted | EvictedAll | PrefillLimit | Launched | Resolved | TextEnd
 
 
 @dataclass
@@ -266,6 +275,8 @@ def _parse(recording: Recording, record: list[Any]) -> None:
         recording.events.append(Aborted(*values))
     elif kind == "evict_all":
         recording.events.append(EvictedAll(*values))
+    elif kind == "prefill_limit":
+        recording.events.append(PrefillLimit(*values))
     elif kind == "launch":
         step, checksums, work, times, *cached = values
         launched = Launched(step, checksums, tuple(work), tuple(times), *map(tuple, cached))

@@ -23,6 +23,7 @@ from megatron_async.simulation.recording import (
     Event,
     EvictedAll,
     Launched,
+    PrefillLimit,
     Recording,
     RecordingError,
     Resolved,
@@ -34,9 +35,10 @@ WITHOUT_EFFECT = (
     "device", "buffer_size_gb", "num_cuda_graphs", "use_cuda_graphs_for_non_decode_steps",
     "cuda_graph_mixed_prefill_count", "attention_backend", "check_integrity",
     "async_sched_mode", "inference_sampling_seed", "logging_step_interval",
-    "prefix_caching_mamba_gb",
+    "prefix_caching_mamba_gb", "target_tpot_ms",
 )  # fmt: skip
-"""Settings that no plan depends on (pools are recorded as numbers of blocks and of snapshots)."""
+"""Settings that no plan depends on. Pools are recorded as numbers of blocks and of snapshots, and
+what a clock has decided (`target_tpot_ms`) as events."""
 POOLS = "num_kv_blocks", "num_state_snapshots", "prefix_caching_mamba_interval"
 """Settings that may be left to the memory that there is."""
 
@@ -63,6 +65,7 @@ class Replay:
             config or recording.config,
             num_kv_blocks=recording.config.num_kv_blocks,
             logging_step_interval=0,
+            target_tpot_ms=None,
         )
         self.engine = ModelLessEngine(recording.shape, config, _RecordedTokens(recording))
         self._comparer = _PlanComparer(self.engine.context.blocks)
@@ -99,6 +102,8 @@ class Replay:
             engine.abort_request(event.request_id)
         elif isinstance(event, EvictedAll):
             engine.context.evict_all()
+        elif isinstance(event, PrefillLimit):
+            engine.context.scheduler.prefill_limit = event.tokens
         elif isinstance(event, Launched):
             self._comparer.expected = event
             engine.launch_step()

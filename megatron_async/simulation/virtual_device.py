@@ -115,6 +115,9 @@ class VirtualDevice(Device):
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype)
 
+    def now_us(self) -> float:
+        return self.clock.now_us
+
     def free_memory(self) -> int:
         return UNLIMITED
 

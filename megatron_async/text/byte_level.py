@@ -38,8 +38,8 @@ def is_byte_level(backend: BackendTokenizer) -> bool:
 
 
 class BytePieces(dict[int, bytes]):
-    """The same by token id, of a token when it is first asked for: a large vocabulary takes a
-    second to read.
+    """Bytes of each token, by token id. A token is read when it is first asked for: reading a large
+    vocabulary takes a second.
 
     Args:
         backend: a tokenizer that `is_byte_level`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, override
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ class StopWords(Protocol):
         ...
 
 
-class ByteMatcher:
+class ByteMatcher(StopWords):
     """Stop words in a text that is the bytes of its tokens in a row; it remembers nothing, so it
     need not be asked for tokens that cannot complete a word.
 
@@ -41,6 +41,7 @@ class ByteMatcher:
         detokenize: text of token ids.
     """
 
+    @override
     def __init__(
         self,
         words: Sequence[bytes],
@@ -54,7 +55,6 @@ class ByteMatcher:
         self.counts_from = 0
 
     def end_with(self, generated: NDArray[np.integer[Any]], min_tokens: int) -> bool:
-        """See `StopWords`."""
         if len(generated) < min_tokens:
             return False
         newest = self._pieces[generated[-1]]
@@ -73,7 +73,7 @@ class ByteMatcher:
         return found
 
 
-class StopWordMatcher:
+class StopWordMatcher(StopWords):
     """Watches the text of one request's generated tokens, for any tokenizer: it must be asked at
     every token.
 
@@ -90,8 +90,8 @@ class StopWordMatcher:
         self._length = 0
         self.counts_from = 0
 
+    @override
     def end_with(self, generated: NDArray[np.integer[Any]], min_tokens: int) -> bool:
-        """See `StopWords`."""
         return self.push(int(generated[-1]), len(generated) >= min_tokens)
 
     def push(self, token: int, counts: bool = True) -> bool:
@@ -126,12 +126,17 @@ def cut_at_stop_word(text: str, words: Sequence[str], keep: bool, counts_from: i
         keep: leave the stop word itself at the end.
         counts_from: see `StopWordMatcher`.
     """
+    start, end = first_stop_word(text, words, counts_from)
+    return text[: end if keep else start]
+
+
+def first_stop_word(text: str, words: Sequence[str], counts_from: int = 0) -> tuple[int, int]:
+    """Where the stop word that is complete first begins and ends; without one, both are the
+    text's length. The arguments are those of `cut_at_stop_word`."""
     starts = [(find_word(text, word, counts_from), len(word)) for word in words]
     found = [(start + length, start) for start, length in starts if start >= 0]
-    if not found:
-        return text
-    end, start = min(found)
-    return text[: end if keep else start]
+    end, start = min(found, default=(len(text), len(text)))
+    return start, end
 
 
 def find_word(text: str, word: str, behind: int) -> int:

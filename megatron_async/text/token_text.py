@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.text.detokenize import REPLACEMENT, ByteDetokenizer, IncrementalDetokenizer
-from megatron_async.text.stop_words import cut_at_stop_word, find_word, held_back
+from megatron_async.text.stop_words import find_word, first_stop_word, held_back
 
 if TYPE_CHECKING:
     from megatron_async.requests.sampling_params import SamplingParams
@@ -30,6 +30,9 @@ class TokenText:
         tokenizer: has `detokenize`; `byte_pieces` and `eod` if it likes.
         params: of the request.
         prompt: text or token ids; it comes first if the request asks for an `echo`.
+
+    Attributes:
+        stop_word: the one that ended the request; None before the end, or where none did.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class TokenText:
         """Settled text that was not returned."""
         self._num_returned = 0
         """Characters of the tokens' text."""
+        self.stop_word: str | None = None
 
     def push(self, tokens: Sequence[int]) -> str:
         """Take the next tokens; return the text that nothing can change any more, perhaps none."""
@@ -93,7 +97,9 @@ class TokenText:
             self._tail = whole[self._num_returned :]
         if finish_reason == "stop_word":
             behind = max(stop_words_from - self._num_returned, 0)
-            self._tail = cut_at_stop_word(self._tail, self._words, self._keeps_stop, behind)
+            start, end = first_stop_word(self._tail, self._words, behind)
+            self.stop_word = self._tail[start:end] or None
+            self._tail = self._tail[: end if self._keeps_stop else start]
         return self._return(len(self._tail))
 
     def _settle(self, tokens: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ MOST_SETS = 64
 
 
 class TokenWatch:
-    """See above.
+    """Finds the rows of a step whose newest token can complete a stop word.
 
     Args:
         tokenizer: of the engine, or None. Stop words are cheap if it tells `token_bytes`.

@@ -219,7 +219,11 @@ class Tokenizer:
         }
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """A conversation as the text that the model was trained on.
 
@@ -228,6 +232,8 @@ class Tokenizer:
         Args:
             messages: each with "role" ("system", "user" or "assistant") and "content".
             add_generation_prompt: end with the beginning of the assistant's answer.
+            tools: functions that the model may call, as OpenAI writes them.
+            variables: further variables of the template.
 
         Raises:
             TokenizerError: the model has no chat template, or the template rejects the messages.
@@ -236,10 +242,13 @@ class Tokenizer:
         try:
             return template.render(
                 messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.special_texts,
+                **{
+                    "tools": None if tools is None else [dict(tool) for tool in tools],
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                    **self.special_texts,
+                    **(variables or {}),
+                },
             )
         except Exception as error:  # a template is code, it can raise anything
             raise TokenizerError(

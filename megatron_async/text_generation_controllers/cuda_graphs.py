@@ -161,7 +161,9 @@ class StepGraphs:
         """
         before = self._device.memory_in_use()
         jobs = [(dims, mode) for dims in shapes for mode in self._modes_of(dims)]
-        for dims, mode in tqdm(jobs, desc="capture graphs", unit="graph", disable=not progress):
+        for dims, mode in tqdm(
+            jobs, desc="capture graphs", unit="graph", disable=None if progress else True
+        ):
             prepare(dims)
             # Once eagerly: kernels are compiled and libraries make their workspaces.
             work = partial(step, dims, mode)

@@ -2,7 +2,7 @@
 arXiv 2412.19437): a layer of the model's own guesses the token behind the next.
 
 It runs inside the step, behind sampling, and everything that it keeps is on the device: entries of
-its attention in the paged cache, in layers behind the trunk's (`device_state/draft_tokens.py` says
+its attention in the paged cache, in layers behind the trunk's (`ops/drafting/draft_tokens.py` says
 which), and hidden states a block (`PagedKVCache.block_hidden`). The design it is held against,
 RTP-LLM's stream-async bookkeeping (pull request 972), publishes lengths, drafts and hidden states
 of each request to the step behind; here the step's own last kernels leave them.
@@ -20,18 +20,16 @@ import torch
 from torch import Tensor
 
 from megatron_async.device_state.batch_dimensions import BatchDimensions
-from megatron_async.device_state.draft_tokens import (
+from megatron_async.device_state.gpu_view import ContextGPUView
+from megatron_async.device_state.step_view import StepView
+from megatron_async.errors import ConfigurationError
+from megatron_async.ops.drafting.draft_tokens import (
     DraftTokens,
-    draft_dims,
     ends_of_rows,
-    entry_dims,
     lay_out_behind,
     lay_out_draft,
     lay_out_entries,
 )
-from megatron_async.device_state.gpu_view import ContextGPUView
-from megatron_async.device_state.step_view import StepView
-from megatron_async.errors import ConfigurationError
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows
 
@@ -57,7 +55,7 @@ class DraftView(StepView):
 
     @property
     def rotary(self) -> RotaryTable:  # type: ignore[override]
-        """That of the step."""
+        """Rotary table of the step."""
         return self._view.rotary
 
     def begin_pass(self, dims: BatchDimensions, tokens: DraftTokens) -> None:
@@ -147,7 +145,7 @@ class MtpDrafter:
         outputs: list[Tensor] = []
         drafts: list[Tensor] = []
         for depth in range(depths):
-            out = self._run(depth, entry_dims(view.dims), entries, hidden)
+            out = self._run(depth, view.dims.entries, entries, hidden)
             if depth + 1 < depths:
                 hidden = kernels.gather_hidden(out, kept[depth + 1], behind)
                 kernels.keep_hidden(out, entries.write_index, ends, size, kept[depth + 1])
@@ -172,7 +170,7 @@ class MtpDrafter:
     ) -> Tensor:
         """Hidden states `[rows, hidden]` of a depth at each row's draft, the `number`th."""
         tokens = lay_out_draft(view, entries, draft, number)
-        return self._run(depth, draft_dims(view.dims, number), tokens, hidden)
+        return self._run(depth, view.dims.draft(number), tokens, hidden)
 
     def _run(
         self, depth: int, dims: BatchDimensions, tokens: DraftTokens, hidden: Tensor

@@ -17,13 +17,13 @@ from megatron_async.devices import Event, makes_ordinary_tensors
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.models.pipeline import stage_of
 from megatron_async.ops.sampling.sampling import SamplingMode
+from megatron_async.pipeline.stage import PipelineStage, make_stage
 from megatron_async.text_generation_controllers.constrained_sampling import (
     ConstrainedSampler,
     StepLogits,
 )
 from megatron_async.text_generation_controllers.cuda_graphs import CaptureReport, StepGraphs
 from megatron_async.text_generation_controllers.drafting import Drafter, Drafting, make_drafting
-from megatron_async.text_generation_controllers.pipeline_stage import PipelineStage, make_stage
 from megatron_async.text_generation_controllers.prompt_log_probs import PromptLogProbs
 from megatron_async.text_generation_controllers.sample_buffers import SampleBuffers
 from megatron_async.text_generation_controllers.token_sampler import TokenSampler

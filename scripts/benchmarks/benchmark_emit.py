@@ -359,7 +359,8 @@ def time_client(args: argparse.Namespace) -> dict[str, float]:
         client, reader = TokenClient("ipc:///tmp/nobody"), Counting()
         from megatron_async.serving.sent_request import SentRequest
 
-        client._requests = {number: SentRequest(reader, 0) for number in range(rows)}
+        for number in range(rows):
+            client._sent.put(number, SentRequest(reader, 0))
         numbers = np.arange(rows, dtype=np.int64)
         ones = np.ones(rows, np.int32)
         data = encode(StepTokens(numbers.tobytes(), ones.tobytes(), ones.tobytes()))

@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64, help="generated tokens a request")
     parser.add_argument("--lookahead", type=int, default=1)
+    parser.add_argument("--quantization", default=None, help="int8: 8-bit weights of ours")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
@@ -63,6 +64,7 @@ def main() -> None:
         device=args.device,
         dtype=dtype,
         lookahead=args.lookahead,
+        quantization=args.quantization,
     )
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "model"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from megatron_async.checkpoints.dummy import PREFIX, UNIFORM
+from megatron_async.checkpoints.model_names import DUMMY, UNIFORM
 from megatron_async.config import STATE_DTYPES
 from megatron_async.errors import ConfigurationError
 
@@ -19,7 +19,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         choices=(AS_LOADED, UNIFORM),
         default=AS_LOADED,
         help=f"{UNIFORM}: dummy models with experts spread tokens over them as trained models do, "
-        f"the same as {PREFIX}SHAPE:{UNIFORM} (default: as their random weights have it)",
+        f"the same as {DUMMY}SHAPE:{UNIFORM} (default: as their random weights have it)",
     )
     parser.add_argument(
         "--mamba-ssm-states-dtype",
@@ -42,9 +42,9 @@ def routed(models: Sequence[str], routing: str) -> list[str]:
     if routing == AS_LOADED:
         return list(models)
     for model in models:
-        if not model.startswith(PREFIX):
+        if not model.startswith(DUMMY):
             raise ConfigurationError(
-                f"--routing {UNIFORM} is for {PREFIX}SHAPE models, not for {model!r}, whose "
+                f"--routing {UNIFORM} is for {DUMMY}SHAPE models, not for {model!r}, whose "
                 "weights say where tokens go: leave it out."
             )
     ending = f":{UNIFORM}"

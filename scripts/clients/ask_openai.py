@@ -91,6 +91,24 @@ def check_chat(api: openai.OpenAI) -> None:
     assert json.loads(function.arguments)["color"] in ("red", "blue")
 
 
+def check_responses(api: openai.OpenAI) -> None:
+    """Created and streamed, with a schema, and with a tool that must be called."""
+    asked: Any = {"model": MODEL, "input": "Say hello.", "temperature": 0}
+    whole = api.responses.create(**asked)
+    with api.responses.stream(**asked) as stream:
+        parts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert whole.output_text == final.output_text == "".join(parts), (whole, final)
+    form: Any = {"format": {"type": "json_schema", "name": "wall", "schema": SCHEMA}}
+    held = api.responses.create(model=MODEL, input=MESSAGES, max_output_tokens=60, text=form)
+    assert json.loads(held.output_text)["color"] in ("red", "blue")
+    tools: Any = [{"type": "function", **TOOL["function"]}]  # type: ignore[dict-item]
+    called: Any = api.responses.create(
+        model=MODEL, input=MESSAGES, max_output_tokens=120, tools=tools, tool_choice="required"
+    )
+    assert json.loads(called.output[0].arguments)["color"] in ("red", "blue")
+
+
 def error_of(kind: type[openai.APIStatusError], ask: Callable[[], Any]) -> openai.APIStatusError:
     """The error that a call raises, which must be of this kind."""
     try:
@@ -123,6 +141,7 @@ def main() -> None:
     assert MODEL in [model.id for model in api.models.list()]
     check_completions(api)
     check_chat(api)
+    check_responses(api)
     check_errors(api)
     print(f"openai {openai.__version__}: all well")
 

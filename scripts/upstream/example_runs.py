@@ -13,6 +13,7 @@ from typing import Any
 from upstream.processes import environment, run
 
 DYNAMIC = "examples/inference/advanced/gpt_dynamic_inference.py"
+COORDINATED = "examples/inference/advanced/gpt_dynamic_inference_with_coordinator.py"
 OFFLINE = "examples/inference/offline_inference.py"
 PROMPTS = ("The sea is", "Once upon a time, in a land far away,", "1 2 3 4 5 6 7")
 TOKENS = 12
@@ -28,11 +29,13 @@ class Expected:
 
     Attributes:
         tokens: that it generates, cut by Megatron's rule of stop words where the run has any.
+        text: of all tokens that it generates.
         log_probs: of these tokens; None if none were asked for.
         prompt_length: tokens of the prompt.
     """
 
     tokens: list[int]
+    text: str
     log_probs: list[float] | None
     prompt_length: int
 
@@ -63,7 +66,8 @@ class Example:
     @property
     def name(self) -> str:
         """As the report calls it."""
-        return " ".join((self.script.rsplit("/", 1)[-1], *self.flags))
+        ranks = (f"({self.ranks} ranks)",) if self.ranks > 1 else ()
+        return " ".join((self.script.rsplit("/", 1)[-1], *self.flags, *ranks))
 
 
 def _log_probs(answer: Answer, expected: Expected) -> str:
@@ -150,13 +154,17 @@ EXAMPLES = (
     # SmolLM2 has three groups of heads.
     Example(DYNAMIC, ("--tensor-model-parallel-size", "3"), ranks=3),
     Example(DYNAMIC, ("--pipeline-model-parallel-size", "2"), ranks=2),
+    Example(COORDINATED),
+    Example(COORDINATED, ("--suspend-resume-interval", "1")),
+    Example(COORDINATED, ("--incoming-requests-per-step", "1")),
+    # Two engines, each with the whole model.
+    Example(COORDINATED, ("--suspend-resume-interval", "1"), ranks=2),
+    Example(OFFLINE, ("--use-coordinator",)),
+    Example(OFFLINE, ("--use-coordinator", "--async-mode")),
 )
 """Every run that is compared."""
 
 NOT_RUN = {
-    "examples/inference/advanced/gpt_dynamic_inference_with_coordinator.py": "coordinator and "
-    "client of Megatron are refused by name; they come with the server",
-    "examples/inference/launch_inference_server.py": "HTTP server, the same",
     "examples/inference/advanced/gpt_static_inference.py": "static batching is Megatron's own "
     "engine, with and without the hook",
     "examples/inference/advanced/simple_t5_batch_inference.py": "encoder-decoder models: "
@@ -278,4 +286,5 @@ def _expected(request: Any, stop_words: list[list[int]]) -> Expected:
         if hit:
             tokens = tokens[: end - len(hit[0])]
             break
-    return Expected(tokens, request.generated_log_probs, len(request.prompt_tokens))
+    text = request.generated_text
+    return Expected(tokens, text, request.generated_log_probs, len(request.prompt_tokens))

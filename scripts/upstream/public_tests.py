@@ -34,15 +34,17 @@ ON_A_GPU: dict[str, tuple[str, dict[str, str]]] = {
 }
 """The same, for files that import TransformerEngine and compute on a GPU."""
 
-COORDINATOR = "coordinator and client: refused by name until the server comes"
 LAYOUT = "white box: the layout of Megatron's buffers and private methods of its bookkeeping"
 STATIC = "static batching is Megatron's own engine, with and without the hook"
 LAYERS = "Megatron's layers and kernels, which are not asked for here"
 
 OUT = {
-    "test_inference_client.py": COORDINATOR,
-    "test_data_parallel_inference_coordinator.py": COORDINATOR,
-    "test_dynamic_prefix_caching_coordinator.py": COORDINATOR,
+    "test_inference_client.py": "white box: bytes of Megatron's messages on a ZMQ socket that is "
+    "a stand-in; ours are others (tests/functional_tests/compat/test_megatron_coordinator.py)",
+    "test_data_parallel_inference_coordinator.py": "white box: an engine made without __init__, "
+    "whose step speaks Megatron's messages (the same test of ours)",
+    "test_dynamic_prefix_caching_coordinator.py": "white box: private methods and tables of "
+    "Megatron's routing; ours is another (tests/unit_tests/serving)",
     "high_level_api/test_event_loop_manager.py": "white box: a private class",
     "engines/test_async_zmq_communicator.py": "white box: instances made by __new__",
     "contexts/test_dynamic_context.py": LAYOUT,

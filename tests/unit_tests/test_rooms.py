@@ -34,6 +34,14 @@ def rooms_imported(file):
                 yield room
 
 
+def test_every_room_says_what_is_in_it():
+    """More than a line in a room of its own; a line in a room within a room."""
+    for init in PACKAGE.rglob("__init__.py"):
+        room = init.parent.relative_to(PACKAGE)
+        says = ast.get_docstring(ast.parse(init.read_text("utf-8"))) or ""
+        assert len(says) > (100 if len(room.parts) == 1 else 20), f"{room}: {says!r}"
+
+
 def test_no_circles():
     imports = {
         room.name: {each for file in room.rglob("*.py") for each in rooms_imported(file)}

@@ -55,7 +55,7 @@ def _refused(note: str) -> FieldRule:
     return FieldRule(Treatment.REFUSED, note)
 
 
-COORDINATOR = "read by Megatron's coordinator, which is not served here"
+COORDINATOR = "read by Megatron's coordinator; ours has settings of its own (docs/serving.md)"
 OUR_GRAPHS = "this engine measures which shapes pay and captures those; tokens do not depend on it"
 
 FIELDS: dict[str, FieldRule] = {

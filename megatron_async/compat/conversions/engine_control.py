@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+import asyncio
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.engines.dynamic_engine import EngineState
 
-from megatron_async.compat.conversions.not_served import COORDINATOR, refuse
+from megatron_async.compat.conversions.coordinated_states import LASTING, CoordinatedStates
+from megatron_async.compat.conversions.not_served import SCHEDULING, refuse
 from megatron_async.compat.conversions.request_book import RequestBook
 from megatron_async.compat.conversions.suspension_log import suspension_log
 from megatron_async.compat.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.engines.pausing import EngineState as OwnState
+
+if TYPE_CHECKING:
+    from megatron_async.compat.conversions.coordinator_service import CoordinatorService
+    from megatron_async.compat.inference.engines.dynamic_engine import (
+        DynamicInferenceEngine as CompatEngine,
+    )
 
 
 @runtime_checkable
@@ -29,17 +38,27 @@ class EngineControl(DynamicInferenceEngine):
 
     Attributes:
         book: Megatron's requests beside ours.
+        engine_loop_task: serves a coordinator; None without one.
+        use_coordinator: whether it has come behind a coordinator.
+        coordinated: its states behind a coordinator; None without one.
     """
 
     suspend_resume_ctx = staticmethod(suspension_log)
+    coordinated: CoordinatedStates | None = None
+    engine_loop_task: asyncio.Task[None] | None = None
+    use_coordinator = False
+    _service: CoordinatorService | None = None
     context: DynamicInferenceContext
     book: RequestBook
 
     @property
     def state(self) -> Any:
-        """Megatron's `EngineState`: RUNNING, PAUSED, SUSPENDED, or STOPPED once closed."""
+        """Megatron's `EngineState`: RUNNING, PAUSED, SUSPENDED, or STOPPED once closed. Behind a
+        coordinator the transient ones too, while not all engines have done what they were told."""
         if self.pausing.is_closed:
             return EngineState.STOPPED
+        if self.coordinated is not None:
+            return self.coordinated.state
         return EngineState[self.pausing.state.name]
 
     async def wait_until(self, state: EngineState) -> None:
@@ -48,9 +67,12 @@ class EngineControl(DynamicInferenceEngine):
         Raises:
             ValueError: the state is one that passes by.
         """
-        lasting = ("RUNNING", "PAUSED", "SUSPENDED", "RESUMED", "STOPPED")
-        if state.name not in lasting:
-            raise ValueError(f"{state} passes by: wait for one of {', '.join(lasting)}.")
+        if state not in LASTING:
+            names = ", ".join(lasting.name for lasting in LASTING)
+            raise ValueError(f"{state} passes by: wait for one of {names}.")
+        if self.coordinated is not None and not self.pausing.is_closed:
+            await self.coordinated.wait_until(state)
+            return
         while not self._is_in(state):
             await self.requests.news.wait()
 
@@ -59,8 +81,12 @@ class EngineControl(DynamicInferenceEngine):
             return self.state in (EngineState.RUNNING, EngineState.PAUSED)
         return bool(self.state is state)
 
+    @property
+    def _is_suspended(self) -> bool:
+        return self.pausing.state is OwnState.SUSPENDED
+
     def pause(self) -> None:
-        """As in our engine."""
+        """Launch no further step, until `unpause`; readers of a waiting engine are told."""
         super().pause()
         self.requests.news.notify()
 
@@ -74,7 +100,7 @@ class EngineControl(DynamicInferenceEngine):
         Returns:
             bytes given back.
         """
-        if self.state is EngineState.SUSPENDED and free_kv_cache is None:
+        if self._is_suspended and free_kv_cache is None:
             return 0
         if free_kv_cache is None:
             mode = self.context.kv_cache_management_mode
@@ -91,7 +117,7 @@ class EngineControl(DynamicInferenceEngine):
         its keys and values are the old weights'. Those of running requests stay, but with
         RECOMPUTE.
         """
-        if self.state is not EngineState.SUSPENDED:
+        if not self._is_suspended:
             return
         wrapper = self.controller.inference_wrapped_model
         with suspension_log("resumed"):
@@ -120,7 +146,7 @@ class EngineControl(DynamicInferenceEngine):
         self.context.watch.reset()
 
     def close(self) -> None:
-        """As in our engine."""
+        """End the engine for good; unfinished requests fail."""
         super().close()
         self.requests.news.notify()
 
@@ -130,14 +156,72 @@ class EngineControl(DynamicInferenceEngine):
 
     # ---- What is not served ------------------------------------------------------------------
 
-    async def start_listening_to_data_parallel_coordinator(self, *_: Any, **__: Any) -> str:
-        """Refused: raises ConfigurationError."""
-        refuse("start_listening_to_data_parallel_coordinator", COORDINATOR)
+    async def start_listening_to_data_parallel_coordinator(
+        self,
+        inference_coordinator_port: int | None = None,
+        launch_inference_coordinator: bool = True,
+        *,
+        hostname: str | None = None,
+        coordinator_schedule_output_path: str | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> str:
+        """Come behind a coordinator, and serve its requests in the task `engine_loop_task` until
+        `InferenceClient.stop_engines`. Every rank of the job calls this (it is collective).
 
-    async def run_engine_with_coordinator(self, *_: Any, **__: Any) -> None:
-        """Refused: raises ConfigurationError."""
-        refuse("run_engine_with_coordinator", COORDINATOR)
+        Args:
+            inference_coordinator_port: of the coordinator; None, or one that is taken: another.
+            launch_inference_coordinator: the first rank starts one, in a thread.
+            hostname: name or IP address that others reach this host by; None: 127.0.0.1. Whoever
+                reaches it can send requests and stop engines (docs/serving.md).
+            coordinator_schedule_output_path: refused, unless None.
+            loop: the running event loop, or None.
+
+        Returns:
+            the coordinator's address, "tcp://HOST:PORT".
+
+        Raises:
+            ConfigurationError: the model is spread over ranks, no port can be bound, or an argument
+                is not served.
+            EngineStopped: the engine is closed.
+        """
+        from megatron_async.compat.conversions.coordinator_service import (
+            CoordinatorService,
+            check_ranks,
+            find_address,
+            share_seed,
+        )
+
+        self.pausing.check_is_open()
+        check_ranks()
+        if coordinator_schedule_output_path is not None:
+            refuse("coordinator_schedule_output_path", "leave it out")
+        if loop is not None and loop is not asyncio.get_running_loop():
+            refuse("loop= with another loop than the running one", "leave it out")
+        address = find_address(inference_coordinator_port, launch_inference_coordinator, hostname)
+        self.coordinated = CoordinatedStates()
+        engine = cast("CompatEngine", self)
+        share_seed(engine)
+        self._service = CoordinatorService(engine, address, self.coordinated)
+        self.use_coordinator = True
+        task = self.engine_loop_task = asyncio.create_task(self.run_engine_with_coordinator())
+        await self._service.joined(task)
+        return address
+
+    async def run_engine_with_coordinator(
+        self, *, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        """What `engine_loop_task` does: serve until the engines are told to stop.
+
+        Raises:
+            ConfigurationError: there is no coordinator yet.
+        """
+        if self._service is None:
+            refuse(
+                "run_engine_with_coordinator before start_listening_to_data_parallel_coordinator",
+                "await that, which starts it as engine_loop_task",
+            )
+        await self._service.run()
 
     def schedule_requests(self) -> int:
         """Refused: raises ConfigurationError."""
-        refuse("schedule_requests", COORDINATOR)
+        refuse("schedule_requests", SCHEDULING)

@@ -6,10 +6,9 @@ from typing import Any, NoReturn
 
 from megatron_async.errors import ConfigurationError
 
-COORDINATOR = (
-    "Megatron's coordinator, client and HTTP server are not served by megatron_async.compat: use "
-    "the engine itself (add_request with run_engine or step_modern), or `megatron-async replicas` "
-    "behind `megatron-async coordinator`, with `megatron_async.serving.client`"
+SCHEDULING = (
+    "the coordinator's messages are taken in by `start_listening_to_data_parallel_coordinator` "
+    "itself; requests of this process are given by add_request"
 )
 
 

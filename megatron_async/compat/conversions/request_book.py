@@ -28,6 +28,7 @@ class RequestEntry:
         record: Megatron's record, of one request: an eviction splits nothing here.
         future: of the record; None while the request is being added.
         own: our request; None likewise.
+        own_future: of our request at its end; None likewise.
         stamps: epochs.
         since: `TokenTimes.number` at its arrival.
         has_ended: whether the record is complete.
@@ -36,6 +37,7 @@ class RequestEntry:
     record: Record
     future: asyncio.Future[Record] | None = None
     own: OwnRequest | None = None
+    own_future: asyncio.Future[OwnRequest] | None = None
     stamps: EpochStamps = field(default_factory=EpochStamps)
     since: int = 0
     has_ended: bool = False

@@ -57,6 +57,7 @@ class InferenceConfig(MegatronInferenceConfig):
     """None: "mtp", as in Megatron, where `num_speculative_tokens` is above 0. Or "ngram"."""
 
     draft_vocab_size: int | None = None
+    quantization: str | None = None
     attention_backend: str | None = None
     invalidation: str | None = None
     mamba_ssm_states_dtype: str | None = None

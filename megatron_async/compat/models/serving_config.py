@@ -183,7 +183,7 @@ def _main_pattern(pattern: str, config: TransformerConfig) -> str:
 
 
 def _stage(config: TransformerConfig, model: nn.Module | None) -> int:
-    """Of this process, by the model's own groups, or by Megatron's."""
+    """Pipeline stage of this process, by the model's own groups, or by Megatron's."""
     if config.pipeline_model_parallel_size == 1:
         return 0
     group = getattr(getattr(model, "pg_collection", None), "pp", None)

@@ -1,0 +1,1 @@
+"""The wrapper around `GPTModel` and `HybridModel`, at Megatron-Core's import path."""

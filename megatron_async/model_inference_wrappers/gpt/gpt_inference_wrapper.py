@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.inference.utils import InferenceMode
 from torch import Tensor, nn
 
@@ -81,7 +82,7 @@ class GPTInferenceWrapper:
         check_model(model, inference_context.model_config, inference_context.config)
         take_over_positions(model, inference_context)
         self._is_last_stage = stage_of(inference_context.model_config).is_last
-        pack_weights(model, inference_context.device.free_memory())
+        keep_packed_weights(model, inference_context)
         fold_norms(model)
         self.vocab_size: int = model.vocab_size  # type: ignore[assignment]
         groups = getattr(model, "pg_collection", None) or ensure_process_groups()
@@ -165,3 +166,20 @@ class GPTInferenceWrapper:
         if self.inference_context.model_config.use_mup:
             logits = model._scale_logits(logits)
         return logits[:, 0]
+
+
+def keep_packed_weights(model: nn.Module, context: DynamicInferenceContext) -> None:
+    """Pack the linear weights as the context's configuration says; again where they are packed.
+
+    Raises:
+        ConfigurationError: 8-bit weights on a GPU, or of a model that is not float32.
+    """
+    quantization, device = context.config.quantization, context.device
+    dtype = context.model_config.params_dtype
+    on_cpu = device.torch_device.type == "cpu"
+    if quantization is not None and not (on_cpu and dtype == torch.float32):
+        raise ConfigurationError(
+            f"quantization={quantization!r} is for float32 models on a CPU, not for {dtype} on "
+            f"{device.torch_device}: leave it None, or use device='cpu' and dtype='float32'."
+        )
+    pack_weights(model, device.free_memory(), quantization)

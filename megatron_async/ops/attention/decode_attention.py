@@ -5,9 +5,9 @@ query heads of that KV head, and all query tokens of the row, as one tile, so th
 value is loaded once; a second kernel joins the parts. Which parts there are is decided on the
 device, once a step (`DecodeSchedule`).
 
-Constants measured on an H200 (docs/performance.md). Joining inside the first kernel, by the program
-that finishes last, was slower than a second kernel with dependent launch: 5.7 against 4.9
-microseconds at 16 rows.
+Constants measured on an H200 (docs/records/decode_attention.md). Joining inside the first kernel,
+by the program that finishes last, was slower than a second kernel with dependent launch: 5.7
+against 4.9 microseconds at 16 rows. So was rotating queries and appending keys inside it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from megatron_async.ops.dependent_launch import launch_options, wait_for_previou
 
 PROGRAMS_A_PROCESSOR = 2
 """Programs that the parts of a batch should make; 3, 4 and 6 were no better in sum
-(docs/performance.md)."""
+(docs/records/decode_attention.md)."""
 TILE_ELEMENTS = 8192
 """Items times rows that a program of the schedule compares."""
 
@@ -103,8 +103,8 @@ class DecodeSchedule:
 def schedule_reference(
     kv_lengths: list[int], extra: int, tile: int
 ) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int]]]:
-    """The same in plain Python: items (row, first token, end, slot) and joins (row, first slot,
-    slots)."""
+    """The kernel's schedule in plain Python: items (row, first token, end, slot) and joins (row,
+    first slot, slots)."""
     tokens = -(-sum(kv_lengths) // extra)
     largest = max(-(-tokens // tile), 1) * tile
     split: list[tuple[int, int, int, int]] = []

@@ -58,7 +58,10 @@ class GpuPagedAttention(TorchPagedAttention):
         prefill_starts: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> None:
-        """As `TorchPagedAttention.begin_step`; `prefill_starts` is needed where rows prefill."""
+        """Take the step's shape and tensors, as `TorchPagedAttention.begin_step` does.
+
+        `prefill_starts` is needed where rows prefill.
+        """
         decode, self._decode_tokens = dims.decode_rows, dims.decode_tokens
         self._backend = None
         if dims.prefill_rows:
@@ -78,7 +81,10 @@ class GpuPagedAttention(TorchPagedAttention):
             self._begin_decode(dims, block_tables[:decode], kv_lengths[:decode], positions)
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """As `TorchPagedAttention.attend`; the output of padding tokens is undefined."""
+        """Attention of the step's rows, as by `TorchPagedAttention.attend`.
+
+        The output of padding tokens is undefined.
+        """
         decode, prefill = self._decode_tokens, self._backend
         if prefill is not None and not decode:
             return prefill.attend(query, key_cache, value_cache, scale)

@@ -120,7 +120,7 @@ def tile_of(query: Tensor, block_size: int) -> Tile:
     """The tile for a step: 64 queries and 4 warps, so that two or more programs share a processor
     and one computes softmax while the other multiplies.
 
-    Measured on an H200; docs/performance.md has the figures.
+    Measured on an H200; docs/records/prefill_attention.md has the figures.
 
     Args:
         query: `[tokens, heads, dim]`.

@@ -109,7 +109,7 @@ def rope_append_reference(
     eps: float = 0.0,
     has_gate: bool = False,
 ) -> Tensor:
-    """The same in plain torch."""
+    """`rope_append` in plain torch."""
     kv_heads, dim = key_cache.shape[-2:]
     heads = mixed_qkv.unflatten(1, (kv_heads, -1, dim))
     value = heads[:, :, -1]

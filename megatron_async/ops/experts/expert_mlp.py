@@ -125,7 +125,7 @@ def expert_mlp_reference(
     first_expert: int,
     num_experts: int,
 ) -> Tensor:
-    """The same in plain torch; it reads sizes back, so it is for the CPU and for tests."""
+    """`expert_mlp` in plain torch, for the CPU and for tests: on a GPU reading sizes back waits."""
     _check(x, routing, fc1, fc2)
     tokens, topk = routing.experts.shape
     local = fc1.size(0)

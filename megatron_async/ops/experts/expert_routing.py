@@ -148,7 +148,7 @@ def route_reference(
     bias: Tensor | None = None,
     scale: float = 1.0,
 ) -> Routing:
-    """The same in plain torch."""
+    """`route` in plain torch."""
     _check(x, weight, topk, sigmoid, bias)
     logits = x.float() @ weight.float().t()
     scores = logits.sigmoid() if sigmoid else logits

@@ -25,8 +25,8 @@ from megatron_async.ops.ranks.symmetric_memory import flag_bytes, make_on_all, s
 
 EXCHANGE_BYTES = 4 << 20
 """Most bytes that a rank reads from others in one exchange: enough for decode steps. On 4 H200s our
-kernels were ahead of NCCL at all sizes tried, up to three times this (docs/performance.md); more
-takes more memory."""
+kernels were ahead of NCCL at all sizes tried, up to three times this
+(docs/records/several_gpus.md); more takes more memory."""
 LIMIT_VARIABLE = "MEGATRON_ASYNC_EXCHANGE_BYTES"
 """Environment variable that stands in for `EXCHANGE_BYTES`; 0: NCCL serves all steps. Of several
 ranks' values the least counts."""
@@ -93,7 +93,7 @@ class SymmetricExchange:
     def combine_add_rms_norm(
         self, sums: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """See `ops.experts.expert_combine.combine_add_rms_norm`."""
+        """Combine, residual add and RMSNorm in one kernel (`ops/experts/expert_combine.py`)."""
         return combine_add_rms_norm(
             sums,
             residual,

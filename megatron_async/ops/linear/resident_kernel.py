@@ -4,7 +4,7 @@ Behind its wait such a kernel is nothing but latency. So each program holds the 
 outputs, whole, in the fragments that the matrix units take, from before the wait. Then one round
 of loads brings the rows in the same form; the warps share the inputs, and their sums meet once in
 shared memory. The norm before the product is taken along: the rows' squares are summed beside the
-products, and the factor is applied to the sums.
+products, and the factor is applied to the sums. So is Mamba-2's gate before its norm.
 
 Written in Gluon, the form of Triton in which a program states where each element lies: Triton's own
 choice loads the weights in another order and brings them through shared memory behind the wait.
@@ -46,7 +46,8 @@ def segments_of(k: int, warps: int) -> Segments:
 
 @gluon.constexpr_function
 def _layout(segments: Any, s: int, operand: int, warps: int) -> Any:
-    """Of operand 0 (weights, `[warps, outputs, inputs]`) or 1 (rows, `[warps, inputs, rows]`)."""
+    """Layout of operand 0 (weights, `[warps, outputs, inputs]`) or 1 (rows, `[warps, inputs,
+    rows]`)."""
     return gl.DotOperandLayout(operand, _products(warps), segments[s][1])
 
 
@@ -106,14 +107,14 @@ def _lines(
 @gluon.jit
 def resident_kernel(
     x: gl.tensor,
-    residual: gl.tensor,
+    before: gl.tensor,
     norm_weight: gl.tensor,
     total: gl.tensor,
     weight: gl.tensor,
     bias: gl.tensor,
     out: gl.tensor,
     x_stride: gl.tensor,
-    residual_stride: gl.tensor,
+    before_stride: gl.tensor,
     rows: gl.tensor,
     n: gl.tensor,
     eps: gl.tensor,
@@ -126,10 +127,14 @@ def resident_kernel(
     squared: gl.constexpr,
     has_norm: gl.constexpr,
     has_residual: gl.constexpr,
+    has_gate: gl.constexpr,
     has_bias: gl.constexpr,
     overlap: gl.constexpr,
 ) -> None:
-    """`block_m` rows times `block_n` weight rows, or twice as many if `gated`."""
+    """`block_m` rows times `block_n` weight rows, or twice as many if `gated`.
+
+    `before` is the residual that is added to the rows before the norm, or their gate.
+    """
     if overlap:
         gdc_launch_dependents()
     first = gl.program_id(0) * block_n
@@ -160,9 +165,9 @@ def resident_kernel(
         row = first_row + _lines(segments, s, 1, warps, block_m)
         inside = (row < rows) & (column < k)
         values = values + (gl.load(x + row * x_stride + column, mask=inside, other=0.0),)
-        if has_residual:
-            before = gl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
-            befores = befores + (before,)
+        if has_residual or has_gate:
+            its = gl.load(before + row * before_stride + column, mask=inside, other=0.0)
+            befores = befores + (its,)
     sums = gl.zeros([warps, block_n, block_m], gl.float32, layout=_products(warps))
     up_sums = gl.zeros([warps, block_n, block_m], gl.float32, layout=_products(warps))
     kept: gl.constexpr = gl.SliceLayout(1, _layout(segments, 0, 1, warps))
@@ -175,6 +180,9 @@ def resident_kernel(
             totals = totals + (v,)
         if has_norm:
             exact = v.to(gl.float32)
+            if has_gate:
+                gate = befores[s].to(gl.float32)
+                exact = exact * (gate / (1.0 + gl.exp(-gate)))
             squares += gl.convert_layout(gl.sum(exact * exact, 1), kept)
             v = (exact * scales[s].to(gl.float32)).to(v.dtype)
         sums = mma_v2(weights[s], v, sums)

@@ -89,7 +89,7 @@ def add_rms_norm(
 def add_rms_norm_reference(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch."""
+    """`add_rms_norm` in plain torch."""
     if x.dim() == 3:
         x = x.sum(0) if residual is None else x.sum(0).to(residual.dtype)
     total = x if residual is None else residual + x

@@ -3,9 +3,10 @@
 cuBLAS takes no part in programmatic dependent launch, so around each of its kernels the memory
 system runs dry; ours ask for their weights early (`ops/linear/skinny_kernels.py`), small ones for
 all of them (`ops/linear/resident_kernel.py`). Products take what stands around them along: RMSNorm
-of one row or few before, an MLP's activation behind. A larger product with fewer outputs than fill
-the device is split along its inputs; its partial sums are added by the kernel that reads them
-(`ops/linear/rms_norm.py`), in order, so that results do not depend on the run.
+of one row or few before, with Mamba-2's gate, an MLP's activation behind. A larger product with
+fewer outputs than fill the device is split along its inputs; its partial sums are added by the
+kernel that reads them (`ops/linear/rms_norm.py`), in order, so that results do not depend on the
+run.
 
 Where the rule in `ops/linear/skinny_plan.py` finds no plan, cuBLAS multiplies.
 """
@@ -32,6 +33,10 @@ from megatron_async.ops.linear.skinny_plan import (
 )
 from megatron_async.ops.linear.squared_relu import squared_relu, squared_relu_reference
 from megatron_async.ops.linear.swiglu import swiglu, swiglu_reference
+from megatron_async.ops.recurrent.gated_rms_norm import (
+    gated_rms_norm,
+    gated_rms_norm_reference,
+)
 
 Activation = Literal["", "swiglu", "squared_relu"]
 """What follows a product."""
@@ -39,7 +44,8 @@ Activation = Literal["", "swiglu", "squared_relu"]
 
 @dataclass
 class Unnormed:
-    """The input of a product before its residual add and RMSNorm: `add_rms_norm`'s arguments.
+    """The input of a product before its residual add and RMSNorm: `add_rms_norm`'s arguments; or
+    before its gate and RMSNorm, as in Mamba-2 (Dao and Gu 2024).
 
     Attributes:
         x: `[rows, k]`, elements of a row adjacent; of a layer with experts
@@ -48,6 +54,7 @@ class Unnormed:
         residual: like `x`, without parts, or None.
         weight: `[k]`, the norm's.
         eps: added to the mean square.
+        gate: like `x`, without parts: x is multiplied by its SiLU; None, or there is no residual.
         total: the new residual, once the product has been launched.
     """
 
@@ -55,6 +62,7 @@ class Unnormed:
     residual: Tensor | None
     weight: Tensor
     eps: float
+    gate: Tensor | None = None
     total: Tensor | None = None
 
 
@@ -112,6 +120,8 @@ def linear_reference(
     """`linear` in plain torch, unsplit."""
     if not isinstance(x, Unnormed):
         return F.linear(x, weight, bias)
+    if x.gate is not None:
+        return F.linear(gated_rms_norm_reference(x.x, x.gate, x.weight, 1, x.eps), weight, bias)
     normed, x.total = add_rms_norm_reference(x.x, x.residual, x.weight, x.eps)
     return F.linear(normed, weight, bias)
 
@@ -137,6 +147,8 @@ def _product(
     norm = isinstance(x, Unnormed)
     gated = activation == "swiglu"
     plan = plan_product(inputs, weight, gated, may_split and bias is None, norm)
+    if isinstance(x, Unnormed) and x.gate is not None and not isinstance(plan, ResidentPlan):
+        x = inputs = gated_rms_norm(x.x, x.gate, x.weight, 1, x.eps)
     if isinstance(plan, OneRowPlan):
         return one_row_product(x, weight, bias, activation, plan)
     if isinstance(plan, ResidentPlan):
@@ -213,18 +225,20 @@ def resident_product(
     if inputs.dtype != torch.bfloat16:
         raise ValueError(f"resident_product: x is {inputs.dtype}; use tile_product.")
     residual, total = _residual_and_total(x)
+    gate = None if norm is None else norm.gate
+    before = residual if gate is None else gate
     rows, k = inputs.shape
     out = torch.empty((rows, n), dtype=inputs.dtype, device=inputs.device)
     resident_kernel[(triton.cdiv(n, plan.block_n), triton.cdiv(rows, plan.block_m))](
         inputs,
-        residual,
+        before,
         weight if norm is None else norm.weight,
         total,
         weight,
         weight if bias is None else bias,
         out,
         inputs.stride(0),
-        residual.stride(0),
+        before.stride(0),
         rows,
         n,
         0.0 if norm is None else norm.eps,
@@ -237,6 +251,7 @@ def resident_product(
         squared=activation == "squared_relu",
         has_norm=norm is not None,
         has_residual=norm is not None and norm.residual is not None,
+        has_gate=gate is not None,
         has_bias=bias is not None,
         num_warps=plan.warps,
         **launch_options(inputs),
@@ -298,6 +313,14 @@ def _residual_and_total(x: Tensor | Unnormed) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"skinny_linear: the norm's weight is {tuple(weight.shape)}, strides "
             f"{weight.stride()}; it must be ({rows.size(1)},), contiguous."
+        )
+    gate = x.gate
+    if gate is not None and (
+        gate.shape != rows.shape or gate.stride(1) != 1 or x.residual is not None
+    ):
+        raise ValueError(
+            f"skinny_linear: gate is {tuple(gate.shape)}; it must be like x, {tuple(rows.shape)}, "
+            "its elements adjacent, and there can be no residual beside it."
         )
     if x.residual is None:
         x.total = rows

@@ -2,9 +2,9 @@
 
 The rule depends on the number of rows, the shape of the weight, the dtype and the device only, so a
 captured step and an eager one of as many rows agree. Its constants are measurements on an H200
-(docs/performance.md, "Matrix products of decode steps"): sweeps of SmolLM2's and Llama-3.1-8B's
-shapes at 1, 16 and 64 rows, and for resident weights of those of SmolLM2, Granite-4.0-H-350M,
-Qwen3-0.6B and Llama-3.2-1B at 2 to 64.
+(docs/records/products.md): sweeps of SmolLM2's and Llama-3.1-8B's shapes at 1, 16 and 64 rows, and
+for resident weights of those of SmolLM2, Granite-4.0-H-350M, Qwen3-0.6B and Llama-3.2-1B at 2 to
+64.
 """
 
 from __future__ import annotations
@@ -50,6 +50,12 @@ RESIDENT_INPUTS = 3072
 RESIDENT_GATED_INPUTS = 1024
 """The same where there are two weights, of products as wide as `WIDE`, and where a norm of several
 rows is taken along."""
+RESIDENT_GATED_NORM_INPUTS = 1536
+"""The same where a gate and a norm of several rows are taken along (Granite-4.0-H-350M's Mamba-2
+layers; more was not measured)."""
+RESIDENT_GATED_NORM_ROWS = 16
+"""Most rows of that: each program reads the gates anew (Granite's step at 16 rows 0.767 -> 0.749
+ms, at 32 0.995 -> 1.053)."""
 RESIDENT_ELEMENTS = 7_000_000
 """Most weights of such a product: more programs than fit the device begin after the wait."""
 RESIDENT_ELEMENTS_OF_MANY = 3_200_000
@@ -139,6 +145,19 @@ def takes_unnormed(x: Tensor) -> bool:
         return k <= NORM_WIDTH
     resident = rows <= RESIDENT_ROWS and k <= RESIDENT_GATED_INPUTS and x.dtype == torch.bfloat16
     return resident and x.is_cuda and _is_measured(x.device.index)
+
+
+def takes_gated(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product of `x` by `weight` should be given an `Unnormed` with a gate.
+
+    Args:
+        x: `[rows, k]`, whose rows are normalised whole.
+        weight: `[outputs, k]`.
+    """
+    rows, k = x.shape
+    if not 2 <= rows <= RESIDENT_GATED_NORM_ROWS or k > RESIDENT_GATED_NORM_INPUTS:
+        return False
+    return isinstance(plan_product(x, weight), ResidentPlan)
 
 
 @lru_cache

@@ -49,7 +49,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def swiglu_reference(x: Tensor) -> Tensor:
-    """The same in plain torch."""
+    """`swiglu` in plain torch."""
     gate, up = x.to(torch.float32).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
 

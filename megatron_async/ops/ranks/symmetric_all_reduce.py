@@ -2,7 +2,7 @@
 
 On H200s over NVLink, in a CUDA graph, the sum of a decode step's rows takes 4 to 11 microseconds
 so, the norm behind it included, and NCCL's 8 to 15 (65 of them are in a step of an 8B model;
-docs/performance.md). Two kernels, by size:
+docs/records/several_gpus.md). Two kernels, by size:
 
 - **one shot** (`ops/ranks/all_reduce_norm.py`): every rank reads all summands, adds them in the
   order of ranks, and does the residual add and the norm behind it. For few bytes.
@@ -90,7 +90,7 @@ class SymmetricAllReduce:
     def add_rms_norm(
         self, product: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """See `ops.ranks.all_reduce_norm.all_reduce_add_rms_norm`."""
+        """Sum over ranks, residual add, RMSNorm in one kernel (`ops/ranks/all_reduce_norm.py`)."""
         return all_reduce_add_rms_norm(
             product.flatten(-3, -2),
             residual,

@@ -114,7 +114,7 @@ class SymmetricChoice:
         torch.cuda.synchronize(device)  # sync-ok: at the start
 
     def choose(self, scores: Tensor, ids: Tensor) -> Tensor:
-        """See `choose_among_ranks`."""
+        """The best of all ranks' candidates, by `choose_among_ranks`."""
         return choose_among_ranks(
             scores, ids, self._pointers, self._turns, self._rank, self._first_word
         )

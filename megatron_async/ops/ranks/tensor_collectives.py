@@ -197,7 +197,7 @@ class TensorCollectives:
 
 @dataclass(frozen=True)
 class Unreduced:
-    """This rank's part of a sum over ranks, to be added up by the norm that follows.
+    """One rank's part of a sum over ranks; the norm that follows adds the parts up.
 
     Attributes:
         product: as `add_rms_norm` takes it.

@@ -43,7 +43,7 @@ def vocab_embedding(token_ids: Tensor, weight: Tensor, first: int) -> Tensor:
 
 
 def vocab_embedding_reference(token_ids: Tensor, weight: Tensor, first: int) -> Tensor:
-    """The same in plain torch."""
+    """`vocab_embedding` in plain torch."""
     row = token_ids - first
     elsewhere = (row < 0) | (row >= len(weight))
     found = F.embedding(row.masked_fill(elsewhere, 0), weight)

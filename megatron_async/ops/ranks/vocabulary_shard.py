@@ -19,7 +19,7 @@ from megatron_async.ops.sampling.slot_records import NO_TOKEN
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's columns of the logits.
+    """Which columns of the logits a rank has.
 
     Attributes:
         vocab_size: tokens of all ranks.

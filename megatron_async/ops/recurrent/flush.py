@@ -3,7 +3,7 @@
 A state is due in one step of 16 (`FlushRule`). That its inputs enter it in a kernel of their own
 leaves the layers' decode kernels pure readers, with half the registers: on an H200 256 rows of
 Nemotron-3-Nano's layer take 168 us with this kernel's share, and took 272 with the writing inside
-(docs/performance.md, 2026-11-22).
+(docs/records/hybrid.md, 2026-11-22).
 
 The state is S `[heads, rows of the head, columns]`. A token adds `gain * left right^T` to it and
 leaves exp(decay) of what was there before. Mamba-2 (Dao and Gu 2024): left is x, right is B, the

@@ -129,7 +129,7 @@ def scan_tile(dtype: torch.dtype, shape: MambaShape, chunks: int) -> Tile:
     Its tokens depend on the layer only: another cut is another order of sums, and a prompt must
     give the same bits whatever the batch. Wide tiles make C by B less often, narrow ones fill the
     device where chunks are few; lanes do not meet in a sum. Tried on an H200 with heads of 64 and
-    80 (docs/performance.md).
+    80 (docs/records/hybrid.md).
 
     Args:
         dtype: of the inputs.

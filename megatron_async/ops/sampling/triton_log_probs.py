@@ -38,7 +38,7 @@ def log_probs(
     ring: Tensor,
     entry: Tensor,
 ) -> None:
-    """As `log_probs_reference`.
+    """Log probs and likeliest tokens of a step, by Triton kernels; equal to `log_probs_reference`.
 
     Args:
         logits: elements of a row must be adjacent.

@@ -50,7 +50,7 @@ NOTHING = tl.constexpr(NO_TOKEN)
 
 
 def begin_chunks(rows: ProcessingRows, chunks: ChunkTensors) -> None:
-    """As `begin_chunks_reference`."""
+    """Count a chunk's tokens, by a Triton kernel; equal to `begin_chunks_reference`."""
     counts, recent, cached = rows.state.counts, rows.state.recent, chunks.cached
     vocab, programs = counts.size(1), triton.cdiv(chunks.max_query_length, CHUNK_TILE)
     tables = tokens = chunks.starts  # any tensors, where there are none
@@ -69,8 +69,10 @@ def begin_chunks(rows: ProcessingRows, chunks: ChunkTensors) -> None:
 
 
 def process_logits(logits: Tensor, rows: ProcessingRows, out: Tensor, kept: Tensor) -> Tensor:
-    """As `process_logits_reference`; elements of a row of `logits` must be adjacent, `out`,
-    `kept` and `rows.records` contiguous."""
+    """Edit logits as requests ask, by a Triton kernel; equal to `process_logits_reference`.
+
+    Elements of a row of `logits` must be adjacent, `out`, `kept` and `rows.records` contiguous.
+    """
     count, vocab = logits.shape
     processed = out[:count]
     drafts = _drafts(rows)
@@ -86,7 +88,7 @@ def process_logits(logits: Tensor, rows: ProcessingRows, out: Tensor, kept: Tens
 
 
 def count_tokens(tokens: Tensor, rows: ProcessingRows) -> None:
-    """As `count_tokens_reference`."""
+    """Count sampled tokens, by a Triton kernel; equal to `count_tokens_reference`."""
     count, drafts = tokens.numel(), rows.drafts
     ring = rows.slots if drafts is None else drafts.yielded
     _count_tokens[(triton.cdiv(count, ROW_TILE),)](

@@ -37,11 +37,11 @@ class End(Protocol):
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """Of these, found in the prefix cache."""
+        """Prompt tokens that were found in the prefix cache."""
 
     @property
     def prompt_log_probs(self) -> LogProbs | None:
-        """Of the prompt's tokens but the first, if asked for."""
+        """Log probs of the prompt's tokens but the first, if asked for."""
 
 
 class ChoiceText:
@@ -70,6 +70,11 @@ class ChoiceText:
         if self._text is None:
             return text or ""
         return self._text.push(tokens)
+
+    @property
+    def stop_word(self) -> str | None:
+        """The stop word that ended the text; None before the end, or where none did."""
+        return None if self._text is None else self._text.stop_word
 
     def end(self, end: End) -> str:
         """The rest of the text."""

@@ -35,7 +35,7 @@ class LogProbs(Protocol):
         """Their log probs."""
 
     def __getitem__(self, places: slice) -> Self:
-        """Those of some places."""
+        """Log probs of a range of places."""
 
 
 Place = tuple[int, float, list[tuple[int, float]]]

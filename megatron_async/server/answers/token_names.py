@@ -38,7 +38,8 @@ class TokenNames:
         return found
 
     def text_of(self, token: int) -> str:
-        """Its text; of bytes that are no text "bytes:" and each byte as \\xNN, as OpenAI has it."""
+        """A token's text; for bytes that are no text "bytes:" and each byte as \\xNN, as OpenAI has
+        it."""
         found = self._texts.get(token)
         if found is None:
             data = self.bytes_of(token)

@@ -6,7 +6,7 @@ import msgspec
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Of the prompt's tokens, those found in the prefix cache."""
+    """How many of the prompt's tokens were found in the prefix cache."""
 
     cached_tokens: int = 0
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import override
 
 from megatron_async.server.chat.call_object import CallObject
 from megatron_async.server.chat.thoughts import overlap
-from megatron_async.server.chat.tool_format import Content, Piece
+from megatron_async.server.chat.tool_format import CallReader, Content, Piece
 
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)")
 _PART_OF_NAMED = re.compile(r"[A-Za-z0-9_.-]{0,64}\s*(?:\[[ARGS\]]{0,5})?\s*")
@@ -32,7 +33,7 @@ class CallMarks:
     is_named: bool = False
 
 
-class CallsReader:
+class CallsReader(CallReader):
     """Takes calls out of a text; what is no call stays content, blanks around calls are dropped.
 
     Args:
@@ -50,16 +51,16 @@ class CallsReader:
         self._is_behind_call = False
         """Nothing but blanks has come behind a call."""
 
+    @override
     def push(self, text: str) -> list[Piece]:
-        """See `CallReader`."""
         self._held += text
         found: list[Piece] = []
         while self._held and self._step(found):
             pass
         return found
 
+    @override
     def end(self) -> list[Piece]:
-        """See `CallReader`."""
         found: list[Piece] = []
         if self._object is not None and not self._object.has_begun:
             found += _content(

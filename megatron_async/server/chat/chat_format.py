@@ -115,7 +115,7 @@ class ChatFormat:
         )  # fmt: skip
 
     def behind_thought(self, wanted: StructuredOutput, in_thought: bool) -> StructuredOutput:
-        """The same structure for what follows the thought.
+        """A grammar that lets a thought come first and demands `wanted` of the text behind it.
 
         Raises:
             Refusal: it is of a wrong form.

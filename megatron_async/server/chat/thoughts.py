@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import override
 
 from megatron_async.errors import RequestError
 from megatron_async.server.chat.tool_format import CallReader, Content, Piece, Thought
@@ -14,7 +15,7 @@ OPEN, CLOSE = "<think>", "</think>"
 _REGEX_IN_LARK = re.compile(r"(?<!\\)/")
 
 
-class ThoughtReader:
+class ThoughtReader(CallReader):
     """Takes thoughts off the beginning of a text, and gives the rest to another reader.
 
     Args:
@@ -29,8 +30,8 @@ class ThoughtReader:
         self._is_new = True
         """Nothing of the part that is being read has been given: blanks are left out."""
 
+    @override
     def push(self, text: str) -> list[Piece]:
-        """See `CallReader`."""
         if self._state == "behind" and not self._held:
             return self._behind(text)
         self._held += text
@@ -57,8 +58,8 @@ class ThoughtReader:
         text, self._held = self._held, ""
         return found + self._behind(text)
 
+    @override
     def end(self) -> list[Piece]:
-        """See `CallReader`."""
         text, self._held = self._held, ""
         if self._state == "inside":
             return self._thought(text)

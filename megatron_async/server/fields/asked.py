@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.server.chat.tool_format import ToolFormat
@@ -12,7 +12,7 @@ from megatron_async.server.chat.tool_format import ToolFormat
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request.
+    """The sender of a request.
 
     Attributes:
         owner: name of the API key, "" without one; it is mixed into the cache salt.
@@ -56,8 +56,8 @@ class AnswerStyle:
     """How an answer is written.
 
     Attributes:
-        endpoint: of OpenAI's API.
-        id: of the answer, "cmpl-..." or "chatcmpl-...".
+        endpoint: "messages" is of Anthropic's API, the others of OpenAI's.
+        id: of the answer: "cmpl-...", "chatcmpl-...", "resp_..." or "msg_...".
         created: seconds since 1970.
         model: as the request called it.
         is_stream: as events.
@@ -71,9 +71,10 @@ class AnswerStyle:
         names_by_id: tokens in log probs are called "token_id:123".
         keeps_special_tokens: in the text.
         chat: of a chat's answer.
+        repeated: fields of the request that the answer repeats, by name.
     """
 
-    endpoint: Literal["completions", "chat"]
+    endpoint: Literal["completions", "chat", "responses", "messages"]
     id: str
     created: int
     model: str
@@ -88,6 +89,7 @@ class AnswerStyle:
     names_by_id: bool = False
     keeps_special_tokens: bool = False
     chat: ChatStyle = field(default_factory=ChatStyle)
+    repeated: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

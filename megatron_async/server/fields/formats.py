@@ -40,7 +40,7 @@ def structured_output(request: SharedFields) -> StructuredOutput | None:
 
 
 def checked(wanted: StructuredOutput, param: str) -> StructuredOutput:
-    """The same, if it is of the right form and size.
+    """Check the form and size of `wanted`; returns it with its schema as text.
 
     Raises:
         Refusal: it is not.

@@ -3,6 +3,10 @@ change the answer. All else that is unknown is ignored."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import msgspec
+
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.shared_fields import SharedFields
 
@@ -24,11 +28,21 @@ NOT_SERVED = {
 """Field -> what to do. A field counts if it is given and neither null, false nor empty."""
 
 
-def refuse_what_is_not_served(request: SharedFields) -> None:
-    """Raise Refusal for the first field that asks for what is not served."""
-    for name, remedy in NOT_SERVED.items():
+def refuse_fields(request: msgspec.Struct, table: Mapping[str, str]) -> None:
+    """Raise Refusal for the first field of a table that a request gives.
+
+    Args:
+        request: fields that its struct does not have count as not given.
+        table: field -> what to do; as `NOT_SERVED`.
+    """
+    for name, remedy in table.items():
         if getattr(request, name, None):
             raise Refusal(f"{name} was given, and {remedy}.", param=name)
+
+
+def refuse_what_is_not_served(request: SharedFields) -> None:
+    """Raise Refusal for the first field that asks for what is not served."""
+    refuse_fields(request, NOT_SERVED)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise Refusal(
             "best_of is served only where it is n: leave it out, and choose among n answers.",

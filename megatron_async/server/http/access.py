@@ -1,4 +1,4 @@
-"""Who may ask: names of the server in Host headers, keys, and ids of requests."""
+"""Access: names of the server in Host headers, keys, and ids of requests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Access:
             )  # fmt: skip
 
     def caller(self, headers: Mapping[bytes, bytes], needs_admin: bool) -> Caller:
-        """Who sends a request.
+        """The sender of a request, by the key in its headers.
 
         Args:
             headers: by lower-case name.
@@ -68,7 +68,8 @@ class Access:
         if self._keys and not name:
             why = "is not valid" if given else "is missing"
             raise Refusal(
-                f"the API key {why}: send one as `Authorization: Bearer KEY`.", 401,
+                f"the API key {why}: send one as `Authorization: Bearer KEY` or `x-api-key: KEY`.",
+                401,
                 code="invalid_api_key",
             )  # fmt: skip
         return Caller(name or "", is_admin)
@@ -78,6 +79,8 @@ class Access:
         value = headers.get(b"authorization", b"")
         scheme, _, key = value.partition(b" ")
         if scheme.lower() != b"bearer" or not key:
+            key = headers.get(b"x-api-key", b"")  # Anthropic's clients
+        if not key:
             return None, bool(value)
         digest = hashlib.sha256(key.strip()).digest()
         found = None

@@ -27,6 +27,7 @@ class Route(NamedTuple):
         handler: answers.
         is_open: needs no key.
         needs_admin: needs the admin key.
+        error_body: writes its errors.
     """
 
     method: str
@@ -34,6 +35,7 @@ class Route(NamedTuple):
     handler: Handler
     is_open: bool = False
     needs_admin: bool = False
+    error_body: Callable[[Refusal], bytes] = Refusal.body
 
 
 class App:
@@ -61,24 +63,27 @@ class App:
         given = request_id(headers)
         told: Headers = () if given is None else ((b"x-request-id", given),)
         exchange = Exchange(scope, receive, _telling(send, told), headers)
+        error_body: Callable[[Refusal], bytes] = Refusal.body
         try:
             self._access.check_host(headers)
             route, rest = self._find(scope["method"], scope["path"])
+            error_body = route.error_body
             if not route.is_open:
                 exchange.caller = self._access.caller(headers, route.needs_admin)
             await route.handler(exchange, rest)
         except ClientGone:
             return
         except Refusal as refusal:
-            await refuse(exchange.send, refusal)
+            await refuse(exchange.send, refusal, error_body)
         except (CoordinatorLost, ReplicaLost) as error:
-            await refuse(exchange.send, refusal_of(type(error).__name__, str(error)))
+            lost = refusal_of(type(error).__name__, str(error))
+            await refuse(exchange.send, lost, error_body)
         except Exception as error:
             # Nothing of the request: it may hold what is not the log's.
             logger.exception(
                 "A request to %s failed.", scope["path"][:100].encode("ascii", "replace")
             )
-            await refuse(exchange.send, refusal_of(type(error).__name__, ""))
+            await refuse(exchange.send, refusal_of(type(error).__name__, ""), error_body)
 
     def _find(self, method: str, path: str) -> tuple[Route, str]:
         """The route of a path, and what stands for its star.

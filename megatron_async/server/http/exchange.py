@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_async.server.fields.asked import Caller
 from megatron_async.server.fields.refusal import Refusal
-from megatron_async.server.http.protocol import HttpProtocol
+from megatron_async.server.http.answer_connection import AnswerConnection
 from megatron_async.server.http.replies import Send
+
+if TYPE_CHECKING:
+    from megatron_async.server.tracing import RequestTrace
 
 JSON = b"application/json"
 
@@ -26,6 +29,7 @@ class Exchange:
 
     Attributes:
         caller: who sent it; set once that is known.
+        trace: of its spans; None: nobody wants any.
     """
 
     def __init__(
@@ -38,15 +42,16 @@ class Exchange:
         self.scope, self.send, self.headers = scope, send, headers
         self._receive = receive
         self.caller = Caller()
+        self.trace: RequestTrace | None = None
 
     @property
-    def connection(self) -> HttpProtocol:
-        """That the request came by."""
-        found: HttpProtocol = self.scope["state"]["connection"]
+    def connection(self) -> AnswerConnection:
+        """The connection that the request came by."""
+        found: AnswerConnection = self.scope["state"]["connection"]
         return found
 
     async def body(self, most: int) -> bytes:
-        """All of its body.
+        """The whole body of the request.
 
         Only what says that it is JSON: a page of another site can make a browser send any other
         type without asking (`no-cors`), also to a server on this host that has no key.

@@ -1,32 +1,62 @@
-"""Completions and chats: from a body to requests, and from tokens to an answer."""
+"""What generates: from a body to requests, and from tokens to an answer."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
 
 from megatron_async.errors import RequestError
 from megatron_async.server.answer_stream import AnswerStream
-from megatron_async.server.answers.stream import StreamAnswer
-from megatron_async.server.answers.whole import WholeAnswer, whole
+from megatron_async.server.answers.forms import stream_form, whole_form
+from megatron_async.server.answers.message_writer import message_error_body
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.choice_feed import ChoiceFeed
 from megatron_async.server.fields.ask import ask, is_quick
+from megatron_async.server.fields.ask_messages import ask_messages, count_tokens
+from megatron_async.server.fields.ask_responses import ask_responses
 from megatron_async.server.fields.asked import Asked, Caller
 from megatron_async.server.fields.body import decode_body
 from megatron_async.server.fields.chat_request import ChatRequest
 from megatron_async.server.fields.completion_request import CompletionRequest
 from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.messages_request import CountTokensRequest, MessagesRequest
 from megatron_async.server.fields.refusal import Refusal, refusal_of
+from megatron_async.server.fields.responses_request import ResponsesRequest
 from megatron_async.server.fields.served_model import ServedModel
-from megatron_async.server.fields.shared_fields import SharedFields
 from megatron_async.server.http.app import Route
 from megatron_async.server.http.exchange import ClientGone, Exchange
 from megatron_async.server.http.openapi import openapi
 from megatron_async.server.http.replies import EVENTS, reply, reply_json
 from megatron_async.server.http.tokenize_routes import TokenizeRoutes
 from megatron_async.server.stream_hub import StreamHub
-from megatron_async.serving.token_client import TokenClient
+from megatron_async.server.tracing import RequestTracer
+from megatron_async.serving.request_client import RequestClient
+
+
+class Endpoint(NamedTuple):
+    """How one path generates.
+
+    Attributes:
+        kind: the body that a request has.
+        ask: says what the engine is asked.
+        error_body: writes errors.
+    """
+
+    kind: type[msgspec.Struct]
+    ask: Callable[[Any, ServedModel, Caller], Asked]
+    error_body: Callable[[Refusal], bytes] = Refusal.body
+
+
+ENDPOINTS = {
+    "/v1/completions": Endpoint(CompletionRequest, ask),
+    "/v1/chat/completions": Endpoint(ChatRequest, ask),
+    "/v1/responses": Endpoint(ResponsesRequest, ask_responses),
+    "/v1/messages": Endpoint(MessagesRequest, ask_messages, message_error_body),
+}
 
 
 class _Collected:
@@ -54,13 +84,20 @@ class GenerateRoutes:
     """Handlers of the model.
 
     Args:
-        client: of the coordinator.
+        client: of the coordinator, or of what serves in its place.
         config: of the process.
         hub: writes streams.
+        tracer: makes spans; None: nobody wants any.
     """
 
-    def __init__(self, client: TokenClient, config: ApiConfig, hub: StreamHub) -> None:
-        self._client, self._config, self._hub = client, config, hub
+    def __init__(
+        self,
+        client: RequestClient,
+        config: ApiConfig,
+        hub: StreamHub,
+        tracer: RequestTracer | None = None,
+    ) -> None:
+        self._client, self._config, self._hub, self._tracer = client, config, hub, tracer
         self._limits = Limits(body_bytes=config.max_body_bytes)
         self._served: ServedModel | None = None
         self._loading = asyncio.Lock()
@@ -71,8 +108,16 @@ class GenerateRoutes:
         return [
             Route("GET", "/v1/models", self._models),
             Route("GET", "/v1/models/*", self._model),
-            Route("POST", "/v1/completions", self._completions),
-            Route("POST", "/v1/chat/completions", self._chat),
+            *(
+                Route("POST", path, partial(self._generate, one), error_body=one.error_body)
+                for path, one in ENDPOINTS.items()
+            ),
+            Route(
+                "POST",
+                "/v1/messages/count_tokens",
+                self._count_tokens,
+                error_body=message_error_body,
+            ),
             *TokenizeRoutes(self._model_now, self._limits).routes(),
             Route("GET", "/openapi.json", self._openapi),
         ]
@@ -101,28 +146,32 @@ class GenerateRoutes:
 
     # ---- Answers -----------------------------------------------------------------------------
 
-    async def _completions(self, exchange: Exchange, _: str) -> None:
-        await self._generate(exchange, CompletionRequest)
+    async def _generate(self, endpoint: Endpoint, exchange: Exchange, _: str) -> None:
+        if self._tracer is None:
+            await self._answer(endpoint, exchange)
+            return
+        trace = exchange.trace = self._tracer.begin(exchange.scope, exchange.headers)
+        try:
+            await self._answer(endpoint, exchange)
+        except BaseException as error:
+            trace.end(error)
+            raise
+        trace.end(None)
 
-    async def _chat(self, exchange: Exchange, _: str) -> None:
-        await self._generate(exchange, ChatRequest)
-
-    async def _generate(self, exchange: Exchange, kind: type[SharedFields]) -> None:
+    async def _answer(self, endpoint: Endpoint, exchange: Exchange) -> None:
         body = await exchange.body(self._limits.body_bytes)
         served = await self._model_now()
         if is_quick(body):
-            asked = self._asked(body, kind, served, exchange.caller)
+            asked = self._asked(body, endpoint, served, exchange.caller)
         else:
-            asked = await asyncio.to_thread(self._asked, body, kind, served, exchange.caller)
+            asked = await asyncio.to_thread(self._asked, body, endpoint, served, exchange.caller)
         if asked.style.is_stream:
             await self._stream(exchange, asked, served)
         else:
             await self._whole(exchange, asked, served)
 
-    def _asked(
-        self, body: bytes, kind: type[SharedFields], served: ServedModel, caller: Caller
-    ) -> Asked:
-        return ask(decode_body(body, kind, self._limits), served, caller)
+    def _asked(self, body: bytes, endpoint: Endpoint, served: ServedModel, caller: Caller) -> Asked:
+        return endpoint.ask(decode_body(body, endpoint.kind, self._limits), served, caller)
 
     async def _whole(self, exchange: Exchange, asked: Asked, served: ServedModel) -> None:
         collected = _Collected(len(asked.choices))
@@ -140,17 +189,17 @@ class GenerateRoutes:
         finally:
             exchange.connection.tell_when_lost(None)
             self._abort(numbers)  # those that have ended stay as they are
-        answer = WholeAnswer(asked, served)
+        answer = whole_form(asked, served)
         for feed, collector in zip(collected.feeds, answer.collectors, strict=True):
             collector.push(*feed.take())
             if feed.end is not None:
                 collector.end(feed.end)
-        await reply(exchange.send, whole(answer))
+        await reply(exchange.send, answer.body())
 
     async def _stream(self, exchange: Exchange, asked: Asked, served: ServedModel) -> None:
         numbers: list[int] = []
         connection = exchange.connection
-        answer = StreamAnswer(asked, served, self._config.one_event_a_token)
+        answer = stream_form(asked, served, self._config.one_event_a_token)
         stream = AnswerStream(
             self._hub, answer.formatters, answer.begin, lambda: self._abort(numbers)
         )
@@ -181,6 +230,8 @@ class GenerateRoutes:
         self, asked: Asked, readers: list[Any], exchange: Exchange, numbers: list[int]
     ) -> None:
         """Send an answer's requests; their numbers are put into `numbers` one by one."""
+        if exchange.trace is not None:
+            exchange.trace.sent(asked, readers)
         for choice, reader in zip(asked.choices, readers, strict=True):
             prompt = asked.prompts[choice.prompt]
             try:
@@ -203,6 +254,16 @@ class GenerateRoutes:
         for feed in feeds:
             if feed.end is not None and feed.end.failure is not None:
                 raise refusal_of(*feed.end.failure)
+
+    async def _count_tokens(self, exchange: Exchange, _: str) -> None:
+        body = await exchange.body(self._limits.body_bytes)
+        served = await self._model_now()
+
+        def counted() -> int:
+            return count_tokens(decode_body(body, CountTokensRequest, self._limits), served)
+
+        tokens = counted() if is_quick(body) else await asyncio.to_thread(counted)
+        await reply_json(exchange.send, {"input_tokens": tokens})
 
     # ---- The model ---------------------------------------------------------------------------
 

@@ -10,8 +10,16 @@ import msgspec
 from megatron_async import __version__
 from megatron_async.server.fields.chat_request import ChatRequest
 from megatron_async.server.fields.completion_request import CompletionRequest
+from megatron_async.server.fields.messages_request import CountTokensRequest, MessagesRequest
+from megatron_async.server.fields.responses_request import ResponsesRequest
 
-BODIES = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+}
 READ = ("/v1/models", "/health", "/ready", "/version", "/metrics")
 PLACE = "#/components/schemas/{name}"
 

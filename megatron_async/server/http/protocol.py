@@ -74,7 +74,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def unread_bytes(self) -> int:
-        """That wait for the reader in this process."""
+        """Bytes of answers that wait in this process for the reader."""
         return self.transport.get_write_buffer_size()
 
     def write_without_chunks(self) -> None:

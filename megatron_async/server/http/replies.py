@@ -35,11 +35,14 @@ async def reply_json(send: Send, value: Any, status: int = 200, headers: Headers
     await reply(send, msgspec.json.encode(value), status, headers=headers)
 
 
-async def refuse(send: Send, refusal: Refusal, headers: Headers = ()) -> None:
-    """An error object with its status; one that may be tried again says when."""
-    more: list[tuple[bytes, bytes]] = list(headers)
+async def refuse(
+    send: Send, refusal: Refusal, error_body: Callable[[Refusal], bytes] = Refusal.body
+) -> None:
+    """An error object with its status, written by `error_body`; one that may be tried again says
+    when."""
+    more: list[tuple[bytes, bytes]] = []
     if refusal.retry_after_s is not None:
         more.append((b"retry-after", b"%d" % refusal.retry_after_s))
     if refusal.status == 401:
         more.append((b"www-authenticate", b"Bearer"))
-    await reply(send, refusal.body(), refusal.status, headers=more)
+    await reply(send, error_body(refusal), refusal.status, headers=more)

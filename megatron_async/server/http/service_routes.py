@@ -17,7 +17,7 @@ from megatron_async.server.http.exchange import Exchange
 from megatron_async.server.http.replies import reply, reply_json
 from megatron_async.server.metrics import CONTENT_TYPE, metrics_text
 from megatron_async.serving.failures import RemoteError
-from megatron_async.serving.token_client import TokenClient
+from megatron_async.serving.request_client import RequestClient
 
 ADMIN_LIMITS = Limits(body_bytes=64 << 10)
 
@@ -45,12 +45,12 @@ class ServiceRoutes:
     """Handlers of the service.
 
     Args:
-        client: of the coordinator.
+        client: of the coordinator, or of what serves in its place.
         config: of the process.
         model_name: for labels of metrics.
     """
 
-    def __init__(self, client: TokenClient, config: ApiConfig, model_name: str) -> None:
+    def __init__(self, client: RequestClient, config: ApiConfig, model_name: str) -> None:
         self._client, self._config, self.model_name = client, config, model_name
 
     def routes(self) -> list[Route]:

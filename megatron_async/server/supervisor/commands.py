@@ -58,7 +58,9 @@ def api_config(settings: ServeSettings, coordinator: str) -> ApiConfig:
         tool_parser=settings.tool_parser,
         max_body_bytes=settings.max_body_bytes,
         one_event_a_token=settings.one_event_a_token,
+        page=settings.page,
         shutdown_timeout_s=settings.shutdown_timeout_s,
+        otlp_endpoint=settings.otlp_endpoint,
     )
 
 

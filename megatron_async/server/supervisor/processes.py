@@ -61,7 +61,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of its process; None while there is none."""
+        """Id of the process; None while there is none."""
         return None if self._process is None else self._process.pid
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.api_config import KeyDigest
 from megatron_async.server.supervisor.listener import is_loopback, resolve
+from megatron_async.server.tracing import check_endpoint
 from megatron_async.serving.records import CoordinatorConfig
 
 MOST_API_PROCESSES = 64
@@ -44,6 +45,8 @@ class ServeSettings:
         tool_parser: name, or None: by the chat template.
         one_event_a_token: never join tokens in one event.
         max_body_bytes: of an HTTP request.
+        page: whether there is a page for people at "/".
+        otlp_endpoint: URL that spans are sent to; None: what OpenTelemetry's variables say.
     """
 
     model: str | None
@@ -71,6 +74,8 @@ class ServeSettings:
     tool_parser: str | None = None
     one_event_a_token: bool = False
     max_body_bytes: int = 32 << 20
+    page: bool = True
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.coordinator is None):
@@ -103,6 +108,7 @@ class ServeSettings:
                 raise ConfigurationError(
                     f"--served-model-name {name!r} must have 1 to 256 printable characters."
                 )
+        check_endpoint(self.otlp_endpoint)
         self._check_exposure()
         self._check_certificate()
         if self.profile_folder is not None and not os.path.isdir(self.profile_folder):

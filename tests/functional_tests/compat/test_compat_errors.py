@@ -158,15 +158,12 @@ def test_parts_of_our_own_trio_are_refused(tiny_model: torch.nn.Module) -> None:
     context.device.close()
 
 
-def test_the_coordinator_is_refused_by_name(tiny_model: torch.nn.Module) -> None:
-    with compat_engine(tiny_model) as engine:
-        for name in (
-            "start_listening_to_data_parallel_coordinator", "run_engine_with_coordinator",
-        ):  # fmt: skip
-            with pytest.raises(ConfigurationError, match=name):
-                asyncio.run(getattr(engine, name)(inference_coordinator_port=1))
-        with pytest.raises(ConfigurationError, match="schedule_requests"):
-            engine.schedule_requests()
+def test_taking_in_messages_by_hand_is_refused_by_name(tiny_model: torch.nn.Module) -> None:
+    with (
+        compat_engine(tiny_model) as engine,
+        pytest.raises(ConfigurationError, match="schedule_requests"),
+    ):
+        engine.schedule_requests()
 
 
 def test_a_missing_name_says_that_it_is_megatrons(tiny_model: torch.nn.Module) -> None:

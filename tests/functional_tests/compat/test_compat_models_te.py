@@ -1,6 +1,6 @@
 """Parameters under the names of TransformerEngine's spec are found.
 
-Its modules are stand-ins (`te_stand_ins.py`): TransformerEngine itself was not run.
+Its modules are stand-ins (`te_stand_ins.py`); `gpu/test_gpu_transformer_engine.py` has its own.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def test_async_generate_shares_batches(model: GPTModel, expected: list[list[int]
             await llm.unpause()
             await llm.resume()
             assert tokens_of(await waiting) == expected
-            with pytest.raises(ConfigurationError, match="no HTTP server"):
+            with pytest.raises(ConfigurationError, match="use_coordinator=True"):
                 await llm.serve(ServeConfig(port=1))
             ended = asyncio.ensure_future(llm.wait_for_shutdown())
         await ended
@@ -176,12 +176,11 @@ def test_a_second_event_loop_may_go_on(model: GPTModel, expected: list[list[int]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"use_coordinator": True}, "use_coordinator=True is not served"),
         ({"coordinator_host": "a"}, "coordinator_host/port require use_coordinator=True"),
         ({"coordinator_port": 1}, "coordinator_host/port require use_coordinator=True"),
     ],
 )
-def test_a_coordinator_is_refused(
+def test_where_a_coordinator_is_needs_one(
     kind: type, arguments: dict[str, Any], message: str, model: GPTModel
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):

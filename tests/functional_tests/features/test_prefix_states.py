@@ -26,6 +26,7 @@ from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import Chaos, CpuDevice
 
 UNIT = 128
+TURNS = 3
 TEXT = [(7 * n * n + 3 * n // 5) % VOCABULARY for n in range(1500)]
 OTHER = [(5 * n * n + 11) % VOCABULARY for n in range(1500)]
 LIMITS: dict[str, Any] = {
@@ -174,7 +175,7 @@ def test_a_conversation_computes_what_is_new(
     """
     engine, prompt = caching(model, lookahead=lookahead), TEXT[:90]
     known = 0
-    for turn in range(5):
+    for turn in range(TURNS):
         job = Job(prompt, greedy(160))
         tokens, count = computed(engine, job)
         assert tokens == run_alone(serial, [job])[0]
@@ -182,7 +183,7 @@ def test_a_conversation_computes_what_is_new(
         assert turn == 0 or count < len(prompt) - 60
         known = len(prompt) + len(tokens)
         prompt = [*prompt, *tokens, *OTHER[turn : turn + 10]]
-    assert engine.stats()["prefix_cache_snapshots"] <= 2 * 5
+    assert engine.stats()["prefix_cache_snapshots"] <= 2 * TURNS
     assert_all_is_back(engine)
     engine.close()
 
@@ -226,7 +227,9 @@ def test_live_requests_take_the_rows_of_snapshots(
 def test_a_budget_of_their_own(
     model: HybridAttentionModel, serial: DynamicInferenceEngine, snapshots: int
 ) -> None:
-    jobs = [Job([*TEXT[:300], n], greedy(140)) for n in range(6)]
+    # With one of them, answers leave states as well.
+    tokens = 140 if snapshots == 1 else 12
+    jobs = [Job([*TEXT[:300], n], greedy(tokens)) for n in range(6)]
     engine = caching(model, num_state_snapshots=snapshots, max_requests=4)
     assert run_at(engine, {n: [job] for n, job in enumerate(jobs)}) == run_alone(serial, jobs)
     stats = engine.stats()
@@ -330,7 +333,7 @@ def test_what_is_forgotten(model: HybridAttentionModel) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize("lookahead", [0, 2])
 def test_captured_steps(
     model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead: int
 ) -> None:
@@ -350,7 +353,7 @@ def test_late_copies(model: HybridAttentionModel, serial: DynamicInferenceEngine
     prompts = [[*TEXT[:cut], n] for n, cut in enumerate((300, 140, 500, 300, 257, 129, 384, 260))]
     jobs = [Job(prompt, greedy(20 + n)) for n, prompt in enumerate(prompts)]
     expected = run_alone(serial, jobs)
-    for seed, lookahead in itertools.product(range(3), (1, 2)):
+    for seed, lookahead in itertools.product(range(2), (1, 2)):
         engine = caching(model, device=CpuDevice(Chaos(seed, 0.2, 0.001)), lookahead=lookahead,
                          max_requests=3, max_tokens=170)  # fmt: skip
         assert run_at(engine, {2 * n: [job] for n, job in enumerate(jobs)}) == expected

@@ -30,6 +30,7 @@ from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
 from serial_answers import SerialAnswers
 from state_plans import watch_state_plans
+from step_limits import StepLimits
 from step_watch import StepWatch
 from tracked_request import TrackedRequest
 
@@ -52,6 +53,7 @@ from mtp_model import MtpHybridModel, MtpModel
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
 from small_grid import use_small_grid
+from step_limits import StepLimits
 from megatron_async import SamplingParams
 use_small_grid()
 device, loop = LateDevice(), asyncio.new_event_loop()"""
@@ -139,7 +141,7 @@ class EngineMachine(RuleBasedStateMachine):
             f"engine = make_engine({model}(), device=device, tokenizer=Pieces(), "
             f"drafter=drafter{arguments})"
         )
-        self.script.append("poison_blocks(engine); poison_states(engine)")
+        self.script.append("poison_blocks(engine); poison_states(engine); StepLimits(engine)")
         self.device = LateDevice()
         self.engine = make_engine(
             self.models[model],
@@ -150,6 +152,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.blocks = poison_blocks(self.engine)
         poison_states(self.engine)
+        StepLimits(self.engine)
         watch_state_plans(self.engine)
         self.watch = StepWatch(self.engine)
         self.ngrams, self.mtp = None, None

@@ -39,6 +39,7 @@ from megatron_async.models.linear import (
     InferenceRowParallelLinear,
 )
 from megatron_async.models.parallel_state import ensure_process_groups
+from megatron_async.requests.defaults import NUM_TOKENS
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
@@ -86,6 +87,29 @@ def test_llm_as_written(smollm2_llm: LLM) -> None:
     assert stats["cpu_us_per_step"] > 0
 
 
+def test_chat_as_written(smollm2_llm: LLM) -> None:
+    """The README's first lines: a conversation, or several, answered by the model's template."""
+    llm, sea = smollm2_llm, [{"role": "user", "content": "Name a color."}]
+    params = SamplingParams(num_tokens_to_generate=12, temperature=0.0)
+    (answer,) = llm.chat(sea, params)
+    assert answer.succeeded()
+    prompt = llm.tokenizer.apply_chat_template(sea)
+    (same,) = llm.generate(llm.tokenizer.tokenize(prompt, add_special_tokens=False), params)
+    assert answer.generated_text == same.generated_text
+    told = [{"role": "system", "content": "You answer in one word."}, *sea]
+    assert [each.generated_text for each in llm.chat([sea, told], params)] == [
+        answer.generated_text,
+        llm.chat(told, params)[0].generated_text,
+    ]
+
+
+def test_a_prompt_without_parameters_gets_the_same_tokens_every_time_and_ends() -> None:
+    with LLM("dummy:tiny", device="cpu") as llm:
+        first, second = (llm.generate([[1, 2, 3]])[0] for _ in range(2))
+    assert first.generated_tokens == second.generated_tokens
+    assert len(first.generated_tokens) == NUM_TOKENS == 256
+
+
 @pytest.mark.parametrize("prompt", ["Hello", [1, 2, 3]], ids=["text", "ids"])
 def test_one_prompt_needs_no_list(smollm2_llm: LLM, prompt: Any) -> None:
     out = smollm2_llm.generate(prompt, SamplingParams(num_tokens_to_generate=2, temperature=0.0))
@@ -116,6 +140,29 @@ def test_ends_of_a_request(make_tiny_engine: EngineFactory, lookahead: int) -> N
         assert output.generated_tokens[:shared] == tokens[:shared]
     # A stop token is learnt at resolve: the steps launched until then carry a zombie row each.
     assert engine.stats()["zombie_rows"] == 2 * lookahead
+
+
+def test_a_request_without_a_limit_ends_where_the_pool_does(
+    make_tiny_engine: EngineFactory,
+) -> None:
+    """4 blocks of 16 hold 64 tokens, and the last token of all needs no place."""
+    engine = make_tiny_engine(max_sequence_length=512, num_kv_blocks=4, block_size_tokens=16)
+    prompt = random_prompts(3, [9], TINY.vocab_size)[0]
+    wished = greedy(30, num_tokens_to_generate=None, termination_id=-1)
+    (cut, asked) = engine.generate([prompt, prompt], [wished, greedy(100)])
+    assert (cut.finish_reason, len(prompt) + len(cut.generated_tokens)) == ("length", 65)
+    assert "lower num_tokens_to_generate" in str(asked.error)
+
+
+def test_a_wish_that_is_cut_is_told_once(
+    make_tiny_engine: EngineFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_tiny_engine(max_sequence_length=47, max_requests=8)
+    prompt = random_prompts(3, [9], TINY.vocab_size)[0]
+    for output in engine.generate([prompt] * 3, greedy(1000, termination_id=-1)):
+        assert len(output.generated_tokens) == 47 - len(prompt)
+    (told,) = [record.getMessage() for record in caplog.records if "47" in record.getMessage()]
+    assert "max_sequence_length=47" in told
 
 
 def make_trio(model: torch.nn.Module, **config: Any) -> DynamicInferenceEngine:

@@ -61,7 +61,7 @@ def test_requests_of_a_lost_job_keep_their_tokens(
     for _ in range(STEPS):
         engine.step_modern()
 
-    def lost(step: int) -> None:
+    def lost(step: int, prefill_limit: int | None) -> None:
         raise RankLost("rank 1 died")
 
     engine.group.launching = lost  # type: ignore[method-assign]

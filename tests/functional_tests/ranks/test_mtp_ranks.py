@@ -4,7 +4,7 @@ between them, or its experts, or both models' recurrent layers besides.
 Break one of these, and a test fails:
 
 - `StepShape.eager`: `dispatch_entries` of this rank's own tokens, or `dispatch_rows` of its rows
-- `entry_dims`: keep the step's `dispatch_tokens`
+- `BatchDimensions.entries`: keep the step's `dispatch_tokens`
 """
 
 from __future__ import annotations

@@ -90,6 +90,80 @@ def test_choices_log_probs_and_formats(client: openai.OpenAI) -> None:
     assert set(json.loads(held.choices[0].message.content or "")) == {"city"}
 
 
+def test_responses(client: openai.OpenAI) -> None:
+    """Created and streamed they are the chat's answer; calls and their outputs go round."""
+    asked = {"model": "smollm2", "input": "What is the capital of France?", "temperature": 0}
+    chat = client.chat.completions.create(
+        model="smollm2", messages=CHAT, max_tokens=12, temperature=0
+    )
+    whole = client.responses.create(**asked, max_output_tokens=12)
+    assert whole.output_text == chat.choices[0].message.content
+    assert chat.usage is not None
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == chat.usage.total_tokens
+    with client.responses.stream(**asked, max_output_tokens=12) as stream:
+        parts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        assert stream.get_final_response().output_text == "".join(parts) == whole.output_text
+    tools = [{"type": "function", "name": "paint", "parameters": {
+        "type": "object", "properties": {"color": {"enum": ["red", "blue"]}},
+        "required": ["color"], "additionalProperties": False,
+    }}]  # fmt: skip
+    called = client.responses.create(**asked, tools=tools, tool_choice="required")
+    call = called.output[0]
+    assert call.type == "function_call"
+    assert json.loads(call.arguments)["color"] in ("red", "blue")
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+    again = client.responses.create(
+        model="smollm2", max_output_tokens=4, tools=tools,
+        input=[{"role": "user", "content": "Paint."}, call.model_dump(), output],
+    )  # fmt: skip
+    assert again.status == "incomplete"
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(**asked, previous_response_id=whole.id)
+
+
+def test_messages_over_a_socket(client: openai.OpenAI, service: Served) -> None:
+    """Anthropic's protocol as its bytes: the key's header, events, errors."""
+    chat = client.chat.completions.create(
+        model="smollm2", messages=CHAT, max_tokens=12, temperature=0
+    )
+    body = {"model": "smollm2", "max_tokens": 12, "messages": CHAT, "temperature": 0}
+
+    def post(path: str, body: dict[str, object], key: str) -> tuple[str, str]:
+        data = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nx-api-key: {key}\r\n"
+        )
+        head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", service.port), 60) as raw:
+            raw.sendall(head.encode() + data)
+            answer = b"".join(iter(lambda: raw.recv(65536), b"")).decode()
+        begin, _, rest = answer.partition("\r\n\r\n")
+        return begin.partition("\r\n")[0], rest
+
+    status, answer = post("/v1/messages", body, KEY)
+    assert status == "HTTP/1.1 200 OK"
+    whole = json.loads(answer)
+    assert whole["content"][0]["text"] == chat.choices[0].message.content
+    _, answer = post("/v1/messages", {**body, "stream": True}, KEY)
+    events = [json.loads(line[6:]) for line in answer.split("\n") if line.startswith("data: ")]
+    texts = [e["delta"]["text"] for e in events if e["type"] == "content_block_delta"]
+    assert "".join(texts) == whole["content"][0]["text"]
+    assert events[-1] == {"type": "message_stop"}
+    _, answer = post("/v1/messages/count_tokens", {"messages": CHAT}, KEY)
+    assert chat.usage is not None
+    assert json.loads(answer) == {"input_tokens": chat.usage.prompt_tokens}
+    for given, key, number, kind in (
+        (body, "wrong", 401, "authentication_error"),
+        ({**body, "model": "x"}, KEY, 404, "not_found_error"),
+        ({"messages": CHAT}, KEY, 400, "invalid_request_error"),
+    ):  # fmt: skip
+        status, answer = post("/v1/messages", given, key)
+        assert f" {number} " in status
+        assert json.loads(answer)["type"] == "error"
+        assert json.loads(answer)["error"]["type"] == kind
+
+
 def test_errors_are_the_clients_own(client: openai.OpenAI, service: Served) -> None:
     with pytest.raises(openai.NotFoundError, match="gpt-4"):
         client.chat.completions.create(model="gpt-4", messages=CHAT)

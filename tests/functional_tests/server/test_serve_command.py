@@ -15,6 +15,7 @@ import psutil
 import pytest
 from served import ADMIN, ENGINE, KEY, Served, completion, eventually, token_ids
 
+from megatron_async.cli import main as cli
 from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
 from megatron_async.profiling.http_trace import AnswerError, HttpReaders, HttpServer
 
@@ -156,6 +157,23 @@ def test_a_trace_is_served_and_timed(service: Served) -> None:
         assert 1 <= request.events <= request.output_tokens + 1
         assert (request.tpot_s is None) == (request.output_tokens == 1)
     assert sum(r.events for r in found) > 0.8 * sum(r.output_tokens for r in found)
+
+
+def test_bench_measures_a_server(
+    service: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, url = tmp_path / "b.json", f"http://127.0.0.1:{service.port}"
+    asked = ["--num-prompts", "6", "--input-len", "4", "--output-len", "5", "--length-sigma", "0"]
+    limits = ["--goodput", "ttft:60000", "tpot:60000", "--max-concurrency", "2"]
+    command = ["bench", "serve", url, "--api-key", KEY, *asked, *limits]
+    assert cli.main([*command, "--json", str(file)]) == 0
+    (found,) = json.loads(file.read_text())["figures"]
+    assert found["tokens_out_per_second"] * found["duration_s"] == pytest.approx(30)
+    assert found["goodput_per_second"] == found["requests_per_second"]
+    assert KEY not in file.read_text()
+    assert "dummy:tiny at http://127.0.0.1:" in capsys.readouterr().out
+    assert cli.main([*command, "--model", "other"]) == 2
+    assert "--model other: " in capsys.readouterr().err
 
 
 def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:

@@ -125,8 +125,31 @@ def test_an_answer_is_aborted_by_its_id(service: Served) -> None:
     assert len(token_ids(events)) < 3500
 
 
+def test_an_administrator_watches_steps_and_whoever_asks_sees_counters(service: Served) -> None:
+    stream = service.stream("/v1/completions", completion(400))
+    next(stream)
+    assert service.request("/watch", {}, **CONTROL)[0] == 200  # from now on spans are made
+    answer: dict[str, Any] = {}
+
+    def seen() -> bool:
+        nonlocal answer
+        _, answer = service.request("/watch", {}, **CONTROL)
+        (one,) = answer["replicas"].values()
+        return {lane for lane, *_ in one["spans"]} == {0, 1}  # the CPU's, and the device's
+
+    eventually(seen, "spans of both lanes")
+    assert answer["state"] == "running"
+    (looked,) = answer["replicas"].values()
+    assert looked["slots_in_use"] == 1
+    assert len(token_ids(list(stream))) in (399, 400)  # it changes nothing
+    _, live = service.request("/live")
+    (counted,) = live["replicas"].values()
+    assert "spans" not in counted
+    assert counted["lookahead"] == looked["lookahead"]
+
+
 @pytest.mark.parametrize("verb", ["pause", "resume", "sleep", "wake", "drain", "abort", "profile",
-                                  "reset_prefix_cache"])  # fmt: skip
+                                  "reset_prefix_cache", "watch"])  # fmt: skip
 def test_only_administrators_may(service: Served, verb: str) -> None:
     assert service.request(f"/{verb}", {}, method="POST")[0] == 403
     assert service.request(f"/{verb}", {}, key="", method="POST")[0] == 401

@@ -298,8 +298,9 @@ def a_match_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         is_long = (lengths[slots] > 2)[:, None] & (drafts >= 0)
         return last.where(is_long, drafts)
 
-    changed = replace(kernels.TORCH_KERNELS, ngram_drafts=look_up_one_further)
-    monkeypatch.setattr(kernels, "TORCH_KERNELS", changed)
+    for table in ("TORCH_KERNELS", "CPU_KERNELS"):
+        changed = replace(getattr(kernels, table), ngram_drafts=look_up_one_further)
+        monkeypatch.setattr(kernels, table, changed)
 
 
 def one_token_less_at_a_border(monkeypatch: pytest.MonkeyPatch) -> None:

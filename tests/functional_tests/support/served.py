@@ -95,11 +95,16 @@ class Served:
         return found
 
     def request(
-        self, path: str, body: Any = None, key: str = KEY, method: str | None = None
+        self,
+        path: str,
+        body: Any = None,
+        key: str = KEY,
+        method: str | None = None,
+        headers: dict[str, str] | None = None,
     ) -> tuple[int, Any]:
         """Status and body of an answer, decoded if it is JSON."""
         with contextlib.closing(self._connect()) as connection:
-            self._send(connection, path, body, key, method)
+            self._send(connection, path, body, key, method, headers)
             answer = connection.getresponse()
             data = answer.read()
         is_json = (answer.getheader("content-type") or "").startswith("application/json")
@@ -126,9 +131,15 @@ class Served:
 
     @staticmethod
     def _send(
-        connection: http.client.HTTPConnection, path: str, body: Any, key: str, method: str | None
+        connection: http.client.HTTPConnection,
+        path: str,
+        body: Any,
+        key: str,
+        method: str | None,
+        more: dict[str, str] | None = None,
     ) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers |= more or {}
         if body is not None:
             headers["Content-Type"] = "application/json"
         data = None if body is None else json.dumps(body)

@@ -1,8 +1,8 @@
 """Modules with the names and attributes of TransformerEngine's, in plain PyTorch.
 
-TransformerEngine has no CPU kernels, so its own modules were not run. These have the parameters
-that Megatron's wrappers of it have (`extensions/transformer_engine.py` of Megatron-Core 0.19.2): a
-norm's weight inside the linear layer behind it, and `weight0`, `weight1` and so on of experts.
+TransformerEngine has no CPU kernels. These have the parameters that Megatron's wrappers of it have
+(`extensions/transformer_engine.py` of Megatron-Core 0.19.2): a norm's weight inside the linear
+layer behind it, and `weight0`, `weight1` and so on of experts.
 """
 
 from __future__ import annotations

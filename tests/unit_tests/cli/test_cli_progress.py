@@ -3,34 +3,54 @@
 import contextlib
 import json
 import socket
+import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 from cli_runs import TINY, fails
 
 from megatron_async.cli import main as cli
-from megatron_async.cli import output as cli_output
+from megatron_async.observe.generation_bar import line
 
 
 def test_the_progress_line_says_what_there_is_to_say():
     stats = {"overlap_ratio": 0.987, "waiting_requests": 0, "pauses": 0, "evictions": 0}
-    line = cli_output.progress_line(stats, rows=7, tokens=90, seconds=2.0)
-    assert line == "90 tokens, 45 tokens/s, 7 rows, overlap 0.99"
+    assert line(stats, rows=7) == "7 rows, overlap 0.99"
     stats |= {"waiting_requests": 3, "evictions": 2}
-    line = cli_output.progress_line(stats, rows=7, tokens=90, seconds=0.0)
-    assert line == "90 tokens, 0 tokens/s, 7 rows, overlap 0.99, 3 waiting, 2 evictions"
+    assert line(stats, rows=7) == "7 rows, overlap 0.99, 3 waiting, 2 evictions"
 
 
-def test_logged_steps_and_progress_are_on_stderr(capsys):
+def run_with_progress(capsys):
     command = [a for a in TINY if a != "--no-progress"]
-    logged = ["--logging-step-interval", "4"]
-    assert cli.main([*command, "--prompt", "1 2", "--max-new-tokens", "9", "--json", *logged]) == 0
+    prompts = ["--prompt", "1 2", "--prompt", "3"]
+    logged = ["--max-new-tokens", "9", "--json", "--logging-step-interval", "4"]
+    assert cli.main([*command, *prompts, *logged]) == 0
     output = capsys.readouterr()
     json.loads(output.out)
     assert "step 3: device" in output.err
     assert "step 7: device" in output.err
-    assert "9 tokens" in output.err
-    assert "overlap 1.00" in output.err
+    return output.err
+
+
+def test_off_a_terminal_nothing_is_drawn_again(capsys):
+    shown = run_with_progress(capsys)
+    assert "\r" not in shown
+    assert "token/s" not in shown
+
+
+def test_on_a_terminal_tokens_are_counted(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    shown = run_with_progress(capsys).split("\r")[-1]
+    assert "18token" in shown
+    assert "2/2 prompts" in shown
+    assert "overlap 1.00" in shown
+
+
+def test_statistics_are_beside_the_answers(capsys):
+    assert cli.main([*TINY, "--prompt", "1", "--max-new-tokens", "5"]) == 0
+    output = capsys.readouterr()
+    assert "overlap ratio" in output.err
+    assert "overlap ratio" not in output.out
 
 
 def test_metrics_are_served_while_prompts_are_answered(capsys):

@@ -118,8 +118,8 @@ def test_bad_options_of_simulate(options, message, capsys):
     [("throughput_small", 256.0, 0.15), ("throughput_8b", 16.0, 0.25)],
 )
 def test_predictions_stay_near_the_measurements(file, rate, tolerance, tmp_path, capsys):
-    """docs/performance.md, "Simulated"; a change of the scheduler moves both or is a surprise. The
-    measurements are of mixed steps that were padded more than today's."""
+    """docs/records/whole_steps.md, "Simulated"; a change of the scheduler moves both or is a
+    surprise. The measurements are of mixed steps that were padded more than today's."""
     measured = json.loads((RECORDS / f"{file}.json").read_text())
     settings, path = measured["settings"], tmp_path / "figures.json"
     machine = "h200:" + settings["model"].removeprefix("dummy:")

@@ -232,12 +232,13 @@ def test_our_fields_by_keyword() -> None:
     config = InferenceConfig(
         device="cpu", lookahead=2, num_kv_blocks=9, check_integrity=True, num_speculative_tokens=2,
         speculative_method="ngram", mamba_ssm_states_dtype="bfloat16", max_requests=3,
+        quantization="int8",
     )  # fmt: skip
     assert isinstance(config, MegatronConfig)
     found = to_settings(MODEL, config)
     assert (found.device, found.lookahead, found.num_kv_blocks) == ("cpu", 2, 9)
     assert (found.check_integrity, found.speculative_method) == (True, "ngram")
-    assert found.mamba_ssm_states_dtype == "bfloat16"
+    assert (found.mamba_ssm_states_dtype, found.quantization) == ("bfloat16", "int8")
     ahead = to_settings(MODEL, InferenceConfig(async_sched_mode="async", lookahead=3))
     assert ahead.lookahead == 3
     with pytest.raises(ConfigurationError, match="lookahead=0"):

@@ -120,7 +120,7 @@ def answer(tokens: list[int], **fields: Any) -> dict[str, Any]:
 
 def test_a_wrong_answer_of_an_example_is_told() -> None:
     plain = Example(DYNAMIC)
-    wanted = [Expected([1, 2], [-1.0, -2.0], 3)]
+    wanted = [Expected([1, 2], "a b", [-1.0, -2.0], 3)]
     assert differences(plain, [answer([1, 2])], wanted) == []
     assert differences(plain, [answer([1, 3])], wanted) == ["'p': tokens [1, 3], not [1, 2]"]
     assert differences(plain, [], wanted) == ["0 answers for 1 prompts"]

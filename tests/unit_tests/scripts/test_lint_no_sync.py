@@ -109,6 +109,14 @@ def test_docstrings_of_public_names():
     assert messages == ["module without a docstring: say what it is for"]
 
 
+@pytest.mark.parametrize("beginning", ["See `other`.", "It ends.", "Of a step.", "As above."])
+def test_docstrings_begin_with_what_they_speak_of(beginning):
+    source = f'"""A module."""\n\n\ndef f():\n    """{beginning}"""\n'
+    (finding,) = lint_no_sync.check_house(Path("x.py"), source)
+    assert "begin with a noun or a verb" in finding.message
+    assert lint_no_sync.check_house(Path("x.py"), source.replace(beginning, "Seeing it.")) == []
+
+
 def test_method_docstring_is_inherited_from_a_base_in_the_package():
     base = 'class A:\n    """A."""\n    def f(self):\n        """F."""\n'
     child = 'class B(x.A[int]):\n    """B."""\n    def f(self): ...\n    def g(self): ...\n'
@@ -124,9 +132,10 @@ def test_file_length():
 
 def test_only_the_step_path_is_held_to_the_no_sync_rules(tmp_path):
     source = '"""M."""\n\nn = x.item()\n'
-    paths = [tmp_path / "engines/a.py", tmp_path / "checkpoints/a.py", tmp_path / "llm.py"]
+    names = ["engines/a.py", "checkpoints/a.py", "llm.py", "ops/cpu/a.py"]
+    paths = [tmp_path / name for name in names]
     for path in paths:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(source)
     findings, _ = lint_no_sync.lint(paths, tmp_path)
     assert [finding.path for finding in findings] == [paths[0]]

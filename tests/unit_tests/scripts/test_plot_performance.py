@@ -2,23 +2,14 @@
 
 import itertools
 import json
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 
+import performance_plots
+import plot_performance
 import pytest
+from plot_records import Figures, collect, others, read_records
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts/benchmarks/plot_performance.py"
 H200 = "NVIDIA H200"
-
-
-@pytest.fixture(scope="module")
-def plots():
-    spec = spec_from_file_location("plot_performance", SCRIPT)
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+VLLM = "vLLM 0.24.0, async scheduling"
 
 
 def write(folder, name, benchmark, figures, gpu=H200, date="2026-01-01", **settings):
@@ -65,11 +56,11 @@ def labels(figure):
     return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
 
 
-def test_every_plot_is_drawn_and_equal_records_give_equal_files(plots, tmp_path, capsys):
+def test_every_plot_is_drawn_and_equal_records_give_equal_files(tmp_path, capsys):
     all_records(tmp_path)
     for output in ("first", "second"):
-        plots.main(["--records", str(tmp_path), "--output", str(tmp_path / output)])
-    names = {f"{name}.svg" for name in plots.PLOTS}
+        plot_performance.main(["--records", str(tmp_path), "--output", str(tmp_path / output)])
+    names = {f"{name}.svg" for name in plot_performance.PLOTS}
     assert {path.name for path in (tmp_path / "first").iterdir()} == names
     for name in names:
         first = (tmp_path / "first" / name).read_bytes()
@@ -78,40 +69,40 @@ def test_every_plot_is_drawn_and_equal_records_give_equal_files(plots, tmp_path,
     assert str(tmp_path / "first" / "churn.svg") in capsys.readouterr().out
 
 
-def test_the_newest_greedy_figures_count(plots, tmp_path):
+def test_the_newest_greedy_figures_count(tmp_path):
     write(tmp_path, "c_hot.json", "decode", decode_rows(9.0), date="2026-04-01", temperature=0.8)
     write(
         tmp_path, "d_long.json", "decode", decode_rows(7.0), date="2026-05-01", prompt_tokens=32640
     )
     write(tmp_path, "a_new.json", "decode", decode_rows(1.0)[:1], date="2026-03-01")
     write(tmp_path, "b_old.json", "decode", decode_rows(5.0), date="2026-02-01")
-    figures = plots.collect(plots.read_records(tmp_path), "decode", ("model", "batch", "lookahead"))
+    figures = collect(read_records(tmp_path), "decode", ("model", "batch", "lookahead"))
     assert [row["step_ms"] for row in figures.rows] == [1.0, 5.0, 5.0, 5.0]
     assert figures.values("model") == ["smollm2-135m"]
 
 
-def test_two_machines_are_not_mixed(plots, tmp_path):
+def test_two_machines_are_not_mixed(tmp_path):
     write(tmp_path, "gpu.json", "decode", decode_rows(1.0))
     write(tmp_path, "cpu.json", "decode", decode_rows(50.0), gpu=None)
     with pytest.raises(ValueError, match=r"must not mix machines: cpu.json \(None\), gpu.json"):
-        plots.main(["--records", str(tmp_path)])
+        plot_performance.main(["--records", str(tmp_path)])
 
 
-def test_other_engines_are_shown_beside_the_same_gpu_only(plots):
-    beside = plots.plot_step_time(plots.Figures(decode_rows_short(1.0), H200))
-    alone = plots.plot_step_time(plots.Figures(decode_rows_short(1.0), None))
-    assert plots.VLLM in labels(beside)
-    assert plots.FLOOR in labels(beside)
-    assert plots.VLLM not in labels(alone)
+def test_other_engines_are_shown_beside_the_same_gpu_only():
+    beside = performance_plots.plot_step_time(Figures(decode_rows_short(1.0), H200))
+    alone = performance_plots.plot_step_time(Figures(decode_rows_short(1.0), None))
+    assert VLLM in labels(beside)
+    assert "bytes over 4.3 TB/s" in labels(beside)
+    assert VLLM not in labels(alone)
     assert "this engine, lookahead 1" in labels(alone)
 
 
-def test_lookahead_is_shown_over_replay_or_over_serial(plots):
+def test_lookahead_is_shown_over_replay_or_over_serial():
     def heights(replay):
         rows = decode_rows_short(1.5, replay)
         for row in rows:
             row["step_ms"] -= 0.3 * row["lookahead"]
-        axis = plots.plot_lookahead(plots.Figures(rows, H200)).axes[0]
+        axis = performance_plots.plot_lookahead(Figures(rows, H200)).axes[0]
         series = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
         return series["lookahead 0"], series["lookahead 1"], axis.get_ylabel()
 
@@ -125,7 +116,13 @@ def decode_rows_short(step_ms, replay=True):
     return [row | {"model": "smollm2-135m"} for row in decode_rows(step_ms, replay)]
 
 
-def test_an_empty_folder_says_what_to_run(plots, tmp_path, capsys):
+def test_an_empty_folder_says_what_to_run(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        plots.main(["--records", str(tmp_path)])
+        plot_performance.main(["--records", str(tmp_path)])
     assert "run a benchmark with --json" in capsys.readouterr().err
+
+
+def test_figures_of_others_say_where_they_are_from():
+    for metric in ("step_ms", "attention_us"):
+        assert others()[metric]["source"]
+        assert others()[metric]["by_model"]

@@ -138,3 +138,13 @@ def answered(
     assert answer.is_over
     found: dict[str, Any] = json.loads(whole(answer))
     return found
+
+
+def named_events(data: bytes) -> list[dict[str, Any]]:
+    """The events of a stream that names them; the name is the `type` of each."""
+    found = []
+    for event in data.decode().removesuffix("\n\n").split("\n\n"):
+        name, fields = event.split("\n")
+        found.append(json.loads(fields.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found

@@ -3,6 +3,7 @@
 Constructor, properties and forms of prompts are those of Megatron-Core 0.19's
 `megatron.core.inference.apis`. There, an engine without a coordinator can only generate, and only
 synchronously; here it can also be paused and suspended, and both classes work without one.
+With `use_coordinator=True` the engine comes behind a coordinator, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 
+from megatron_async.compat.conversions.coordinated_llm import CoordinatedEngine
 from megatron_async.compat.inference.config import InferenceConfig
 from megatron_async.compat.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.compat.inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -25,12 +27,6 @@ from megatron_async.errors import ConfigurationError
 Prompts = str | list[int] | list[str] | list[list[int]]
 """One prompt or several, each as text or as token ids."""
 
-NO_COORDINATOR = (
-    "is not served here: no coordinator starts beside the engine. Leave use_coordinator out; "
-    "generate, pause, unpause, suspend and resume work in this process without one. For several "
-    "replicas see docs/serving.md."
-)
-
 
 class _MegatronLLMBase:
     """The engine of a model that Megatron built.
@@ -39,13 +35,16 @@ class _MegatronLLMBase:
         model: `GPTModel` or `HybridModel`, in eval mode.
         tokenizer: Megatron's, or any with its methods.
         inference_config: Megatron's; None takes its defaults.
-        use_coordinator: None (Megatron's default is True) and False: the engine is driven in this
-            process.
-        coordinator_host, coordinator_port: of a coordinator.
+        use_coordinator: True: every data-parallel rank's engine comes behind one coordinator, and
+            the first rank generates. None (Megatron's default is True) and False: the engine is
+            driven by the caller.
+        coordinator_host: name or address of this host, for the coordinator; None: 127.0.0.1.
+        coordinator_port: of the coordinator; None: any.
 
     Raises:
-        ConfigurationError: a coordinator is asked for, experts are spread over ranks, or the model
-            or the configuration cannot be served; a ValueError, as Megatron's is.
+        ConfigurationError: experts are spread over ranks, a coordinator is asked for before a model
+            over ranks, or the model or the configuration cannot be served; a ValueError, as
+            Megatron's is.
     """
 
     def __init__(
@@ -58,11 +57,10 @@ class _MegatronLLMBase:
         coordinator_host: str | None = None,
         coordinator_port: int | None = None,
     ) -> None:
-        if use_coordinator:
-            raise ConfigurationError(f"use_coordinator=True {NO_COORDINATOR}")
-        if coordinator_host is not None or coordinator_port is not None:
+        if not use_coordinator and (coordinator_host is not None or coordinator_port is not None):
             raise ConfigurationError(
-                "coordinator_host/port require use_coordinator=True, which " + NO_COORDINATOR
+                "coordinator_host/port require use_coordinator=True (they are "
+                f"{coordinator_host!r} and {coordinator_port!r}): set it, or leave them out."
             )
         experts = parallel_state.get_expert_model_parallel_world_size()
         if experts > 1:
@@ -73,13 +71,17 @@ class _MegatronLLMBase:
             )
         if inference_config is None:
             inference_config = InferenceConfig()
-        self._use_coordinator = False
+        self._use_coordinator = bool(use_coordinator)
         self._is_primary_rank = True
+        self._coordinated: CoordinatedEngine | None = None
         self._shutdown_called = False
         self._context = DynamicInferenceContext(model.config, inference_config)
         wrapper = GPTInferenceWrapper(model, self._context)
         self._controller = TextGenerationController(wrapper, tokenizer)
         self._engine = DynamicInferenceEngine(self._controller, self._context)
+        if use_coordinator:
+            self._coordinated = CoordinatedEngine(self._engine, coordinator_host, coordinator_port)
+            self._is_primary_rank = self._coordinated.is_primary
 
     @property
     def engine(self) -> DynamicInferenceEngine:
@@ -98,7 +100,7 @@ class _MegatronLLMBase:
 
     @property
     def is_primary_rank(self) -> bool:
-        """Whether `generate` may be called here: always, without a coordinator."""
+        """Whether `generate` may be called here: always, or on the first rank."""
         return self._is_primary_rank
 
     def _assert_primary(self) -> None:

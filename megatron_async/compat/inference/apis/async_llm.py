@@ -6,10 +6,15 @@ import asyncio
 from typing import Any, Self
 
 from megatron.core.inference.apis.serve_config import ServeConfig
+from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_async.compat.inference.apis._llm_base import Prompts, _MegatronLLMBase
+from megatron_async.compat.inference.text_generation_server.dynamic_text_gen_server import (
+    start_text_gen_server,
+    stop_text_gen_server,
+)
 from megatron_async.errors import ConfigurationError
 
 
@@ -25,6 +30,7 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._task: asyncio.Task[None] | None = None
+        self._serves = False
 
     async def generate(
         self, prompts: Prompts, sampling_params: SamplingParams | None = None
@@ -48,6 +54,9 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         if not batch:
             return []
         params = sampling_params or SamplingParams()
+        if self._coordinated is not None:
+            found = await self._coordinated.run(self._coordinated.generate(batch, params))
+            return list(found) if is_batch else found[0]
         answers = [
             self._engine.add_request(self._engine.requests.free_id(), prompt, params)
             for prompt in batch
@@ -65,45 +74,77 @@ class MegatronAsyncLLM(_MegatronLLMBase):
 
     async def pause(self) -> None:
         """Launch no further step until `unpause`; requests wait, tokens are kept."""
-        self._engine.pause()
+        await self._do("pause", EngineState.PAUSED)
 
     async def unpause(self) -> None:
         """Take `pause` back."""
-        self._engine.unpause()
+        await self._do("unpause", EngineState.RUNNING)
 
     async def suspend(self) -> None:
         """Stop until `resume`, and give the memory of the KV cache back, if the configuration's
         `kv_cache_management_mode` says so. Requests wait, tokens are kept."""
-        self._engine.suspend()
+        await self._do("suspend", EngineState.SUSPENDED)
 
     async def resume(self) -> None:
         """Take `suspend` back. An engine that was paused, too, stays so until `unpause`."""
-        self._engine.resume()
+        await self._do("resume", EngineState.RESUMED)
 
     async def serve(self, serve_config: ServeConfig, *, blocking: bool = True) -> None:
-        """Refused.
+        """Start the HTTP server (docs/server.md), on the first rank; on others nothing happens.
+
+        Args:
+            serve_config: where it listens, and how; see `start_text_gen_server`. Its default host,
+                0.0.0.0, needs an API key.
+            blocking: wait until the engines are stopped; False: return at once, the server is there
+                some seconds later (`/ready`). `shutdown` ends it.
 
         Raises:
-            ConfigurationError: always: no HTTP server stands before this engine.
+            ConfigurationError: without `use_coordinator=True`, or something of `serve_config` is
+                not served.
         """
-        raise ConfigurationError(
-            f"serve({serve_config!r}): there is no HTTP server here. Call generate, or serve "
-            "replicas by `megatron-async coordinator` and `replica` (docs/serving.md)."
-        )
+        if self._coordinated is None:
+            raise ConfigurationError(
+                "serve() requires use_coordinator=True: it asks the engines by a coordinator."
+            )
+        if self._is_primary_rank:
+            start_text_gen_server(
+                self._coordinated.address, None, 0, serve_config.port, serve_config.parsers,
+                serve_config.verbose, serve_config.frontend_replicas, serve_config.host,
+            )  # fmt: skip
+            self._serves = True
+        if blocking:
+            await self.wait_for_shutdown()
 
     async def shutdown(self) -> None:
         """End the engine for good; unfinished requests fail. Again: nothing happens."""
         if self._shutdown_called:
             return
         self._shutdown_called = True
+        if self._serves:
+            await asyncio.to_thread(stop_text_gen_server)
+        if self._coordinated is not None:
+            await self._coordinated.end()
+            return
         self._engine.close()
         if self._task is not None and not self._task.get_loop().is_closed():
             await asyncio.wait({self._task})
 
     async def wait_for_shutdown(self) -> None:
-        """Wait until `shutdown` has ended the engine; return at once if it has not run yet."""
+        """Wait until `shutdown` has ended the engine; return at once if it has not run yet.
+        Behind a coordinator: wait until the first rank has stopped the engines."""
+        if self._coordinated is not None:
+            if not self._shutdown_called:
+                await self._coordinated.run(self._coordinated.until_stopped())
+            return
         if self._task is not None and not self._task.done():
             await asyncio.wait({self._task})
+
+    async def _do(self, call: str, state: EngineState) -> None:
+        """Stop the engine, or let it go on."""
+        if self._coordinated is not None:
+            await self._coordinated.run(self._coordinated.tell(f"{call}_engines", state))
+        else:
+            getattr(self._engine, call)()
 
     async def __aenter__(self) -> Self:
         return self

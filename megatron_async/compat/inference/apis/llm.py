@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
+from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 
@@ -38,34 +39,50 @@ class MegatronLLM(_MegatronLLMBase):
         batch, _ = self._normalize_prompts(prompts)
         if not batch:
             return []
-        records = self._engine.generate(batch, sampling_params or SamplingParams())
+        params = sampling_params or SamplingParams()
+        if self._coordinated is not None:
+            return list(self._coordinated.wait(self._coordinated.generate(batch, params)))
+        records = self._engine.generate(batch, params)
         return [record.merge() for record in records]
 
     def pause(self) -> None:
         """Launch no further step until `unpause`; tokens of steps in flight are kept."""
-        self._engine.pause()
+        self._do("pause", EngineState.PAUSED)
 
     def unpause(self) -> None:
         """Take `pause` back."""
-        self._engine.unpause()
+        self._do("unpause", EngineState.RUNNING)
 
     def suspend(self) -> None:
         """Stop until `resume`, and give the memory of the KV cache back, if the configuration's
         `kv_cache_management_mode` says so."""
-        self._engine.suspend()
+        self._do("suspend", EngineState.SUSPENDED)
 
     def resume(self) -> None:
         """Take `suspend` back. An engine that was paused, too, stays so until `unpause`."""
-        self._engine.resume()
+        self._do("resume", EngineState.RESUMED)
 
     def shutdown(self) -> None:
         """End the engine for good; unfinished requests fail. Again: nothing happens."""
         if not self._shutdown_called:
             self._shutdown_called = True
-            self._engine.close()
+            if self._coordinated is not None:
+                self._coordinated.end_now()
+            else:
+                self._engine.close()
 
     def wait_for_shutdown(self) -> None:
-        """Return at once: nothing runs in the background that could be waited for."""
+        """Behind a coordinator: wait until the first rank has stopped the engines. Without one:
+        return at once, as nothing runs in the background."""
+        if self._coordinated is not None and not self._shutdown_called:
+            self._coordinated.wait(self._coordinated.until_stopped())
+
+    def _do(self, call: str, state: EngineState) -> None:
+        """Stop the engine, or let it go on."""
+        if self._coordinated is not None:
+            self._coordinated.wait(self._coordinated.tell(f"{call}_engines", state))
+        else:
+            getattr(self._engine, call)()
 
     def __enter__(self) -> Self:
         return self

@@ -60,14 +60,12 @@ class DynamicInferenceEngine(NamesOfMegatron, EngineControl):
 
     Attributes:
         book: Megatron's requests beside ours.
-        use_coordinator: never.
 
     Raises:
         ConfigurationError: the parts are not those of `compat`, or a `metrics_writer` cannot write.
     """
 
     megatron_class = MegatronEngine
-    use_coordinator = False
     controller: TextGenerationController
 
     def __init__(
@@ -138,6 +136,15 @@ class DynamicInferenceEngine(NamesOfMegatron, EngineControl):
             EngineStopped: the engine is closed.
             WrongThread: another thread is at work in the engine.
         """
+        entry = self.add_for(request_id, prompt, sampling_params, priority)
+        assert entry.future is not None
+        return entry.future
+
+    def add_for(
+        self, request_id: int, prompt: Any, sampling_params: Any, priority: int
+    ) -> RequestEntry:
+        """Queue a request as `add_request` does; its entry in the book, which has the futures of
+        both forms of the request."""
         request_id = check_request_id(request_id)
         params, own_params, tokens = self._convert(prompt, sampling_params)
         if request_id in self.book:
@@ -149,17 +156,18 @@ class DynamicInferenceEngine(NamesOfMegatron, EngineControl):
         except BaseException:
             self.book.drop(request_id)
             raise
+        entry.own_future = own_future
         entry.future = own_future.get_loop().create_future()
         if entry.has_ended:
             entry.future.set_result(entry.record)
-            return entry.future
+            return entry
         own = super().get_request(request_id)
         own.prompt = text
         self.book.added(entry, own)
         assert entry.request.sampling_params is not None
         longest, length = self.context.max_sequence_length, len(own.prompt_tokens)
         resolve_limits(entry.request.sampling_params, own.sampling_params, length, longest)
-        return entry.future
+        return entry
 
     def _convert(self, prompt: Any, given: Any) -> tuple[SamplingParams, OwnParams, Any]:
         """Megatron's parameters, ours, and the prompt's tokens; where that fails, parameters that

@@ -2,7 +2,8 @@
 
 Its wheels are on no registry, so this file has never run: it calls the function that Megatron-Core
 0.19 calls, by the arguments that it has there, and checks at the start that they exist. Decode
-stays with our kernel, which is the faster one at almost every size (docs/performance.md).
+stays with our kernel, which is the faster one at almost every size
+(docs/records/prefill_attention.md).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ LARGEST_DIM = 256
 
 
 class FlashAttention3Prefill(PrefillBackend):
-    """See the top of this file.
+    """Prefill by FlashAttention-3, for the shapes that the package serves.
 
     Args:
         shape: of the engine's attention.
@@ -55,6 +56,7 @@ class FlashAttention3Prefill(PrefillBackend):
         )
         require_tensor_core_shape(self.name, shape, LARGEST_DIM)
 
+    @override
     def attend(
         self,
         query: Tensor,
@@ -63,7 +65,6 @@ class FlashAttention3Prefill(PrefillBackend):
         scale: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `PrefillBackend`."""
         rows = self.rows
         result = self._function(
             q=query,

@@ -11,7 +11,7 @@ import importlib.metadata
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ LARGEST_DIM = {9: 256, 10: 128, 11: 128}
 
 
 class FlashAttention4Prefill(PrefillBackend):
-    """See the top of this file.
+    """Prefill by FlashAttention-4, for the shapes that the package serves.
 
     Args:
         shape: of the engine's attention.
@@ -59,6 +59,7 @@ class FlashAttention4Prefill(PrefillBackend):
         # Its compiler says so of an argument that only masks of a user's need; nothing is wrong.
         warnings.filterwarnings("ignore", "Argument aux_data .* cannot be converted", UserWarning)
 
+    @override
     def attend(
         self,
         query: Tensor,
@@ -67,7 +68,6 @@ class FlashAttention4Prefill(PrefillBackend):
         scale: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `PrefillBackend`."""
         rows = self.rows
         result = self._function(
             query,

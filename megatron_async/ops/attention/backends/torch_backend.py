@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import override
+
 from torch import Tensor
 
 from megatron_async.ops.attention.backends.base import (
@@ -27,14 +29,15 @@ class TorchPrefill(PrefillBackend):
     def __init__(self, shape: AttentionShape) -> None:
         self._attention = TorchPagedAttention(shape.block_size, shape.max_blocks, shape.device)
 
+    @override
     def begin_step(self, rows: PrefillRows) -> None:
-        """See `PrefillBackend`."""
         # Here, because the package `contexts` imports the backends.
         from megatron_async.device_state.batch_dimensions import BatchDimensions
 
         dims = BatchDimensions(decode_rows=0, prefill_lengths=rows.lengths)
         self._attention.begin_step(dims, rows.block_tables, rows.kv_lengths)
 
+    @override
     def attend(
         self,
         query: Tensor,
@@ -43,6 +46,5 @@ class TorchPrefill(PrefillBackend):
         scale: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `PrefillBackend`."""
         attended = self._attention.attend(query, key_cache, value_cache, scale)
         return attended if out is None else out.copy_(attended)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import override
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ class TritonPrefill(PrefillBackend):
         """Nothing of the shape is needed beforehand."""
         self._first_key = first_key
 
+    @override
     def attend(
         self,
         query: Tensor,
@@ -32,7 +35,6 @@ class TritonPrefill(PrefillBackend):
         scale: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `PrefillBackend`."""
         rows = self.rows
         out = torch.empty_like(query) if out is None else out
         paged_prefill_attention(

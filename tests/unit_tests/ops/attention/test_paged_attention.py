@@ -10,6 +10,8 @@ from megatron_async.ops.attention.backends.base import AttentionShape
 from megatron_async.ops.attention.backends.selection import BACKENDS, STEP_CLASSES, PrefillChoice
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
+from megatron_async.ops.cpu.compiler import compiles
+from megatron_async.ops.cpu.host_attention import HostPagedAttention
 
 needs_gpu = [
     pytest.mark.gpu,
@@ -89,9 +91,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("block_size", "decode", "prefill", "kv_heads", "group", "dim"), CASES)
-def test_torch_backend(block_size, decode, prefill, kv_heads, group, dim):
+@pytest.mark.parametrize("kind", [TorchPagedAttention, HostPagedAttention])
+def test_torch_backend(kind, block_size, decode, prefill, kv_heads, group, dim):
+    if kind is HostPagedAttention and not compiles():
+        pytest.skip("Numba is not here, or switched off")
+
     def backend(size, blocks):
-        return TorchPagedAttention(size, blocks, torch.device("cpu"))
+        return kind(size, blocks, torch.device("cpu"))
 
     for width in (1, 2, 5):
         check(backend, "cpu", block_size, decode, prefill, kv_heads, group, dim, 1e-5, width)

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from megatron_async.device_state.batch_dimensions import BatchDimensions
-from megatron_async.device_state.draft_tokens import (
-    entry_dims,
+from megatron_async.device_state.step_tensors import StepTensors
+from megatron_async.ops.drafting.draft_tokens import (
     lay_out_draft_kernel,
     lay_out_entries_kernels,
 )
-from megatron_async.device_state.draft_tokens_reference import (
+from megatron_async.ops.drafting.draft_tokens_reference import (
     lay_out_draft_reference,
     lay_out_entries_reference,
 )
-from megatron_async.device_state.step_tensors import StepTensors
 from megatron_async.ops.drafting.hidden_states import (
     gather_hidden,
     gather_hidden_reference,
@@ -106,7 +105,7 @@ def test_kernels_are_the_reference(width, block_size, device):
         expected = lay_out_entries_reference(view, sampled)
         found = lay_out_entries_kernels(view, sampled)
         assert_same(found, expected)
-        assert len(found.token_ids) == entry_dims(view.dims).tokens
+        assert len(found.token_ids) == view.dims.entries.tokens
         tokens = torch.randint(-1, 1000, (view.dims.rows,), device=device)
         for number in (1, 2):
             of_kernel = lay_out_draft_kernel(view, found, tokens, number)

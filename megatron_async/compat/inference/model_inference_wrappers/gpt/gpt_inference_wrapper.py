@@ -12,7 +12,6 @@ from megatron_async.compat.models.served_model import serve_model
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
 from megatron_async.model_inference_wrappers.gpt import gpt_inference_wrapper as core
-from megatron_async.models.linear import pack_weights
 from megatron_async.models.norm import fold_norms
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class GPTInferenceWrapper(core.GPTInferenceWrapper):
         """
         moved = self._weights.refresh() if self._weights is not None else False
         fold_norms(self.model)
-        pack_weights(self.model, self.inference_context.device.free_memory())
+        core.keep_packed_weights(self.model, self.inference_context)
         addresses = self._parameter_addresses()
         moved |= addresses != self._addresses
         self._addresses = addresses

@@ -1,0 +1,104 @@
+"""`start_text_gen_server`: this project's HTTP server, started as Megatron does.
+
+The server is `megatron-async serve --coordinator`, a process of its own (docs/server.md).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_async.compat.conversions.not_served import refuse
+
+logger = logging.getLogger("megatron_async")
+
+END_S = 10.0
+"""The server has so long to end in order; then it is killed."""
+TOOL_PARSERS = ("hermes", "llama3_json", "mistral")
+
+_server: subprocess.Popen[bytes] | None = None
+
+
+def start_text_gen_server(
+    coordinator_addr: str,
+    tokenizer: Any,
+    rank: int,
+    server_port: int,
+    parsers: Sequence[str] | None = None,
+    verbose: bool = False,
+    num_replicas: int = 4,
+    hostname: str | None = None,
+    sock: Any = None,
+) -> None:
+    """Start the HTTP server in processes of its own; where one runs, a warning says so.
+
+    Args:
+        coordinator_addr: of the coordinator.
+        tokenizer: no effect: engines tell the coordinator theirs.
+        rank: of the caller; no effect.
+        server_port: where it listens; 0: any free port, which its log names.
+        parsers: none, or the form of the model's tool calls (`TOOL_PARSERS`); None: by the chat
+            template.
+        verbose: no effect; requests are counted at /metrics.
+        num_replicas: processes that speak HTTP.
+        hostname: name or address to listen at. None is 0.0.0.0, all networks, which needs an API
+            key in the environment variable MEGATRON_ASYNC_API_KEY.
+        sock: refused, unless None.
+
+    Raises:
+        ConfigurationError: an argument is not served, or other hosts could use the model without a
+            key.
+    """
+    global _server
+    from megatron_async.server.supervisor.keys import read_keys
+    from megatron_async.server.supervisor.settings import ServeSettings
+
+    if _server is not None and _server.poll() is None:
+        logger.warning("A text generation server runs already: stop_text_gen_server ends it.")
+        return
+    if sock is not None:
+        refuse("start_text_gen_server(sock=)", "give server_port and hostname")
+    names = list(parsers or ())
+    if len(names) > 1 or not set(names) <= set(TOOL_PARSERS):
+        known = ", ".join(TOOL_PARSERS)
+        refuse(f"parsers={names}", f"give one of {known}, or none: the chat template says which")
+    host = "0.0.0.0" if hostname is None else hostname
+    # What is wrong is an error here, not in another process' log.
+    ServeSettings(
+        model=None, coordinator=coordinator_addr, host=host, port=server_port,
+        api_processes=num_replicas, keys=read_keys([], None, os.environ),
+    )  # fmt: skip
+    command = [
+        sys.executable, "-m", "megatron_async", "serve", "--coordinator", coordinator_addr,
+        "--host", host, "--port", str(server_port), "--api-processes", str(num_replicas),
+    ]  # fmt: skip
+    if names:
+        command += ["--tool-parser", names[0]]
+    _server = subprocess.Popen(command)
+    atexit.register(stop_text_gen_server)
+    logger.info("The HTTP server is process %d, at %s port %d.", _server.pid, host, server_port)
+
+
+def stop_text_gen_server() -> None:
+    """End the HTTP server; requests under way are aborted. Without one nothing happens."""
+    global _server
+    server, _server = _server, None
+    atexit.unregister(stop_text_gen_server)
+    if server is None or server.poll() is not None:
+        return
+    server.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(0.5)
+        return
+    server.terminate()  # the second signal: at once
+    try:
+        server.wait(END_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()

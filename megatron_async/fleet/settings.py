@@ -1,0 +1,90 @@
+"""`FleetSettings`: what a fleet's application is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from megatron_async.errors import ConfigurationError
+from megatron_async.server.api_config import ApiConfig
+from megatron_async.serving.routing import make_policy
+
+SMALLEST_BATCH_S = 0.005
+
+
+class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What an application is made of.
+
+    Attributes:
+        model: as `LLM` takes it.
+        engine: further arguments of `LLM`: device, dtype, fields of `InferenceConfig`, and
+            `tensor_model_parallel_size` or others that make a replica a job of several ranks.
+        name: of the application.
+        min_replicas, max_replicas: Ray starts so many, by the queue's length.
+        target_ongoing_requests: unfinished requests of a replica that Ray aims at: with more on
+            average it starts replicas, with fewer it ends some.
+        upscale_delay_s, downscale_delay_s: how long the average must hold.
+        max_ongoing_requests: of a replica; what is more waits in the ingress' router.
+        shutdown_timeout_s: how long a replica that is to end may finish what it has; what is left
+            then is served again by others.
+        gpus: of a rank.
+        cpus: of a rank.
+        ingresses: HTTP processes.
+        batch_s: seconds from one batch of a replica's news for one ingress to the next at least.
+        policy: which replica serves a request, by a name of `routing.POLICIES`.
+        api: keys, names and limits of the HTTP routes. `coordinator` is not used.
+        max_retries: times that a request is served again.
+        max_unfinished: requests of one ingress; further ones are refused.
+    """
+
+    model: str
+    engine: dict[str, Any] = {}
+    name: str = "megatron-async"
+    min_replicas: int = 1
+    max_replicas: int = 1
+    target_ongoing_requests: float = 8.0
+    upscale_delay_s: float = 5.0
+    downscale_delay_s: float = 60.0
+    max_ongoing_requests: int = 256
+    shutdown_timeout_s: float = 60.0
+    gpus: float = 0.0
+    cpus: float = 1.0
+    ingresses: int = 1
+    batch_s: float = 0.005
+    policy: str = "prefix"
+    api: ApiConfig = ApiConfig(coordinator="")
+    max_retries: int = 2
+    max_unfinished: int = 4096
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one replica."""
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        ranks = 1
+        for name in names:
+            ranks *= int(self.engine.get(name, 1))
+        return ranks
+
+    def check(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            ConfigurationError: it says what, and what to do.
+        """
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise ConfigurationError(
+                f"min_replicas={self.min_replicas} must be from 1 to max_replicas="
+                f"{self.max_replicas}: the ingress learns of a replica what it serves."
+            )
+        if self.engine.get("expert_model_parallel_size", 1) != 1:
+            raise ConfigurationError(
+                "expert_model_parallel_size is not served under Ray: replicas that share experts "
+                "need each other, and Ray ends them one by one. Use `megatron-async serve`."
+            )
+        if self.batch_s < SMALLEST_BATCH_S:
+            raise ConfigurationError(
+                f"batch_s={self.batch_s} must be {SMALLEST_BATCH_S} or more: a batch costs what "
+                "carries it far more than the tokens in it."
+            )
+        make_policy(self.policy)

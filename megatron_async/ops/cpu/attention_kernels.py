@@ -1,0 +1,127 @@
+"""Loops of attention on float32: from the qkv projection to the cache, and decode attention.
+
+See `row_kernels.py` for how they are compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from megatron_async.ops.cpu.row_kernels import REORDERS, exp
+
+
+@njit(inline="always", fastmath=REORDERS)
+def _turn(
+    source: Any, target: Any, cos: Any, sin: Any, weight: Any, has_norm: Any, eps: Any
+) -> None:  # pragma: no cover - compiled
+    """Normalise and rotate one head."""
+    dim, rotated = source.shape[0], cos.shape[0]
+    half = rotated // 2
+    factor = np.float32(1.0)
+    if has_norm:
+        square = np.float32(0.0)
+        for i in range(dim):
+            square += source[i] * source[i]
+        factor = np.float32(1.0) / np.sqrt(square / np.float32(dim) + eps)
+        for i in range(dim):
+            target[i] = source[i] * factor * weight[i]
+    else:
+        for i in range(dim):
+            target[i] = source[i]
+    low, high = target[:half], target[half:rotated]
+    high_cos, high_sin = cos[half:], sin[half:]
+    for i in range(half):
+        first, second = low[i], high[i]
+        low[i] = first * cos[i] - second * sin[i]
+        high[i] = second * high_cos[i] + first * high_sin[i]
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
+def rope_append(
+    qkv: Any, cos: Any, sin: Any, positions: Any, places: Any, keys: Any, values: Any,
+    q_weight: Any, k_weight: Any, has_norm: Any, eps: Any, group: Any, gates: Any, query: Any,
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """`ops/attention/rope_append.py`; qkv `[tokens, kv heads, heads of each, dim]`, caches flat."""
+    for token in range(qkv.shape[0]):
+        row_cos, row_sin = cos[positions[token]], sin[positions[token]]
+        place = places[token]
+        for head in range(qkv.shape[1]):
+            for i in range(group):
+                _turn(
+                    qkv[token, head, i], query[token, head * group + i], row_cos, row_sin,
+                    q_weight, has_norm, eps,
+                )  # fmt: skip
+            _turn(
+                qkv[token, head, group + gates], keys[place, head], row_cos, row_sin,
+                k_weight, has_norm, eps,
+            )  # fmt: skip
+            for i in range(keys.shape[2]):
+                values[place, head, i] = qkv[token, head, group + gates + 1, i]
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
+def decode_attention(
+    query: Any, keys: Any, values: Any, tables: Any, block_size: Any, positions: Any, width: Any,
+    first_key: Any, scale: Any, first_row: Any, end_row: Any, out: Any,
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """Attention of decode rows `first_row` to `end_row`, each of `width` query tokens.
+
+    query, out `[rows * width, heads, dim]`; keys, values `[places, kv heads, dim]`; tables `[rows,
+    blocks]`; positions `[rows * width]`: a query sees the keys from min(its position, first_key) to
+    its position.
+    """
+    heads, dim, kv_heads = query.shape[1], query.shape[2], keys.shape[1]
+    group = heads // kv_heads
+    most = np.int64(0)
+    for token in range(first_row * width, end_row * width):
+        most = max(most, positions[token])
+    scores = np.empty((group, most + 1), dtype=np.float32)
+    for row in range(first_row, end_row):
+        for token in range(row * width, (row + 1) * width):
+            length = positions[token] + 1
+            begin = min(positions[token], first_key)
+            first_block, end_block = begin // block_size, (length - 1) // block_size + 1
+            for head in range(kv_heads):
+                for block in range(first_block, end_block):
+                    place, start = tables[row, block] * block_size, block * block_size
+                    for j in range(max(begin, start), min(length, start + block_size)):
+                        key = keys[place + j - start, head]
+                        for g in range(group):
+                            one = query[token, head * group + g]
+                            dot = np.float32(0.0)
+                            for i in range(dim):
+                                dot += one[i] * key[i]
+                            scores[g, j] = dot * scale
+                for g in range(group):
+                    _softmax(scores[g], begin, length)
+                    target = out[token, head * group + g]
+                    for i in range(dim):
+                        target[i] = np.float32(0.0)
+                for block in range(first_block, end_block):
+                    place, start = tables[row, block] * block_size, block * block_size
+                    for j in range(max(begin, start), min(length, start + block_size)):
+                        value = values[place + j - start, head]
+                        for g in range(group):
+                            weight = scores[g, j]
+                            target = out[token, head * group + g]
+                            for i in range(dim):
+                                target[i] += weight * value[i]
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
+def _softmax(scores: Any, begin: Any, end: Any) -> None:  # pragma: no cover - compiled
+    seen = scores[begin:end]
+    most = seen[0]
+    for j in range(len(seen)):
+        most = max(most, seen[j])
+    total = np.float32(0.0)
+    for j in range(len(seen)):
+        weight = exp(seen[j] - most)
+        seen[j] = weight
+        total += weight
+    share = np.float32(1.0) / total
+    for j in range(len(seen)):
+        seen[j] *= share

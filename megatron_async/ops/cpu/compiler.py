@@ -1,0 +1,58 @@
+"""Whether Numba compiles loops here, and how."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+SWITCH = "MEGATRON_ASYNC_CPU_KERNELS"
+"""Environment variable: "torch" keeps to the references in plain torch."""
+
+
+@cache
+def compiles() -> bool:
+    """Whether the loops of this folder serve the CPU: Numba is installed, and nobody forbids it.
+
+    Raises:
+        ValueError: the environment variable has another value than "torch" or "numba".
+    """
+    wanted = os.environ.get(SWITCH, "numba")
+    if wanted not in ("numba", "torch"):
+        raise ValueError(f"{SWITCH}={wanted!r} is unknown: use 'numba' or 'torch', or unset it.")
+    return wanted == "numba" and find_spec("numba") is not None
+
+
+def compile_all() -> None:
+    """Compile the loops, so that no first step does: some seconds once for a machine, for Numba
+    keeps what it has compiled beside the source, or in the user's cache if that cannot be written.
+    """
+    if not compiles():
+        return
+    import numpy as np
+
+    from megatron_async.ops.cpu import attention_kernels, row_kernels
+
+    def array(*shape: int) -> Any:
+        return np.ones(shape, np.float32)
+
+    one, place = np.float32(1), np.zeros(1, np.int64)
+    row_kernels.norm(array(1, 4), array(4), one, array(1, 4))
+    row_kernels.add_norm(array(1, 4), array(1, 4), array(4), one, array(1, 4), array(1, 4))
+    row_kernels.swiglu(array(1, 2, 4), array(1, 4))
+    row_kernels.halves(array(1, 4), array(2, 4), array(1), one, one, one)
+    row_kernels.whole(array(2, 4), array(1), one)
+    qkv, tables, cache, table = (
+        array(1, 1, 3, 4),
+        array(1, 4),
+        array(1, 1, 4),
+        np.zeros((1, 1), "i4"),
+    )
+    attention_kernels.rope_append(
+        qkv, tables, tables, place, place, cache, cache, array(4), array(4), False, one, 1, 0,
+        array(1, 1, 4),
+    )  # fmt: skip
+    attention_kernels.decode_attention(
+        array(1, 1, 4), cache, cache, table, 1, place, 1, 0, one, 0, 1, array(1, 1, 4)
+    )

@@ -1,0 +1,143 @@
+"""Loops over rows of float32: norms, activations, rounding to 8 bits.
+
+Imported only where they run, because Numba takes a second to import. Compiled at the first call and
+kept on disk; they release Python's lock. A sum over a row may be reordered into lanes of a vector,
+always in the same way, so that a row's result depends on no other one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+REORDERS = {"reassoc", "contract", "arcp", "nsz"}
+"""What sums may do. NaN and infinity stay what they are: they tell a broken row."""
+
+LOG2_E = 1.44269504088896341
+LN2 = 0.693359375, -2.12194440e-4
+"""Of the natural logarithm of 2, a part without low bits, and the rest (Cody and Waite 1980)."""
+POLYNOMIAL = (
+    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
+    5.0000001201e-1,
+)  # fmt: skip
+"""Of Cephes' expf (S. Moshier), from the highest power."""
+MOST, LEAST = 88.3762626647949, -87.3365447504
+"""Beyond, float32 overflows and underflows."""
+
+
+@intrinsic
+def exp(typingctx: Any, x: Any = None) -> Any:
+    """The exponential in float32, to 2 units in the last place; NaN for NaN.
+
+    Plain arithmetic, which LLVM turns into vectors; a call of the C library it does not. Written as
+    instructions, so that no caller's `fastmath` reorders them.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        real, whole = ir.FloatType(), ir.IntType(32)
+        (given,) = args
+
+        def call(name: str, *values: Any) -> Any:
+            kind = ir.FunctionType(real, [real] * len(values))
+            function = builder.module.declare_intrinsic(f"llvm.{name}", (real,), kind)
+            return builder.call(function, values)
+
+        def constant(value: float) -> Any:
+            return ir.Constant(real, float(np.float32(value)))
+
+        clipped = call("minnum", call("maxnum", given, constant(LEAST)), constant(MOST))
+        order = call("rint", builder.fmul(clipped, constant(LOG2_E)))
+        rest = clipped
+        for part in LN2:
+            rest = builder.fsub(rest, builder.fmul(order, constant(part)))
+        y = constant(POLYNOMIAL[0])
+        for factor in POLYNOMIAL[1:]:
+            y = builder.fadd(builder.fmul(y, rest), constant(factor))
+        y = builder.fmul(builder.fmul(y, rest), rest)
+        y = builder.fadd(builder.fadd(y, rest), constant(1.0))
+        exponent = builder.add(builder.fptosi(order, whole), ir.Constant(whole, 127))
+        power = builder.bitcast(builder.shl(exponent, ir.Constant(whole, 23)), real)
+        is_nan = builder.fcmp_unordered("uno", given, given)
+        return builder.select(is_nan, given, builder.fmul(y, power))
+
+    return types.float32(types.float32), codegen
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
+def add_norm(
+    x: Any, residual: Any, weight: Any, eps: Any, normed: Any, total: Any
+) -> None:  # pragma: no cover - compiled
+    """Into total: x + residual; into normed: RMSNorm of it; `[rows, hidden]`, weight `[hidden]`."""
+    hidden = np.float32(x.shape[1])
+    for row in range(x.shape[0]):
+        square = np.float32(0.0)
+        for i in range(x.shape[1]):
+            value = x[row, i] + residual[row, i]
+            total[row, i] = value
+            square += value * value
+        factor = np.float32(1.0) / np.sqrt(square / hidden + eps)
+        for i in range(x.shape[1]):
+            normed[row, i] = total[row, i] * factor * weight[i]
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
+def norm(x: Any, weight: Any, eps: Any, normed: Any) -> None:  # pragma: no cover - compiled
+    """Into normed: RMSNorm of x. `[rows, hidden]`, weight `[hidden]`."""
+    hidden = np.float32(x.shape[1])
+    for row in range(x.shape[0]):
+        square = np.float32(0.0)
+        for i in range(x.shape[1]):
+            square += x[row, i] * x[row, i]
+        factor = np.float32(1.0) / np.sqrt(square / hidden + eps)
+        for i in range(x.shape[1]):
+            normed[row, i] = x[row, i] * factor * weight[i]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def swiglu(x: Any, out: Any) -> None:  # pragma: no cover - compiled
+    """Into out: silu(gate) * up; x `[rows, 2, width]`, out `[rows, width]`."""
+    for row in range(x.shape[0]):
+        # Whole rows: Numba takes a part of one for strided, and an index that is a sum for one that
+        # may be negative. Neither becomes vectors.
+        gates, ups, target = x[row, 0], x[row, 1], out[row]
+        for i in range(out.shape[1]):
+            target[i] = gates[i] / (np.float32(1.0) + exp(-gates[i])) * ups[i]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def halves(
+    x: Any, both: Any, factors: Any, largest: Any, finer: Any, least: Any
+) -> None:  # pragma: no cover - compiled
+    """Rows as two rows of 8 bits; see `ops/linear/eight_bit.py`.
+
+    both: `[2 * rows, k]`: each row times its factor, then what rounding leaves of it, times finer.
+    factors: `[rows]`.
+    """
+    rows = x.shape[0]
+    for row in range(rows):
+        most, is_nan = np.float32(0.0), 0
+        for i in range(x.shape[1]):
+            most = max(most, abs(x[row, i]))
+            is_nan |= x[row, i] != x[row, i]
+        factor = np.float32(np.nan) if is_nan else largest / max(most, least)
+        factors[row] = factor
+        for i in range(x.shape[1]):
+            scaled = x[row, i] * factor
+            both[row, i] = scaled
+            both[rows + row, i] = (scaled - np.rint(scaled)) * finer
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def whole(sums: Any, factors: Any, finer: Any) -> None:  # pragma: no cover - compiled
+    """Products of the two halves, `[2 * rows, outputs]`, to products of the rows, in the first."""
+    rows = len(factors)
+    share = np.float32(1.0) / finer
+    for row in range(rows):
+        first, second = sums[row], sums[rows + row]
+        factor = np.float32(1.0) / factors[row]
+        for i in range(sums.shape[1]):
+            first[i] = (first[i] + second[i] * share) * factor

@@ -1,0 +1,103 @@
+"""Ops over rows of float32 on a CPU, with the signatures of their references.
+
+Where a tensor is of another kind (a 16-bit dtype, strided, partial sums), or Numba is not there,
+the references in plain torch do it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_async.ops.attention import rope_append as rotary
+from megatron_async.ops.linear import rms_norm
+from megatron_async.ops.linear import swiglu as gated
+
+
+def serves(*tensors: Tensor | None) -> bool:
+    """Whether the loops take these tensors."""
+    return all(
+        tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
+        for tensor in tensors
+    )
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`ops/linear/rms_norm.py`: the sum of a block's output and the residual stream, and its norm.
+
+    Args:
+        x: float32 `[tokens, hidden]`.
+        residual: the same shape, or None: `x` is the whole stream.
+        weight: float32 `[hidden]`.
+        eps: added to the mean square.
+
+    Returns:
+        normed, and the new residual.
+    """
+    if x.dim() != 2 or not serves(x, residual, weight):
+        return rms_norm.add_rms_norm_reference(x, residual, weight, eps)
+    from megatron_async.ops.cpu import row_kernels
+
+    normed, factors = torch.empty_like(x), weight.detach().numpy()
+    if residual is None:
+        row_kernels.norm(x.numpy(), factors, np.float32(eps), normed.numpy())
+        return normed, x
+    total = torch.empty_like(x)
+    row_kernels.add_norm(
+        x.numpy(), residual.numpy(), factors, np.float32(eps), normed.numpy(), total.numpy()
+    )
+    return normed, total
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """`ops/linear/swiglu.py`: `silu(first half) * second half` of rows, float32 `[tokens, 2 * ffn]`
+    -> `[tokens, ffn]`."""
+    if not serves(x):
+        return gated.swiglu_reference(x)
+    from megatron_async.ops.cpu import row_kernels
+
+    halves = x.view(x.size(0), 2, x.size(1) // 2)
+    out = x.new_empty((x.size(0), x.size(1) // 2))
+    row_kernels.swiglu(halves.numpy(), out.numpy())
+    return out
+
+
+def rope_append(
+    mixed_qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    write_index: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    has_gate: bool = False,
+) -> Tensor:
+    """`ops/attention/rope_append.py`: rotated queries, `[tokens, heads, dim]`; keys and values go
+    to the cache."""
+    whole = serves(mixed_qkv, cos, sin, key_cache, value_cache, q_weight, k_weight)
+    if not whole or (q_weight is None) != (k_weight is None):
+        return rotary.rope_append_reference(
+            mixed_qkv, cos, sin, position_ids, write_index, key_cache, value_cache, q_weight,
+            k_weight, eps, has_gate,
+        )  # fmt: skip
+    from megatron_async.ops.cpu import attention_kernels
+
+    kv_heads, dim = key_cache.shape[-2:]
+    heads = mixed_qkv.view(mixed_qkv.size(0), kv_heads, -1, dim)
+    group = (heads.size(2) - 2) // (2 if has_gate else 1)
+    query = mixed_qkv.new_empty((mixed_qkv.size(0), kv_heads * group, dim))
+    none = cos[0]  # of the right kind, and not read
+    attention_kernels.rope_append(
+        heads.numpy(), cos.numpy(), sin.numpy(), position_ids.numpy(), write_index.numpy(),
+        key_cache.flatten(0, 1).numpy(), value_cache.flatten(0, 1).numpy(),
+        (none if q_weight is None else q_weight.detach()).numpy(),
+        (none if k_weight is None else k_weight.detach()).numpy(),
+        q_weight is not None, np.float32(eps), group, group if has_gate else 0, query.numpy(),
+    )  # fmt: skip
+    return query

@@ -1,0 +1,251 @@
+"""Which tokens a draft model runs over behind a step, and where their keys and values go.
+
+The entry of a draft model (multi-token prediction) at place t of a sequence is made of the trunk's
+hidden state of place t - 1 and of token t, so a block of entries depends on no token outside of the
+block's hash. Place 0 has none. Behind a step that has computed hidden states of some places, the
+entries of the places behind them can be made: of a decode row's accepted tokens, up to the token
+that was sampled last; of a chunk all, and, where the chunk ends its prompt, that of the first
+sampled token. A chunk's first entry needs the hidden state before the chunk, which
+`PagedKVCache.block_hidden` has kept. From the hidden state of a row's last
+entry the first draft is made.
+
+A second depth takes what the first has made: its entry at place t is of the first depth's output at
+place t - 1 and of token t, and so on. Its tokens are the same, its hidden states those of the token
+before among them (`lay_out_behind`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+
+from megatron_async.ops.dependent_launch import launch_options
+from megatron_async.ops.drafting.draft_token_kernels import (
+    chunk_tokens_kernel,
+    draft_kernel,
+    rows_kernel,
+)
+from megatron_async.ops.drafting.draft_tokens_reference import (
+    lay_out_draft_reference,
+    lay_out_entries_reference,
+)
+
+if TYPE_CHECKING:
+    from megatron_async.device_state.gpu_view import ContextGPUView
+
+TILE = 128
+
+
+@dataclass
+class DraftTokens:
+    """Buffers for the largest pass, or views of their beginnings for a smaller one.
+
+    Attributes:
+        token_ids, positions, write_index: int64 `[tokens]`; tokens that make no entry have
+            position 0 and a place in the dummy block.
+        source: int64 `[tokens]`: index of the hidden state that goes with each token, among those
+            of the step; or, if negative, -1 - the block whose kept one it is.
+        block_tables: int32 `[rows, blocks]`.
+        kv_lengths: int32 `[rows]`: entries that the row's last token sees.
+        starts: int32 `[chunks + 1]`: tokens of each chunk, counted from the first chunk's.
+        last: int64 `[rows]`: index of the token from which a row's first draft is made.
+        lengths: int32 `[rows]`: of the sequences behind the step.
+        drafts: int32 `[rows]`: 1 where drafts of the row can mean anything, as it has yielded a
+            token; else 0.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    write_index: Tensor
+    source: Tensor
+    block_tables: Tensor
+    kv_lengths: Tensor
+    starts: Tensor
+    last: Tensor
+    lengths: Tensor
+    drafts: Tensor
+
+
+def lay_out_entries(view: ContextGPUView, sampled: Tensor) -> DraftTokens:
+    """The tokens of the entries' pass.
+
+    Args:
+        view: the step, behind its `feed_back`.
+        sampled: int64 `[sample rows]`, -1 where there is no token.
+    """
+    if not sampled.is_cuda:
+        return lay_out_entries_reference(view, sampled)
+    return lay_out_entries_kernels(view, sampled)
+
+
+def lay_out_entries_kernels(view: ContextGPUView, sampled: Tensor) -> DraftTokens:
+    """`lay_out_entries` by two Triton kernels."""
+    step, dims, slots, cache = view.step, view.dims, view.slots, view.kv_cache
+    rows, chunks, tokens = dims.rows, dims.prefill_rows, dims.tokens + dims.prefill_rows
+
+    def empty(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(count, dtype=dtype, device=sampled.device)
+
+    found = DraftTokens(
+        token_ids=empty(tokens),
+        positions=empty(tokens),
+        write_index=empty(tokens),
+        source=empty(tokens),
+        block_tables=step.block_tables,
+        kv_lengths=empty(rows, torch.int32),
+        starts=empty(chunks + 1 if chunks else 0, torch.int32),
+        last=empty(rows),
+        lengths=empty(rows, torch.int32),
+        drafts=empty(rows, torch.int32),
+    )
+    rows_kernel[(rows,)](
+        sampled,
+        step.row_slots,
+        step.lengths,
+        step.features,
+        step.prefill_starts if chunks else step.lengths,
+        step.block_tables,
+        step.block_tables.stride(0),
+        slots.records,
+        slots.length,
+        found.token_ids,
+        found.positions,
+        found.write_index,
+        found.source,
+        found.kv_lengths,
+        found.starts,
+        found.last,
+        found.lengths,
+        found.drafts,
+        dims.decode_rows,
+        cache.dummy_block,
+        cache.block_size,
+        dims.width,
+        **launch_options(sampled),
+    )
+    if chunks:
+        first = dims.decode_tokens
+        chunk_tokens_kernel[(triton.cdiv(tokens - first, TILE),)](
+            sampled,
+            step.row_slots,
+            step.lengths,
+            step.features,
+            step.prefill_starts,
+            step.token_ids,
+            step.block_tables,
+            step.block_tables.stride(0),
+            slots.records,
+            found.token_ids,
+            found.positions,
+            found.write_index,
+            found.source,
+            dims.decode_rows,
+            first,
+            chunks,
+            dims.tokens,
+            tokens,
+            cache.dummy_block,
+            cache.block_size,
+            max(triton.next_power_of_2(chunks), 16),
+            TILE,
+            **launch_options(sampled),
+        )
+    return found
+
+
+def lay_out_behind(view: ContextGPUView, entries: DraftTokens) -> Tensor:
+    """The sources of the entries of a depth behind the first: the output of the depth before at the
+    token before, which for a row's first token the block of the place before has kept.
+
+    Args:
+        view: the step.
+        entries: of `lay_out_entries`.
+
+    Returns:
+        int64 `[tokens]`, as `DraftTokens.source`; indices among the outputs of the entries' pass.
+    """
+    step, dims, cache = view.step, view.dims, view.kv_cache
+    source = torch.arange(-1, len(entries.source) - 1, device=entries.source.device)
+    if dims.decode_rows:
+        position = entries.positions[: dims.decode_tokens : dims.width]
+        tables = step.block_tables[: dims.decode_rows]
+        before = (position - 1).clamp(min=0) // cache.block_size
+        block = tables.gather(1, before[:, None])[:, 0].long()
+        block = block.where(position > 0, cache.dummy_block)
+        source[: dims.decode_tokens : dims.width] = -1 - block
+    if dims.prefill_rows:
+        first = dims.decode_tokens + entries.starts[:-1].long()
+        source[first] = entries.source.index_select(0, first)
+    return source
+
+
+def ends_of_rows(view: ContextGPUView, entries: DraftTokens) -> Tensor:
+    """Index of the last entry of each row, int64 `[rows]`: in a chunk that ends no prompt it is
+    that of its own last token. A dummy chunk has none: the index means nothing, but is one.
+
+    Args:
+        view: the step.
+        entries: of `lay_out_entries`.
+    """
+    decode = view.dims.decode_rows
+    chunks = entries.last[decode:] - 1 + entries.drafts[decode:]
+    return torch.cat((entries.last[:decode], chunks.clamp(min=0)))
+
+
+def lay_out_draft(
+    view: ContextGPUView, entries: DraftTokens, tokens: Tensor, number: int
+) -> DraftTokens:
+    """The tokens of the pass that makes draft `number`, 1 or more, from the draft before it.
+
+    Args:
+        view: the step.
+        entries: of `lay_out_entries`.
+        tokens: int64 `[rows]`, drafted by the pass before.
+        number: of the draft.
+    """
+    if not tokens.is_cuda:
+        return lay_out_draft_reference(view, entries, tokens, number)
+    return lay_out_draft_kernel(view, entries, tokens, number)
+
+
+def lay_out_draft_kernel(
+    view: ContextGPUView, entries: DraftTokens, tokens: Tensor, number: int
+) -> DraftTokens:
+    """`lay_out_draft` by a Triton kernel."""
+    step, rows = view.step, len(tokens)
+    found = replace(
+        entries,
+        token_ids=torch.empty_like(tokens),
+        positions=torch.empty_like(tokens),
+        write_index=torch.empty_like(tokens),
+        source=torch.empty_like(tokens),
+        kv_lengths=torch.empty_like(entries.kv_lengths),
+        starts=entries.starts[:0],
+        last=torch.empty_like(tokens),
+    )
+    draft_kernel[(triton.cdiv(rows, TILE),)](
+        tokens,
+        step.row_slots,
+        step.block_tables,
+        step.block_tables.stride(0),
+        view.slots.records,
+        entries.lengths,
+        entries.drafts,
+        found.token_ids,
+        found.positions,
+        found.write_index,
+        found.source,
+        found.kv_lengths,
+        found.last,
+        rows,
+        number,
+        view.kv_cache.dummy_block,
+        view.kv_cache.block_size,
+        TILE,
+        **launch_options(tokens),
+    )
+    return found

@@ -1,0 +1,114 @@
+"""`ops/drafting/draft_tokens.py` in plain torch: for the CPU, and what the kernels are tested
+against."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_async.ops.sampling.slot_records import Header, RowFeature
+
+if TYPE_CHECKING:
+    from megatron_async.device_state.gpu_view import ContextGPUView
+    from megatron_async.ops.drafting.draft_tokens import DraftTokens
+
+
+def lay_out_entries_reference(view: ContextGPUView, sampled: Tensor) -> DraftTokens:
+    """`lay_out_entries` in plain torch."""
+    from megatron_async.ops.drafting.draft_tokens import DraftTokens
+
+    step, dims, slots = view.step, view.dims, view.slots
+    rows, decode, width = dims.rows, dims.decode_rows, dims.width
+    device, size = sampled.device, view.kv_cache.block_size
+    tokens = dims.tokens + dims.prefill_rows
+    limits = slots.records[:, Header.MAX_LENGTH].index_select(0, step.row_slots)
+    lengths = slots.length.index_select(0, step.row_slots)
+    token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+    positions, source = torch.zeros_like(token_ids), torch.zeros_like(token_ids)
+    is_entry = torch.zeros(tokens, dtype=torch.bool, device=device)
+    owner = torch.zeros_like(token_ids)
+    last, can = step.row_slots.new_zeros(rows), step.row_slots.new_zeros(rows, dtype=torch.int32)
+    kv_lengths = torch.ones(rows, dtype=torch.int32, device=device)
+    starts = step.prefill_starts
+    if decode:
+        part = slice(0, dims.decode_tokens)
+        before, behind = step.lengths[:decode, None], lengths[:decode, None]
+        query = torch.arange(width, device=device)
+        position = before + query
+        valid = (position < behind) & (position < limits[:decode, None] - 1)
+        token_ids[part] = sampled[part].clamp(min=0)
+        positions[part] = position.where(valid, 0).flatten()
+        source[part] = torch.arange(dims.decode_tokens, device=device)
+        is_entry[part] = valid.flatten()
+        owner[part] = torch.arange(decode, device=device).repeat_interleave(width)
+        count = (behind - before)[:, 0]
+        last[:decode] = torch.arange(decode, device=device) * width + (count - 1).clamp(min=0)
+        can[:decode] = (count > 0).int()
+        kv_lengths[:decode] = torch.minimum(lengths[:decode], limits[:decode] - 1).clamp(min=1)
+    if dims.prefill_rows:
+        first = dims.decode_tokens
+        starts = step.prefill_starts + torch.arange(dims.prefill_rows + 1, device=device).int()
+        token = torch.arange(dims.prefill_tokens + dims.prefill_rows, device=device)
+        chunk = torch.searchsorted(starts[1:].contiguous(), token, right=True)
+        inside = token < starts[-1]
+        chunk = chunk.clamp(max=dims.prefill_rows - 1)
+        place, count = token - starts[chunk], (step.prefill_starts[1:] - step.prefill_starts[:-1])
+        own, ends = count[chunk], step.lengths[decode:]
+        is_final = (step.features[first:] & RowFeature.PRODUCES) != 0
+        position = ends[chunk] - own + place
+        valid = inside & (position < limits[decode:][chunk] - 1) & ((place < own) | is_final[chunk])
+        of_step = first + step.prefill_starts[chunk].long() + place
+        given = step.token_ids[of_step.clamp(max=dims.tokens - 1)]
+        token_ids[first:] = torch.where(place < own, given, sampled[first:][chunk].clamp(min=0))
+        positions[first:] = position.where(valid, 0)
+        tables = step.block_tables[decode:][chunk]
+        block = tables.gather(1, ((position - 1).clamp(min=0) // size)[:, None].long())[:, 0]
+        stored = torch.where(position > 0, block, view.kv_cache.dummy_block).long()
+        before = (of_step - 1).clamp(0, dims.tokens - 1)
+        source[first:] = torch.where(place > 0, before, -1 - stored).where(inside, 0)
+        is_entry[first:] = valid
+        owner[first:] = decode + chunk
+        last[decode:] = first + starts[1:].long() - 1
+        can[decode:] = is_final.int()
+        kv_lengths[decode:] = ends + 1
+    tables = step.block_tables.index_select(0, owner)
+    block = tables.gather(1, (positions // size)[:, None])[:, 0].long()
+    block = block.where(is_entry, view.kv_cache.dummy_block)
+    return DraftTokens(
+        token_ids,
+        positions,
+        block * size + positions % size,
+        source,
+        step.block_tables,
+        kv_lengths,
+        starts,
+        last,
+        lengths,
+        can,
+    )
+
+
+def lay_out_draft_reference(
+    view: ContextGPUView, entries: DraftTokens, tokens: Tensor, number: int
+) -> DraftTokens:
+    """`lay_out_draft` in plain torch."""
+    step, size = view.step, view.kv_cache.block_size
+    limits = view.slots.records[:, Header.MAX_LENGTH].index_select(0, step.row_slots)
+    position = (entries.lengths + number - 1).long()
+    valid = (entries.drafts > 0) & (position < limits - 1)
+    position = position.where(valid, 0)
+    block = step.block_tables.gather(1, (position // size)[:, None])[:, 0].long()
+    block = block.where(valid, view.kv_cache.dummy_block)
+    return replace(
+        entries,
+        token_ids=tokens.clamp(min=0),
+        positions=position,
+        write_index=block * size + position % size,
+        source=torch.arange(len(tokens), device=tokens.device),
+        kv_lengths=(position + 1).int(),
+        starts=entries.starts[:0],
+        last=torch.arange(len(tokens), device=tokens.device),
+    )

@@ -1,0 +1,120 @@
+"""Products with 8-bit weights on a CPU, by torch's own fbgemm kernels.
+
+A CPU's decode step is bound by the bytes of its weights, and a larger batch by its multipliers:
+8-bit integers are a quarter of float32's bytes and, with VNNI instructions, four times the
+products. The weight has a scale for each output.
+
+torch's dynamic quantisation takes one scale for all rows of an input, so that a request's answer
+would depend on its neighbours. Here each row has its own ("per token" in vLLM): rows are divided by
+their scale first, the kernel rounds them with scale 1, sums are exact integers, and the result is
+multiplied by the row's scale. Eight bits are too few for rows in which one element dwarfs the
+others, as in language models: what the first rounding leaves is a second row of eight bits, which
+costs little where the weight's bytes are the time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_async.errors import ConfigurationError
+from megatron_async.ops.cpu.compiler import compiles
+
+ENGINE = "fbgemm"
+ZERO = 128
+"""fbgemm's rows are unsigned."""
+LARGEST = 127
+LARGEST_WITHOUT_VNNI = 63
+"""Without VNNI instructions fbgemm adds two products in 16 bits, which saturate beyond 32,767:
+2 x 255 x 63 does not."""
+FINER = 254
+"""What is left of a row's element after rounding, at most a half, fills 8 bits of its own."""
+ROUNDING = 1.5 * 2**23
+"""float32 numbers of this size have no fraction: added and taken away it rounds, to even."""
+LEAST_SCALE = 1e-30
+"""Of a row of zeros."""
+_LARGEST, _FINER, _LEAST = np.float32(LARGEST), np.float32(FINER), np.float32(LEAST_SCALE)
+_product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+
+
+class EightBitWeight:
+    """A weight as 8-bit integers, in fbgemm's layout.
+
+    Args:
+        weight: float32 `[outputs, k]` on a CPU.
+
+    Attributes:
+        nbytes: of the integers and their scales.
+
+    Raises:
+        ConfigurationError: torch has no fbgemm here (it is for x86 CPUs with AVX2).
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        check_available()
+        outputs = weight.size(0)
+        largest = LARGEST if has_vnni() else LARGEST_WITHOUT_VNNI
+        scales = weight.abs().amax(1).div(largest).clamp_min(LEAST_SCALE)
+        zeros = torch.zeros(outputs, dtype=torch.int64)
+        integers = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+        before = torch.backends.quantized.engine
+        torch.backends.quantized.engine = ENGINE
+        try:
+            self._packed = torch.ops.quantized.linear_prepack(integers, None)
+        finally:
+            torch.backends.quantized.engine = before
+        self.nbytes = weight.numel() + 4 * outputs
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x @ weight.T + bias`.
+
+        Args:
+            x: float32 `[..., k]` on a CPU.
+            bias: `[outputs]` or None.
+
+        Returns:
+            float32 `[..., outputs]`. A row depends on no other one.
+        """
+        if compiles() and bias is None and x.is_contiguous():
+            return self._product(x)
+        rows = x.reshape(-1, x.size(-1))
+        count = len(rows)
+        factor = LARGEST / rows.abs().amax(1, keepdim=True).clamp_min_(LEAST_SCALE)
+        # Small operations are as much of a small model's time as products: no copies, and no
+        # `round`, which took 54 us where these two sums take 6.
+        both = rows.new_empty((2 * count, rows.size(1)))
+        scaled, rest = both[:count], both[count:]
+        torch.mul(rows, factor, out=scaled)
+        torch.add(scaled, ROUNDING, out=rest).sub_(ROUNDING)
+        torch.sub(scaled, rest, out=rest).mul_(FINER)
+        sums = _product(both, 1.0, ZERO, self._packed)
+        out: Tensor = sums[:count].add_(sums[count:], alpha=1 / FINER).div_(factor)
+        if bias is not None:
+            out.add_(bias)
+        return out.view(*x.shape[:-1], out.size(-1))
+
+    def _product(self, x: Tensor) -> Tensor:
+        """`product`, with a loop before and behind the kernel instead of torch's operations."""
+        from megatron_async.ops.cpu import row_kernels
+
+        count = x.numel() // x.size(-1)
+        both, factors = np.empty((2 * count, x.size(-1)), np.float32), np.empty(count, np.float32)
+        row_kernels.halves(x.view(count, -1).numpy(), both, factors, _LARGEST, _FINER, _LEAST)
+        sums: Tensor = _product(torch.from_numpy(both), 1.0, ZERO, self._packed)
+        row_kernels.whole(sums.numpy(), factors, _FINER)
+        return sums[:count].view(*x.shape[:-1], -1)
+
+
+def check_available() -> None:
+    """Raise ConfigurationError where torch cannot multiply 8-bit integers like this."""
+    if ENGINE not in torch.backends.quantized.supported_engines:
+        raise ConfigurationError(
+            f"quantization='int8' needs torch's {ENGINE} kernels, which are for x86 CPUs; this "
+            f"torch has {torch.backends.quantized.supported_engines}: leave it None."
+        )
+
+
+def has_vnni() -> bool:
+    """Whether this CPU multiplies 8-bit integers into 32-bit sums."""
+    return bool(torch.cpu._is_vnni_supported())

@@ -1,0 +1,30 @@
+"""`ExtraFields`: sampling fields that this server takes at every endpoint, beside those of its
+protocol."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class ExtraFields(msgspec.Struct, kw_only=True):
+    """Fields of `ChatRequest` that protocols without a name for them take by ours; None is the
+    default."""
+
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def extra_fields(request: ExtraFields) -> dict[str, Any]:
+    """The values of these fields, by name, as keyword arguments of `ChatRequest`."""
+    return {name: getattr(request, name) for name in ExtraFields.__struct_fields__}

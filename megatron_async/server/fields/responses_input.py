@@ -1,0 +1,120 @@
+"""Items of /v1/responses as messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_async.server.fields.chat_request import FunctionCall, Message, MessageToolCall
+from megatron_async.server.fields.refusal import Refusal
+
+
+def input_messages(
+    given: str | Sequence[dict[str, Any]], instructions: str | None
+) -> list[Message]:
+    """The chat that a request describes.
+
+    Items of the assistant that stand together (reasoning, text, calls) are one message, as chat
+    templates write them.
+
+    Args:
+        given: the request's `input`.
+        instructions: become, or come before, the system message.
+
+    Raises:
+        Refusal: an item is of a kind that is not served, or lacks a field.
+    """
+    found: list[Message] = []
+    if isinstance(given, str):
+        found.append(Message(role="user", content=given))
+    else:
+        for place, item in enumerate(given):
+            _add(found, item, f"input[{place}]")
+    if instructions:
+        first = found[0] if found else None
+        is_system = first is not None and first.role in ("system", "developer")
+        if first is not None and is_system and isinstance(first.content, str):
+            found[0] = Message(role="system", content=f"{instructions}\n\n{first.content}")
+        else:
+            found.insert(0, Message(role="system", content=instructions))
+    return found
+
+
+def _add(found: list[Message], item: dict[str, Any], param: str) -> None:
+    match item.get("type", "message"):
+        case "message":
+            _add_message(found, item, param)
+        case "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            if not isinstance(parts, list):
+                raise Refusal(f"{param}.content must be a list of parts.", param=param)
+            texts = [part.get("text") for part in parts if isinstance(part, dict)]
+            thought = "\n".join(text for text in texts if isinstance(text, str))
+            assistant = _assistant(found, begins=True)
+            assistant.reasoning_content = (assistant.reasoning_content or "") + thought
+        case "function_call":
+            call = FunctionCall(
+                name=_text(item, "name", param), arguments=_text(item, "arguments", param)
+            )
+            assistant = _assistant(found)
+            calls = assistant.tool_calls or []
+            calls.append(MessageToolCall(function=call, id=_text(item, "call_id", param)))
+            assistant.tool_calls = calls
+        case "function_call_output":
+            output = item.get("output")
+            if not isinstance(output, str | list):
+                raise Refusal(f"{param}.output must be a text or a list of parts.", param=param)
+            found.append(
+                Message(
+                    role="tool", content=output, tool_call_id=_text(item, "call_id", param)
+                )
+            )  # fmt: skip
+        case other:
+            raise Refusal(
+                f"{param} is of type {str(other)[:60]!r}, which is not served: send messages, "
+                "reasoning, function calls and their outputs.", param=param,
+            )  # fmt: skip
+
+
+def _add_message(found: list[Message], item: dict[str, Any], param: str) -> None:
+    role, content = item.get("role"), item.get("content")
+    if not isinstance(role, str):
+        raise Refusal(
+            f"{param} has no role: give user, assistant, system or developer.", param=param
+        )
+    if not isinstance(content, str | list):
+        raise Refusal(f"{param}.content must be a text or a list of parts.", param=param)
+    if isinstance(content, list) and not all(isinstance(part, dict) for part in content):
+        raise Refusal(f"{param}.content must have objects as its parts.", param=param)
+    if role != "assistant":
+        found.append(Message(role=role, content=content))
+        return
+    assistant = _assistant(found)
+    if assistant.content:
+        assistant.content = [*_parts(assistant.content), *_parts(content)]
+    else:
+        assistant.content = content
+
+
+def _parts(content: str | Sequence[str | dict[str, Any]]) -> list[str | dict[str, Any]]:
+    return [content] if isinstance(content, str) else list(content)
+
+
+def _assistant(found: list[Message], begins: bool = False) -> Message:
+    """The message of the assistant that is being put together; a new one where the last message
+    is another's or, for what `begins` a turn, has calls or text already."""
+    last = found[-1] if found else None
+    is_done = last is None or last.role != "assistant"
+    if last is not None and begins:
+        is_done = is_done or bool(last.content or last.tool_calls)
+    if is_done or last is None:
+        last = Message(role="assistant")
+        found.append(last)
+    return last
+
+
+def _text(item: dict[str, Any], name: str, param: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise Refusal(f"{param}.{name} is missing or no text: give it.", param=param)
+    return value

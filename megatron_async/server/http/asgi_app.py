@@ -1,0 +1,75 @@
+"""`AsgiApp`: the HTTP application of `serve` as plain ASGI, for servers that are not ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_async.server.api_config import ApiConfig
+from megatron_async.server.http.access import Access
+from megatron_async.server.http.answer_connection import AsgiConnection
+from megatron_async.server.http.app import App, Route
+from megatron_async.server.http.generate_routes import GenerateRoutes
+from megatron_async.server.http.replies import Send
+from megatron_async.server.http.service_routes import ServiceRoutes
+from megatron_async.server.stream_hub import StreamHub
+from megatron_async.server.tracing import RequestTracer
+from megatron_async.serving.request_client import RequestClient
+
+
+def make_app(
+    client: RequestClient,
+    config: ApiConfig,
+    hub: StreamHub,
+    tracer: RequestTracer | None = None,
+    further: Sequence[Route] = (),
+) -> App:
+    """The routes of an API process.
+
+    Args:
+        client: serves the requests.
+        config: of the process.
+        hub: writes streams; the caller lets it flush behind what the client tells.
+        tracer: makes spans; None: nobody wants any.
+        further: routes beside those of the model and the service.
+    """
+    generate = GenerateRoutes(client, config, hub, tracer)
+    service = ServiceRoutes(client, config, generate.shown_name)
+    routes = [*service.routes(), *generate.routes(), *further]
+    return App(routes, Access(config), config.root_path)
+
+
+class AsgiApp:
+    """The routes behind a server that is not ours. Limits of connections (time and size of
+    headers, time of bodies) are that server's; all else is as in an API process.
+
+    Args:
+        app: the routes.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        """One request of ASGI, or the beginning and end of the server ("lifespan")."""
+        if scope["type"] == "lifespan":
+            await _follow_lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        connection = AsgiConnection(receive, send)
+        state = {**scope.get("state", {}), "connection": connection}
+        try:
+            await self._app({**scope, "state": state}, receive, connection.send)
+        finally:
+            connection.close()
+
+
+async def _follow_lifespan(receive: Any, send: Send) -> None:
+    while True:
+        kind = (await receive())["type"]
+        await asyncio.sleep(0)
+        await send({"type": f"{kind}.complete"})
+        if kind == "lifespan.shutdown":
+            return

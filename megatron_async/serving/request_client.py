@@ -1,0 +1,34 @@
+"""`RequestClient`: what an HTTP process needs of whatever serves its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.serving.model_card import ModelCard
+from megatron_async.serving.readers import TokenReader
+
+
+class RequestClient(Protocol):
+    """A `TokenClient`, or what stands in its place (`FleetClient`)."""
+
+    def send(
+        self,
+        prompt: Sequence[int] | str,
+        params: SamplingParams,
+        reader: TokenReader,
+        priority: int = 0,
+        owner: str = "",
+        label: str = "",
+    ) -> int:
+        """Send one request; see `TokenClient.send`."""
+
+    def abort(self, number: int) -> None:
+        """End a request that `send` returned; one that has ended stays as it is."""
+
+    async def card(self) -> ModelCard:
+        """What is served; waits for the first replica."""
+
+    async def ask(self, what: str, **fields: Any) -> dict[str, Any]:
+        """Ask something of the service, or tell it what to do; ValueError: it cannot do that."""

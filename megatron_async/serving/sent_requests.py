@@ -1,0 +1,133 @@
+"""`SentRequests`: a client's unfinished requests, and what a step's message tells their readers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from megatron_async.errors import ReplicaLost
+from megatron_async.serving.messages import Ended, StepTokens
+from megatron_async.serving.readers import TokenLogProbs
+from megatron_async.serving.sent_request import SentRequest
+from megatron_async.serving.step_arrays import StepArrays
+
+logger = logging.getLogger("megatron_async")
+
+
+class SentRequests:
+    """Unfinished requests by number; on one event loop.
+
+    Args:
+        abort: ends a request at its replica, by its number.
+    """
+
+    def __init__(self, abort: Callable[[int], None]) -> None:
+        self._abort = abort
+        self._requests: dict[int, SentRequest] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._requests
+
+    def put(self, number: int, request: SentRequest) -> None:
+        """From now on the request is told what comes for its number."""
+        self._requests[number] = request
+
+    def take(self, number: int) -> SentRequest | None:
+        """Remove a request; None if there is none of this number."""
+        return self._requests.pop(number, None)
+
+    def again(self, number: int) -> None:
+        """What follows of a request begins with its first token."""
+        if (request := self._requests.get(number)) is not None:
+            request.again()
+
+    def fail_all(self, kind: str, text: str) -> None:
+        """End all requests with an error.
+
+        Args:
+            kind: name of its class.
+            text: its message.
+        """
+        requests, self._requests = self._requests, {}
+        for request in requests.values():
+            tell_end(request, kind, text)
+
+    def hear(self, message: StepTokens) -> None:
+        """Give readers what a message tells; first the tokens, then texts and ends. Numbers of
+        other requests are left out."""
+        if message.numbers:
+            self._give(message)
+        for number, text in message.texts:
+            self._give_text(number, text)
+        for ended in message.ends:
+            self._end(ended)
+
+    def _give(self, message: StepTokens) -> None:
+        """Give each reader its tokens: Python per row, hence written flat."""
+        step = StepArrays.of(message)
+        requests, tokens, first = self._requests, memoryview(message.tokens).cast("i"), 0
+        words = step.first_words() if step.asking is not None else None
+        rows = zip(step.numbers.tolist(), step.counts.tolist(), strict=True)
+        for row, (number, count_) in enumerate(rows):
+            end = first + count_
+            request = requests.get(number)
+            if request is not None and count_:
+                log_probs = None
+                if words is not None and step.words is not None and words[row] >= 0:
+                    place = words[row]
+                    log_probs = TokenLogProbs.of(
+                        step.words[place : place + count_], step.top_n, request.top_n
+                    )
+                try:
+                    if not request.tokens(tokens[first:end], log_probs):
+                        self._drop(number, request, ReplicaLost.__name__, request.why_lost())
+                except Exception as error:
+                    self._fault(number, request, error)
+            first = end
+
+    def _give_text(self, number: int, text: str) -> None:
+        request = self._requests.get(number)
+        if request is None:
+            return
+        try:
+            request.text(text)
+        except Exception as error:
+            self._fault(number, request, error)
+
+    def _fault(self, number: int, request: SentRequest, error: Exception) -> None:
+        """A reader's own fault is its request's alone."""
+        logger.error(
+            "A reader of a request's tokens failed; the request is aborted.", exc_info=error
+        )
+        self._drop(number, request, type(error).__name__, str(error))
+
+    def _drop(self, number: int, request: SentRequest, kind: str, text: str) -> None:
+        self._abort(number)
+        self._requests.pop(number, None)
+        tell_end(request, kind, text)
+
+    def _end(self, ended: Ended) -> None:
+        request = self._requests.pop(ended.number, None)
+        if request is None:
+            return
+        if request.contradicts(ended):
+            tell_end(request, ReplicaLost.__name__, request.why_lost())
+            return
+        try:
+            request.ended(ended)
+        except Exception:
+            logger.exception("A reader of a request's tokens failed at its end.")
+
+
+def tell_end(request: SentRequest, kind: str, text: str) -> None:
+    """End a request with an error that the client found; a fault of its reader is logged.
+
+    Args:
+        request: that no reader was told the end of.
+        kind: name of the error's class.
+        text: its message.
+    """
+    try:
+        request.fail(kind, text)
+    except Exception:
+        logger.exception("A reader of a request's tokens failed at its end.")

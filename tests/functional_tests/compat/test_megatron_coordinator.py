@@ -1,0 +1,173 @@
+"""Megatron's client, coordinator and engine states over this project's service."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from compat_trio import PROMPTS, compat_engine, drive, greedy_params
+from megatron.core.inference.engines.dynamic_engine import EngineState
+from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
+
+from megatron_async.compat.conversions.coordinated_states import CoordinatedStates, Signal
+from megatron_async.compat.inference.inference_client import InferenceClient
+from megatron_async.errors import ConfigurationError
+
+LONGEST_S = 30
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(work, LONGEST_S))
+
+
+async def stop(client: InferenceClient, engine: Any) -> None:
+    """The end of Megatron's example."""
+    client.pause_engines()
+    await engine.wait_until(EngineState.PAUSED)
+    client.stop_engines()
+    await engine.wait_until(EngineState.STOPPED)
+    await engine.engine_loop_task
+    client.shutdown_coordinator()
+    client.stop()
+
+
+def test_requests_come_back_as_from_the_engine_itself(tiny_model: torch.nn.Module) -> None:
+    params = greedy_params(12, return_log_probs=True, top_n_logprobs=2)
+    with compat_engine(tiny_model) as engine:
+        expected = drive(engine, PROMPTS, params)
+
+    async def use() -> list[DynamicInferenceRequest]:
+        address = await engine.start_listening_to_data_parallel_coordinator()
+        assert engine.state is EngineState.RUNNING
+        client = InferenceClient(address, deserialize=True)
+        client.start()
+        answers = await asyncio.gather(*(client.add_request(p, params) for p in PROMPTS))
+        refused = await client.add_request(PROMPTS[0], greedy_params(4, temperature=-1.0))
+        assert refused.status is Status.FAILED
+        raw = InferenceClient(address)
+        raw.start()
+        known = await raw.add_request([*b"hello"], params)
+        assert isinstance(known, dict)
+        assert known["status"] == "COMPLETED"
+        raw.stop()
+        await stop(client, engine)
+        assert client.completion_futures == {}
+        return list(answers)
+
+    with compat_engine(tiny_model) as engine:
+        answers = run(use())
+        assert engine.state is EngineState.STOPPED
+    for number, (found, wanted) in enumerate(zip(answers, expected, strict=True)):
+        assert found.request_id == number
+        assert found.status is Status.COMPLETED
+        assert found.generated_tokens == wanted.generated_tokens
+        assert found.prompt == wanted.prompt
+        assert found.generated_text == wanted.generated_text
+        assert found.generated_log_probs == pytest.approx(wanted.generated_log_probs)
+        assert found.prompt_log_probs == pytest.approx(wanted.prompt_log_probs)
+        assert found.generated_top_n_logprobs == wanted.generated_top_n_logprobs
+        assert found.prompt_tokens is None  # Megatron sends them where return_prompt_tokens asks
+        assert [event.type for event in found.events] == [event.type for event in wanted.events]
+        assert found.latency > 0
+
+
+def test_states_change_when_all_engines_have_done_it(tiny_model: torch.nn.Module) -> None:
+    with compat_engine(tiny_model) as engine:
+        expected = drive(engine, PROMPTS, greedy_params(40))
+
+    async def use() -> list[Any]:
+        address = await engine.start_listening_to_data_parallel_coordinator()
+        client = InferenceClient(address, deserialize=True)
+        client.start()
+        seen = []
+        confirm = engine.coordinated.confirm
+        engine.coordinated.confirm = lambda: (seen.append(engine.state), confirm())
+        futures = [client.add_request(prompt, greedy_params(40)) for prompt in PROMPTS]
+        client.suspend_engines()  # ignored: they are not paused
+        client.set_generation_epoch(3)
+        client.pause_engines()
+        await engine.wait_until(EngineState.PAUSED)
+        client.pause_engines()  # stands still already
+        assert not any(future.done() for future in futures)
+        client.suspend_engines()
+        await engine.wait_until(EngineState.SUSPENDED)
+        assert engine.state is EngineState.SUSPENDED
+        client.resume_engines()
+        await engine.wait_until(EngineState.RESUMED)
+        assert engine.state is EngineState.PAUSED
+        late = client.add_request(PROMPTS[0], greedy_params(40))
+        await asyncio.sleep(0.05)
+        assert not any(future.done() for future in futures)
+        client.unpause_engines()
+        await engine.wait_until(EngineState.RUNNING)
+        answers = await asyncio.gather(*futures)
+        assert (await late).generated_tokens == answers[0].generated_tokens
+        assert {answer.policy_epoch[-1][1] for answer in answers} == {3}
+        client.pause_engines()
+        await engine.wait_until(EngineState.PAUSED)
+        doomed = client.add_request(PROMPTS[0], greedy_params(4))
+        await stop(client, engine)
+        assert doomed.cancelled()
+        passing = [state.name for state in seen if state.name.endswith("ING")]
+        assert [name for name in passing if name != "RUNNING"] == [
+            "PAUSING", "SUSPENDING", "RESUMING", "UNPAUSING", "PAUSING", "STOPPING",
+        ]  # fmt: skip
+        with pytest.raises(ValueError, match="passes by"):
+            await engine.wait_until(EngineState.PAUSING)
+        return answers
+
+    with compat_engine(tiny_model) as engine:
+        answers = run(use())
+    assert [a.generated_tokens for a in answers] == [e.generated_tokens for e in expected]
+
+
+def test_an_engine_comes_back_after_a_stop(tiny_model: torch.nn.Module) -> None:
+    async def use() -> list[int]:
+        address = await engine.start_listening_to_data_parallel_coordinator()
+        client = InferenceClient(address, deserialize=True)
+        client.start()
+        answer = await client.add_request(PROMPTS[0], greedy_params(8))
+        await stop(client, engine)
+        return list(answer.generated_tokens)
+
+    with compat_engine(tiny_model) as engine:
+        first = run(use())
+        assert engine.state is EngineState.STOPPED
+        assert run(use()) == first
+        assert len(first) == 8
+
+
+def test_what_is_refused(tiny_model: torch.nn.Module) -> None:
+    with compat_engine(tiny_model) as engine:
+        start = engine.start_listening_to_data_parallel_coordinator
+        for arguments, message in (
+            ({"coordinator_schedule_output_path": "x"}, "coordinator_schedule_output_path"),
+            ({"launch_inference_coordinator": False}, "inference_coordinator_port"),
+            ({"hostname": "no.such.host.invalid"}, "no.such.host.invalid"),
+        ):
+            with pytest.raises(ConfigurationError, match=message):
+                run(start(**arguments))
+        with pytest.raises(ConfigurationError, match="start_listening"):
+            run(engine.run_engine_with_coordinator())
+    with pytest.raises(RuntimeError, match="start"):
+        InferenceClient("tcp://127.0.0.1:1").pause_engines()
+
+
+def test_who_waits_goes_on_though_the_next_signal_is_there() -> None:
+    async def use() -> None:
+        states = CoordinatedStates()
+        states.begin(Signal.PAUSE)
+        states.confirm()
+        states.begin(Signal.UNPAUSE)
+        waiting = asyncio.ensure_future(states.wait_until(EngineState.RUNNING))
+        await asyncio.sleep(0)
+        states.confirm()
+        states.begin(Signal.PAUSE)  # in the same turn of the event loop
+        assert states.state is EngineState.PAUSING
+        await waiting
+        with pytest.raises(ValueError, match="RESUME is ignored"):
+            states.begin(Signal.RESUME)
+
+    run(use())

@@ -1,0 +1,140 @@
+"""The page at "/" in a headless Chromium, with the demo model behind it: people's own way.
+
+The test takes half a minute and is no part of the ordinary ones: set MEGATRON_ASYNC_BROWSER=1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import Browser, find_chromium
+from served import ADMIN, KEY, Served, eventually
+
+CHROMIUM = find_chromium()
+pytestmark = [
+    pytest.mark.skipif(
+        not os.environ.get("MEGATRON_ASYNC_BROWSER"),
+        reason="takes half a minute: set MEGATRON_ASYNC_BROWSER=1",
+    ),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="there is no Chromium: apt install chromium, or set CHROMIUM"
+    ),
+]
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with Served(
+        log, "smollm2", "--device", "cpu", "--block-size-tokens", "16", "--max-requests", "8",
+        "--no-progress", "--api-processes", "1",
+    ) as served:  # fmt: skip
+        served.wait_until_ready()
+        yield served
+
+
+@pytest.fixture
+def page(service: Served, tmp_path: Path) -> Iterator[Browser]:
+    """The page, the key given."""
+    assert CHROMIUM is not None
+    with Browser(CHROMIUM, tmp_path) as browser:
+        browser.size(1600, 1000)
+        browser.open(f"http://127.0.0.1:{service.port}/")
+        browser.until("!document.getElementById('key-form').hidden")
+        browser.complaints.clear()  # of the 401 that it is asked for
+        yield browser
+
+
+def give_key(page: Browser, key: str) -> None:
+    page.value("document.getElementById('key').focus()")
+    page.write(key)
+    page.until("document.getElementById('model').textContent.includes('smollm2')")
+
+
+def ask(page: Browser, question: str, **settings: float) -> None:
+    for name, value in settings.items():
+        page.value(f"document.getElementById('{name}').value = {value}")
+    page.value("document.getElementById('text').focus()")
+    page.write(question)
+
+
+def text_of(page: Browser, selector: str) -> str:
+    found: str = page.value(f"document.querySelector({selector!r})?.textContent ?? ''")
+    return found
+
+
+def test_chat_hover_and_steps(page: Browser, service: Served) -> None:
+    give_key(page, ADMIN)
+    ask(page, QUESTION, temperature=0, max_tokens=24)
+    page.until("document.querySelector('.facts')?.textContent.includes('tokens/s')")
+    page.until("document.getElementById('stop').hidden")
+    body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 24}
+    _, answer = service.request("/v1/chat/completions", body)
+    told = answer["choices"][0]["message"]["content"]
+    assert text_of(page, ".assistant .said") == told
+    assert (
+        page.value("[...document.querySelectorAll('.token')].map((t) => t.textContent).join('')")
+        == told
+    )
+    assert "first token" in text_of(page, ".facts")
+    page.point_at(".token")
+    page.until("!document.getElementById('tip').hidden")
+    assert page.value("document.querySelectorAll('#tip .line').length") == 5
+    assert text_of(page, "#tip .chosen code") == told.split(" ")[0].split(",")[0]
+    assert text_of(page, "#tip .chosen .number").endswith("%")
+    page.value("document.querySelector('.assistant .said').focus()")
+    page.press("ArrowRight", code=39)
+    page.press("ArrowRight", code=39)
+    assert (
+        page.value("[...document.querySelectorAll('.token')].findIndex((t) => t.matches('.here'))")
+        == 1
+    )
+    page.press("Escape", code=27)
+    assert page.value("document.getElementById('tip').hidden")
+    # Two lanes, steps of the device that the CPU launched ahead, and why the first was not.
+    page.until("document.querySelectorAll('#lanes .fill-device-0').length")
+    assert page.value("document.querySelectorAll('#lanes .fill-wait').length") >= 1
+    assert text_of(page, "#reasons .why")
+    assert page.complaints == []
+
+
+def test_an_answer_is_stopped(page: Browser, service: Served) -> None:
+    give_key(page, KEY)
+    ask(page, "Tell me a very long story.", max_tokens=1500)
+    page.until("document.querySelectorAll('.token').length > 3")
+    page.value("document.getElementById('stop').click()")
+    page.until("document.getElementById('stop').hidden")
+    assert "stopped" in text_of(page, ".facts")
+
+    def idle() -> bool:
+        _, live = service.request("/live", key=ADMIN)
+        return not any(one["slots_in_use"] for one in live["replicas"].values())
+
+    eventually(idle, "the engine to be told")
+    assert page.value("document.querySelectorAll('.error').length") == 0
+    # A key that is no administrator's sees counters, and no steps.
+    page.until("document.getElementById('engine-note').textContent.includes('admin key')")
+    assert page.value("document.querySelectorAll('.tiles dd').length") == 8
+
+
+def test_errors_are_sentences_and_texts_are_texts(page: Browser) -> None:
+    give_key(page, KEY)
+    ask(page, "<img src=x onerror=document.title='no'><b>hi</b>", temperature=-1)
+    page.until("Boolean(document.querySelector('.error'))")
+    assert text_of(page, ".error") == "Temperature=-1.0 is not allowed: it must be 0 to 100."
+    assert text_of(page, ".user .said").startswith("<img src=x")
+    assert page.value("document.querySelectorAll('.said img, .said b').length") == 0
+    assert page.value("document.title") != "no"
+    assert page.value("document.getElementById('text').value").startswith("<img")  # to ask again
+
+
+@pytest.mark.parametrize("width", [400, 1600])
+def test_nothing_is_wider_than_the_window(page: Browser, width: int) -> None:
+    page.size(width, 900, dark=True)
+    give_key(page, KEY)
+    page.value("document.getElementById('settings').open = true")
+    assert page.value("document.documentElement.scrollWidth") <= width

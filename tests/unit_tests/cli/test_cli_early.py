@@ -1,0 +1,95 @@
+"""Wrong names and values are told before torch is imported; unknown words, with what was meant."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from cli_runs import fails
+
+from megatron_async.cli import main as cli
+
+LATE = """
+import contextlib, io, sys
+from megatron_async.cli.main import main
+for line in sys.argv[1:]:
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        try:
+            status = main(line.split())
+        except SystemExit as end:
+            status = end.code
+    assert status == 2, (line, status, told.getvalue())
+    assert "torch" not in sys.modules, line
+"""
+
+
+def test_without_torch() -> None:
+    lines = [
+        "generate smolm2 -p hi",
+        "generate dummy:no -p hi",
+        "generate smollm2 -p hi --device gpu",
+        "generate smollm2 -p hi --lookahead 100",
+        "generate smollm2 -p hi --max-requests 0",
+        "generate smollm2 -p hi --temperature -1",
+        "generate smollm2 -p hi --regex ((",
+        "generate smollm2 -p hi --json-schema {]",
+        "generate smollm2 -p hi --prompts-file /no/such",
+        "generate smollm2 -p hi --record /no/such/folder/x",
+        "generate smollm2",
+        "generate smollm2 -p hi --temprature 1",
+        "profile smolm2 --out /tmp/never",
+        "bench latency smolm2",
+        "chat smolm2",
+        "chat --lookahead -1",
+    ]
+    done = subprocess.run([sys.executable, "-c", LATE, *lines], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "smollm2", "--temprature=1"], "Did you mean --temperature?"),
+        (["generate", "smollm2", "--temprature=1"], "(see `megatron-async generate --help`)"),
+        (["bench", "latency", "--batchsize", "1"], "`megatron-async bench latency --help`"),
+        (["serv"], "Did you mean serve?"),
+        (["bench", "latancy"], "Did you mean latency?"),
+        (["generate", "smollm2", "extra", "-p", "x"], "unrecognized arguments: extra"),
+    ],
+)
+def test_unknown_words(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    told = capsys.readouterr().err
+    assert words in told
+    assert told.count("\n") == 1
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "talk to a model in the terminal" in capsys.readouterr().out
+
+
+def test_a_model_by_place_or_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    rest = ["-p", "1 2", "-n", "3", "--device", "cpu", "--no-progress"]
+    for model in (["dummy:tiny"], ["--model", "dummy:tiny"], ["-m", "dummy:tiny", "dummy:tiny"]):
+        assert cli.main(["generate", *model, *rest]) == 0
+        assert "[3 tokens, length" in capsys.readouterr().out
+    assert "no model was given" in fails(capsys, "generate", *rest)
+    two = fails(capsys, "generate", "dummy:tiny", "--model", "smollm2", *rest)
+    assert "two models were given" in two
+
+
+def test_log_probs_that_nobody_would_see(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--log-probs", "--prompt-log-probs"):
+        told = fails(capsys, "generate", "dummy:tiny", "-p", "1", option)
+        assert "are shown with --json" in told
+
+
+def test_a_grammar_that_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    schema = '{"not": {}}'
+    told = fails(capsys, "generate", "smollm2", "-p", "x", "--json-schema", schema)
+    assert '--json-schema: Unimplemented keys: ["not"]' in told
