@@ -42,6 +42,7 @@ class EngineSettings:
         max_tokens: of a step, for this engine; others have their own default.
         longest: tokens of a sequence.
         block_size: tokens of a KV block, for this engine.
+        target_tpot_ms: between two tokens of a request, for this engine; None: no target.
     """
 
     model: str
@@ -53,6 +54,7 @@ class EngineSettings:
     max_tokens: int
     longest: int
     block_size: int
+    target_tpot_ms: float | None = None
 
     @property
     def _load_format(self) -> str:
@@ -72,6 +74,7 @@ class EngineSettings:
     def ours(self, port: int) -> list[str]:
         """Arguments of `megatron-async serve`."""
         blocks = self.max_requests * -(-self.longest // self.block_size)
+        target = self.target_tpot_ms
         return [
             "serve", self.model, "--port", str(port), "--served-model-name", self.name,
             "--max-requests", str(self.max_requests), "--max-tokens", str(self.max_tokens),
@@ -80,6 +83,7 @@ class EngineSettings:
             "--no-progress",
             *(["--dtype", self.dtype] if self.dtype else []),
             *(["--device", self.device] if self.device else []),
+            *(["--target-tpot-ms", str(target)] if target is not None else []),
         ]  # fmt: skip
 
     def vllm(self, port: int) -> list[str]:

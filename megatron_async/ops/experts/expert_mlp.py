@@ -1,7 +1,7 @@
 """The experts' MLPs as grouped matrix products: each token meets the experts it was sent to.
 
 The (token, expert) pairs are sorted by expert into tiles of equal height on the device
-(`ops/experts/expert_kernels.py`), both products walk over these tiles, and the outputs of a token's
+(`ops/experts/expert_sort.py`), both products walk over these tiles, and the outputs of a token's
 experts are added in their order by a kernel of its own, so that results do not depend on the run.
 Grids depend on the number of tokens only: tiles that nobody needs end at once. Nothing is read
 back.
@@ -15,17 +15,13 @@ import triton
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options
-from megatron_async.ops.experts.expert_kernels import (
-    combine_kernel,
-    grouped_product_kernel,
-    sort_kernel,
-)
+from megatron_async.ops.experts.expert_kernels import combine_kernel, grouped_product_kernel
 from megatron_async.ops.experts.expert_plan import ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.experts.expert_routing import Routing
+from megatron_async.ops.experts.expert_sort import SortedPairs, sort_pairs
 from megatron_async.ops.linear.squared_relu import squared_relu_reference
 from megatron_async.ops.linear.swiglu import swiglu_reference
 
-SORT_CHUNK = 1024
 COMBINE_BLOCK = 1024
 
 
@@ -77,30 +73,11 @@ def expert_mlp_by_plan(
     if not tokens:
         return out
     pairs = tokens * topk
-    tiles = min(pairs, min(pairs, local) + pairs // plan.up.block_m)
-    # Tensors of their own, because Triton compiles a kernel anew for another alignment.
-    sort = tuple(
-        torch.empty(size, dtype=torch.int32, device=x.device)
-        for size in (1, tiles, tiles * plan.up.block_m)
-    )
-    sort_kernel[(local,)](
-        routing.experts,
-        routing.experts.stride(0),
-        *sort,
-        pairs,
-        first_expert,
-        local=local,
-        bins=triton.next_power_of_2(local + 1),
-        topk=topk,
-        block_m=plan.up.block_m,
-        chunk=min(SORT_CHUNK, max(32, triton.next_power_of_2(pairs))),
-        num_warps=4,
-        **launch_options(x),
-    )
+    sort = sort_pairs(routing, first_expert, local, plan.up.block_m)
     activated = torch.empty((pairs, ffn), dtype=x.dtype, device=x.device)
-    _product(x, fc1, activated, routing, sort, tiles, topk, plan.up, gated, not gated)
+    _product(x, fc1, activated, routing, sort, topk, plan.up, gated, not gated)
     outputs = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-    _product(activated, fc2, outputs, routing, sort, tiles, 1, plan.down, False, False)
+    _product(activated, fc2, outputs, routing, sort, 1, plan.down, False, False)
     combine_kernel[(tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
         outputs,
         routing.experts,
@@ -151,8 +128,7 @@ def _product(
     weight: Tensor,
     out: Tensor,
     routing: Routing,
-    sort: tuple[Tensor, ...],
-    tiles: int,
+    sort: SortedPairs,
     pairs_per_row: int,
     plan: ProductPlan,
     gated: bool,
@@ -161,7 +137,7 @@ def _product(
     """One grouped product: SwiGLU follows if `gated`, squared ReLU if `squared`, else the pairs'
     weights."""
     n = out.size(1)
-    grid = (tiles * triton.cdiv(n, plan.block_n),)
+    grid = (sort.most_tiles * triton.cdiv(n, plan.block_n),)
     grouped_product_kernel[grid](
         x,
         x.stride(0),
@@ -171,16 +147,19 @@ def _product(
         routing.weights.stride(0),
         *sort,
         out.size(0),
-        tiles,
+        sort.most_tiles,
         n=n,
         k=x.size(1),
         topk=routing.weights.size(1),
         pairs_per_row=pairs_per_row,
         block_m=plan.block_m,
         block_n=plan.block_n,
+        last_n=plan.last_n(n),
         block_k=plan.block_k,
         gated=gated,
         squared=squared,
+        halves=plan.trimmed,
+        by_rows=plan.by_rows,
         num_warps=plan.warps,
         num_stages=plan.stages,
         **launch_options(x),

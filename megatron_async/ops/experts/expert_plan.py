@@ -4,7 +4,8 @@ laid out.
 The rules depend on the number of tokens, or of (token, expert) pairs, on the layer's shape and on
 the dtype only, so a captured step and an eager one of as many tokens agree. Few tokens an expert:
 the time is that of the weights' bytes, so tiles are low, narrow and deep in the pipeline. Many: the
-matrix units set the time, and tiles are large. Up to `FEW_TOKENS`: hardly two tokens meet at an
+matrix units set the time, tiles are large, what would be empty of them is left out, and neighbours
+share pairs, whose bytes are read more often than the weights'. Up to `FEW_TOKENS`: hardly two tokens meet at an
 expert, the launches weigh as much as the products, and the layer has kernels of its own
 (`ops/experts/few_tokens.py`).
 """
@@ -15,6 +16,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import triton
+
+LEAST_WIDTH = 16
+"""Of a tile that a matrix unit computes."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,18 @@ class ProductPlan:
     block_k: int
     warps: int
     stages: int
+    trimmed: bool = False
+    """Whether tiles that are half empty, or at the end of the outputs, are computed as smaller
+    ones: large tiles of a product that the matrix units bound."""
+    by_rows: bool = False
+    """Whether programs that share pairs are neighbours, not programs that share weights."""
+
+    def last_n(self, outputs: int) -> int:
+        """Outputs of the last tile of columns: `block_n`, or a smaller power of two."""
+        rest = outputs % self.block_n
+        if not (self.trimmed and rest):
+            return self.block_n
+        return max(LEAST_WIDTH, triton.next_power_of_2(rest))
 
 
 @dataclass(frozen=True)
@@ -41,11 +57,14 @@ BY_HEIGHT = {
     16: ExpertPlan(ProductPlan(16, 32, 128, 4, 4), ProductPlan(16, 64, 128, 4, 4)),
     32: ExpertPlan(ProductPlan(32, 64, 64, 4, 5), ProductPlan(32, 128, 64, 4, 5)),
     64: ExpertPlan(ProductPlan(64, 64, 64, 4, 4), ProductPlan(64, 128, 64, 4, 4)),
-    128: ExpertPlan(ProductPlan(128, 128, 64, 8, 3), ProductPlan(128, 256, 64, 8, 4)),
+    128: ExpertPlan(
+        ProductPlan(128, 128, 64, 8, 3, trimmed=True, by_rows=True),
+        ProductPlan(128, 256, 64, 8, 4, trimmed=True, by_rows=True),
+    ),
 }
 """Plans for 16-bit dtypes by the height of their tiles; of SwiGLU, whose first product has two sums
 an output."""
-UNGATED_UP = {128: ProductPlan(128, 256, 64, 8, 4)}
+UNGATED_UP = {128: ProductPlan(128, 256, 64, 8, 4, trimmed=True, by_rows=True)}
 """The first product without a gate, where it differs."""
 FLOAT32 = ExpertPlan(ProductPlan(16, 32, 32, 4, 3), ProductPlan(16, 32, 32, 4, 3))
 """Float32 has no matrix units that compute exactly: small tiles, for tests and small models."""

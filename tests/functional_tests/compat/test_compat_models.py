@@ -100,7 +100,8 @@ def check_tokens(engine: Any, model: Any) -> list[list[int]]:
         assert request.generated_tokens == log_probs.argmax(-1)[len(prompt) - 1 :].tolist()
         expected = log_probs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
         found_probs = torch.tensor([*request.prompt_log_probs, *request.generated_log_probs])
-        torch.testing.assert_close(found_probs, expected, rtol=2e-5, atol=2e-4)
+        # Log probs reach -50 here, and Megatron's own are up to 3e-4 off what float64 gives.
+        torch.testing.assert_close(found_probs, expected, rtol=2e-5, atol=1e-3)
         found.append(list(request.generated_tokens))
     assert len({token for tokens in found for token in tokens}) >= 5, "the tokens say too little"
     return found

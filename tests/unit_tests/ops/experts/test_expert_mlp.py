@@ -13,6 +13,7 @@ from megatron_async.ops.experts.expert_mlp import (
 )
 from megatron_async.ops.experts.expert_plan import BY_HEIGHT, ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing, route, route_reference
+from megatron_async.ops.experts.expert_sort import sort_pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -183,6 +184,49 @@ def test_any_height_of_tiles(dtype, device):
         plan = ExpertPlan(ProductPlan(height, 32, 32, 4, 2), ProductPlan(height, 16, 16, 4, 2))
         found = expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan)
         torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("ffn", [48, 32, 56])  # the last columns are a half, all, or need all
+def test_trimmed_tiles_and_their_order_change_no_bit(ffn, gated, device):
+    x = torch.randn(75, 48, device=device).half()
+    fc1, fc2 = make_weights(3, 48, ffn, torch.float16, device, gated)
+    routing = random_routing(75, 2, 3, device)
+
+    def found(**options):
+        part = ProductPlan(32, 32, 16, 4, 2, **options)
+        return expert_mlp_by_plan(x, routing, fc1, fc2, 0, ExpertPlan(part, part))
+
+    whole = found()
+    torch.testing.assert_close(
+        whole, expert_mlp_reference(x, routing, fc1, fc2, 0, 3), rtol=0.01, atol=0.01
+    )
+    for options in ({"trimmed": True}, {"by_rows": True}, {"trimmed": True, "by_rows": True}):
+        assert torch.equal(found(**options), whole)
+
+
+def test_last_columns():
+    part = ProductPlan(128, 256, 64, 8, 4)
+    assert part.last_n(1856) == 256
+    trimmed = ProductPlan(128, 256, 64, 8, 4, trimmed=True)
+    assert [trimmed.last_n(n) for n in (1856, 2688, 512, 257, 500)] == [64, 128, 256, 16, 256]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "topk", "total", "first", "local"),
+    [(700, 3, 6, 2, 3), (1100, 1, 1, 0, 1), (513, 2, 40, 0, 40), (300, 2, 9, 8, 1)],
+)
+def test_two_kernels_sort_as_one(tokens, topk, total, first, local, device):
+    routing = random_routing(tokens, topk, total, device, dummies=0.1)
+    one, two = (sort_pairs(routing, first, local, 16, most) for most in (10**6, 0))
+    tiles = int(one.num_tiles)
+    assert int(two.num_tiles) == tiles
+    assert torch.equal(one.tile_experts[:tiles], two.tile_experts[:tiles])
+    assert torch.equal(one.pairs[: tiles * 16], two.pairs[: tiles * 16])
+    real = two.pairs[: tiles * 16][two.pairs[: tiles * 16] < tokens * topk].long()
+    experts = routing.experts.flatten() - first
+    here = ((experts >= 0) & (experts < local)).nonzero()[:, 0]
+    assert torch.equal(real, here[experts[here].argsort(stable=True)])
 
 
 def test_tokens_that_go_nowhere_get_zeros(device):
