@@ -5,9 +5,9 @@ The rules depend on the number of tokens, or of (token, expert) pairs, on the la
 the dtype only, so a captured step and an eager one of as many tokens agree. Few tokens an expert:
 the time is that of the weights' bytes, so tiles are low, narrow and deep in the pipeline. Many: the
 matrix units set the time, tiles are large, what would be empty of them is left out, and neighbours
-share pairs, whose bytes are read more often than the weights'. Up to `FEW_TOKENS`: hardly two tokens meet at an
-expert, the launches weigh as much as the products, and the layer has kernels of its own
-(`ops/experts/few_tokens.py`).
+share pairs, whose bytes are read more often than the weights'. Up to `FEW_TOKENS`: hardly two
+tokens meet at an expert, the launches weigh as much as the products, and the layer has kernels of
+its own (`ops/experts/few_tokens.py`).
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _experts_of(
     local: tl.constexpr,
     topk: tl.constexpr,
 ) -> tl.tensor:
-    """Of each pair the expert's number here; `local`: elsewhere, or no pair."""
+    """The number here of each pair's expert; `local`: elsewhere, or no pair."""
     place = experts + (pair // topk) * experts_stride + pair % topk
     expert = tl.load(place, mask=pair < pairs, other=-1) - first_expert
     return tl.where((pair < pairs) & (expert >= 0) & (expert < local), expert, local)
