@@ -1,15 +1,13 @@
-"""The states of prefill chunks: one program walks through a chunk with a part of one head's state.
+"""The scan of prefill chunks: one program walks through a chunk with a tile of one head's state.
 
-State-space duality (Dao and Gu 2024): within a block of tokens the recurrence is a masked product
-like attention's, between blocks it is a state. What a token adds to the state needs no product of
-tokens with each other, so this walk, the only part that is one after the other, has one product a
-tile, and leaves the state before each block; `mamba_scan_outputs.py` computes all blocks' outputs
-from these at once. Tiles and blocks are cut at multiples of their size in the request's own
-positions, so a program's arithmetic depends on its chunk alone.
+State-space duality (Dao and Gu 2024): within a tile of tokens the recurrence is a masked product
+like attention's, between tiles it is a state. Tiles are cut at multiples of their size in the
+request's own positions. The state stays in registers: no states of tiles go through memory, and a
+program's arithmetic depends on its chunk alone.
 
-With inputs of 16 bits the states that outputs are made of are rounded to 16 bits, as factors of a
-product are. The state itself is kept in float32, and what a token adds to it is multiplied as two
-16-bit parts, which is exact to 2^-17.
+With inputs of 16 bits the products inside a tile, and of C with the state, take factors rounded to
+16 bits, as attention does. The state itself is kept in float32, and what a token adds to it is
+multiplied as two 16-bit parts, which is exact to 2^-17.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
-from megatron_async.ops.recurrent.mamba_scan_outputs import scan_block, scan_outputs
 from megatron_async.ops.recurrent.recurrent_math import add_products
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, RecurrentPools
 from megatron_async.ops.recurrent.scan_history import (
@@ -34,11 +31,8 @@ from megatron_async.ops.recurrent.scan_history import (
     scan_turns,
 )
 
-MANY_PROGRAMS = 264
-"""Programs that keep an H200 busy, two a processor: with fewer, each takes less of a head's
-state."""
-LANES, COLUMNS = 64, 128
-"""Most of a head's dimension, and of the state's, that a program takes."""
+MANY_PROGRAMS = 128
+"""Programs that fill an H200: with fewer, each takes half as much of a head."""
 
 
 def scan_chunks(
@@ -70,14 +64,8 @@ def scan_chunks(
         shape: sizes of the layer.
     """
     chunks = rows.write_rows.numel()
-    block = scan_block(xbc.dtype, shape)
-    # A chunk reaches into a block more than its length has, if it begins inside one.
-    blocks = min(xbc.size(0), xbc.size(0) // block + 2 * chunks)
-    states = torch.empty(
-        (blocks, shape.heads, shape.d_state, shape.head_dim), dtype=xbc.dtype, device=xbc.device
-    )
     tile = scan_tile(xbc.dtype, shape, chunks)
-    programs = _programs(shape, tile)
+    programs = _programs(shape, tile.lanes)
     share = triton.cdiv(shape.conv_dim, programs)
     _scan_kernel[(programs, chunks)](
         zxbcdt,
@@ -86,6 +74,7 @@ def scan_chunks(
         dt,
         xbc.size(0),
         params.a_log,
+        params.d,
         pools.state,
         pools.state.stride(0),
         pools.ring_xb,
@@ -100,7 +89,8 @@ def scan_chunks(
         rows.write_rows,
         base_after,
         base_after if chunk_dest is None else chunk_dest,
-        states,
+        out,
+        out.stride(0),
         heads=shape.heads,
         head_dim=shape.head_dim,
         d_state=shape.d_state,
@@ -109,9 +99,7 @@ def scan_chunks(
         ring=pools.ring_xb.size(1),
         conv_ring=pools.conv.size(1),
         tile=tile.tokens,
-        block=block,
         lanes=tile.lanes,
-        columns=tile.columns,
         window=triton.next_power_of_2(rule.window(1)),
         share=share,
         share_tile=triton.next_power_of_2(share),
@@ -122,18 +110,15 @@ def scan_chunks(
         num_stages=tile.stages,
         **launch_options(xbc),
     )
-    scan_outputs(xbc, dt, states, params, rows, out, shape)
 
 
 class Tile(NamedTuple):
     """What a program takes together, and how it is compiled."""
 
     tokens: int
-    """A divisor of a block's."""
+    """A divisor of 128."""
     lanes: int
     """Of a head's dimension."""
-    columns: int
-    """Of the state's."""
     warps: int
     stages: int
 
@@ -142,8 +127,9 @@ def scan_tile(dtype: torch.dtype, shape: MambaShape, chunks: int) -> Tile:
     """The tile for a step.
 
     Its tokens depend on the layer only: another cut is another order of sums, and a prompt must
-    give the same bits whatever the batch. Lanes and columns do not meet in a sum: small ones fill
-    the device where chunks are few. Tried on an H200 (docs/records/hybrid.md).
+    give the same bits whatever the batch. Wide tiles make C by B less often, narrow ones fill the
+    device where chunks are few; lanes do not meet in a sum. Tried on an H200 with heads of 64 and
+    80 (docs/records/hybrid.md).
 
     Args:
         dtype: of the inputs.
@@ -151,21 +137,19 @@ def scan_tile(dtype: torch.dtype, shape: MambaShape, chunks: int) -> Tile:
         chunks: of the step.
     """
     if dtype == torch.float32:
-        return Tile(16, 16, min(shape.d_state, COLUMNS), 8, 1)
-    lanes = LANES
+        return Tile(16, 16, 8, 1)
+    lanes = 64
     while lanes > 16 and lanes >= 2 * shape.head_dim:
         lanes //= 2
-    tile = Tile(scan_block(dtype, shape), lanes, min(shape.d_state, COLUMNS), 4, 2)
-    if tile.columns > 64 and chunks * _programs(shape, tile) < MANY_PROGRAMS:
-        tile = tile._replace(columns=64)
-    if lanes > 16 and chunks * _programs(shape, tile) < MANY_PROGRAMS:
-        tile = tile._replace(lanes=lanes // 2, stages=3)
-    return tile
+    if shape.d_state > 128:
+        return Tile(64, min(lanes, 32), 8, 2)
+    if chunks * _programs(shape, lanes) >= MANY_PROGRAMS:
+        return Tile(64, lanes, 4, 2)
+    return Tile(64, max(lanes // 2, 16), 4, 3)
 
 
-def _programs(shape: MambaShape, tile: Tile) -> int:
-    parts = triton.cdiv(shape.head_dim, tile.lanes) * (shape.d_state // tile.columns)
-    return shape.heads * parts
+def _programs(shape: MambaShape, lanes: int) -> int:
+    return shape.heads * triton.cdiv(shape.head_dim, lanes)
 
 
 @triton.jit
@@ -179,7 +163,7 @@ def _advance(
     counts: tl.tensor,
     is_exact: tl.constexpr,
 ) -> tl.tensor:
-    """The state `[columns, lanes]` behind those tokens of a tile that count."""
+    """The state `[d_state, lanes]` behind those tokens of a tile that count."""
     gain = tl.where(counts, dt, 0.0)
     total = tl.sum(gain * rate, 0)
     weight = tl.exp(tl.where(counts, total - decay, 0.0)) * gain
@@ -192,6 +176,7 @@ def _advance(
     do_not_specialize=["tokens"],
     do_not_specialize_on_alignment=[
         "zxbcdt",
+        "out",
         "starts",
         "first_positions",
         "read_rows",
@@ -207,6 +192,7 @@ def _scan_kernel(
     dt_in: tl.tensor,
     tokens: tl.tensor,
     a_log: tl.tensor,
+    d: tl.tensor,
     state: tl.tensor,
     state_stride: tl.tensor,
     ring_xb: tl.tensor,
@@ -221,7 +207,8 @@ def _scan_kernel(
     write_rows: tl.tensor,
     base_after: tl.tensor,
     chunk_dest: tl.tensor,
-    states: tl.tensor,
+    out: tl.tensor,
+    out_stride: tl.tensor,
     heads: tl.constexpr,
     head_dim: tl.constexpr,
     d_state: tl.constexpr,
@@ -230,9 +217,7 @@ def _scan_kernel(
     ring: tl.constexpr,
     conv_ring: tl.constexpr,
     tile: tl.constexpr,
-    block: tl.constexpr,
     lanes: tl.constexpr,
-    columns: tl.constexpr,
     window: tl.constexpr,
     share: tl.constexpr,
     share_tile: tl.constexpr,
@@ -241,16 +226,15 @@ def _scan_kernel(
     is_exact: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    column_parts: tl.constexpr = d_state // columns
-    parts: tl.constexpr = (head_dim + lanes - 1) // lanes * column_parts
+    tiles: tl.constexpr = (head_dim + lanes - 1) // lanes
     conv_dim: tl.constexpr = d_inner + 2 * bc_dim
     xb_dim: tl.constexpr = d_inner + bc_dim
     group_heads: tl.constexpr = heads * d_state // bc_dim
-    head, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    lane_part, column_part = part // column_parts, part % column_parts
+    head, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     group = head // group_heads
     row = tl.program_id(1)
     rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
+    through = tl.load(d + head).to(tl.float32)
     wait_for_previous(overlap)
     start = tl.load(starts + row)
     length = tl.load(starts + row + 1) - start
@@ -259,9 +243,9 @@ def _scan_kernel(
         end = first + length
         read_row = tl.load(read_rows + row).to(tl.int64)
         write_row = tl.load(write_rows + row).to(tl.int64)
-        lane = lane_part * lanes + tl.arange(0, lanes)
+        lane = part * lanes + tl.arange(0, lanes)
         inside = lane < head_dim
-        column = column_part * columns + tl.arange(0, columns)
+        column = tl.arange(0, d_state)
         cell = head * (head_dim * d_state) + lane[:, None] * d_state + column[None, :]
         in_state = inside[:, None] & (column >= 0)[None, :]
         # Nothing of the row is read where a request begins: its former owner's numbers lie there.
@@ -273,9 +257,6 @@ def _scan_kernel(
             tl.store(target, s, mask=in_state)
         s = tl.trans(s.to(tl.float32))
         offset = tl.arange(0, tile)
-        number = scan_chunks_before(starts, first_positions, row, block, chunks_tile)
-        block_of = number - first // block
-        kept = states + head * (d_state * head_dim) + column[:, None] * head_dim + lane[None, :]
         dest = chunk_dest
         if has_dest:
             number = scan_chunks_before(starts, first_positions, row, BORDERS, chunks_tile)
@@ -288,14 +269,21 @@ def _scan_kernel(
             source = xbc + token[:, None] * conv_dim
             place = source + d_inner + group * d_state + column[None, :]
             b = tl.load(place, mask=exists[:, None], other=0.0)
+            c = tl.load(place + bc_dim, mask=exists[:, None], other=0.0)
             place = source + head * head_dim + lane[None, :]
-            x = tl.load(place, mask=exists[:, None] & inside[None, :], other=0.0)
+            in_tile = exists[:, None] & inside[None, :]
+            x = tl.load(place, mask=in_tile, other=0.0)
             dt = tl.load(dt_in + head.to(tl.int64) * tokens + token, mask=exists, other=0.0)
             decay = tl.cumsum(dt * rate, 0)
-            begins = (lower == first) | (lower % block == 0)
-            place = kept + (block_of + lower // block).to(tl.int64) * (heads * d_state * head_dim)
-            in_block = begins & (column >= 0)[:, None] & inside[None, :]
-            tl.store(place, s.to(states.dtype.element_ty), mask=in_block)
+            weight = tl.dot(c, tl.trans(b), input_precision="ieee")
+            seen = offset[:, None] >= offset[None, :]
+            share_of = tl.where(seen, decay[:, None] - decay[None, :], -float("inf"))
+            weight = weight * tl.exp(share_of) * dt[None, :]
+            y = tl.dot(c, s.to(c.dtype), input_precision="ieee")
+            y = y * tl.exp(decay)[:, None] + x.to(tl.float32) * through
+            y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
+            place = out + token[:, None] * out_stride + head * head_dim + lane[None, :]
+            tl.store(place, y.to(out.dtype.element_ty), mask=in_tile)
             s = _advance(s, x, b, dt, decay, rate, exists, is_exact)
             if upper == base:
                 tl.store(target, tl.trans(s).to(state.dtype.element_ty), mask=in_state)
@@ -329,21 +317,20 @@ def _scan_kernel(
         xb_source = xbc + given[:, None] * conv_dim
         xb_target = ring_xb + write_row * xb_stride + (later % ring)[:, None] * xb_dim
         x_channel = head * head_dim + lane[None, :]
-        in_ring = is_later[:, None] & inside[None, :] & (column_part == 0)
+        in_ring = is_later[:, None] & inside[None, :]
         kept_x = tl.load(xb_source + x_channel, mask=in_ring, other=0.0)
         tl.store(xb_target + x_channel, kept_x, mask=in_ring)
-        if lane_part == 0:
+        if part == 0:
             if head % group_heads == 0:
                 b_channel = d_inner + group * d_state + column[None, :]
                 kept_b = tl.load(xb_source + b_channel, mask=is_later[:, None], other=0.0)
                 tl.store(xb_target + b_channel, kept_b, mask=is_later[:, None])
-            in_gates = is_later & (column_part == 0)
             dt_source = dt_in + head.to(tl.int64) * tokens + given
-            kept_dt = tl.load(dt_source, mask=in_gates, other=0.0)
+            kept_dt = tl.load(dt_source, mask=is_later, other=0.0)
             gates_target = ring_gates + write_row * gates_stride + head
             gates_target = gates_target + (later % ring) * (2 * heads)
-            tl.store(gates_target, kept_dt * rate, mask=in_gates)
-            tl.store(gates_target + heads, kept_dt, mask=in_gates)
+            tl.store(gates_target, kept_dt * rate, mask=is_later)
+            tl.store(gates_target + heads, kept_dt, mask=is_later)
         keep_inputs(
             zxbcdt,
             input_stride,
