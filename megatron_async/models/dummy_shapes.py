@@ -117,6 +117,12 @@ DUMMY_SHAPES |= {
         mtp_num_depths=1,
         mtp_use_repeated_layer=True,
     ),
+    "qwen3-next-80b-mtp": replace(
+        DUMMY_SHAPES["qwen3-next-80b"],
+        mtp_pattern="*E",
+        mtp_num_depths=1,
+        mtp_use_repeated_layer=True,
+    ),
 }
 """Shapes for `dummy:SHAPE` models (random weights), from the models' public `config.json` files.
 

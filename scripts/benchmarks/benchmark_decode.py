@@ -16,13 +16,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from draft_options import add_draft_options, decode_tokens, draft_settings, settle_drafts
 from model_options import add_model_options, routed
 from replay_time import replay_ms
 from step_times import time_steps
 
 from megatron_async import LLM, SamplingParams
-from megatron_async.cli.chances import parse_chances
-from megatron_async.config import DEFAULT_DRAFTS
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.forced_acceptance import force_acceptance
@@ -40,13 +39,11 @@ COLUMNS = (
     "resolve_us",
     "tokens_per_row",
 )
-MORE_STEPS = 32
-"""Before the measured ones, and to spare: with drafts each may yield as many tokens as is wide."""
 
 
 def open_engine(model: str, batch: int, lookahead: int, args: argparse.Namespace) -> LLM:
     """A model with room for `batch` requests in steady decode."""
-    steps = decode_tokens(args)
+    steps = decode_tokens(args, WINDOWS * args.steps)
     max_tokens = max(MAX_TOKENS, batch * (1 + args.num_speculative_tokens))
     tokens = steady_decode_tokens(batch, args.prompt_tokens, max_tokens, steps)
     length = args.prompt_tokens + max(tokens, steps + 64)
@@ -64,21 +61,11 @@ def open_engine(model: str, batch: int, lookahead: int, args: argparse.Namespace
         # The one shape that is measured.
         num_cuda_graphs=1,
         use_cuda_graphs_for_non_decode_steps=False,
-        speculative_method=args.speculative_method,
-        num_speculative_tokens=args.num_speculative_tokens,
-        draft_vocab_size=args.draft_vocab_size,
+        **draft_settings(args),
     )
     if args.forced_acceptance is not None:
         force_acceptance(llm.engine, args.forced_acceptance)
     return llm
-
-
-def decode_tokens(args: argparse.Namespace) -> int:
-    """Tokens that each request may generate in the measured steps."""
-    steps: int = WINDOWS * args.steps
-    if args.num_speculative_tokens:
-        steps = (steps + MORE_STEPS) * (1 + args.num_speculative_tokens)
-    return steps
 
 
 def measure(
@@ -87,7 +74,7 @@ def measure(
     """Figures of one engine, whose memory is free again afterwards."""
     mode = SamplingMode.GREEDY if sampling.temperature == 0 else SamplingMode.FILTERED
     with open_engine(model, batch, lookahead, args) as llm:
-        steps = decode_tokens(args)
+        steps = decode_tokens(args, WINDOWS * args.steps)
         start_steady_decode(llm.engine, batch, args.prompt_tokens, steps, sampling=sampling)
         result = asdict(time_steps(llm.engine, WINDOWS, args.steps))
         result["tokens_per_row"] = (
@@ -115,25 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=0.0)
-    parser.add_argument("--speculative-method", default=None, help="mtp or ngram (default: none)")
-    parser.add_argument("--num-speculative-tokens", type=int, default=0)
-    parser.add_argument(
-        "--draft-vocab-size", type=int, default=None, help="with mtp (default: all)"
-    )
-    parser.add_argument(
-        "--forced-acceptance",
-        type=parse_chances,
-        metavar="P,P,...",
-        help="chance that each draft is accepted, given those before it were; every step is wide",
-    )
+    add_draft_options(parser)
     add_model_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
-    if args.forced_acceptance is not None:
-        args.speculative_method = args.speculative_method or "ngram"
-        args.num_speculative_tokens = len(args.forced_acceptance)
-    elif args.speculative_method is not None and not args.num_speculative_tokens:
-        args.num_speculative_tokens = DEFAULT_DRAFTS[args.speculative_method]
+    settle_drafts(args)
     args.models = routed(args.models, args.routing)
     sampling = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     print(f"{'model':<22}{'batch':>6}{'lookahead':>10}" + "".join(f"{c:>19}" for c in COLUMNS))

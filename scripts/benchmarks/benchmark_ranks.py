@@ -6,6 +6,7 @@
 Every replica decodes a batch of its own, driven by its primary rank, which the others follow. Step
 times are medians over windows of steps; beside them stands the captured step replayed back to back
 on all ranks at once, the limit, and what the CPUs' agreement took of the thread that launches.
+With --speculative-method steps draft and verify, as in benchmark_decode.py.
 With --profile the GPU's idle time between steps is read from the kernel timeline of rank 0.
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from draft_options import add_draft_options, decode_tokens, draft_settings, settle_drafts
 from replay_time import replay_ms
 from step_times import captured_by_nsys, time_steps
 
@@ -24,6 +26,7 @@ from megatron_async import LLM
 from megatron_async.cli.options import add_parallel, parallel_sizes
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.profiling.benchmark_record import write_record
+from megatron_async.profiling.forced_acceptance import force_acceptance
 from megatron_async.profiling.gap_report import gap_report
 from megatron_async.profiling.gpu_profile import FIRST_KERNEL, device_activities, profile_device
 from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
@@ -33,16 +36,17 @@ MAX_TOKENS = 8192
 PROFILED_STEPS = 40
 COLUMNS = (
     "step_ms", "replay_ms", "over_replay", "tokens_per_second", "prepare_us", "launch_us",
-    "resolve_us", "agreement_us", "gap_us", "gap_p99_us", "pipeline_bubble",
+    "resolve_us", "tokens_per_row", "agreement_us", "gap_us", "gap_p99_us", "pipeline_bubble",
 )  # fmt: skip
 
 
 def open_llm(batch: int, lookahead: int, args: argparse.Namespace) -> LLM:
     """This rank's part of the model, with room for `batch` requests in steady decode."""
-    steps, max_tokens = WINDOWS * args.steps + PROFILED_STEPS, max(MAX_TOKENS, batch)
+    steps = decode_tokens(args, WINDOWS * args.steps + PROFILED_STEPS)
+    max_tokens = max(MAX_TOKENS, batch * (1 + args.num_speculative_tokens))
     tokens = steady_decode_tokens(batch, args.prompt_tokens, max_tokens, steps)
     length = args.prompt_tokens + max(tokens, steps + 64)
-    return LLM(
+    llm = LLM(
         args.model,
         enable_prefix_caching=False,  # prompts come again, and all of them are to be computed
         device=args.device,
@@ -56,8 +60,12 @@ def open_llm(batch: int, lookahead: int, args: argparse.Namespace) -> LLM:
         num_cuda_graphs=1,  # the one shape that is measured
         use_cuda_graphs_for_non_decode_steps=False,
         check_ranks_agree=args.check_ranks_agree,
+        **draft_settings(args),
         **parallel_sizes(args),
     )
+    if args.forced_acceptance is not None:
+        force_acceptance(llm.engine, args.forced_acceptance)
+    return llm
 
 
 def measure(batch: int, lookahead: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -68,10 +76,13 @@ def measure(batch: int, lookahead: int, args: argparse.Namespace) -> dict[str, A
         if llm.is_primary_rank:
             steps = WINDOWS * args.steps + (PROFILED_STEPS if args.profile else 0)
             engine.group.begin_together()
-            start_steady_decode(engine, batch, args.prompt_tokens, steps)
+            tokens = decode_tokens(args, steps)
+            start_steady_decode(engine, batch, args.prompt_tokens, tokens)
             waited, rounds = engine.group.agreement_ns, engine.statistics.steps
             result = asdict(time_steps(engine, WINDOWS, args.steps))
             waited, rounds = engine.group.agreement_ns - waited, engine.statistics.steps - rounds
+            per_step = result["tokens_per_second"] * result["step_ms"] / 1e3
+            result["tokens_per_row"] = per_step / max(result["rows"], 1)
             result["agreement_us"] = waited / 1e3 / max(rounds, 1)
             result["pipeline_bubble"] = engine.stats()["pipeline_bubble"]
             if args.profile:
@@ -81,7 +92,8 @@ def measure(batch: int, lookahead: int, args: argparse.Namespace) -> dict[str, A
             with captured_by_nsys():
                 engine.follow()
         # A step of a pipeline serves its share of the requests.
-        own = replay_ms(engine, -(-batch // args.pipeline_model_parallel_size))
+        width = 1 if args.forced_acceptance is None else 1 + args.num_speculative_tokens
+        own = replay_ms(engine, -(-batch // args.pipeline_model_parallel_size), width=width)
         # Stages of a pipeline differ, and the slowest is the limit; others replay together.
         limits = join_job().exchange("replays", str(own or 0.0)).values()
         limit = max(map(float, limits))
@@ -119,8 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--profile", action="store_true", help="the GPU's idle time, too")
     parser.add_argument("--check-ranks-agree", action="store_true", help="compare all plans")
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
+    add_draft_options(parser)
     add_parallel(parser)
     args = parser.parse_args(arguments)
+    settle_drafts(args)
     is_first, figures = os.environ.get("RANK", "0") == "0", []
     if is_first:
         print(f"{'batch':>6}{'lookahead':>10}" + "".join(f"{c:>18}" for c in COLUMNS))

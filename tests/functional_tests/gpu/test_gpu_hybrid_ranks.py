@@ -1,0 +1,75 @@
+"""Hybrid models and drafts on two GPUs: the tokens and the drafts of one rank on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_ranks import CASES, DRAFTING, JOBS, SHAPES, Drafts, draft, draft_here, serve, serve_on
+from harness import make_model
+from ranks import run_ranks
+
+from megatron_async.checkpoints.huggingface import save_huggingface
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+Stored = dict[str, tuple[str, dict[int, list[int]]]]
+EVERYTHING = tuple(range(len(JOBS)))
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    """Folders of lively models, and what they say on one rank, step by step."""
+    found = {}
+    for name, architecture in SHAPES.items():
+        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        save_huggingface(make_model(architecture), architecture, None, folder)
+        tokens = serve_on(str(folder), "cpu", EVERYTHING, lookahead=0).tokens
+        assert min(len(set(row)) for row in tokens.values()) > 5, "a dull model hides wrong states"
+        found[name] = str(folder), tokens
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("Mamba-2", "tensor"),
+        ("one group", "tensor"),
+        ("Gated DeltaNet", "tensor"),
+        ("Gated DeltaNet", "tensor and sequence"),
+        ("Mamba-2", "pipeline"),
+        ("Gated DeltaNet", "pipeline"),
+        ("Mamba-2", "experts"),
+        ("Gated DeltaNet", "experts"),
+    ],
+)
+def test_two_gpus_say_what_one_cpu_says(stored: Stored, name: str, layout: str) -> None:
+    """All steps of decode captured, requests evicted, begun from snapshots."""
+    folder, expected = stored[name]
+    ranks = run_ranks(2, serve, folder, layout, timeout_s=280)
+    for case in CASES:
+        said: dict[int, list[int]] = {}
+        for rank in ranks:
+            said |= rank[case].tokens
+        assert said == expected, case
+        counters = [rank[case].stats for rank in ranks]
+        assert all(stats["captured_steps"] > 10 for stats in counters), case
+        assert any(stats["evictions"] for stats in counters) == (case == "evictions"), case
+        hits = max(stats["prefix_cache_snapshot_hits"] for stats in counters)
+        assert (hits > 0) == (case == "snapshots"), case
+
+
+@pytest.mark.parametrize("name", DRAFTING)
+def test_two_gpus_draft_what_one_cpu_drafts(name: str) -> None:
+    """Behind the same tokens as in serial steps; so as many are accepted in a step."""
+    alone: Drafts = draft(name, "cpu", 0, EVERYTHING)
+    compared = 0
+    for found in run_ranks(2, draft_here, name, timeout_s=280):
+        both = found.keys() & alone.keys()
+        compared += len(both)
+        for tokens in both:
+            drafts = found[tokens]
+            assert drafts == alone[tokens][: len(drafts)], (len(tokens), drafts, alone[tokens])
+        assert len(both) >= 0.9 * len(found)
+    assert compared > 100
