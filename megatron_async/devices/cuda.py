@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -88,6 +89,7 @@ class CudaDevice(Device):
         self.upload: CudaStream = CudaStream(self.torch_device)
         self._origin: _ClockOrigin | None = None
         self._graph_pool: Any = None
+        self._pool_graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self.fence()
 
     def event(self, timing: bool = False) -> Event:
@@ -107,9 +109,7 @@ class CudaDevice(Device):
         return free + unused
 
     def trim(self) -> None:
-        # A pool whose graphs are gone must not be captured into again; other engines' graphs keep
-        # the old one.
-        self._graph_pool = None
+        self._graph_pool = None  # other engines' graphs keep the old one
         torch.cuda.empty_cache()
 
     def memory_in_use(self) -> int:
@@ -119,8 +119,11 @@ class CudaDevice(Device):
 
     def capture(self, work: Callable[[], None]) -> Graph:
         # One pool for all graphs: they replay one after another, so they may share their memory.
-        if self._graph_pool is None:
+        # A pool whose graphs are gone must not be captured into again: torch refuses it while a
+        # tensor of that pool is alive.
+        if self._graph_pool is None or not self._pool_graphs:
             self._graph_pool = torch.cuda.graph_pool_handle()
+            self._pool_graphs = WeakSet()
         graph = torch.cuda.CUDAGraph()
         # "thread_local": NCCL's watchdog thread asks for events of its own meanwhile.
         with torch.cuda.graph(
@@ -130,6 +133,7 @@ class CudaDevice(Device):
             capture_error_mode="thread_local",
         ):
             work()
+        self._pool_graphs.add(graph)
         return graph
 
     def fence(self) -> None:

@@ -160,3 +160,21 @@ def test_one_copy_each_way_a_step(make_gpu_engine: EngineFactory, lookahead: int
     )
     assert copies == {"HtoD": steps, "DtoH": steps}
     drain(engine)
+
+
+def test_a_graph_after_others_are_gone() -> None:
+    """While a tensor of their pool is alive torch refuses to capture into that pool.
+
+    Break it: keep `_graph_pool` whatever has become of its graphs.
+    """
+    device, kept = CudaDevice(), []
+
+    def work() -> None:
+        kept.append(torch.ones(1000, device="cuda"))
+
+    for _ in range(3):
+        graph = device.capture(work)
+        graph.replay()
+        del graph
+    torch.cuda.synchronize()
+    assert [float(values.sum()) for values in kept[-1:]] == [1000.0]

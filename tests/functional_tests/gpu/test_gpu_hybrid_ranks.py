@@ -1,10 +1,10 @@
-"""Hybrid models and drafts on two GPUs: the tokens and the drafts of one rank on a CPU."""
+"""Hybrid models and drafts on two GPUs: the tokens of one CPU, the drafts of one GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from gpu_ranks import CASES, DRAFTING, JOBS, SHAPES, Drafts, draft, draft_here, serve, serve_on
+from gpu_ranks import CASES, DRAFTING, JOBS, SHAPES, draft_alone, draft_here, serve, serve_on
 from harness import make_model
 from ranks import run_ranks
 
@@ -61,9 +61,9 @@ def test_two_gpus_say_what_one_cpu_says(stored: Stored, name: str, layout: str) 
 
 
 @pytest.mark.parametrize("name", DRAFTING)
-def test_two_gpus_draft_what_one_cpu_drafts(name: str) -> None:
+def test_two_gpus_draft_what_one_drafts(name: str) -> None:
     """Behind the same tokens as in serial steps; so as many are accepted in a step."""
-    alone: Drafts = draft(name, "cpu", 0, EVERYTHING)
+    (alone,) = run_ranks(1, draft_alone, name, timeout_s=200)
     compared = 0
     for found in run_ranks(2, draft_here, name, timeout_s=280):
         both = found.keys() & alone.keys()

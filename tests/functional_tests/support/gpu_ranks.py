@@ -132,22 +132,26 @@ Drafts = dict[tuple[int, ...], list[int]]
 """The drafts behind each sequence of tokens."""
 
 
-def draft(name: str, device: str, lookahead: int, numbers: tuple[int, ...], **sizes: Any) -> Drafts:
-    """What an engine drafts for the jobs of these numbers."""
+def draft_alone(name: str) -> Drafts:
+    """What one rank drafts step by step, on a GPU too: another device has other dummy weights."""
+    return _draft(name, 0, tuple(range(len(JOBS))))
+
+
+def draft_here(name: str) -> Drafts:
+    """What this rank drafts, one step ahead."""
+    layout = DRAFTING[name].layout
+    return _draft(name, 1, numbers_of(layout), **LAYOUTS[layout])
+
+
+def _draft(name: str, lookahead: int, numbers: tuple[int, ...], **sizes: Any) -> Drafts:
+    torch.backends.cuda.matmul.allow_tf32 = False
     case = DRAFTING[name]
     settings = {**ROOM, "lookahead": lookahead, "num_speculative_tokens": case.count, **sizes}
     with LLM(
-        f"dummy:{case.model}", device=device, speculative_method=case.method, **settings
+        f"dummy:{case.model}", device="cuda", speculative_method=case.method, **settings
     ) as llm:
         poison_states(llm.engine)
         recorder = DraftRecorder(llm.engine)
         prompts = [JOBS[number].prompt for number in numbers]
         llm.generate(prompts, greedy(30))
         return recorder.drafts
-
-
-def draft_here(name: str) -> Drafts:
-    """What this rank drafts on GPUs, one step ahead."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    layout = DRAFTING[name].layout
-    return draft(name, "cuda", 1, numbers_of(layout), **LAYOUTS[layout])
