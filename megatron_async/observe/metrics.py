@@ -33,7 +33,6 @@ COUNTERS = {
     "overlapped_steps": "Steps launched before the step before them was resolved.",
     "captured_steps": "Steps that replayed a graph.",
     "late_steps": "Steps with running requests that took longer than target_tpot_ms.",
-    "prefill_limit": "Most prompt tokens of a step with running requests, now.",
     "slow_launches": "Launches that took the engine's thread more than 1 ms.",
     "slow_launch_seconds": "Seconds of them.",
     "zombie_steps": "Resolved steps of which all rows were zombies.",
@@ -62,6 +61,7 @@ COUNTERS = {
 
 GAUGES = {
     "lookahead": "Steps that may be in flight while the next is prepared.",
+    "prefill_limit": "Most prompt tokens of a step with running requests.",
     "waiting_requests": "Requests without a slot.",
     "slots": "Slots: requests served at once.",
     "slots_in_use": "Slots held by requests.",

@@ -73,12 +73,14 @@ def make_tracer(endpoint: str | None, environ: Mapping[str, str]) -> RequestTrac
     if endpoint is None:
         is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
         is_off |= environ.get("OTEL_TRACES_EXPORTER", "otlp") == "none"
-        if is_off or not any(environ.get(name) for name in ENDPOINTS):
+        found = [name for name in ENDPOINTS if environ.get(name)]
+        if is_off or not found:
             return None
         if not is_there():
             logger.warning(
-                "OTEL_EXPORTER_OTLP_ENDPOINT is set, and no spans are sent: pip install "
-                "'megatron_async[tracing]', or set OTEL_SDK_DISABLED=true."
+                "%s is set, and no spans are sent: pip install 'megatron_async[tracing]', "
+                "or set OTEL_SDK_DISABLED=true.",
+                found[0],
             )
             return None
     return RequestTracer(endpoint)
