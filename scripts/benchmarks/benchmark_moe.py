@@ -176,7 +176,7 @@ def candidates(height: int) -> Iterator[ExpertPlan]:
 
 
 def few_candidates(base: FewTokenPlan) -> Iterator[FewTokenPlan]:
-    """Layouts for a few tokens that differ from this one in one kernel or in what is prefetched."""
+    """Layouts for a few tokens that differ from this one in one kernel."""
     for warps, rows, depth, turns in itertools.product(
         (4, 8), (1, 2), (6, 8, 11), (1, 2, 4, 6, 8, 12, 16)
     ):
@@ -184,8 +184,6 @@ def few_candidates(base: FewTokenPlan) -> Iterator[FewTokenPlan]:
         yield replace(base, warps=warps, **up)
     for rows, depth, group in itertools.product((4, 8, 16), (3, 4, 6, 8), (1, 2, 4)):
         yield replace(base, down_rows=rows, down_depth=depth, group=group)
-    for shared, down in itertools.product((0, 1024, 2048, 8192), (0, 512, 1024, 2048, 8192)):
-        yield replace(base, shared_ahead=shared, down_ahead=down)
     for experts in (1, 2, 4, 8):
         yield replace(base, block_experts=experts)
 

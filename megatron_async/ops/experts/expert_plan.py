@@ -105,9 +105,9 @@ PROCESSORS = 132
 """Of an H200."""
 TILE_BYTES = 512
 """Of a weight row: 16 for each thread of a warp."""
-UP_TILES, UP_TILES_GATED, DOWN_TILES = 12, 8, 8
-"""Most tiles of a weight row that a warp asks for at once: as many as its registers hold beside the
-sums. The second product's warps have two rows each."""
+UP_TILES, UP_TILES_GATED, DOWN_TILES = 12, 8, 4
+"""Most tiles of a weight row that a warp asks for at once: of the first product as many as its
+registers hold beside the sums, of the second one by measurement."""
 GROUP_TILES = 12
 """Tiles that a warp of the second product asks for at once, where it takes several pairs' rows
 together."""
@@ -118,11 +118,6 @@ UP_PROGRAMS = 4
 there at once, so that they end together."""
 LOGIT_PROGRAMS = 2
 """Programs of the logits that a processor should hold at least, if there are so many experts."""
-SHARED_AHEAD = 8192
-"""Bytes of each of the shared expert's weight rows to prefetch before the wait."""
-DOWN_AHEAD = 1024
-"""Bytes of each weight row of the second product to prefetch from the first: some 15 MB for one
-token of Nemotron-3-Nano, what the memory gives in 4 us."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +141,6 @@ class FewTokenPlan:
     group: int
     """Pairs whose weights the second product asks for at once, 1 where a row is more than
     `down_depth` tiles."""
-    shared_ahead: int = SHARED_AHEAD
-    down_ahead: int = DOWN_AHEAD
 
 
 @dataclass(frozen=True)
@@ -198,9 +191,9 @@ def plan_few_tokens(tokens: int, shape: LayerShape, most: int = FEW_TOKENS) -> F
         up_rows=warps,
         up_depth=_even(up_tiles, UP_TILES_GATED if shape.gated else UP_TILES),
         turns=_turns(tokens, shape, warps),
-        down_rows=2 * warps,
+        down_rows=warps,
         down_depth=down_depth,
-        group=max(1, min(shape.topk, GROUP_TILES // down_tiles)),
+        group=min(shape.topk, GROUP_TILES // down_tiles) if down_tiles <= DOWN_TILES else 1,
     )
 
 

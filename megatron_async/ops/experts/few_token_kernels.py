@@ -1,8 +1,8 @@
 """Products of an expert layer for a few tokens; `ops/experts/few_tokens.py` launches them.
 
-Such a layer takes as long as the weights of its experts take to arrive, and the way to these
-weights is long: norm, logits, choice. So the shared expert's weights, which are needed whatever the
-choice, are asked for before a kernel waits for the one before it: they arrive meanwhile.
+Such a layer takes as long as the weights of its experts take to arrive. No weight is prefetched to
+the second cache before it is needed: that was tried, for the shared expert and for the second
+product, and took 8 to 13 % longer (docs/records/several_gpus.md).
 
 A warp takes whole weight rows, `block_k` elements at a time: 512 bytes, 16 for each of its threads.
 It asks for `depth` such tiles of a row at once and adds up its own sums, so that no warp waits for
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_async.ops.dependent_launch import await_previous, let_next_start, prefetch_rows
+from megatron_async.ops.dependent_launch import await_previous, let_next_start
 from megatron_async.ops.experts.few_token_routing import choose
 
 
@@ -124,7 +124,6 @@ def few_up_kernel(
     places: tl.tensor,
     bias: tl.tensor,
     fc1: tl.tensor,
-    fc2: tl.tensor,
     shared_fc1: tl.tensor,
     activated: tl.tensor,
     shared_activated: tl.tensor,
@@ -146,8 +145,6 @@ def few_up_kernel(
     block_k: tl.constexpr,
     depth: tl.constexpr,
     turns: tl.constexpr,
-    shared_ahead: tl.constexpr,
-    down_ahead: tl.constexpr,
     gated: tl.constexpr,
     pre_softmax: tl.constexpr,
     sigmoid: tl.constexpr,
@@ -159,25 +156,18 @@ def few_up_kernel(
 
     The shared expert's programs come first and keep the memory busy while others choose. Programs
     of one weight tile and all tokens, or pairs, are neighbours: an expert of two tokens is read
-    from memory once. At its end each asks for its part of the same expert's second weight, which
-    the next kernel cannot do before it knows the experts.
+    from memory once.
     """
     let_next_start(overlap)
     rows: tl.constexpr = turns * block_n
     shared: tl.constexpr = (shared_ffn + rows - 1) // rows * tokens
     halves: tl.constexpr = 2 if gated else 1
-    itemsize: tl.constexpr = fc1.dtype.element_ty.primitive_bitwidth // 8
     program = tl.program_id(0)
     if program < shared:
         begin = program // tokens * rows
         token = program % tokens
         own = tl.minimum(shared_ffn - begin, rows)
         start = shared_fc1 + begin.to(tl.int64) * hidden
-        asked = tl.where(token == 0, own, 0)
-        prefetch_rows(start, asked, hidden * itemsize, shared_ahead, overlap)
-        if gated:
-            up_start = start + shared_ffn * hidden
-            prefetch_rows(up_start, asked, hidden * itemsize, shared_ahead, overlap)
         await_previous(overlap)
         for turn in range(tl.cdiv(own, block_n)):
             _activated_rows(
@@ -237,12 +227,6 @@ def few_up_kernel(
                     gated,
                     overlap,
                 )
-            # Each program of the pair asks for its part of the rows, one thread a row.
-            programs: tl.constexpr = (ffn + rows - 1) // rows
-            part: tl.constexpr = (hidden + programs - 1) // programs
-            wanted = tl.maximum(tl.minimum(hidden - tile * part, part), 0)
-            down = fc2 + (expert.to(tl.int64) * hidden + tile * part) * ffn
-            prefetch_rows(down, wanted, ffn * itemsize, down_ahead, overlap)
 
 
 @triton.jit
@@ -265,14 +249,13 @@ def few_down_kernel(
     block_k: tl.constexpr,
     depth: tl.constexpr,
     group: tl.constexpr,
-    shared_ahead: tl.constexpr,
     has_gate: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     """`block_n` outputs of one token: the sum over its experts in their order, then the shared one.
 
     The weights of `group` pairs are asked for at once. The shared expert's product is computed
-    first, because its weights may be asked for before the wait, and added last.
+    first and added last.
     """
     let_next_start(overlap)
     token = tl.program_id(0) % tokens
@@ -281,12 +264,9 @@ def few_down_kernel(
     here = tl.minimum(hidden - first, block_n)
     inside = (line < here)[:, None]
     place = line[:, None] * 0 + column[None, :]
-    if shared_ffn > 0:
-        itemsize: tl.constexpr = fc2.dtype.element_ty.primitive_bitwidth // 8
-        start = shared_fc2 + first.to(tl.int64) * shared_ffn
-        prefetch_rows(start, here, shared_ffn * itemsize, shared_ahead, overlap)
     await_previous(overlap)
     if shared_ffn > 0:
+        start = shared_fc2 + first.to(tl.int64) * shared_ffn
         shared_sums = tl.zeros((block_n, block_k), tl.float32)
         shared_cells = start + line[:, None] * shared_ffn + column[None, :]
         inputs = shared_activated + token * shared_ffn + place

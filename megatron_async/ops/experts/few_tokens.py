@@ -153,7 +153,6 @@ def few_token_experts(
         routing.experts if places is None else places,
         logits if layer.bias is None else layer.bias,
         layer.fc1,
-        layer.fc2,
         layer.fc1 if layer.shared_fc1 is None else layer.shared_fc1,
         activated,
         shared,
@@ -175,10 +174,6 @@ def few_token_experts(
         block_k=block_k,
         depth=plan.up_depth,
         turns=plan.turns,
-        shared_ahead=_ahead(plan.shared_ahead, hidden, plan.up_rows * plan.turns, plan, dtype),
-        down_ahead=_ahead(
-            plan.down_ahead, shape.ffn, triton.cdiv(hidden, up_programs), plan, dtype
-        ),
         gated=shape.gated,
         pre_softmax=layer.pre_softmax,
         sigmoid=layer.sigmoid,
@@ -208,7 +203,6 @@ def few_token_experts(
         block_k=block_k,
         depth=plan.down_depth,
         group=plan.group,
-        shared_ahead=_ahead(plan.shared_ahead, shape.shared_ffn, plan.down_rows, plan, dtype),
         has_gate=layer.shared_gate is not None,
         num_warps=plan.warps,
         **launch_options(rows),
@@ -281,11 +275,6 @@ def _norm_and_logits(
         **launch_options(rows),
     )
     return normed
-
-
-def _ahead(wanted: int, elements: int, rows: int, plan: FewTokenPlan, dtype: torch.dtype) -> int:
-    """Bytes of each of `rows` rows to prefetch: none of more rows than a program has threads."""
-    return min(wanted, elements * dtype.itemsize) if rows <= 32 * plan.warps else 0
 
 
 def _check(x: Tensor | Unnormed, layer: ExpertLayer) -> None:

@@ -229,8 +229,8 @@ def test_the_rule():
         assert plan_few_tokens(FEW_TOKENS + 1, shape) is None
         assert plan_few_tokens(0, shape) is None
     nano, mixtral = plan_few_tokens(1, NANO), plan_few_tokens(1, MIXTRAL)
-    assert (nano.up_depth, nano.turns, nano.down_depth, nano.group) == (11, 8, 8, 1)
-    assert (mixtral.up_depth, mixtral.down_depth, mixtral.group) == (8, 8, 1)
+    assert (nano.up_depth, nano.turns, nano.down_depth, nano.group) == (11, 8, 4, 1)
+    assert (mixtral.up_depth, mixtral.down_depth, mixtral.group) == (8, 4, 1)
     assert plan_few_tokens(1, QWEN3_NEXT).group == 6
     assert plan_few_tokens(1, dataclasses.replace(NANO, ffn=1858)) is None  # not of 16 bytes
     assert plan_few_tokens(1, dataclasses.replace(NANO, hidden=16384)) is None
