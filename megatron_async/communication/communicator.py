@@ -55,7 +55,11 @@ class PendingRound:
     def result(self, timeout_s: float = ROUND_TIMEOUT_S) -> list[int]:
         """The maximum of each value over all members; waits for them.
 
-        Raises: see `AsyncZMQCommunicator.sync_all_reduce_max`.
+        Raises:
+            RankLost: a member is gone.
+            CommunicationTimeout: a member did not come within `timeout_s`. The round is over, and
+                the next one begins anew.
+            RanksDisagree: another member is in another operation, or gives more or fewer values.
         """
         return _max(self._communicator.finish(self, timeout_s))
 
@@ -140,7 +144,12 @@ class AsyncZMQCommunicator:
             root: its rank.
             timeout_s: how late the root may come.
 
-        Raises: see `sync_all_reduce_max`.
+        Raises:
+            RankLost: a member is gone.
+            CommunicationTimeout: the root did not come within `timeout_s`. The round is over, and
+                the next one begins anew.
+            RanksDisagree: another member is in another operation.
+            ValueError: the root has no values, or `root` is no member.
         """
         operation = f"broadcast from {root}"
         if self._rank == root:
@@ -160,7 +169,11 @@ class AsyncZMQCommunicator:
             name: of the place, the same on all members.
             timeout_s: how late a member may come.
 
-        Raises: see `sync_all_reduce_max`.
+        Raises:
+            RankLost: a member is gone.
+            CommunicationTimeout: a member did not come within `timeout_s`. The round is over, and
+                the next one begins anew.
+            RanksDisagree: another member is in another operation.
         """
         self.finish(self._begin(f"barrier {name!r}", (), self._others), timeout_s)
 

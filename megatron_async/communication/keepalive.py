@@ -24,14 +24,16 @@ PROBES = 4
 def end_silent_connections(socket: zmq.Socket[Any], silence_s: float) -> None:
     """Let TCP connections that a socket makes or accepts from now on end after a silence.
 
-    The peer's kernel answers, so a process that is busy or stopped is not silent; a host that is
-    down or cut off is; and who leaves its buffers full for so long (libzmq's thread empties them,
-    where RCVHWM is 0 or somebody reads). An idle connection asks, so firewalls keep it. Other
-    transports stay within a host and need nothing.
+    The kernel of the peer's host answers the probes, so a peer process that is busy or stopped is
+    not silent. Two kinds of peers are: a host that is down or cut off, and a process whose receive
+    buffers stay full for `silence_s` (libzmq's thread empties them where RCVHWM is 0 or somebody
+    reads). Probes of an idle connection also keep firewalls from dropping it. Other transports stay
+    within a host and need no probes.
 
     Args:
         socket: not bound or connected yet.
-        silence_s: without any answer for so long, up to a second more; at least a second.
+        silence_s: seconds without any answer after which a connection ends, up to a second more;
+            at least 1.
     """
     interval_s = max(1, math.floor(silence_s / PROBES))
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
