@@ -127,8 +127,9 @@ DUMMY_SHAPES |= {
 """Shapes for `dummy:SHAPE` models (random weights), from the models' public `config.json` files.
 
 Those with "-mtp" have one depth of multi-token prediction besides: "nemotron-3-nano-30b-mtp" that
-of Nemotron 3.5 Lightning 30B-A3B, whose layers have these sizes; "llama-3.1-8b-mtp" one as if that
-model were published with it, a layer of its own kind.
+of Nemotron 3.5 Lightning 30B-A3B, whose layers have these sizes; "qwen3-next-80b-mtp" that of
+Qwen3-Next, applied again for further drafts; "llama-3.1-8b-mtp" one as if that model were published
+with it, a layer of its own kind.
 
 "qwen3-next-80b" has 36 of that model's 48 layers, so that its weights, 120 GB in bfloat16, fit one
 GPU of 141 GB; each layer has its published size."""

@@ -16,17 +16,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
+from child_processes import Pipe, coordinate, cpu_s, spawn
 
 from megatron_async import InferenceConfig, SamplingParams
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -34,7 +32,6 @@ from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.engines.listener import EngineListener
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.messages import (
     PROTOCOL,
     Card,
@@ -54,7 +51,6 @@ from megatron_async.serving.messages import (
 )
 from megatron_async.serving.model_card import ModelCard
 from megatron_async.serving.readers import RequestEnd, TokenLogProbs
-from megatron_async.serving.records import CoordinatorConfig
 from megatron_async.serving.replica import Replica
 from megatron_async.serving.token_client import TokenClient
 from megatron_async.simulation.model_less import ModelLessEngine
@@ -67,7 +63,6 @@ LENGTH = 60_000
 """Tokens of a sequence: no request ends while it is measured."""
 TARGET_MESSAGES = 8000
 """A second: 8 replicas of 1,000 steps."""
-SPAWN = multiprocessing.get_context("spawn")
 NO_PARAMS = msgspec.Raw(msgspec.msgpack.encode({}))
 
 
@@ -155,16 +150,6 @@ class Counting:
         """Nothing."""
 
 
-def coordinate(pipe: Pipe) -> None:
-    """A coordinator's process; tells its address and process id."""
-    silence = CoordinatorConfig(
-        max_unfinished=100_000, requests_per_slot=1, silence_s=120, client_silence_s=120
-    )
-    coordinator = Coordinator("ipc:///tmp/emit-" + str(os.getpid()), silence)
-    pipe.send((coordinator.address, os.getpid()))
-    coordinator.run()
-
-
 def ask(address: str, requests: int, pipe: Pipe) -> None:
     """A client's process: sends requests, reads their tokens, and tells counts when asked."""
 
@@ -183,14 +168,6 @@ def ask(address: str, requests: int, pipe: Pipe) -> None:
         await client.close()
 
     asyncio.run(serve())
-
-
-def spawn(target: Any, *args: Any) -> tuple[Any, Pipe]:
-    """A process and our end of its pipe."""
-    mine, its = SPAWN.Pipe()
-    process = SPAWN.Process(target=target, args=(*args, its), daemon=True)
-    process.start()
-    return process, mine
 
 
 def time_engine(clients: int, args: argparse.Namespace) -> dict[str, float]:
@@ -304,13 +281,6 @@ def drain(address: str, requests: int, pipe: Pipe) -> None:
                 message = decode_for_client(data)
                 tokens += len(message.tokens) // 4 if isinstance(message, StepTokens) else 0
     pipe.send((messages, tokens))
-
-
-def cpu_s(pid: int) -> float:
-    """CPU seconds that a process has had, all threads (Linux)."""
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def time_coordinator(clients: int, args: argparse.Namespace) -> dict[str, float]:

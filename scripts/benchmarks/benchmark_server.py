@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from benchmark_emit import Pipe, coordinate, cpu_s, spawn
+from child_processes import Pipe, coordinate, cpu_s, spawn
 from server_peers import (
     EVENT,
     FEW,

@@ -37,7 +37,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmark_emit import spawn
+from child_processes import spawn
 from engine_servers import COMMANDS, EngineSettings, model_folder, serving
 
 from megatron_async import LLM

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import zmq
-from benchmark_emit import Pipe
+from child_processes import Pipe
 
 from megatron_async.checkpoints import open_model
 from megatron_async.server.api_config import ApiConfig

@@ -91,7 +91,8 @@ def plan_experts(pairs: int, num_experts: int, itemsize: int, gated: bool) -> Ex
 FEW_TOKENS = 1
 """Most tokens of a step whose experts have the kernels for a few tokens. Measured on an H200 beside
 the grouped products: 0.79 to 0.81 of their time at 1 token, 0.99 to 1.08 at 2 and 1.03 to 1.07 at
-4, where tiles share a weight among tokens (docs/records/several_gpus.md)."""
+4, where tiles share a weight among tokens (docs/records/several_gpus.md). The kernels have become
+faster by a tenth at 1 token since; at 2 they were not measured again."""
 MOST_FEW_TOKENS = 8
 """Most tokens that these kernels are compiled for: their number is a constant of each."""
 FEW_TOKENS_MAJOR = 9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from harness import make_model
 from hybrid_ranks import (
     CASES,
     JOBS,
@@ -17,9 +16,9 @@ from hybrid_ranks import (
     serve_all,
     serve_mine,
 )
+from lively_models import store_lively
 from ranks import run_ranks
 
-from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.models.parallel_state import ParallelSizes
 
 Stored = dict[str, tuple[str, list[list[int]]]]
@@ -28,14 +27,7 @@ Stored = dict[str, tuple[str, list[list[int]]]]
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     """Folders of lively models, and what they say on one rank."""
-    found = {}
-    for name, architecture in MODELS.items():
-        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
-        save_huggingface(make_model(architecture), architecture, None, folder)
-        tokens = alone(str(folder))
-        assert min(len(set(row)) for row in tokens) > 5, "a dull model hides wrong states"
-        found[name] = str(folder), tokens
-    return found
+    return store_lively(MODELS, tmp_path_factory.mktemp("hybrid"), alone)
 
 
 def check(ranks: list[list[RankRun]], expected: list[list[int]]) -> None:
