@@ -1,7 +1,7 @@
-"""`Admission`: how requests enter an engine, and leave it before their time.
+"""`Admission`: how requests enter an engine, and how an abort ends them early.
 
-A request whose grammar is not compiled yet waits outside the engine: neither the scheduler, nor the
-ranks that replay its log, nor a recording know of it before its grammar is there.
+A request whose grammar is not compiled yet waits outside of the schedule: the scheduler, the ranks
+that replay the leader's log, and recordings learn of the request only when its grammar is ready.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 )
 
 POLL_S = 0.005
-"""An engine that has nothing but grammars to wait for looks so often whether one is there."""
+"""Seconds between two checks of an engine that only waits for grammars to be compiled."""
 
 
 class Admission:
@@ -37,12 +37,12 @@ class Admission:
 
     Args:
         controller: has the tokenizer; its context schedules who is admitted.
-        requests: the unfinished ones, those that wait for their grammars too.
-        grammars: compiles them.
-        watch: is told of stop words.
+        requests: the unfinished ones, also those that wait for their grammars.
+        grammars: compiles grammars.
+        watch: gets the stop words of new requests.
         booking: takes slots back.
-        job: nobody is admitted when its ranks are lost.
-        listeners: are told who comes and who is aborted.
+        job: no request is admitted once its ranks are lost.
+        listeners: are told of new and of aborted requests.
     """
 
     def __init__(

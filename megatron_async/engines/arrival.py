@@ -1,9 +1,9 @@
-"""`arrival`: wait for the device on an event loop that goes on serving others.
+"""`arrival`: wait for the device on an event loop while other coroutines run.
 
-A thread that waits would be simpler. But the hand-over to it and back costs 70 microseconds of CPU,
-and where the loop feeds hundreds of readers, the thread gets the interpreter's lock milliseconds
-after the event. So a device that can tell when an event is reached does so (a CPU), and one that
-cannot is asked in every turn of the loop (a GPU: a turn costs 4 microseconds, a question one).
+A thread that waits would be simpler. But the hand-over to it and back costs 70 microseconds of CPU.
+And where the loop serves hundreds of readers, the thread gets the interpreter's lock milliseconds
+after the event. So a CPU device calls the loop when an event is reached. A GPU's event is queried
+in every turn of the loop (a turn costs 4 microseconds, a query one).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from functools import partial
 from megatron_async.devices import Event
 
 ASK_FOR_S = 0.002
-"""An event is asked for so long, seconds. What takes longer can bear a thread, and asking keeps a
-core busy."""
+"""Seconds for which an event is queried. A longer wait uses a thread: its cost matters less then,
+and queries keep a core busy."""
 TOLD_WITHIN_S = 0.05
-"""A device that tells has so long, seconds; then a thread waits, which also sees that other ranks
-are lost."""
+"""Seconds within which a device that calls the loop may do so. Then a thread waits, which also
+notices that other ranks are lost."""
 
 
 async def arrival(event: Event, wait: Callable[[Event], None]) -> None:
@@ -29,8 +29,8 @@ async def arrival(event: Event, wait: Callable[[Event], None]) -> None:
 
     Args:
         event: recorded.
-        wait: blocks until the event is reached, and knows what to do about one that fails; it is
-            called on a thread of its own, for what takes long.
+        wait: blocks until the event is reached, and handles an event that failed. A long wait is
+            called on a thread of its own.
 
     Raises:
         Exception: what `wait` raises.

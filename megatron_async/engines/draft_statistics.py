@@ -1,5 +1,4 @@
-"""Counters of drafts: how many there were and were right, by position, and why there were not
-more."""
+"""Counters of drafts: how many were verified and accepted, by position, and why rows had fewer."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ Prompt = str | Sequence[int] | Any
 
 
 class DynamicInferenceEngine:
-    """Continuous batching with up to `lookahead` steps in flight behind the one being prepared.
+    """Continuous batching with up to `lookahead` steps in flight while the next one is prepared.
 
     Args:
         controller: runs steps on the device.
@@ -54,14 +54,14 @@ class DynamicInferenceEngine:
     Attributes:
         lookahead: steps that may be unresolved when the next is prepared.
         in_flight: launched steps, oldest first.
-        requests: the unfinished ones and who waits for them.
-        invalidation: what becomes of steps in flight when a request of theirs ends.
-        group: the ranks that hold the model together; at first this one alone.
-        job: whether these are lost.
+        requests: the unfinished requests, with their futures and readers.
+        invalidation: the policy for steps in flight when a request that they serve ends.
+        group: the ranks that hold the model together; at first only this rank.
+        job: whether ranks of the group are lost.
         pausing: whether the engine is stopped.
-        listeners: are told what happens.
-        admission, launching, booking: what a request and a step go through.
-        thread: is at work in the engine.
+        listeners: get the events of requests and steps, in order.
+        admission, launching, booking: the stages of a request and of a step.
+        thread: the thread that may use the engine now.
     """
 
     def __init__(
@@ -103,26 +103,26 @@ class DynamicInferenceEngine:
         sampling_params: SamplingParams | None = None,
         priority: int = 0,
     ) -> asyncio.Future[DynamicInferenceRequest]:
-        """Queue a request; it joins the next step that has room, and if it has a grammar that is
-        not compiled yet, the first one after that.
+        """Queue a request. It joins the next step with room; a request with a grammar joins when
+        the grammar is compiled.
 
         A request that cannot be served fails alone: its status is FAILED, its `error` says why, and
-        the next step reports it among the finished.
+        the next step reports it among the finished requests.
 
         Args:
             request_id: the caller's number, unique among unfinished requests.
             prompt: text or token ids.
             sampling_params: copied; defaults when None.
-            priority: requests of higher priority are admitted first, get blocks first when they are
-                short, and are evicted last; among equals, who came first. Running requests are not
-                put off for it.
+            priority: requests of higher priority are admitted first, get blocks first when blocks
+                are short, and are evicted last; of equal ones, the earlier request comes first.
+                An admission never preempts running requests.
 
         Returns:
             a future of the finished (or failed) request, for `await`.
 
         Raises:
-            RequestError: the id is no 64-bit integer, or in use by an unfinished request, which is
-                left alone.
+            RequestError: the id is no 64-bit integer, or an unfinished request uses it; that
+                request goes on.
             EngineStopped: the engine is closed.
             WrongThread: another thread is at work in the engine. Whatever is raised (Ctrl-C too),
                 the request is not added.
@@ -172,8 +172,8 @@ class DynamicInferenceEngine:
         Raises:
             EngineStopped: the engine is paused, suspended or closed; nothing is left to report.
             WrongThread: another thread is at work in the engine.
-            JobFailed: other ranks of the model are lost, and with them all requests; or this one
-                follows another.
+            JobFailed: other ranks of the model are lost, so all requests have failed; or this rank
+                follows a leader.
         """
         self.group.check_leads()
         self.pausing.check_can_step(self)
@@ -190,8 +190,8 @@ class DynamicInferenceEngine:
         return self.report(outputs, start)
 
     async def async_step(self) -> dict[str, Any]:
-        """`step_modern` for an event loop: other coroutines run while samples are on their way, or
-        while the engine is stopped."""
+        """`step_modern` for an event loop: other coroutines run while this call waits for samples,
+        or while the engine is stopped."""
         self.group.check_leads()
         await self.pausing.until_can_step(self)
         start = time.perf_counter()
@@ -214,8 +214,8 @@ class DynamicInferenceEngine:
     async def run_engine(self) -> None:
         """Step whenever there is work, until the task is cancelled or the engine closed.
 
-        Answers come by the futures of `add_request` and by `stream`. Until it ends, the engine is
-        for this thread alone: others raise `WrongThread`.
+        Answers come by the futures of `add_request` and by `stream`. Until `run_engine` ends, calls
+        on other threads raise `WrongThread`.
         """
         with self.thread:
             while not self.pausing.is_closed:
@@ -303,38 +303,39 @@ class DynamicInferenceEngine:
         return self.pausing.is_stopped
 
     def pause(self) -> None:
-        """Launch no further step, until `unpause`; a paused engine stays as it is.
+        """Launch no further step until `unpause`. On a paused engine, nothing happens.
 
-        Waits for the steps in flight and books their tokens; the next step's report carries them.
-        Meanwhile requests come and go, `async_step` waits, and `step_modern` and `generate` raise
-        `EngineStopped`. With experts on other ranks, each must call this; all stop together.
+        Waits for the steps in flight and books their tokens; the next step's report has them.
+        During a pause requests may be added and aborted, `async_step` waits, and `step_modern` and
+        `generate` raise `EngineStopped`. With experts on other ranks, each rank must call this;
+        all ranks stop together.
         """
         self.thread.check()
         self.pausing.pause(self)
 
     def unpause(self) -> None:
-        """Take a `pause` back; without one, nothing happens. A suspended engine stays suspended."""
+        """Undo `pause`; without one, nothing happens. A suspended engine stays suspended."""
         self.thread.check()
         self.pausing.unpause(self)
 
     def suspend(self, free_kv_cache: bool = False) -> int:
-        """Launch no further step, until `resume`, and book the steps in flight as `pause` does. It
-        stands beside `pause`: an engine that is both runs after `unpause` and `resume`.
+        """Launch no further step until `resume`, and book the steps in flight as `pause` does.
+        `suspend` is independent of `pause`: an engine with both runs after `unpause` and `resume`.
 
         Args:
-            free_kv_cache: give the device memory of the KV cache back, and that of captured graphs,
-                also when suspended already. Running requests are evicted: they keep their tokens,
-                and prefill them again after `resume`.
+            free_kv_cache: free the device memory of the KV cache and of captured graphs, also when
+                the engine is suspended already. Running requests are evicted: they keep their
+                tokens, and prefill them again after `resume`.
 
         Returns:
-            bytes given back, on a GPU as the driver counts them; 0 where nothing was.
+            bytes freed, on a GPU as the driver counts them; 0 if nothing was freed.
         """
         self.thread.check()
         return self.pausing.suspend(self, free_kv_cache)
 
     def resume(self) -> None:
-        """Take a `suspend` back: allocate the KV cache and capture graphs again where they were
-        given back, and go on. Without a `suspend`, nothing happens. A paused engine stays paused.
+        """Undo `suspend`: allocate the KV cache and capture graphs again if they were freed, and
+        continue. Without a `suspend`, nothing happens. A paused engine stays paused.
 
         Raises:
             OutOfMemoryError: the cache does not fit any more; the engine stays suspended.
@@ -367,7 +368,7 @@ class DynamicInferenceEngine:
             the requests in the order of `prompts`; a failed one has status FAILED and its `error`.
 
         Raises:
-            RequestError: as many sampling_params as prompts were not given.
+            RequestError: the number of sampling_params differs from the number of prompts.
             EngineStopped: the engine is paused or suspended.
         """
         self.pausing.check_is_running()
@@ -375,13 +376,13 @@ class DynamicInferenceEngine:
             return run_to_end(self, prompts, sampling_params, on_step)
 
     def follow(self) -> bool:
-        """Do what the leader of this rank's group does, until it releases its followers or closes.
+        """Repeat the leader's actions, until the leader releases its followers or closes.
 
         Returns:
-            whether it goes on: False when it has closed its engine, or if this rank leads.
+            whether the leader goes on: False when it has closed its engine, or if this rank leads.
 
         Raises:
-            JobFailed: a rank died, or did something else than its leader.
+            JobFailed: a rank died, or its actions differ from the leader's.
         """
         return follow(self)
 
@@ -390,7 +391,7 @@ class DynamicInferenceEngine:
         return self.statistics.as_dict(self.lookahead, self.context)
 
     def close(self) -> None:
-        """Finish what is launched, free the device's threads, and fail unfinished requests."""
+        """Finish launched work, end the device's threads, and fail unfinished requests."""
         self.group.close()
         self.context.device.close(wait=not self.job.is_lost)
         self.tracer.collect()

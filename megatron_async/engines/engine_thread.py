@@ -1,4 +1,4 @@
-"""`EngineThread`: an engine's books are for one thread at a time; others are turned away."""
+"""`EngineThread`: only one thread at a time may use an engine; calls on other threads raise."""
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ def send_masks(
 ) -> None:
     """Launch the sampling of every constrained row in flight whose earlier tokens are booked.
 
-    Called behind every launch and every resolve. A request with one sample in flight has then been
-    sent its mask, so that the request may be in the next step: no row waits for another's mask. A
-    step is delivered when all of its rows are sampled; those of requests that have ended need no
+    Called after every launch and every resolve. So the mask of a request with one sample in flight
+    has been sent, and the request may be in the next step: no row waits for another row's mask. The
+    samples of a step are copied when all of its rows are sampled; rows of ended requests need no
     mask.
 
     Args:
         in_flight: launched steps, oldest first.
-        slots: the books.
+        slots: the state of requests by slot.
         requests: has the grammars.
         controller: launches.
     """

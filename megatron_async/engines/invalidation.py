@@ -1,5 +1,5 @@
-"""What becomes of the steps in flight when a request ends that they serve: the policy, and the
-default one, `Reconcile`."""
+"""The policy for steps in flight when a request that they serve ends, and the default policy,
+`Reconcile`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 
 
 class Invalidation(ABC):
-    """A policy; the engine tells it what happens and obeys it."""
+    """A policy. The engine reports events to it, and asks which steps to discard."""
 
     @property
     @abstractmethod
@@ -31,13 +31,13 @@ class Invalidation(ABC):
 
     @abstractmethod
     def discards(self, step: LaunchedStep) -> bool:
-        """Whether `step`, just taken out of those in flight with its work done, must not be
-        booked."""
+        """Whether `step`, just removed from the steps in flight, must not be booked; its work is
+        done."""
 
 
 class Reconcile(Invalidation):
     """Book every step. Rows of requests that have ended are recognised by (slot, generation) and
-    dropped: zombie rows. Nothing is waited for, and nothing done twice."""
+    dropped: zombie rows. The policy waits for nothing and repeats nothing."""
 
     is_draining = False
 

@@ -13,11 +13,11 @@ from megatron_async.requests.request_registry import RequestRegistry
 
 
 class JobLoss:
-    """What an engine gave up for, if it has.
+    """The error for which an engine gave up, if it has.
 
     Args:
-        slots: the books; requests keep what these have of them.
-        requests: are told.
+        slots: the state of requests by slot; requests keep their booked tokens.
+        requests: the unfinished requests, which fail with the error.
     """
 
     def __init__(self, slots: RequestSlots, requests: RequestRegistry) -> None:
@@ -37,8 +37,8 @@ class JobLoss:
 
     @contextmanager
     def giving_up(self, group: RankGroup) -> Iterator[None]:
-        """Work with the ranks of `group`. When they are lost, so are the requests: tell who waits
-        for them, and the followers.
+        """Work with the ranks of `group`. If they are lost, fail all requests and inform the
+        followers.
 
         Raises:
             JobFailed: the ranks are lost, or were before.

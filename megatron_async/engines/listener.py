@@ -1,4 +1,4 @@
-"""`EngineListener`: what an engine tells who wants to know, in the order in which it happens."""
+"""`EngineListener`: the interface for events of requests and steps, in their order."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class EngineListener:
         """Every running request was evicted: the engine gives its KV cache back."""
 
     def launching(self, plan: StepPlan) -> None:
-        """A step is about to be launched: what is enqueued now stands before its device work."""
+        """A step is about to be launched: work enqueued now runs before the step's device work."""
 
     def launched(self, plan: StepPlan | None) -> None:
-        """A step was launched; None: nothing could be before a resolve."""
+        """A step was launched; None: no step could be launched before a resolve."""
 
     def booked(self, output: StepOutput) -> None:
         """The tokens of a step were booked, and what ended with it has ended; the arrays stay as

@@ -30,7 +30,7 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 )
 
 INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
-"""Meant for the caller, not for the request during whose preparation they come."""
+"""Exceptions that go to the caller and do not fail the request that is being prepared."""
 
 
 def new_request(request_id: int, prompt: Any, tokenizer: Any) -> DynamicInferenceRequest:
@@ -73,8 +73,8 @@ def prepare_request(
         the sequence length, tokens, at which the request ends.
 
     Raises:
-        RequestError: the request can never be served, or a library panicked over it (those in Rust
-            raise what is no `Exception`); other exceptions come from a user's own tokenizer.
+        RequestError: the request can never be served, or a library written in Rust panicked (its
+            error is no `Exception`); other exceptions come from a user's own tokenizer.
     """
     try:
         return _prepare(entry, prompt, given_params, priority, controller, context, grammars, watch)

@@ -1,7 +1,7 @@
-"""`Pausing`: stopping an engine and going on: pause and unpause, suspend and resume.
+"""`Pausing`: stop an engine and let it continue: pause and unpause, suspend and resume.
 
-A stop never takes anything back: the steps in flight are resolved, their tokens are booked, and
-what is planned next is planned when the engine goes on. So it cannot change a token.
+A stop discards nothing: the steps in flight are resolved and their tokens booked, and the next step
+is planned when the engine continues. So a stop cannot change a token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EngineState(Enum):
-    """Whether an engine launches steps; Megatron-Core's names, of which it needs more."""
+    """Whether an engine launches steps: some of the names of Megatron-Core's `EngineState`."""
 
     RUNNING = auto()
     PAUSED = auto()
@@ -26,14 +26,14 @@ class EngineState(Enum):
 
 
 class Pausing:
-    """Whether an engine may launch steps, and what a stop leaves behind.
+    """Whether an engine may launch steps, and the outputs that a stop leaves for the next report.
 
-    Methods that stop an engine, or let it go on, are given it: it has this object, and one that had
-    the engine too would keep its memory from being freed with the last reference to it.
+    Methods that stop or continue an engine take the engine as an argument. The engine refers to
+    this object; a reference back would delay the release of the engine's memory.
 
     Attributes:
-        is_closed: it has ended for good.
-        undelivered: what the steps in flight gave when it was stopped, for the next report.
+        is_closed: the engine is closed for good.
+        undelivered: outputs of the steps that were in flight at a stop, for the next report.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Pausing:
         """Wait while a step could do nothing.
 
         Raises:
-            EngineStopped: it never will, because the engine is closed.
+            EngineStopped: the engine is closed, so no step can ever run.
         """
         while self._must_wait(engine):
             self.check_is_open()

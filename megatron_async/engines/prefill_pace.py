@@ -1,8 +1,8 @@
 """`PrefillPace`: how many prompt tokens a step may have, so that running requests keep their pace.
 
-Prompt tokens that join a step of decode rows make it longer, and each running request waits for
-it. With `InferenceConfig.target_tpot_ms` a step gets as many as still let it end in time, by what
-booked steps took. Without that option nothing here exists.
+Prompt tokens that join a step of decode rows make the step longer, and each running request waits
+for it. With `InferenceConfig.target_tpot_ms`, a step gets as many prompt tokens as fit the target,
+by the times of booked steps. Without this option, no `PrefillPace` is made.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megatron_async.observe.step_costs import StepCosts, StepWork
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 FIRST_TOKENS = 256
-"""Prompt tokens of a step before anything is known of their cost; half as many after each step that
-is late."""
+"""Prompt tokens of a step before their cost is known; halved after each step that is late."""
 GROWTH = 2.0
-"""At most so many times what steps have had lately: beyond, the fit is a guess."""
+"""A step has at most so many times the prompt tokens of recent steps: beyond that, the fit is
+uncertain."""
 LATE, IN_TIME = 0.98, 1.001
-"""What a mixed step does to the share of the target that is aimed at. So one in twenty may be late,
-whatever the fit is wrong about."""
+"""Factors by which a late step and one in time change the planned share of the target. So one step
+in twenty may be late, whatever the error of the fit."""
 LEAST_SHARE = 0.7
 FORGET = 0.05
 """Weight of a step in the mean of tokens that a row yields."""

@@ -1,4 +1,4 @@
-"""Book a resolved step: its tokens, what ends with it, and what its failure ends."""
+"""Book a resolved step: its tokens, and the requests that end with it or fail with it."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ End = tuple[int, str, Exception | None]
 
 
 class StepBooking:
-    """Python per event in a request's life, arrays for what every token needs.
+    """Books resolved steps. Work for every token uses arrays; Python code runs only per event of a
+    request.
 
     Args:
-        context: holds the books.
+        context: the state of requests on the CPU.
         in_flight: the engine's launched steps, oldest first.
-        requests: the unfinished ones.
+        requests: the unfinished requests.
         statistics: counts.
         invalidation: is told before a request loses its slot.
         watch: says which tokens may end a request by its text.
-        launching: samples rows whose masks a booked token makes known.
-        listeners: are told what was booked, and what ends.
+        launching: samples constrained rows once a booked token gives their masks.
+        listeners: are told of booked tokens and of ended requests.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Plan and launch a step: its bookkeeping, its device work, the masks its grammars wait for."""
+"""Plan and launch a step: its bookkeeping, its device work, and the masks of its grammars."""
 
 from __future__ import annotations
 
@@ -57,10 +57,9 @@ class StepLaunching:
         """Plan a step and launch it.
 
         Args:
-            group: settles the step's shape, and is told.
+            group: agrees on the step's shape with other ranks, and logs the launch.
             lookahead: of the engine.
-            is_compiling: whether requests wait for their grammars, which is work that others hear
-                of.
+            is_compiling: whether requests wait for their grammars; other ranks count this as work.
 
         Returns:
             the step; None if nothing can run before a step in flight is resolved (or at all).
@@ -129,7 +128,7 @@ class StepLaunching:
             send_masks(self._in_flight, self._context.slots, self._requests, self._controller)
 
     def give_up_masks(self) -> None:
-        """Let steps in flight end without them: a step before them is discarded, and masks would
+        """Let steps in flight end without masks: an earlier step is discarded, and the masks would
         depend on tokens that are not booked now."""
         for step in self._in_flight:
             if step.awaits_masks:

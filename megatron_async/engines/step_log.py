@@ -1,8 +1,8 @@
-"""A log line every few steps, with the step's time on the device, for which nothing waits; and, in
-the timeline, why a step did not overlap.
+"""A log line every few steps, with the step's time on the device; and, in the timeline, the reason
+why a step did not overlap.
 
-Two events mark the step in the compute stream; the line is written by a later step, once they are
-reached.
+Two events mark the step in the compute stream. The host does not wait for them: a later step writes
+the line, once both are reached.
 """
 
 from __future__ import annotations

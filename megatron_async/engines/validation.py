@@ -1,4 +1,4 @@
-"""Decide whether a request can ever be served, before it costs anything."""
+"""Decide whether a request can ever be served, before it takes resources."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def check_request(
     """Check a request against the limits of the engine.
 
     Raises:
-        RequestError: naming the value and the remedy; `SequenceTooLong`, `PromptTooLong` or
-            `PoolTooSmall` where a limit of the engine is in the way.
+        RequestError: names the value and the remedy; `SequenceTooLong`, `PromptTooLong` or
+            `PoolTooSmall` if the request exceeds a limit of the engine.
     """
     params, config = request.sampling_params, context.config
     params.validate(vocab_size)
