@@ -51,7 +51,7 @@ def plan_features(
     """What the requests of a step's rows ask for.
 
     Args:
-        slots: the books.
+        slots: per-request state.
         rows: `[rows]` slots, those of the chunks last.
         produces: bool `[rows]`: whether the row's sample is a token of its request.
         chunks: slot, first token and end of each prefill chunk.

@@ -63,7 +63,7 @@ class PrefixCache:
     """Finds blocks for requests, and enters those that steps fill.
 
     Args:
-        slots: the books.
+        slots: per-request state.
         blocks: their allocator.
         block_size: tokens of a block.
         states: rows of the states, with recurrent layers; else None.

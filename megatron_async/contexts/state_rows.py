@@ -44,7 +44,7 @@ class StateRows:
     """Rows 0 .. `rows` - 1.
 
     Args:
-        slots: the books.
+        slots: per-request state.
         rows: at least one for each slot.
         block_size: tokens of a KV block.
         grid: the scan can store states at multiples of this position.

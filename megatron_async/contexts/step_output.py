@@ -72,7 +72,7 @@ def book_samples(
 
     Args:
         plan: of the step.
-        slots: the books.
+        slots: per-request state.
         sampled, counts, log_probs: of `DynamicInferenceContext.update_requests`.
     """
     held = slots.generation[plan.slots] == plan.generations

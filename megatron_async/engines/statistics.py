@@ -28,12 +28,12 @@ class NoOverlapReason(StrEnum):
     SERIAL = "serial"
     """`lookahead` is 0."""
     NOTHING_TO_PLAN = "nothing_to_plan"
-    """Until the steps in flight were resolved, no request could run: all were at their length
+    """Before the steps in flight were resolved, no request could run: all were at their length
     limits, starved of blocks, or not yet there."""
     ROLLED_BACK = "rolled_back"
     """The steps in flight were discarded (policy "rollback")."""
     INTERRUPTED = "interrupted"
-    """None of the others: a step was cut short (Ctrl-C, a cancelled `async_step`) and the steps in
+    """No other reason: a step was cut short (Ctrl-C, a cancelled `async_step`) and the steps in
     flight were resolved without a launch. An interrupted wait alone leaves `lookahead` of them in
     flight, so this is 0 unless something is wrong."""
 

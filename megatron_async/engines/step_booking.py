@@ -23,7 +23,7 @@ from megatron_async.text.token_watch import TokenWatch
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 End = tuple[int, str, Exception | None]
-"""Slot, finish reason, and what went wrong."""
+"""Slot, finish reason, and the error, if any."""
 
 
 class StepBooking:

@@ -37,7 +37,7 @@ def known_tokens(slots: RequestSlots, which: IntArray) -> KnownTokens | None:
     """Gather the tokens of slots that have no step in flight.
 
     Args:
-        slots: the books.
+        slots: per-request state.
         which: slots; those that are free, or have neither penalties nor bad words, do not matter.
 
     Returns:

@@ -1,9 +1,9 @@
-"""Sample the rows that a grammar constrains, apart from the others of their step.
+"""Sample the rows that a grammar constrains, separately from the other rows of their step.
 
-What may come next depends on the token before, which the host learns when the step before is
-resolved; by then this step's forward is running. So a step samples its other rows at once, and
-these when their masks are there: `ConstrainedSampler` is the second part of such a step, launched
-by itself. It needs the logits and per-slot state alone, and the few words that come with the masks.
+The mask of a token depends on the token before it. The host learns that token when the previous
+step is resolved; by then this step's forward pass is running. So a step samples its other rows at
+once, and constrained rows when their masks have arrived. `ConstrainedSampler` is this second part,
+launched separately. It needs only the logits, per-slot state, and a few words sent with the masks.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class StepLogits:
 
 class MaskEntry:
     """One ring entry: rows and masks, filled by the host, copied to the device, read by the second
-    part of one step. Filled again only after the host has resolved that step. It has memory from
-    the first constrained step on.
+    part of one step. The host fills it again only after it has resolved that step. Its memory is
+    allocated for the first constrained step.
 
     Args:
         max_rows: most rows of a step.
@@ -125,9 +125,8 @@ class ConstrainedSampler:
         return self.ring[step % len(self.ring)]
 
     def keep(self, rows: int) -> StepLogits:
-        """The logits of the step that has just run, to be sampled from before the next one runs;
-        or, where more than two steps may be in flight, from copies that the next one leaves
-        alone."""
+        """The logits of the step that has just run, which must be sampled before the next step
+        runs; or, if more than two steps may be in flight, copies that no later step overwrites."""
         processed, raw = self._sampler.processed[:rows], self._sampler.kept[:rows]
         if len(self.ring) > 2:
             return StepLogits(processed.clone(), raw.clone())

@@ -1,8 +1,8 @@
 """Whole-step graphs: one for each padded shape, from unpacking to feeding back.
 
-A graph replays fixed kernels on fixed addresses. That fits, because everything that changes from
-step to step lies in rings and per-slot arrays that the kernels index by numbers on the device, and
-shapes depend on the padded size only.
+A graph replays fixed kernels on fixed addresses. This is possible because all data that changes
+from step to step is in rings and per-slot arrays, which the kernels index by numbers on the device,
+and because shapes depend only on the padded size.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from megatron_async.models.parallel_state import agree_on_least
 from megatron_async.ops.sampling.sampling import SamplingMode
 
 CAPTURED_MODES = (SamplingMode.GREEDY, SamplingMode.FILTERED, SamplingMode.PROCESSED)
-"""Three graphs a shape: greedy steps do without the sampler's searches, and only steps with a row
-that asks for it process logits and give log probs. FILTERED serves SOFTMAX too, except on
+"""Three graphs a shape: greedy steps skip the sampler's searches, and only steps with a row that
+needs it process logits and give log probs. FILTERED serves SOFTMAX too, except on
 tensor-parallel ranks, which gather no logits for SOFTMAX."""
 
 MOST_GENERAL = max(CAPTURED_MODES)
-"""Serves all modes. Mixed shapes of `FINE_TOKENS` and more are captured for it alone: they are
-many, and beside their products sampling is cheap."""
+"""The mode whose graphs serve all modes. Mixed shapes of `FINE_TOKENS` and more are captured only
+for this mode: they are many, and their sampling is cheap compared with their products."""
 
 LAUNCH_MS = 1.0
 LAUNCH_SHARE = 0.2
-"""Launching a step kernel by kernel may take the CPU so many milliseconds, or this share of the
-device's time: more of it, and a host that is a few times slower under load than it was when the
-engine started keeps the device waiting."""
+"""A step may be launched kernel by kernel if this takes the CPU at most so many milliseconds, or
+this share of the device's time. With a larger share, the device would wait for a host that becomes
+a few times slower under load."""
 
 Prepare = Callable[[BatchDimensions], None]
 """Makes a step of dummy rows the next on the device."""
@@ -61,7 +61,7 @@ class EagerStep:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What capturing cost, and what it was decided by."""
+    """The cost of capturing, and the measurements that decided which shapes are captured."""
 
     graphs: int
     seconds: float

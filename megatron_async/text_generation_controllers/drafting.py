@@ -1,4 +1,4 @@
-"""Drafting: what may come next is proposed by the step itself, for the next step to verify."""
+"""Drafting: each step proposes speculative tokens, which the next step verifies."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ if TYPE_CHECKING:
 
 
 class Drafter(Protocol):
-    """Proposes tokens. What it proposes changes no token of the output, only how many come at once
-    (`device_state/feed_back.py`)."""
+    """Proposes tokens. Proposals never change a token of the output, only how many tokens a step
+    yields (`device_state/feed_back.py`)."""
 
     def propose(self, view: ContextGPUView, count: int) -> Tensor:
-        """Drafts of a step's rows, behind its `feed_back`: launched work on the compute stream, and
-        a part of captured steps. It must not wait, and depend on shapes and on device memory alone.
+        """Drafts of a step's rows, after its `feed_back`: launched work on the compute stream, and
+        a part of captured steps. It must not wait, and may depend only on shapes and on device
+        memory.
 
         Args:
             view: the step; `view.slots.length` and `view.slots.last_token` are up to date.
             count: drafts of a row.
 
         Returns:
-            int64 `[rows, count]`; -1 from where on nothing is proposed.
+            int64 `[rows, count]`, on the device; -1 from the first missing draft on.
         """
         ...
 
 
 class Drafting:
-    """The last part of a step where there is a drafter.
+    """The last part of a step, in engines with a drafter.
 
     Args:
         drafter: proposes.
         count: drafts of a row.
 
     Attributes:
-        drafter: as given; benchmarks put another one around it.
+        drafter: as given; benchmarks wrap it.
     """
 
     def __init__(self, drafter: Drafter, count: int) -> None:
@@ -55,7 +56,7 @@ class Drafting:
         self._count = count
 
     def draft(self, view: ContextGPUView) -> None:
-        """Leave drafts for the next step, by slot, and in the sample ring, for the host and other
+        """Store drafts by slot, for the next step, and in the sample ring, for the host and other
         pipeline stages."""
         step = view.step
         drafts = self.drafter.propose(view, self._count)
@@ -80,7 +81,8 @@ def make_drafting(
         sampler: of the engine.
 
     Raises:
-        ConfigurationError: a drafter without tokens to draft, or the reverse, or two drafters.
+        ConfigurationError: a drafter without `num_speculative_tokens`, `num_speculative_tokens`
+            without a drafter, or two drafters.
     """
     count, method = config.num_speculative_tokens, config.speculative_method
     if method is not None and drafter is not None:

@@ -1,15 +1,15 @@
 """The drafter of models that were trained for multi-token prediction (MTP; DeepSeek-V3,
-arXiv 2412.19437): a layer of the model's own guesses the token behind the next.
+arXiv 2412.19437): a layer of the model guesses the token after the next one.
 
-It runs inside the step, behind sampling, and everything that it keeps is on the device: entries of
-its attention in the paged cache, in layers behind the trunk's (`ops/drafting/draft_tokens.py` says
-which), and hidden states a block (`PagedKVCache.block_hidden`). The design it is held against,
-RTP-LLM's stream-async bookkeeping (pull request 972), publishes lengths, drafts and hidden states
-of each request to the step behind; here the step's own last kernels leave them.
+The drafter runs inside the step, after sampling. All of its data is on the device: entries of its
+attention in the paged cache, in KV layers after the model's (`ops/drafting/draft_tokens.py` says
+which), and hidden states for each KV block (`PagedKVCache.block_hidden`). RTP-LLM's stream-async
+bookkeeping (pull request 972) publishes lengths, drafts and hidden states of each request to the
+next step; here the step's own last kernels store them.
 
-Drafts are drawn with the request's own noise, temperature and filters, at the positions they are
-for: then they agree with the sampler, which draws with the same, as often as the distributions
-allow. Penalties, biases and bans are left out; they cost agreement, never a token.
+Drafts are drawn with the request's own noise, temperature and filters, at the drafts' positions.
+The sampler draws with the same noise, so both agree as often as the distributions allow. Penalties,
+biases and bans are not applied: this may lower the acceptance rate, but changes no token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 
 class DraftView(StepView):
-    """What the layers of a draft model may ask: tokens behind a step's, in the same cache.
+    """The `inference_context` of a draft model's layers: the step's tokens, one position further,
+    in the same cache.
 
     Args:
         view: the step.
@@ -73,12 +74,12 @@ class DraftView(StepView):
 
 
 class MtpDrafter:
-    """Proposes what the model's MTP layers take to be likely.
+    """Proposes tokens by the model's MTP layers.
 
-    The first depth makes the first draft. Draft number d comes from depth d, which has run over the
-    outputs of the depth before, at the tokens of the step and at the d - 1 drafts before. Drafts
-    beyond the last depth come from its own output and the draft before, as all do but the first
-    where one layer is used for all depths (Megatron-Core's `mtp_use_repeated_layer`).
+    Draft d comes from depth d, which has run over the previous depth's outputs, for the tokens of
+    the step and for the d - 1 drafts before. Drafts beyond the last depth come from the last
+    depth's own output and the previous draft. If one layer serves all depths (Megatron-Core's
+    `mtp_use_repeated_layer`), this holds for all drafts but the first.
 
     Args:
         model: wrapped; it has MTP layers (`model.mtp`).

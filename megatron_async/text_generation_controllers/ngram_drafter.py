@@ -1,4 +1,4 @@
-"""The n-gram drafter: a sequence is its own dictionary (`ops/drafting/ngram_lookup.py`)."""
+"""The n-gram drafter: drafts from earlier tokens of a sequence (`ops/drafting/ngram_lookup.py`)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron_async.ops.kernels import kernels_for
 
 
 class NgramDrafter:
-    """Proposes what stood behind a row's last tokens when they came before. It has no weights and
-    no state: the tokens that the cache keeps beside the keys are all that it reads, so a new owner
-    of a slot, an eviction or a shared prefix needs nothing of it."""
+    """Proposes the tokens that followed an earlier occurrence of a row's last tokens. It has no
+    weights and no state: it reads only the token ids that the cache keeps beside the keys. So it
+    needs no code for a new owner of a slot, an eviction or a shared prefix."""
 
     def propose(self, view: ContextGPUView, count: int) -> Tensor:
-        """Drafts of a step's rows; see `Drafter.propose`. Those of a chunk that leaves a part of
-        its prompt mean nothing."""
+        """Drafts of a step's rows; see `Drafter.propose`. Drafts of a chunk that is not its
+        prompt's last are meaningless."""
         tokens, slots, step = view.kv_cache.block_tokens, view.slots, view.step
         assert tokens is not None, "the cache keeps tokens where this drafter is chosen"
         return kernels_for(tokens).ngram_drafts(

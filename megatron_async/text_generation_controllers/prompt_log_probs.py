@@ -1,8 +1,7 @@
 """Log probs of prompt tokens, chunk by chunk, in the steps that prefill them.
 
-Such a step projects the hidden state of every chunk token to the vocabulary, where another step
-projects each row's last. It runs eagerly; decode rows beside it, and all steps after it, overlap as
-ever.
+Such a step projects the hidden state of every chunk token to the vocabulary; other steps project
+only each row's last hidden state. The step runs eagerly. It overlaps like other steps.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ SLICE = 256
 
 
 class PromptEntry:
-    """One ring entry: written by a step, copied to the host, read at resolve. It has memory from
-    the first step on that needs it: most engines never do.
+    """One ring entry: written by a step, copied to the host, read at resolve. Its memory is
+    allocated for the first step that needs it; most engines never need it.
 
     Args:
         capacity: prefill tokens of the largest step.
@@ -53,7 +52,7 @@ class PromptEntry:
 
 
 class PromptLogProbs:
-    """Computes them, behind a step's forward.
+    """Computes log probs of prompt tokens after a step's forward pass.
 
     Args:
         model: for its context and its projection.
@@ -71,8 +70,8 @@ class PromptLogProbs:
 
     @torch.inference_mode()
     def compute(self, plan: StepPlan) -> None:
-        """Fill the step's entry: for each token of the plan's `prompt_log_prob_chunks`, end to end,
-        what the logits there say of the token behind it. Runs inside launched work."""
+        """Fill the step's entry: for each token of the plan's `prompt_log_prob_chunks`, one chunk
+        after another, the log prob of the next token. Runs inside launched work."""
         view, first = self._view, plan.dims.decode_tokens
         out = self.ring[plan.step % len(self.ring)].source
         words = view.bookkeeping[plan.step % len(view.bookkeeping)]

@@ -9,8 +9,8 @@ from megatron_async.text_generation_controllers.prompt_log_probs import PromptEn
 
 
 class SampleBuffers:
-    """One ring entry: where samples arrive on the host, and the events on their way. Written by the
-    copy, read at resolve; used again only after the host has resolved its last step."""
+    """One ring entry: host memory for samples, and the events of their copy. The copy writes it and
+    resolve reads it; it is used again only after the host has resolved its last step."""
 
     def __init__(
         self,

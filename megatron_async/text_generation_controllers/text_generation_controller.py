@@ -30,7 +30,7 @@ from megatron_async.text_generation_controllers.token_sampler import TokenSample
 
 
 class ControllerTokenizer(Protocol):
-    """What the engine asks of a tokenizer: Megatron-Core's names."""
+    """The methods that the engine needs of a tokenizer; the names are Megatron-Core's."""
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -42,7 +42,7 @@ class ControllerTokenizer(Protocol):
 
 
 class LaunchedStep:
-    """A step in flight: its plan, where its samples arrive, and the event that says they have.
+    """A step in flight: its plan, the memory for its samples, and the event after their copy.
 
     Attributes:
         plan: immutable.
@@ -111,12 +111,12 @@ class LaunchedStep:
 
 
 class TextGenerationController:
-    """Runs steps on the device. It never decides who runs and never waits.
+    """Runs steps on the device. It never decides which requests run, and never waits.
 
     Args:
         inference_wrapped_model: the model, wrapped for its context.
         tokenizer: for text prompts and texts out; None serves token ids only.
-        drafter: proposes what may come next, for `InferenceConfig.num_speculative_tokens` tokens.
+        drafter: proposes `InferenceConfig.num_speculative_tokens` tokens for each row, or None.
 
     Raises:
         ConfigurationError: a drafter without tokens to draft, or the reverse.
@@ -161,9 +161,9 @@ class TextGenerationController:
         return make_drafting(drafter, config, model, self.sampler)
 
     def launch_step(self, plan: StepPlan) -> LaunchedStep:
-        """Enqueue a step whose bookkeeping is on its way: forward, sampling, sample copy.
+        """Enqueue a step whose bookkeeping copy is launched: forward, sampling, sample copy.
 
-        Nothing here waits. What the step's own work raises is kept in the result's `error`.
+        Returns without waiting. An error of the step's own work is kept in the result's `error`.
         """
         buffers = self._ring[plan.step % len(self._ring)]
         if plan.features.num_prompt_log_probs:

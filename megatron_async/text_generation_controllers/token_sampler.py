@@ -1,4 +1,4 @@
-"""`TokenSampler`: from a step's logits to its tokens, and to their log probs where asked for."""
+"""`TokenSampler`: from a step's logits to its tokens, and to log probs if rows ask for them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class TokenSampler:
         shard: which columns of the logits this rank has; None: all.
 
     Attributes:
-        state: what rows with penalties and bad words remember, by slot.
+        state: token counts and recent tokens, for penalties and bad words, by slot.
         log_probs: int32 `[steps in flight, sample rows, OUT_WORDS]`. Written by steps of mode
             PROCESSED, read by the copy to the host, which waits for the step's event; an entry is
             written again only after the host has resolved the step that wrote it.
         processed: float32 `[sample rows, vocabulary]`: logits of the last step of mode PROCESSED,
-            where `ConstrainedSampler` finds them.
-        kept: the same of its constrained rows before they were processed, in the model's dtype.
+            for `ConstrainedSampler`.
+        kept: logits of its constrained rows before processing, in the model's dtype.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class TokenSampler:
         return tokens
 
     def remember(self, tokens: Tensor, mode: SamplingMode) -> None:
-        """Behind the view's `feed_back`: count those of the sampled tokens, int64 `[sample rows]`,
-        that their rows yield."""
+        """After the view's `feed_back`: count the sampled tokens, int64 `[sample rows]`, that their
+        rows yield."""
         if mode == SamplingMode.PROCESSED:
             kernels_for(tokens).count_tokens(tokens, self.state.rows(self._view))
 
