@@ -16,8 +16,8 @@ MOST_LEFTOVERS = 64
 
 
 def rank_of(arrival: int, priority: int) -> int:
-    """Place in the order of service: a lower rank is admitted earlier, gets blocks earlier and is
-    evicted later. Higher priority first, then who came first.
+    """Rank of a request in the order of service: a lower rank is admitted earlier, gets blocks
+    earlier and is evicted later. Higher priority comes first, then the earlier request.
 
     Args:
         arrival: count of the requests that came before.
@@ -45,11 +45,11 @@ class WaitingRequest:
 
 
 class AdmissionQueue:
-    """The order of service; an evicted request goes back to its place in it.
+    """Waiting requests in the order of service; an evicted request returns to its place by rank.
 
-    A heap by rank beside a mapping by id, so that no operation costs more with many who wait. What
-    is taken out by id leaves its entry in the heap until that comes to the top, or until most
-    entries are such.
+    A heap by rank and a mapping by id, so that operations stay cheap with many waiting requests. A
+    request that is removed by id leaves its heap entry until the entry comes to the top, or until
+    most entries are outdated.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class AdmissionQueue:
         return waiting
 
     def in_order(self) -> list[WaitingRequest]:
-        """All that wait, first in rank first."""
+        """All waiting requests, in order of rank."""
         return sorted(self._by_id.values(), key=lambda waiting: waiting.rank)
 
     def _is_waiting(self, entry: tuple[int, int]) -> bool:

@@ -1,4 +1,4 @@
-"""The longest sequence where none is asked for: the model's context, if the pool holds it."""
+"""The default of `max_sequence_length`: the model's context, if the KV pool holds it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron_async.device_state.kv_cache import DEFAULT_CPU_POOL_GB, GIB
 from megatron_async.models.architecture import ModelArchitecture
 
 LONGEST_ON_GPU = 8192
-"""On a GPU the pool is what is free behind the weights, which is not known yet; so much nearly
-always fits, and a longer one is asked for with `max_sequence_length`."""
+"""Tokens. On a GPU the KV pool takes the memory that the weights leave, which is not known yet. A
+pool nearly always holds this length; a longer one needs `max_sequence_length`."""
 
 
 def default_max_sequence_length(

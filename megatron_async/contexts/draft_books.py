@@ -1,8 +1,8 @@
-"""`DraftBooks`: what booked steps have told of drafts, by slot.
+"""`DraftBooks`: reports of drafts from booked steps, by slot.
 
-Every step drafts, also one of width 1, and reports its drafts in the sample ring. The books keep
-the newest report of each request, hold the tokens that come next against it, and say what became of
-the drafts that a step verified.
+Every step drafts, also one of width 1, and reports its drafts in the sample ring. `DraftBooks`
+keeps the newest report of each request, compares it with the next tokens, and counts which verified
+drafts were accepted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron_async.ops.sampling.slot_records import RowFeature
 
 
 class FewerDrafts(IntEnum):
-    """Why a row verified fewer drafts than the engine's number: of several reasons the one that
-    allows the fewest, and of equal ones the first."""
+    """Why a row verified fewer drafts than `num_speculative_tokens`: of several reasons the one
+    that allows the fewest drafts, and of equal ones the first."""
 
     GRAMMAR = 0
     """Its request has a grammar."""
@@ -43,14 +43,14 @@ class FewerDrafts(IntEnum):
 
 
 class Verified(NamedTuple):
-    """What became of the drafts of a step's decode rows; rows of ended requests are left out."""
+    """Verified and accepted drafts of a step's decode rows, without rows of ended requests."""
 
     drafted: IntArray
-    """int32 `[rows]`: drafts that the row brought."""
+    """int32 `[rows]`: drafts that the row verified."""
     accepted: IntArray
-    """int32 `[rows]`: those of them that were what plain decoding says."""
+    """int32 `[rows]`: verified drafts that equal the tokens of plain decoding."""
     fewer: IntArray
-    """int64 `[reasons]`: rows that brought fewer than they could, by `FewerDrafts`."""
+    """int64 `[reasons]`: rows that verified fewer drafts than the most, by `FewerDrafts`."""
 
 
 class DraftBooks:
@@ -73,15 +73,15 @@ class DraftBooks:
         self._count = count
         self.chooses_widths = chooses_widths
         self._generation = np.full(slots.capacity, -1, dtype=np.int64)
-        """Of the request that the slot's entries are of."""
+        """Generation of the request to which the slot's entries belong."""
         self._found = np.zeros(slots.capacity, dtype=np.int32)
-        """Drafts that the newest report has."""
+        """Number of drafts in the newest report."""
         self._first = np.zeros(slots.capacity, dtype=np.int32)
-        """The first of them."""
+        """The first draft of the newest report."""
         self._right = np.zeros(slots.capacity, dtype=np.int32)
-        """How often that was right lately: of `ONE`."""
+        """Running share of first drafts that were right, in units of 1 / `ONE`."""
         self._gain = np.zeros(slots.capacity, dtype=np.int64)
-        """Tokens that the drafts of the newest report are expected to bring: of `ONE`."""
+        """Expected gain in tokens from the newest report's drafts, in units of 1 / `ONE`."""
         self._limits = np.zeros((len(FewerDrafts), slots.capacity), dtype=np.int32)
         """Scratch memory: most drafts of each row, by reason."""
 
@@ -102,13 +102,13 @@ class DraftBooks:
     def book(
         self, plan: StepPlan, sampled: IntArray, counts: IntArray, drafts: IntArray
     ) -> Verified:
-        """Take a resolved step in; before its tokens are booked.
+        """Record a resolved step, before its tokens are booked.
 
         Args:
             plan: of the step.
             sampled: int32 `[rows, most tokens of a row]`.
-            counts: int32 `[rows]`.
-            drafts: int32 `[rows, drafts]`: for the next step, -1 from where on there is none.
+            counts: int32 `[rows]`: how many tokens each row yields.
+            drafts: int32 `[rows, drafts]`: for the next step, -1 from the first missing draft on.
         """
         slots, owners, decoding = self._slots, plan.slots, plan.num_decode
         live = (slots.generation[owners] == plan.generations) & plan.produces
@@ -162,8 +162,8 @@ class DraftBooks:
         tokens: IntArray,
         counts: IntArray,
     ) -> IntArray:
-        """`_right` of the rows, once the next tokens are held against the drafts that were reported
-        before them, whether a step verified these or not."""
+        """`_right` of the rows, after comparing the next tokens with the drafts reported before
+        them, whether a step verified these drafts or not."""
         right = np.where(is_known, self._right[owners], ONE // 2)
         told = (found > 0) & (counts > 0)
         target = np.where(self._first[owners] == tokens, ONE, 0)

@@ -1,4 +1,4 @@
-"""`DynamicInferenceContext`: the CPU's truth about requests, slots and KV blocks, and its plans.
+"""`DynamicInferenceContext`: the state of requests, slots and KV blocks on the CPU, and plans.
 
 `context.foo` is always CPU; `context.gpu_view.foo` is always device. The context launches nothing
 on the device except the one copy of a step's bookkeeping.
@@ -43,7 +43,7 @@ requests, to the shape in which all ranks that share experts launch it."""
 
 
 def alone(step: int, wanted: StepShape, has_work: bool) -> StepShape:
-    """Nobody to agree with: the shape that is wanted."""
+    """`Agree` of a rank that shares no experts: the shape that this rank wants."""
     return wanted
 
 
@@ -62,11 +62,11 @@ class DynamicInferenceContext:
         gpu_view: the device's snapshot of the running step.
         slots: per-request state.
         blocks: ownership of KV blocks.
-        scheduler: decides who runs in the next step; it counts pauses and evictions.
+        scheduler: decides which requests run in the next step; counts pauses and evictions.
         graph_shapes: padded shapes that have, or will have, a captured graph.
-        prefix_cache: finds what blocks hold; None without `enable_prefix_caching`.
-        sharing: of recurrent states, with it; else None.
-        drafts: what booked steps have told of drafts; None without speculation.
+        prefix_cache: finds blocks by their content; None without `enable_prefix_caching`.
+        sharing: of recurrent states, with a prefix cache; else None.
+        drafts: reports of drafts from booked steps; None without speculation.
     """
 
     @makes_ordinary_tensors
@@ -190,7 +190,7 @@ class DynamicInferenceContext:
         """Decide the next step: CPU only, and without waiting for any step in flight.
 
         Args:
-            agree: settles its shape with other ranks.
+            agree: agrees on the step's shape with other ranks.
 
         Returns:
             the plan, already counted as launched; None when nothing can run before a step in
@@ -219,17 +219,18 @@ class DynamicInferenceContext:
         return None if shape.is_empty else builder.build(NO_DECODE, [], shape)
 
     def evict_all(self) -> None:
-        """Evict every request that holds a slot, and forget what blocks hold: it is lost."""
+        """Evict every request that holds a slot, and empty the prefix cache: KV content is lost."""
         self.reset_prefix_cache()
         self.scheduler.evict_all()
 
     def reset_prefix_cache(self) -> None:
-        """Forget what blocks hold; requests that hold a slot go on, and share nothing more."""
+        """Empty the prefix cache. Requests that hold a slot go on, but their blocks are not cached
+        any more."""
         if self.prefix_cache is not None:
             self.prefix_cache.reset()
 
     def step_failed(self, plan: StepPlan) -> None:
-        """What a plan was to write is not there; its requests are about to end."""
+        """A plan's step failed: its KV entries were not written; its requests are about to end."""
         if self.prefix_cache is not None:
             self.prefix_cache.failed(plan)
 
@@ -262,8 +263,8 @@ class DynamicInferenceContext:
             compute.wait(arrived)
 
     def transfer_dummy_rows_to_gpu(self, dims: BatchDimensions) -> None:
-        """Make a step of dummy rows alone the next on the device, for capturing a graph of a shape;
-        waits until it is there."""
+        """Copy a step that has only dummy rows to the device, to capture a graph of its shape;
+        waits until the copy has arrived."""
         plan = dummy_plan(dims)
         self.transfer_bookkeeping_to_gpu(plan)
         self.expect_step(plan.step)

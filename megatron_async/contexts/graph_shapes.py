@@ -1,10 +1,10 @@
 """Which padded shapes have a captured graph, and which of them serves a step.
 
 Decode-only steps are padded to the next of a list of row counts. Mixed steps are padded twice:
-their prefill tokens to the next of a list, and their decode rows to the next of another. Small
-steps cost what their weights' bytes cost, so their padding is coarse; from `FINE_TOKENS` on a step
-costs what its tokens cost, so its padding is an eighth at most. Prefill rows are padded to a fixed
-number.
+their prefill tokens to the next of a list, and their decode rows to the next of another list. The
+time of small steps is that of reading the weights, so their padding is coarse. From `FINE_TOKENS`
+on, a step's time grows with its tokens, so its padding is an eighth at most. Prefill rows are
+padded to a fixed number.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron_async.config import InferenceConfig
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 
 LEAST_PREFILL_TOKENS = 64
-"""Smaller chunks are padded to this many tokens: a step of 64 tokens costs what one of 16 does, the
-weights have to be read all the same."""
+"""Smaller chunks are padded to this many tokens: a step of 64 tokens takes as long as one of 16,
+since both read all weights."""
 FINE_TOKENS = 256
-"""From so many prefill tokens on tokens are what a step costs: an H200 reads the weights of the 8B
-shape in the time that it needs to multiply them by some 200."""
+"""From so many prefill tokens on, a step's time grows with its tokens: an H200 reads the weights of
+the 8B shape in the time of multiplying them by some 200 tokens."""
 DECODE_STRIDE = 64
 """Decode rows between captured shapes of one number of prefill tokens, or an eighth of these."""
 
@@ -80,7 +80,7 @@ class GraphShapes:
         return self._shapes[key]
 
     def keep_mixed_up_to(self, prefill_tokens: int) -> None:
-        """Drop the mixed shapes with more prefill tokens: they are not captured."""
+        """Drop mixed shapes with more prefill tokens; they will not be captured."""
         self.mixed_sizes = {
             tokens: rows for tokens, rows in self.mixed_sizes.items() if tokens <= prefill_tokens
         }

@@ -1,4 +1,4 @@
-"""Check that the context's books balance: blocks have the owners that they count, slots one."""
+"""Check the context's state: each block's number of owners is right, and each slot has one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron_async.contexts.request_slots import RequestSlots, SlotState
 
 
 def check_integrity(slots: RequestSlots, blocks: KVBlockAllocator, prefilling: list[int]) -> None:
-    """Compare the owners' books with the allocator's.
+    """Compare the blocks of slots with the allocator's counts.
 
     Raises:
-        AssertionError: a block has other owners than it counts, is lost or free twice, a slot's
-            state contradicts its contents, or lengths are out of order; the message names slot or
-            block.
+        AssertionError: a block's number of owners is wrong, a block is lost or free twice, a slot's
+            state contradicts its contents, or lengths are out of order. The message names the slot
+            or the block.
     """
     tables = [slots.block_table[slot, : slots.num_blocks[slot]] for slot in range(slots.capacity)]
     for table in tables:

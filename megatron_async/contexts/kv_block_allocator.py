@@ -12,19 +12,18 @@ from megatron_async.contexts.step_plan import IntArray
 class KVBlockAllocator:
     """Hands out and takes back blocks 0 .. total - 1.
 
-    A block has a number of owners. Without an owner it is *free*, or *cached*: it is remembered for
-    what it holds, and is handed out only when no block is free, the one that lost its last owner
-    first before the others. Blocks may be handed out again as soon as they are back: steps run in
-    the order of their launch, so an in-flight step that still uses a block is done with it before a
-    later step writes it.
+    A block has a number of owners. Without an owner it is *free* or *cached*. A cached block is
+    kept for its content, and is handed out only when no block is free: the block that has had no
+    owner for the longest time first. A released block may be handed out at once: steps run in the
+    order of their launch, so a step in flight finishes using a block before a later step writes it.
 
     Args:
         total: blocks.
 
     Attributes:
         owners: int32 `[total]`: owners of each block.
-        forgotten: remembered blocks that were handed out, in that order; who keeps an index of the
-            remembered ones takes them from here.
+        forgotten: cached blocks that were handed out, in that order; the prefix cache removes them
+            from its index.
     """
 
     def __init__(self, total: int) -> None:
@@ -36,22 +35,22 @@ class KVBlockAllocator:
         self._free = total
         self._is_remembered = np.zeros(total, dtype=np.bool_)
         self._cached: OrderedDict[int, None] = OrderedDict()
-        """The longest without an owner first."""
+        """Cached blocks, the longest without an owner first."""
         self._num_remembered = self._num_shared = 0
 
     @property
     def free(self) -> int:
-        """Number of blocks that nobody owns or remembers."""
+        """Number of blocks that have no owner and are not cached."""
         return self._free
 
     @property
     def cached(self) -> int:
-        """Number of blocks that nobody owns, but that are remembered."""
+        """Number of blocks without an owner that are cached."""
         return len(self._cached)
 
     @property
     def allocatable(self) -> int:
-        """Number of blocks that nobody owns."""
+        """Number of blocks without an owner, free or cached."""
         return self._free + len(self._cached)
 
     @property
@@ -60,8 +59,8 @@ class KVBlockAllocator:
         return self._num_shared > 0
 
     def allocate(self, count: int) -> IntArray:
-        """Take `count` blocks, int32 `[count]`, each with one owner. The caller has made sure that
-        they are there."""
+        """Take `count` blocks, int32 `[count]`, each with one owner. The caller has checked that
+        there are as many."""
         left = self.allocatable
         assert 0 <= count <= left, f"{count} blocks asked for, {left} there"
         if count > self._free:
@@ -98,7 +97,7 @@ class KVBlockAllocator:
         self._push(blocks)
 
     def remember(self, blocks: IntArray) -> None:
-        """Keep what `blocks`, which have owners, hold when these are gone."""
+        """Cache `blocks`, which have owners, once they have no owner any more."""
         assert (self.owners[blocks] > 0).all(), "a block without an owner is remembered"
         self._num_remembered += int(np.count_nonzero(~self._is_remembered[blocks]))
         self._is_remembered[blocks] = True

@@ -1,8 +1,8 @@
 """`MicroBatches`: which requests a step may serve when the model is a pipeline of stages.
 
-With p stages, requests are in p micro-batches by slot (`slot % p`), and steps serve these by turns,
-so that up to p steps in a row share no request: while one stage computes a step, the stage before
-it computes the next one, which does not wait for the samples of the first. Without a pipeline there
+With p stages, requests are in p micro-batches by slot (`slot % p`), and steps serve these in turn.
+So up to p consecutive steps share no request. While one stage computes a step, the previous stage
+computes the next step, which does not wait for the samples of the first. Without a pipeline there
 is one micro-batch.
 """
 
@@ -44,7 +44,7 @@ class MicroBatches:
         self._starts = deque([-count] * (lookahead + 1), maxlen=lookahead + 1)
 
     def in_turn(self) -> list[int]:
-        """The micro-batches, the one whose turn it is first; one without work is passed over."""
+        """The micro-batches in the order of their turns; the first one with work is served."""
         count = self._slots.num_micro_batches
         return [(self._next + offset) % count for offset in range(count)]
 
@@ -55,8 +55,8 @@ class MicroBatches:
         return slots & self._is_member[micro_batch]
 
     def may_admit(self, micro_batch: int, waiting: int) -> bool:
-        """Whether one of `waiting` requests may join a micro-batch: all are to be equally large
-        once those who wait are in, so that each stage always has a step to do."""
+        """Whether one of `waiting` requests may join a micro-batch. After all admissions the
+        micro-batches shall be equally large, so that each stage always has a step to compute."""
         slots = self._slots
         if slots.num_free_in(micro_batch) == 0:
             return False

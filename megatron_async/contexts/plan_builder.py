@@ -62,7 +62,7 @@ class PlanBuilder:
         self._updates.append((slots, indices, blocks))
 
     def drop_block_updates(self, slot: int) -> None:
-        """Forget what stands for the next plan, which was not built, of a slot that is released."""
+        """Drop the block updates of a released slot for the next plan, which was not built."""
         kept = [(update, update[0] != slot) for update in self._updates]
         self._updates = [(a[keep], b[keep], c[keep]) for (a, b, c), keep in kept]
 
@@ -95,7 +95,7 @@ class PlanBuilder:
         Args:
             decode: the rows, as their slots are now.
             chunks: of further slots.
-            shape: one that holds them; None: theirs.
+            shape: a shape that holds them; None: their own.
         """
         shape = shape or self.shape_of(decode, chunks)
         slots, (rows, width, kv_at_most, short_of_blocks) = self._slots, decode

@@ -1,4 +1,4 @@
-"""`PlanFeatures`: what a plan says of its rows' requests beyond tokens, for the few that ask."""
+"""`PlanFeatures`: the host's work for rows of a plan beyond tokens: log probs, grammars."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _no_rows() -> NDArray[np.int64]:
 
 @dataclass(frozen=True, eq=False)
 class PlanFeatures:
-    """What the host must do for the rows of a step beside booking their tokens."""
+    """The work of the host for the rows of a step, beside booking their tokens."""
 
     wants_log_probs: bool = False
     """Whether a row asks for log probs of its sample."""
@@ -34,7 +34,7 @@ class PlanFeatures:
     prompt_top_n: int = 0
     """Most alternatives that their requests want at each token."""
     constrained_rows: IntArray = field(default_factory=_no_rows)
-    """Rows that produce a token under a grammar: they are sampled apart."""
+    """Rows that produce a token with a grammar: they are sampled separately."""
 
 
 NO_FEATURES = PlanFeatures()

@@ -1,4 +1,4 @@
-"""`block_hashes`: names of KV blocks by what they hold, so that equal beginnings have equal names.
+"""`block_hashes`: hashes of KV blocks by content, so that equal beginnings have equal hashes.
 
 The hash of a block covers its own tokens and, by the hash of the block before, all tokens before
 them. The engine's prefix cache and the coordinator's routing (`serving/routing.py`) use the same
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_async.contexts.step_plan import IntArray
 
 DIGEST_BYTES = 16
-"""Of a hash."""
+"""Bytes of a hash."""
 
 
 def block_hashes(
