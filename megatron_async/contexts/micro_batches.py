@@ -17,12 +17,12 @@ from megatron_async.contexts.request_slots import RequestSlots
 
 
 class MicroBatches:
-    """Whose turn it is, who may join, and how well that fills the pipeline.
+    """Which micro-batch is next, whether it admits a request, and how well stages are used.
 
-    Everything follows from the books, so ranks with the same books agree without talking.
+    All follows from per-request state, so ranks with the same state agree without messages.
 
     Args:
-        slots: the books; they say how many micro-batches there are.
+        slots: per-request state; has the number of micro-batches.
         lookahead: of the engine.
 
     Attributes:

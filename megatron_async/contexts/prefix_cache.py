@@ -1,14 +1,14 @@
 """`PrefixCache`: which blocks hold the keys and values of which tokens, for requests that begin
 alike.
 
-An index on top of `KVBlockAllocator`, which keeps the blocks that nobody owns any more. All of it
-follows from the plans: no clock and no order of a dictionary decides, so ranks that replay one log,
-and a replay of a recording, find the same.
+An index on top of `KVBlockAllocator`, which keeps cached blocks without an owner. Its content
+follows only from the plans, never from a clock or the order of a dictionary. So ranks that replay
+one log, and replays of a recording, find the same blocks.
 
 A block of a prompt is entered when the step that writes it is planned: steps run in the order of
-their launch, so any later one may read it. A block with generated tokens may be entered once its
-tokens are known and a step that feeds the last of them is planned. That is done when somebody looks
-for blocks, or its request leaves: steps in which nobody comes or goes pay nothing.
+their launch, so any later step may read it. A block with generated tokens may be entered once its
+tokens are known and a step that feeds the last of them is planned. It is entered at the next
+look-up, or when its request leaves. So steps without new or ending requests do no such work.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
     from megatron_async.requests.inference_request import DynamicInferenceRequest
 
 REMEMBERED = 4
-"""Hashes of lost blocks that are kept, in sizes of the pool."""
+"""Number of evicted blocks whose hashes are kept, as a multiple of the pool's blocks."""
 
 
 class Found(NamedTuple):
-    """What is kept of a sequence's beginning."""
+    """The cached blocks and state of a sequence's beginning."""
 
     blocks: IntArray
-    """Integers `[n]`: they hold the keys and values of the first tokens, but never of all of them:
-    one is computed."""
+    """Integers `[n]`: blocks with the keys and values of the first tokens, but never of all tokens:
+    at least one token is computed."""
     is_being_written: bool = False
-    """Whether what comes behind them is written by the very plan that is made: then the request
-    does best to wait for the next one."""
+    """Whether the plan that is being made writes the next block: then the request should wait for
+    the next plan."""
     matched: int = 0
-    """Tokens whose blocks are kept: those of `blocks`, and others for which there is no state."""
+    """Tokens whose blocks are cached: those of `blocks`, and later ones without a state."""
     state_row: int = NO_ROW
-    """The state behind `blocks`; -1: none, the request begins at 0."""
+    """Row of the state after `blocks`; -1: none, the request begins at 0."""
     was_lost: bool = False
-    """Whether the block behind the matched ones was kept once, and has been handed out since."""
+    """Whether the block after the matched ones was cached once, and has been evicted since."""
 
 
 NOTHING = Found(NO_SLOTS)
@@ -71,11 +71,11 @@ class PrefixCache:
     Attributes:
         states: as given.
         queries: tokens of admitted requests.
-        hits: of these, the ones that were found.
-        lost_states: of these, the ones whose keys and values were found, but no state behind them.
-        lost_blocks: of these, the ones in whole blocks that were kept once, and were handed out.
-        evictions: blocks that were handed out to others while they could be found.
-        losses: blocks that can be found no more, for whatever reason.
+        hits: those of `queries` that were found.
+        lost_states: those of `queries` whose keys and values were found, but no state after them.
+        lost_blocks: those of `queries` in whole blocks that were evicted.
+        evictions: cached blocks that were handed out to another owner.
+        losses: blocks that cannot be found any more, for any reason.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * blocks.total
         self._tokens = np.empty((blocks.total, block_size), dtype=np.int32)
-        """What the blocks hold, and `_salt_of` for whom: a hash alone is not believed."""
+        """Tokens of the blocks; `_salt_of` has their salts. Both are compared beside the hash."""
         self._salt_of: list[bytes] = [b""] * blocks.total
         self._handed_out: OrderedDict[bytes, None] = OrderedDict()
-        """Hashes of lost blocks, the latest ones: what a larger pool would have found."""
+        """Hashes of the blocks evicted last: a larger pool would have found these."""
         self._lost: deque[bytes] = deque(maxlen=blocks.total)
-        """Hashes of blocks that were lost since somebody asked, the latest ones."""
+        """Hashes of blocks that were lost since the last `take_lost`, the latest ones."""
         self._written_by = np.zeros(blocks.total, dtype=np.int64)
         """The plan that a block was entered with."""
         self._entered = np.zeros(slots.capacity, dtype=np.int32)
@@ -103,7 +103,7 @@ class PrefixCache:
         self._is_stale = np.zeros(slots.capacity, dtype=np.bool_)
         """Whether the slot's request began before `reset`."""
         self._last: tuple[tuple[int, int, int], Found] | None = None
-        """What was found last: for which plan and request, and how much had been lost by then."""
+        """The last result: its plan, its request, and the number of losses at that time."""
         self.queries = 0
         self.hits = 0
         self.lost_states = 0
@@ -116,11 +116,11 @@ class PrefixCache:
         return len(self._block_of)
 
     def prepare(self, request: DynamicInferenceRequest) -> None:
-        """Hash a new request's prompt, off the way of any step."""
+        """Hash a new request's prompt, outside of any step."""
         request.block_hashes = block_hashes(request.prompt_tokens, self._size, _salt(request))
 
     def take_lost(self) -> list[bytes]:
-        """Hashes of blocks that could be found once and cannot any more; each is told once."""
+        """Hashes of blocks that cannot be found any more; each hash is returned once."""
         self._take_notice()
         lost = [each for each in self._lost if each not in self._block_of]
         self._lost.clear()
@@ -129,12 +129,12 @@ class PrefixCache:
     # ---- Who begins --------------------------------------------------------------------------
 
     def look_up(self, request: DynamicInferenceRequest, num_known: int, step: int) -> Found:
-        """What is kept of a request's beginning.
+        """The cached blocks and state of a request's beginning.
 
         Args:
-            request: that waits.
-            num_known: its tokens.
-            step: number of the plan that is made.
+            request: a waiting request.
+            num_known: number of its tokens.
+            step: number of the plan that is being made.
         """
         # Asked several times for one admission; between two of them blocks may be handed out.
         now = step, request.request_id, self._all_losses + len(self._blocks.forgotten)
@@ -172,8 +172,8 @@ class PrefixCache:
         return Found(blocks, is_being_written, matched, row, was_lost)
 
     def _hold_tokens_of(self, request: DynamicInferenceRequest, found: list[int]) -> int:
-        """How many of the blocks in `found`, from the first on, hold this request's tokens: all, if
-        no two have one hash."""
+        """How many of the blocks in `found`, from the first on, hold this request's tokens: all,
+        unless two blocks have the same hash."""
         size, known = self._size, request.prompt_tokens
         if len(found) * size > len(known):
             known = np.concatenate((known, request.generated_tokens))
@@ -216,7 +216,7 @@ class PrefixCache:
     def plan_states(
         self, decode: DecodeRows, chunks: Sequence[tuple[int, int, int]], step: int
     ) -> StatePlan | None:
-        """What a plan's rows read and write of recurrent states; None: what their slots say.
+        """State rows that a plan's rows read and write; None: the rows of their slots.
 
         Args:
             decode: the rows that decode, not yet counted as launched.
@@ -232,7 +232,8 @@ class PrefixCache:
         return self.states.plan(saves, chunks) if chunks or saves else None
 
     def _saves(self, decode: DecodeRows, rows: IntArray, step: int) -> list[tuple[int, int]]:
-        """Slots, and rows for snapshots, of those decode rows whose token comes behind a border."""
+        """Slots, and rows for snapshots, of decode rows whose token follows a multiple of the
+        unit."""
         assert self.states is not None
         books, slots = self._slots, decode.slots[rows]
         # Of rows with drafts the host does not know in which step they pass the border.
@@ -260,8 +261,8 @@ class PrefixCache:
     # ---- What is lost ------------------------------------------------------------------------
 
     def failed(self, plan: StepPlan) -> None:
-        """A step has failed: what it and later ones were to write is not there, and its requests
-        enter nothing more."""
+        """A step has failed: forget the blocks that it and later steps were to write; its requests
+        enter no more blocks."""
         held = self._slots.generation[plan.slots] == plan.generations
         self._is_stale[plan.slots[held]] = True
         self._forget_written_by(plan.step)
@@ -275,7 +276,7 @@ class PrefixCache:
         self._entered[slots] = np.minimum(self._entered[slots], done)
 
     def reset(self) -> None:
-        """Forget everything; requests that hold a slot enter nothing more."""
+        """Forget everything; requests that hold a slot enter no more blocks."""
         self._forget(self._findable())
         self._handed_out.clear()
         self._is_stale[:] = True
@@ -289,7 +290,7 @@ class PrefixCache:
             self.states.failed(step)
 
     def _catch_up(self, step: int) -> None:
-        """Enter what decoding requests have filled; `step` is planned next."""
+        """Enter blocks that decoding requests have filled; `step` is planned next."""
         held = self._held(ALL)
         due = (held > self._entered) & (self._slots.state >= SlotState.DECODING) & ~self._is_stale
         if np.count_nonzero(due):
@@ -388,6 +389,5 @@ def _salt(request: DynamicInferenceRequest) -> bytes:
 
 
 def _takes_hits(request: DynamicInferenceRequest) -> bool:
-    """Whether a request may begin behind tokens that its own steps do not see: not if log probs of
-    its prompt are wanted."""
+    """Whether a request may skip cached tokens: not if log probs of its prompt are wanted."""
     return request.log_probs is None or not request.log_probs.num_prompt_missing

@@ -1,7 +1,7 @@
 """`RequestSlots`: all per-request state of the CPU, as structure-of-arrays indexed by slot.
 
 A request holds one slot from admission to its end; the slot never moves. Scheduling and bookkeeping
-work on whole arrays; Python touches single requests only at events of their life.
+work on whole arrays; Python code runs for a single request only at events of its life.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SlotState(IntEnum):
     PREFILLING = 1
     DECODING = 2
     PAUSED = 3
-    """Wants a block and there is none; decides itself anew every step."""
+    """Needs a block and none is free; the scheduler tries again in every step."""
 
 
 class DecodeRows(NamedTuple):
@@ -39,11 +39,11 @@ class DecodeRows(NamedTuple):
     slots: IntArray
     """int64 `[rows]`: NumPy indexes several times faster by int64 than by int32."""
     width: int
-    """Most tokens that one of them yields."""
+    """Most tokens that a row yields."""
     kv_at_most: IntArray
-    """int32 `[rows]`: `RequestSlots.places` of them."""
+    """int32 `[rows]`: `RequestSlots.places` of the rows."""
     short_of_blocks: bool = False
-    """Whether they are narrow for want of blocks."""
+    """Whether rows have fewer drafts because no blocks are free."""
 
 
 NO_SLOTS: IntArray = np.empty(0, dtype=np.int64)
@@ -53,10 +53,10 @@ NO_DECODE = DecodeRows(NO_SLOTS, 1, NO_SLOTS)
 class RequestSlots:
     """State of up to `capacity` requests.
 
-    How long a request's sequence is, the device knows. The CPU knows `num_known` tokens of it
-    (prompt and booked samples), and bounds, always taken from `num_known`: the steps in flight
-    yield one token each at least (`at_least`) and `in_flight_tokens` at most (`at_most`). Where all
-    rows have width 1, the bounds are equal. `max_length` is where the sequence ends by its limits.
+    The device knows the length of a request's sequence. The CPU knows the first `num_known` tokens
+    (prompt and booked samples), and two bounds, always computed from `num_known`: each step in
+    flight yields at least one token (`at_least`), and all of them at most `in_flight_tokens`
+    (`at_most`). If all rows have width 1, the bounds are equal. `max_length` is the length limit.
 
     Args:
         capacity: number of slots.
@@ -64,7 +64,7 @@ class RequestSlots:
         max_blocks: blocks that the longest sequence takes.
         num_micro_batches: groups that the slots form, `slot % num_micro_batches`.
         max_width: most tokens that a row yields.
-        draft_places: places behind those of its own tokens that a step fills for a row, to draft.
+        draft_places: further cache positions that a step fills for a row's drafts.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RequestSlots:
         # Where all rows have width 1, one array is both.
         one = self.in_flight_steps
         self.in_flight_tokens = one if max_width == 1 else np.zeros(capacity, dtype=np.int32)
-        """Sum of the widths of its rows in these."""
+        """Sum of the widths of the request's rows in these steps."""
         self.max_length = np.zeros(capacity, dtype=np.int32)
         self.num_prefilled = np.zeros(capacity, dtype=np.int32)
         """Tokens whose prefill is launched; only of a PREFILLING slot."""
@@ -109,13 +109,13 @@ class RequestSlots:
         self.most_in_flight = np.full(capacity, MANY, dtype=np.int32)
         """Samples that may be unknown to the host when another step of the request is planned."""
         self.watch_row = np.zeros(capacity, dtype=np.int32)
-        """Which tokens are looked at when they are booked; see `TokenWatch`."""
+        """Row of `TokenWatch`'s table: tokens to check for stop words when they are booked."""
         self.features = np.zeros(capacity, dtype=np.int32)
         """Bits of `RowFeature`, as in the requests' records."""
         self.drafts = np.zeros(capacity, dtype=np.int32)
         """Most drafts of the requests that a step verifies, as in their records."""
         self.prompt_log_probs = np.zeros(capacity, dtype=np.int32)
-        """Places of the prompt, from its beginning, whose log probs are still to be delivered."""
+        """Positions of the prompt, from its beginning, whose log probs are not delivered yet."""
         self.sampling_mode = np.zeros(capacity, dtype=np.int8)
         """`SamplingMode` of the requests' records."""
 
@@ -225,18 +225,18 @@ class RequestSlots:
         return request
 
     def num_computed(self, slot: int) -> int:
-        """Known tokens of `slot` that are in the cache, or will be behind the steps in flight."""
+        """Known tokens of `slot` that are in the cache, or will be after the steps in flight."""
         if self.state[slot] == SlotState.PREFILLING:
             return int(self.num_prefilled[slot])
         # The sample of the step launched last has not been fed back.
         return int(min(self.at_least(slot) - 1, self.num_known[slot]))
 
     def at_least(self, slots: IntArray | slice | int) -> IntArray:
-        """Bound of the sequences' lengths behind the steps in flight, int32 `[slots]`."""
+        """Lower bound of the sequences' lengths after the steps in flight, int32 `[slots]`."""
         return self.num_known[slots] + self.in_flight_steps[slots]
 
     def at_most(self, slots: IntArray | slice | int) -> IntArray:
-        """The other bound; limits of length are not taken into account."""
+        """Upper bound of these lengths, int32 `[slots]`, without regard to length limits."""
         return self.num_known[slots] + self.in_flight_tokens[slots]
 
     def widths_of(self, slots: IntArray | slice, width: int) -> IntArray:
@@ -249,16 +249,16 @@ class RequestSlots:
         return DecodeRows(slots, width, self.places(slots, width))
 
     def places(self, slots: IntArray | slice, width: int) -> IntArray:
-        """Places in the cache that the sequences may take once rows of this width have run, int32
-        `[slots]`: the last token stands at length - 1, drafts behind it, and the last token of all
-        is never fed."""
+        """Cache positions that the sequences may take once rows of this width have run, int32
+        `[slots]`. The last token is at length - 1, drafts follow it, and a sequence's very last
+        token is never fed."""
         at_most = self.at_most(slots)
         if self.max_width == 1:
             return at_most
         return np.minimum(at_most + self.widths_of(slots, width) - 1, self.max_length[slots] - 1)
 
     def with_drafts(self, places: IntArray) -> IntArray:
-        """`places`, int32 `[slots]`, and behind them those in which drafts are made."""
+        """`places`, int32 `[slots]`, plus the positions in which drafts are made."""
         if not self.draft_places:
             return places
         return np.minimum(places + self.draft_places, self.max_length - 1)

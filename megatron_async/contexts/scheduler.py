@@ -1,5 +1,5 @@
-"""`Scheduler`: who runs in the next step, who gets blocks, and who gives way when there are
-none."""
+"""`Scheduler`: which requests run in the next step, get blocks, or are paused or evicted when no
+block is free."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from megatron_async.observe.tracer import Tracer
 from megatron_async.requests.inference_request import DynamicInferenceEventType, Status
 
 ADMISSION_HORIZON = 32
-"""Admission leaves the blocks that running requests will want within this many steps, so that a
-newcomer does not pause the requests it joins right away."""
+"""Admission leaves free the blocks that running requests will need within this many steps, so that
+a new request does not cause the pause of running ones right away."""
 
 
 class Scheduler:
-    """Decides on the CPU alone, without waiting for any step in flight.
+    """Schedules steps on the CPU, without waiting for any step in flight.
 
     Args:
         config: settings of the engine.
         slots: per-request state.
         blocks: ownership of KV blocks.
         builder: takes the block-table updates of the step that is scheduled.
-        tracer: names the range.
+        tracer: records the time of scheduling as a named range.
         max_paused_blocks: blocks that paused requests may hold.
-        chunk_border: prefill chunks that leave some of a prompt end at multiples of this position,
-            where the step's budget reaches one: there a scan's result depends on no schedule.
-        prefix_cache: finds blocks for new requests, and is told which are filled; None: nobody
-            looks.
+        chunk_border: a prefill chunk that is not its prompt's last ends at a multiple of this
+            position, if the step's budget reaches one. Then the result of a recurrent layer's scan
+            does not depend on the schedule.
+        prefix_cache: finds cached blocks for new requests; None: no blocks are shared.
         drafts: choose the width of decode rows; None: it is 1.
 
     Attributes:
@@ -96,7 +96,7 @@ class Scheduler:
         self._blocks.release(slots.release(slot))
 
     def schedule(self) -> tuple[DecodeRows, list[PrefillChunk]]:
-        """Decode rows and prefill chunks of the next step; none of both if nothing can run."""
+        """Decode rows and prefill chunks of the next step; both empty if nothing can run."""
         while True:
             for micro_batch in self.micro_batches.in_turn():
                 with self._tracer.range("schedule", self._builder.next_step):
@@ -112,7 +112,7 @@ class Scheduler:
                 return NO_DECODE, []
 
     def forget_prefilled(self) -> None:
-        """A plan was built: take the slots out whose prompts it completes."""
+        """A plan was built: remove slots from `prefilling` whose prompts the plan completes."""
         is_under_way = self._slots.state == SlotState.PREFILLING
         self.prefilling = [slot for slot in self.prefilling if is_under_way[slot]]
 
@@ -121,9 +121,9 @@ class Scheduler:
     def _schedule_decode(self, micro_batch: int) -> DecodeRows:
         """The rows of a micro-batch that decode this step, each with blocks for its query tokens.
 
-        When blocks run out, rows do without drafts. When they run out all the same, they go to the
-        requests first in rank. The others sit out: until the steps in flight have told how long
-        their sequences are, and where that is known, paused.
+        When blocks run out, rows run without drafts. If blocks are still too few, the requests
+        first in rank get them. Of the others, those whose length is known are paused; the rest
+        wait until the steps in flight have told their length.
         """
         slots, blocks = self._slots, self._blocks
         # All slots at once: cheaper than to pick some out of each array.
@@ -254,7 +254,8 @@ class Scheduler:
         return cache is None or cache.has_row(found, self._builder.next_step)
 
     def _admit(self, micro_batch: int) -> int:
-        """Give who waits first a slot and the blocks of all its tokens; if that raises, nothing."""
+        """Give the first waiting request a slot and the blocks of all its tokens. If this raises,
+        the request has neither."""
         waiting, slots, size = self.waiting.first(), self._slots, self._config.block_size_tokens
         request, count = waiting.request, self._blocks_for(waiting)
         found = self._look_up(waiting)
@@ -296,7 +297,7 @@ class Scheduler:
     # ---- Memory pressure ---------------------------------------------------------------------
 
     def _pause(self, starved: IntArray) -> None:
-        """Let requests without a block sit out this step; they keep slot and blocks, up to the
+        """Pause requests without a block in this step; they keep slot and blocks, up to the
         limit for paused requests. `starved` is in order of rank."""
         slots = self._slots
         newly = starved[slots.state[starved] != SlotState.PAUSED]
@@ -322,7 +323,7 @@ class Scheduler:
         return self._blocks.count_held([slots.blocks_of(slot) for slot in paused])
 
     def _give_surplus_back(self, slot: int) -> None:
-        """Take the blocks from a request that were reserved for tokens which did not come."""
+        """Release blocks of a request that were reserved for tokens which it did not yield."""
         slots = self._slots
         # Steps in flight write no further than their last token but one; where a draft model has
         # entries of its own, that of the last token is there already, and is not made again.
@@ -341,10 +342,10 @@ class Scheduler:
             slots.request_at(slot).status = Status.ACTIVE_AND_GENERATING_TOKENS
 
     def _make_room(self) -> bool:
-        """Nothing can run: evict the paused request last in rank if that is what it takes.
+        """Nothing can run: evict the paused request last in rank if the first one lacks blocks.
 
         Returns:
-            whether planning is worth another try.
+            whether to plan again.
         """
         state = self._slots.state
         if not np.any(state == SlotState.PAUSED):

@@ -1,19 +1,19 @@
 """`StateRows`: which rows of the state pools belong to requests, and which hold snapshots.
 
-What a recurrent layer remembers of a sequence is a state of fixed size, so a request can begin
-behind a prefix only where somebody has kept the state: a *snapshot*, at the end of a block. Live
-requests and snapshots share one pool of rows. To begin from a snapshot is to read another row than
-the one that is written: nothing is copied. A live request may always take a snapshot's row.
+A recurrent layer keeps a state of fixed size for a sequence. So a request can begin after a prefix
+only where a *snapshot* of the state was kept, at the end of a block. Live requests and snapshots
+share one pool of rows. A request that begins from a snapshot reads another row than it writes, so
+nothing is copied. A live request may always take a snapshot's row.
 
 Where snapshots are taken (the first two are Marconi's, Pan et al., MLSys 2025, arXiv 2411.19379):
 
-- behind the last whole block of what a request prefills, for whoever goes on from there;
-- where the KV blocks that were found go further than the states that were found: somebody has
-  begun like this before, so a third one may too;
+- after the last whole unit of the tokens that a request prefills, for requests that continue there;
+- where the KV blocks that were found go further than the states that were found: two requests
+  have begun like this, so a third one may too;
 - every `interval` tokens of a prompt;
-- at every `unit`-th token of a request that decodes; of these one is kept, the last.
+- at every `unit`-th token of a request that decodes; of these only the last is kept.
 
-All of it follows from the plans, as in `PrefixCache`, which is the only one to ask.
+All follows from the plans, as in `PrefixCache`, which is the only user of this module.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FoundState(NamedTuple):
     tokens: int = 0
     row: int = NO_ROW
     is_being_written: bool = False
-    """By the step that is planned."""
+    """Whether the step that is being planned writes the state."""
 
 
 class StateRows:
@@ -52,11 +52,11 @@ class StateRows:
         limit: most snapshots; None: all rows that no live request needs.
 
     Attributes:
-        unit: snapshots stand at multiples of this position, which ends a block.
+        unit: snapshots are taken at multiples of this position, which is the end of a block.
         of_slot: int32 `[slots]`: the row of each slot's request, -1 where there is none.
         hits: requests that have begun from a snapshot.
-        losses: snapshots that can be found no more, for whatever reason.
-        evictions: of these, the ones whose row was given to others.
+        losses: snapshots that cannot be found any more, for any reason.
+        evictions: those of `losses` whose row was given to another owner.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class StateRows:
         return len(self._order)
 
     def holds(self, each: bytes) -> bool:
-        """Whether there is a snapshot behind the block of this hash."""
+        """Whether there is a snapshot at the end of the block with this hash."""
         return each in self._row_of
 
     # ---- Who begins --------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class StateRows:
     def can_begin(self, found: int, step: int) -> bool:
         """Whether plan `step` has a row for one more request, which begins from row `found`, or -1.
 
-        Only where all snapshots are needed by this very plan it has none.
+        It has none only if the plan itself needs all snapshots.
         """
         if self._free or self._oldest(step, spared=found) is not None:
             return True
@@ -162,7 +162,7 @@ class StateRows:
         self._marks[slot] = [end for end in ends if end > start]
 
     def leave(self, slot: int) -> None:
-        """The request in `slot` goes: its row is free, what it has left and can be found stays."""
+        """The request in `slot` leaves: its row is free; its snapshots that can be found stay."""
         self._drop_pending(slot)
         row, self._latest[slot] = int(self._latest[slot]), NO_ROW
         if row != NO_ROW and self._decoder[row] == slot:
@@ -178,7 +178,7 @@ class StateRows:
 
     def written(self, slot: int, start: int, end: int, hashes: list[bytes], step: int) -> None:
         """Tokens `start` .. `end` - 1 of `slot` are prefilled by plan `step`: choose where their
-        scan leaves snapshots.
+        scan stores snapshots.
 
         Args:
             slot: of the request.
@@ -203,7 +203,7 @@ class StateRows:
         self._dests[slot] = dests
 
     def decoded(self, slot: int, end: int, step: int) -> int:
-        """Plan `step` brings the state of `slot` to its first `end` tokens: keep that.
+        """Plan `step` brings the state of `slot` to its first `end` tokens: keep a snapshot of it.
 
         Returns:
             the row of the snapshot; -1 if none is free.
@@ -222,7 +222,7 @@ class StateRows:
         return np.flatnonzero(self._pending != NO_ROW)
 
     def settle(self, slot: int, hashes: list[bytes], step: int) -> None:
-        """Enter what decoding has left, if its tokens are known by now.
+        """Enter the snapshot of a decoding request, if its tokens are known by now.
 
         Args:
             slot: that may be one of `pending`.
@@ -242,7 +242,7 @@ class StateRows:
     def plan(
         self, saves: Sequence[tuple[int, int]], chunks: Sequence[tuple[int, int, int]]
     ) -> StatePlan:
-        """What a step's rows read and write.
+        """State rows that a step's rows read and write.
 
         Args:
             saves: slots that decode, and the rows of their snapshots.
@@ -275,7 +275,7 @@ class StateRows:
             self._free_snapshot(row)
 
     def failed(self, step: int) -> None:
-        """What plan `step` and later ones were to write is not there."""
+        """Forget snapshots that plan `step` and later plans were to write."""
         for row in [row for row in self._order if self._written_by[row] >= step]:
             self._free_snapshot(row)
 
@@ -336,7 +336,7 @@ class StateRows:
             self._free_snapshot(row)
 
     def _drop_latest(self, slot: int, step: int) -> None:
-        """Drop the last but one snapshot of a decoding request, unless somebody has found it."""
+        """Drop the last but one snapshot of a decoding request, unless a request has found it."""
         row, self._latest[slot] = int(self._latest[slot]), NO_ROW
         if row != NO_ROW and self._decoder[row] == slot and not self._is_in_use(row, step):
             self._free_snapshot(row)

@@ -1,4 +1,4 @@
-"""`StepOutput`: what a resolved step yields, once its samples are in the books."""
+"""`StepOutput`: the tokens of a resolved step and the requests that end, once booked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_async.contexts.step_plan import IntArray, StepPlan
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one resolved step yields: arrays over its live rows, and over their tokens.
+    """Result of one resolved step: arrays over its live rows, and over their tokens.
 
     Splitting it by request, detokenizing and streaming are the consumer's work.
     """
@@ -42,7 +42,7 @@ class StepOutput:
     """int32 `[tokens, OUT_WORDS]`, meaningful in rows that asked; None where no row of the step
     did."""
     verified: Verified | None = None
-    """What became of drafts; None without speculation."""
+    """Counts of verified and accepted drafts; None without speculation."""
 
     @property
     def token_request_ids(self) -> NDArray[np.int64]:

@@ -44,10 +44,10 @@ class StatePlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: which slots run, on what, and what may be done with the result.
+    """One step: which slots run, with which tokens, and how to use the result.
 
-    Whatever is learnt at resolve is matched against `slots` and `generations`: where the slot has
-    changed hands since, the row is a zombie and its output is dropped.
+    Results are matched against `slots` and `generations` at resolve. If a slot has a new owner by
+    then, the row is a zombie and its output is dropped.
     """
 
     step: int
@@ -79,13 +79,13 @@ class StepPlan:
     prefill_features: IntArray
     """int32 `[prefill chunks]`: the bits of `RowFeature` that hold for this step alone."""
     prefill_following: IntArray
-    """int32 `[prefill chunks]`: the known token behind each chunk, or -1."""
+    """int32 `[prefill chunks]`: the known token after each chunk, or -1."""
     features: PlanFeatures
-    """What requests of its rows ask for beyond tokens."""
+    """Work of the host for the rows beyond tokens: log probs, grammars."""
     states: StatePlan | None = None
-    """None where recurrent states are not shared, or nothing is new about their rows."""
+    """None if recurrent states are not shared, or if all rows use their slot's state."""
     short_of_blocks: bool = False
-    """Whether decode rows are narrow for want of blocks."""
+    """Whether decode rows have fewer drafts because no blocks are free."""
 
     @property
     def num_rows(self) -> int:
@@ -93,7 +93,7 @@ class StepPlan:
         return len(self.slots)
 
     def device_rows(self, rows: IntArray) -> IntArray:
-        """Where rows of the plan stand among the device's."""
+        """Indices of the plan's rows among the device's rows."""
         dummies = self.dims.decode_rows - self.num_decode
         return np.where(rows < self.num_decode, rows, rows + dummies)
 

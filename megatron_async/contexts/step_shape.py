@@ -1,4 +1,4 @@
-"""`StepShape`: how large a step is, as ranks agree on it that hold other requests."""
+"""`StepShape`: the size of a step, on which ranks with different requests agree."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron_async.device_state.batch_dimensions import BatchDimensions
 class StepShape(NamedTuple):
     """Sizes of one rank's step; of several ranks' steps, the largest of each.
 
-    Ranks that share experts launch their steps together, in one shape: who has less to do pads, and
-    who has nothing launches a dummy step.
+    Ranks that share experts launch their steps together, in one shape: a rank with less work pads
+    its step, and a rank without work launches a dummy step.
     """
 
     decode_rows: int = 0

@@ -1,22 +1,22 @@
-"""When a step is worth being wide: tokens that drafts are expected to bring against the time that
-verifying them takes.
+"""When a step should be wide: the expected gain in tokens from drafts against the time to verify
+them.
 
 A narrow step of R rows yields R tokens. A wide one takes 1 + x times as long and yields G tokens
 more. It is the faster one where (R + G) / (1 + x) > R, so where G > x R.
 
 *G.* A row whose newest report has n drafts, the first of which was right with share p lately, is
-expected to bring p + p^2 + ... + p^n. (Behind a right draft the next is right more often than the
-first was: on edited text 0.91 and 0.95 behind 0.81. So this is on the safe side.) A report is older
-than the step that is planned by the steps in flight; a text that repeats itself goes on doing so.
+expected to gain p + p^2 + ... + p^n. (After a right draft the next one is right more often than the
+first: on edited text 0.91 and 0.95 after 0.81. So the estimate is low.) A report is some steps old,
+namely the steps in flight; text that repeats itself usually continues to.
 
-*x.* A step reads all weights whatever its rows are, so tokens cost little up to where products
-take longer than reading: 2 bytes a weight at 4.3 TB/s against 2 operations a weight and token at
-700 Tflop/s, 160 tokens on an H200. Each draft costs a share of attention, of norms and of the
-sampler on top: `SHARE` of a step, as the targets of verify steps say (1.12 at 1 draft, 1.20 at 3).
+*x.* A step reads all weights for any number of rows. So tokens cost little until products take
+longer than reading: 2 bytes a weight at 4.3 TB/s against 2 operations a weight and token at
+700 Tflop/s, 160 tokens on an H200. In addition each draft costs a share of attention, norms and
+sampler: `SHARE` of a step, from the targets of verify steps (1.12 at 1 draft, 1.20 at 3).
 
-Where drafts are never right, a request loses some eight wide steps until p is small enough, a fifth
-of a narrow step each; on other text a step is wide only while it wins. Sums are integers, so
-that every machine decides alike.
+If drafts are never right, a request runs some eight wide steps until p is small enough, and loses a
+fifth of a narrow step in each. On other text a step is wide only while this is faster. Sums are
+integers, so that every machine decides alike.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ ONE = 4096
 LEARNING_SHIFT = 3
 """A new observation moves a share by 1/8 of the difference."""
 FREE_TOKENS = 160
-"""Query tokens of a step that cost no more than one does."""
+"""A step of up to so many query tokens takes as long as a step of one."""
 SHARE = ONE // 20
-"""Of a narrow step's time: what a wide one takes longer, once and for each draft."""
+"""Share of a narrow step's time, in units of 1 / `ONE`, that a wide step takes longer: once, and
+again for each draft."""
 _STEPS = 64
-"""Probabilities that are told apart."""
+"""Number of steps into which probabilities are rounded."""
 _MOST = 64
-"""Drafts of a row, in the table."""
+"""Most drafts of a row in the table."""
 
 
 def _expected() -> IntArray:
@@ -55,11 +56,11 @@ _EXPECTED = _expected()
 
 
 def expected_gain(found: IntArray, right: IntArray) -> IntArray:
-    """Tokens that drafts are expected to bring, int64 `[rows]`, of `ONE`.
+    """Expected gain in tokens from drafts, int64 `[rows]`, in units of 1 / `ONE`.
 
     Args:
         found: integers `[rows]`: drafts of each row.
-        right: integers `[rows]`: how often its first draft was right, of `ONE`.
+        right: integers `[rows]`: how often its first draft was right, in units of 1 / `ONE`.
     """
     gain: IntArray = _EXPECTED[right * _STEPS // ONE, np.minimum(found, _MOST)]
     return gain
@@ -78,6 +79,6 @@ def is_wide_worth_it(rows: int, width: int, gain: int) -> bool:
 
 
 def extra_time(rows: int, width: int) -> int:
-    """What a wide step takes longer than one of width 1, of `ONE` such steps."""
+    """Extra time of a wide step, in units of 1 / `ONE` of the time of a step of width 1."""
     narrow, wide = max(rows, FREE_TOKENS), max(rows * width, FREE_TOKENS)
     return ONE * (wide - narrow) // narrow + SHARE * width
