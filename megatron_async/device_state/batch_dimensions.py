@@ -38,10 +38,10 @@ class BatchDimensions:
     """Tokens that each rank of an expert-parallel group sends to the others, padding included, when
     another rank has more than this one; 0: as many as this step has."""
     dispatch_entries: int = 0
-    """The same of a draft model's pass over entries (`ops/drafting/draft_tokens.py`), which has one
-    more token of each chunk."""
+    """`dispatch_tokens` of a draft model's pass over entries (`ops/drafting/draft_tokens.py`), which
+    has one more token of each chunk."""
     dispatch_rows: int = 0
-    """The same of its passes over one token of each row."""
+    """`dispatch_tokens` of its passes over one token of each row."""
 
     @property
     def prefill_rows(self) -> int:
@@ -96,7 +96,7 @@ class BatchDimensions:
 
     @property
     def graph_key(self) -> tuple[int, int, int]:
-        """What tells captured shapes apart: decode rows, prefill tokens and width."""
+        """The key of a captured shape: decode rows, prefill tokens and width."""
         return self.decode_rows, self.padded_prefill_tokens, self.width
 
     @property

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class HostStaging:
     """Ring of (pinned) int32 buffers.
 
-    Writer: the host, in `pack`. Reader: the step's host-to-device copy. Buffer i is written again
-    one ring later, and by then the host has resolved the step that read it, which orders the two.
+    Writer: the host, in `pack`. Reader: the step's host-to-device copy. The host writes a buffer
+    again one turn of the ring later. By then it has resolved the step that read the buffer.
 
     Args:
         device: supplies the host memory.

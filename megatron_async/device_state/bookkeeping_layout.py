@@ -1,12 +1,11 @@
-"""`BookkeepingLayout`: where each field of a step's bookkeeping lies in the one buffer that is
-copied.
+"""`BookkeepingLayout`: the place of each field of a step's bookkeeping in the one copied buffer.
 
 Host and device build their views from the same table, so they cannot disagree. Every field is
-int32, which keeps the buffer one array. The list of block-table updates comes last and its length
-first, so that a captured step, whose addresses are fixed, serves any number of them. Behind it lie
-the records of requests that start (`ops/sampling/slot_records.py`); a prefill row says where its
-own begins, or -1 where the device has it. Last comes the section of recurrent states
-(`device_state/state_table.py`), which begins at word `states`; 0: there is none.
+int32, so the buffer is one array. The number of block-table updates comes first. After the fields
+come the updates, so that a captured step, whose addresses are fixed, serves any number of them.
+Then come the records of requests that start (`ops/sampling/slot_records.py`); a prefill row has the
+first word of its record, or -1 if the record is on the device already. The section of recurrent
+states (`device_state/state_table.py`) is last and begins at word `states`; 0: there is none.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ FIELDS: tuple[tuple[str, str], ...] = (
     ("block_update_indices", "block_updates"),
     ("block_update_blocks", "block_updates"),
 )
-"""The field table. A decode-only step carries 4 bytes a row and 12 a block-table entry: how long
-its rows are, the device knows."""
+"""The field table. A decode-only step has 4 bytes a row and 12 a block-table entry: the device
+knows the rows' lengths."""
 UPDATE_FIELDS = tuple(name for name, count in FIELDS if count == "block_updates")
 """The arrays of the list of block-table updates, which lie end to end."""
 

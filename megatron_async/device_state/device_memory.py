@@ -61,7 +61,7 @@ def make_gpu_view(
     Args:
         model: Megatron's `TransformerConfig`; a `HybridModel`'s carries `hybrid_layer_pattern`.
         config: settings of the engine.
-        device: where it all goes.
+        device: the device of all allocations.
         sharing: of recurrent states; None: each request has its slot's row.
 
     Raises:
@@ -135,8 +135,8 @@ def _draft_attentions(
 
 
 def _num_blocks(model: Any, config: InferenceConfig, device: Device, states: SlotStates) -> int:
-    """Usable KV blocks: as many as fit, beside the states of all slots, on each of the ranks that
-    hold the model between them."""
+    """Usable KV blocks: as many as fit, beside the states of all slots, on every rank of the
+    model."""
     failure, num_blocks, size = None, 0, block_bytes(model, config)
     wanted = config.num_kv_blocks
     if not attention_layers(model):
@@ -199,9 +199,8 @@ def agree_on_least(value: int, device: Device) -> int:
 
 
 def keeps_tokens(model: Any, config: InferenceConfig) -> bool:
-    """Whether token ids lie beside the keys: requests may begin behind blocks that others have
-    filled, or drafts are looked up in them; and the model samples here, on the last pipeline
-    stage."""
+    """Whether token ids are kept beside the keys: on the last pipeline stage, which samples, if
+    requests may begin after cached blocks or the n-gram drafter looks tokens up."""
     reads_tokens = config.enable_prefix_caching or config.speculative_method == "ngram"
     return reads_tokens and stage_of(model).is_last
 
@@ -258,7 +257,7 @@ def recurrent_state(
     device: torch.device,
     sharing: StateSharing | None = None,
 ) -> RecurrentState:
-    """What an engine's recurrent layers remember; without memory as yet.
+    """State of an engine's recurrent layers, with no memory allocated yet.
 
     Args:
         layers: sizes of the recurrent layers of this rank's pipeline stage, on this rank.

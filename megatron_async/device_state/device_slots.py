@@ -1,4 +1,4 @@
-"""Per-request state on the device, indexed by slot: what flows from step to step without the
+"""Per-request state on the device, indexed by slot, which steps pass to later steps without the
 host."""
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ class DeviceSlots:
     Args:
         capacity: slots.
         max_blocks: block-table columns.
-        dummy_block: fills block tables at first, so that a stray write hurts nobody.
+        dummy_block: initial value of block tables, so that a wrong write harms no request.
         device: where the arrays live.
         num_drafts: drafts of a slot.
 
     Attributes:
         last_token: int64 `[slots + 1]`, the token sampled last.
-        length: int32 `[slots + 1]`, tokens of the sequence, that one included; of the last slot 1.
-        drafts: int64 `[slots + 1, drafts]`, what may come behind it; -1 where nothing is drafted.
+        length: int32 `[slots + 1]`, tokens of the sequence, the last one included; last slot: 1.
+        drafts: int64 `[slots + 1, drafts]`, drafts after the last token; -1: no draft.
         block_table: int32 `[slots + 1, max_blocks]`.
-        records: int32 `[slots + 1, RECORD_WORDS]`: what each slot's request asks of the sampling
-            step (`ops/sampling/slot_records.py`); of the last slot zeros, which ask for nothing.
+        records: int32 `[slots + 1, RECORD_WORDS]`: sampling parameters of each slot's request
+            (`ops/sampling/slot_records.py`); zeros for the last slot: no processing.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DeviceSlots:
         self.records = torch.zeros(rows, RECORD_WORDS, dtype=torch.int32, device=device)
 
     def store(self, yielded: Tensor, slots: Tensor) -> None:
-        """Take over what rows have yielded on another rank.
+        """Store the tokens that rows have yielded on another rank.
 
         Args:
             yielded: int32 `[rows, words]`, of a sample ring (`device_state/feed_back.py`).

@@ -1,9 +1,9 @@
-"""Last work of a step: what it has sampled goes to the next step, and to the copy to the host.
+"""Last work of a step: store its samples for the next step and for the copy to the host.
 
-A decode row yields its samples up to the first that is not the draft fed behind it: each of them
-was drawn from the logits, and with the noise, that plain decoding would have had at its place, so
-the tokens are those of plain decoding whatever was drafted. (No rejection sampling: the sampler is
-Gumbel-max with noise by seed and position, `ops/sampling/sampling.py`.)"""
+A decode row yields its samples up to and including the first that differs from the draft after it.
+Each of these was drawn from the logits and with the noise of plain decoding at its position. So the
+tokens are those of plain decoding, whatever was drafted. (There is no rejection sampling: the
+sampler is Gumbel-max with noise by seed and position, `ops/sampling/sampling.py`.)"""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 TILE = 128
 COUNT, LENGTH, TOKENS = 0, 1, 2
-"""Words of a row in the sample ring: how many tokens it yields, how long its sequence is behind
-them, and the first of the tokens; behind as many tokens as a row may yield follow its next
-drafts."""
+"""Words of a row in the sample ring: the number of tokens that it yields, the length of its
+sequence after them, and the first token. The row's next drafts follow the space for the most tokens
+that a row may yield."""
 WORDS = tl.constexpr(RECORD_WORDS)
 MAX_LENGTH = tl.constexpr(int(Header.MAX_LENGTH))
 DRAFTS = tl.constexpr(int(Header.DRAFTS))
@@ -50,12 +50,12 @@ def feed_back_tokens(
 ) -> None:
     """Store what each row yields by slot and in the sample ring, then move the ring on.
 
-    A prefill chunk that leaves part of its prompt stores a meaningless token, which the chunk
-    behind it overwrites before a decode row could read it.
+    A prefill chunk that is not its prompt's last stores a meaningless token. The next chunk
+    overwrites it before a decode row could read it.
 
     Args:
-        sampled: int64 `[sample rows]`; -1 where there is no token: the ring tells the host so, and
-            the next step, which may be in flight already, gets token 0.
+        sampled: int64 `[sample rows]`; -1 where there is no token: the ring has this -1 for the
+            host, and the next step, which may be in flight already, gets token 0.
         step: the step, as it was unpacked.
         dims: its shape.
         words: int32 `[ring, words]`: bookkeeping, for the width that the plan gave decode rows.

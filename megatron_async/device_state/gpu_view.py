@@ -28,7 +28,7 @@ from megatron_async.ops.sampling.sampling import SamplingMode
 
 
 class ContextGPUView(StepView):
-    """Typed views into the one bookkeeping buffer, and what follows from them for a step.
+    """Typed views into the bookkeeping buffer, and the step's tensors computed from them.
 
     Args:
         config: the engine's configuration.
@@ -39,9 +39,8 @@ class ContextGPUView(StepView):
         rotary: table of the rotary embedding that the model's configuration describes.
         norm_eps: epsilon of the model's q/k norms.
         attention: the attention backend.
-        states: what steps leave for later steps, by slot.
-        draft_attentions: the attention backend of each depth of an MTP drafter; none: there is no
-            such drafter.
+        states: slot states: data that steps leave for later steps, by slot.
+        draft_attentions: the attention backend of each depth of an MTP drafter; empty without one.
 
     Attributes:
         rotary: as given, or of the model's own rotary embedding, where it has one.
@@ -52,8 +51,8 @@ class ContextGPUView(StepView):
         dims: host-known shape of the batch.
         mode: of its sampling.
         step: the unpacked `StepTensors`.
-        hidden_states: `[tokens, hidden]`, behind the last norm, from the model's forward on; only
-            on the last pipeline stage.
+        hidden_states: `[tokens, hidden]`, after the last norm, valid after the model's forward;
+            only on the last pipeline stage.
         sampled: int64 `[sample rows]`, from `feed_back` on.
     """
 
@@ -114,8 +113,8 @@ class ContextGPUView(StepView):
         entry[: len(staged)].copy_(staged, non_blocking=True)
 
     def expect_step(self, step: int) -> None:
-        """Make `step` the next to be unpacked; needed only where the steps before it did not run to
-        their ends."""
+        """Make `step` the next to be unpacked; needed only if earlier steps did not run to their
+        ends."""
         self._next_entry.fill_(step % len(self.bookkeeping))
 
     def save_shadows(self, step: int) -> None:
@@ -158,14 +157,14 @@ class ContextGPUView(StepView):
             self.states.begin_chunks(self, mode)
 
     def prefill_following(self, words: Tensor) -> Tensor:
-        """The token behind each chunk, int64 `[chunks]`, -1 where there is none, from a step's
+        """The token after each chunk, int64 `[chunks]`, -1 if there is none, from a step's
         bookkeeping `words`."""
         fields = BookkeepingLayout.for_batch(self.dims, 0).device_views(words)
         return fields["prefill_following"].long()
 
     def feed_back(self, sampled: Tensor) -> None:
-        """Hand the sampled tokens, int64 `[sample rows]`, to the next step and to the copy to the
-        host, those that each row yields."""
+        """Store the tokens that each row yields, of the sampled ones, int64 `[sample rows]`, for
+        the next step and for the copy to the host."""
         self.sampled = sampled
         feed_back_tokens(
             sampled,
@@ -178,12 +177,12 @@ class ContextGPUView(StepView):
         )
 
     def row_lengths(self, rows: int) -> Tensor:
-        """Lengths of the sequences of the first `rows` rows of the step that ran last, int32; also
-        where the step was a graph, behind which `step` is that of another shape."""
+        """Lengths of the sequences of the first `rows` rows of the step that ran last, int32. Valid
+        also after a replayed graph, when `step` may have another shape."""
         return self._tensors.lengths[:rows]
 
     def move_on(self) -> None:
-        """End a step whose samples are made elsewhere: on the last pipeline stage."""
+        """End a step whose samples are made on another pipeline stage, the last one."""
         self._next_entry.copy_((self.step.entry + 1) % len(self.sample_ring))
 
     # ---- Asked by the model ------------------------------------------------------------------

@@ -1,5 +1,4 @@
-"""The paged KV cache: one tensor for all layers, what lies beside it by block, and how large it may
-be."""
+"""The paged KV cache: one tensor for all layers, data by block, and the size of the pool."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ GIB = 1024**3
 DEFAULT_CPU_POOL_GB = 1.0
 DEFAULT_GPU_SHARE = 0.8
 TOKEN_BYTES = torch.int32.itemsize
-"""Of a token id beside the keys."""
+"""Bytes of a token id that is kept beside the keys."""
 
 
 class PagedKVCache:
@@ -32,25 +31,25 @@ class PagedKVCache:
         head_dim: size of a head.
         dtype: of keys and values.
         device: where the cache lives.
-        keeps_tokens: keep token ids beside the keys, for requests that begin behind shared blocks
-            and for drafts that are looked up.
-        hidden_size: elements of a hidden state that each block keeps, for a draft model; 0: none
-            does.
-        num_hidden: hidden states that each block keeps then: one for each depth that drafts.
+        keeps_tokens: keep token ids beside the keys, for requests that begin after shared blocks
+            and for the n-gram drafter.
+        hidden_size: elements of a hidden state that each block keeps, for a draft model; 0: blocks
+            keep none.
+        num_hidden: hidden states that each block keeps: one for each depth that drafts.
 
     Attributes:
         num_layers: as given.
         dummy_block: id of the dummy block.
-        block_tokens: int32 `[blocks, block size]`: the token whose keys stand at the same place.
-            Written by the unpacking of each step, before the keys are. None where no tokens are
-            kept, and while the cache is released.
+        block_tokens: int32 `[blocks, block size]`: the token whose keys are at the same place.
+            Written by the unpacking of each step, before the keys. None if no tokens are kept, and
+            while the cache is released.
         block_hidden: `[hidden states, blocks, hidden size]`: the input of each depth of a draft
-            model. The first is the model's hidden state, behind its last norm, of a full block's
-            last token, or of the last token of a chunk that ended in the block; the others are what
-            the depth before made of the same token, or of the last token that is known. What a
-            depth makes of a token needs the hidden state before it, which a row finds here, be the
-            block shared or the request's own. Zeros of the dummy block. Written by each step behind
-            its forward; None likewise.
+            model. The first is the model's hidden state, after its last norm, of a full block's
+            last token, or of the last token of a chunk that ended in the block. The others are the
+            previous depth's output for the same token, or for the last known token. A depth needs
+            the hidden state before its first token; a row reads it here, from a shared block or
+            from its own. Zeros for the dummy block. Written by each step after its forward; None
+            if no hidden states are kept, and while the cache is released.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class PagedKVCache:
             )
 
     def release(self) -> None:
-        """Give the memory back, contents and all; no step may run until `allocate`."""
+        """Free the memory, contents included; no step may run until `allocate`."""
         self._data = self.block_tokens = self.block_hidden = None
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:

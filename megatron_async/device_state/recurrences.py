@@ -1,6 +1,6 @@
 """The kinds of recurrent layers: what a slot of each holds, and the ops that read and write it.
 
-`RecurrentState` knows a layer by its `Recurrence` alone; a new kind is a class here.
+`RecurrentState` uses only a layer's `Recurrence`; a new kind of layer needs a class here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_async.ops.recurrent import delta_pools, mamba_pools
 
 
 class PoolWidths(NamedTuple):
-    """What a layer's pools (`RecurrentPools`) hold of one slot, or of one token of it; elements."""
+    """Elements that a layer's pools (`RecurrentPools`) hold for a slot, or for a token of it."""
 
     state: tuple[int, int, int]
     """Of a slot."""

@@ -1,10 +1,10 @@
-"""`RecurrentState`: what recurrent layers remember of each slot's sequence.
+"""`RecurrentState`: the state of recurrent layers for each slot's sequence.
 
-A slot's state stands at its *base*: it holds the tokens before that position. The inputs of the
-tokens from there on lie in a ring, at their position modulo its length (ReplaySSM, Dao AI Lab and
-NVIDIA 2026). A decode step reads both and writes the state every few tokens only. So a step that is
-taken back (policy "rollback", or drafts that are not accepted) leaves nothing to be put back: the
-next one begins at an earlier position, and finds the state and the inputs that it needs.
+A slot's state includes the tokens before a position, its *base*. The inputs of the tokens from the
+base on are in a ring, at their position modulo its length (ReplaySSM, Dao AI Lab and NVIDIA 2026).
+A decode step reads both, and writes the state only every few tokens. So nothing has to be undone
+when a step is taken back (policy "rollback") or drafts are rejected: the next step begins at an
+earlier position, and the state and the inputs that it needs are still there.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ if TYPE_CHECKING:
 class RecurrentState(PerSlotState):
     """The pools of all recurrent layers of a stage. Without memory until `allocate`.
 
-    A slot's row is its own number. With a `table` it may be any, and others hold snapshots, from
-    which requests begin (`contexts/state_rows.py`). The last row is for rows without a request.
+    A slot's row is its own number. With a `table` a slot may have any row, and other rows hold
+    snapshots, from which requests begin (`contexts/state_rows.py`). The last row is for rows
+    without a request.
 
-    A row's new owner finds what the last one left, and reads none of it: a sequence begins at
-    position 0, where the scan starts from nothing, or at a snapshot.
+    A row's new owner never reads the data of the previous owner: a sequence begins at position 0,
+    where the scan starts from zero, or at a snapshot.
 
     Args:
         layers: the recurrent layers in their order, of any kinds; the kinds share their bases.
@@ -48,10 +49,10 @@ class RecurrentState(PerSlotState):
         dtype: of activations.
         state_dtype: of the states, float32 or bfloat16; for float64 activations float64.
         width: most query tokens of a decode row.
-        lag: tokens that may be taken back behind a step: the state stays so far behind.
+        lag: tokens that may be taken back: the state does not include the last `lag` tokens.
         device: where the pools live.
         snapshots: rows beside those of the slots.
-        table: which row is whose; None: the slots' own.
+        table: the row of each slot; None: a slot's row is its own number.
 
     Attributes:
         base: int32 `[rows]`: tokens that are in each row's state.
@@ -125,7 +126,7 @@ class RecurrentState(PerSlotState):
         self._by_kind, self._layers = [], []
 
     def begin_step(self, view: ContextGPUView) -> None:
-        """Bring the states of the step's decode rows to where they stand in it."""
+        """Move inputs into the states of the step's decode rows, where this is due."""
         step, dims = view.step, view.dims
         decode = dims.decode_rows
         rows, saves = step.row_slots, None

@@ -1,4 +1,4 @@
-"""`SamplingState`: what the sampling of a request's next token remembers of its tokens."""
+"""`SamplingState`: token counts and recent tokens of each request, which the sampler reads."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class SamplingState(PerSlotState):
-    """Per-slot arrays of the steps with processed logits; one row more than there are slots, as in
-    `DeviceSlots`. Kept up by the steps themselves, on the compute stream: they never see a token
-    that is not sampled yet. Without memory until `allocate`.
+    """Per-slot arrays for steps with processed logits; one row more than there are slots, as in
+    `DeviceSlots`. Steps update them on the compute stream, so all earlier tokens are counted when a
+    step reads them. Without memory until `allocate`.
 
     Args:
         capacity: slots.
@@ -78,8 +78,8 @@ class SamplingState(PerSlotState):
         )  # fmt: skip
 
     def begin_chunks(self, view: ContextGPUView, mode: SamplingMode) -> None:
-        """Count the tokens of prefill chunks, those of requests that start from zero; of a request
-        that begins behind cached tokens these too."""
+        """Count the tokens of prefill chunks. Counts of requests that start are reset first; if a
+        request begins after cached tokens, these are counted too."""
         if mode != SamplingMode.PROCESSED:
             return
         dims, block_tokens = view.dims, view.kv_cache.block_tokens
@@ -95,7 +95,7 @@ class SamplingState(PerSlotState):
         kernels_for(self.counts).begin_chunks(self.rows(view), chunks)
 
     def rebuild(self, known: KnownTokens) -> None:
-        """Forget the generated tokens of these slots but the known ones; prompt tokens stay marked,
+        """Keep only the known generated tokens of these slots; prompt tokens stay marked,
         because marking them again changes nothing."""
         counted, token_slots, tokens, recent_slots, places, recent = (
             tensor.to(self.counts.device) for tensor in known

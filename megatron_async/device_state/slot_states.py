@@ -1,9 +1,9 @@
-"""What a step leaves on the device, by slot, for the steps behind it.
+"""Data that a step leaves on the device, by slot, for later steps.
 
-Whatever a step changes there, and a later step reads before it is written again, is a *slot state*:
-one file with a subclass of `PerSlotState`, and one line in `make_gpu_view`. Keys and values are
-none (a step that is launched again writes the same places), nor are block tables and records (the
-bookkeeping of each launch carries them).
+Data that a step changes, and that a later step reads before writing it, is a *slot state*: one file
+with a subclass of `PerSlotState`, and one line in `make_gpu_view`. Keys and values are no slot
+state, because a step that is launched again writes the same places. Neither are block tables and
+records, because the bookkeeping of each launch contains them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PerSlotState:
     """One kind of state. Methods but `allocate` and `release` run inside launched work, on the
     compute stream, in the order of the steps; a subclass overrides those that concern it.
 
-    A state must be put right by `begin_chunks` when its slot changes hands. Under the policy
-    "rollback" it is either put back (`save` and `restore`) or built anew (`rebuild`).
+    `begin_chunks` must reset a state when its slot gets a new owner. Under the policy "rollback" a
+    state is either put back (`save` and `restore`) or computed again (`rebuild`).
     """
 
     @property
@@ -41,19 +41,19 @@ class PerSlotState:
         return 0
 
     def allocate(self) -> None:
-        """Take the memory: at first once the sum of all states is known to fit, and again after a
+        """Allocate the memory: once the sum of all states is known to fit, and again after each
         `release`."""
 
     def release(self) -> None:
-        """Give the memory back, contents and all: the engine is suspended, and holds no request."""
+        """Free the memory, contents included: the engine is suspended, and holds no request."""
 
     def begin_step(self, view: ContextGPUView) -> None:
-        """Behind the unpacking of every step, as a part of captured work."""
+        """Runs after the unpacking of every step, as a part of captured work."""
 
     def begin_chunks(self, view: ContextGPUView, mode: SamplingMode) -> None:
-        """Behind the unpacking of a step with prefill chunks, as a part of captured work. A row
+        """Runs after the unpacking of a step with prefill chunks, as a part of captured work. A row
         with the feature STARTS has a request's first chunk since it got its slot, wherever in its
-        prompt that begins: what the slot's last owner left is not to be seen.
+        prompt the chunk begins: data of the slot's previous owner must be reset.
 
         Args:
             view: the step.
@@ -76,13 +76,13 @@ class PerSlotState:
 
 
 class SlotStates:
-    """All states of an engine: what is asked of it, each of them does."""
+    """All slot states of an engine: each method calls the same method of every state."""
 
     def __init__(self, states: Iterable[PerSlotState] = ()) -> None:
         self._states = list(states)
 
     def add(self, state: PerSlotState) -> None:
-        """One more."""
+        """Add a state."""
         self._states.append(state)
 
     def find[State: PerSlotState](self, kind: type[State]) -> State | None:
@@ -140,12 +140,12 @@ class SlotStates:
 
 
 class FeedbackState(PerSlotState):
-    """What sampling hands to the next step: last token, length and drafts. The last chunk of a
-    request sets them all, so a first chunk finds nothing to reset.
+    """Last token, length and drafts, which sampling leaves for the next step. The last chunk of a
+    prompt sets them all, so a first chunk has nothing to reset.
 
     Args:
-        slots: where they are.
-        entries: length of the ring in which they are kept; 0 where nothing is ever put back.
+        slots: the device's slots, with these arrays.
+        entries: entries of the shadow ring; 0 if nothing is ever put back.
     """
 
     def __init__(self, slots: DeviceSlots, entries: int) -> None:

@@ -1,5 +1,5 @@
-"""`share_states`: how many snapshots of recurrent states an engine has room for, and how close they
-stand."""
+"""`share_states`: the number of snapshots of recurrent states that an engine keeps, and the
+interval between them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.models.partition import is_recurrent, recurrent_layers, recurrent_sizes
 
 MOST_INTERVAL = 8192
-"""Tokens between snapshots of a prompt at most: without keys and values there is nothing to weigh
-them against."""
+"""Most tokens between snapshots of a prompt; a model without keys and values has no other
+measure."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StateSharing:
     """Settings of shared recurrent states; the same on all ranks of a model."""
 
     snapshots: int
-    """Rows beside those of the slots."""
+    """Rows for snapshots, beside the rows of the slots."""
     limit: int
     """Most snapshots at once."""
     interval: int
@@ -46,7 +46,7 @@ class StateSharing:
 
 
 def share_states(model: Any, config: InferenceConfig, device: Device) -> StateSharing | None:
-    """How an engine shares recurrent states; None where it does not.
+    """How an engine shares recurrent states; None if it does not share them.
 
     Args:
         model: Megatron's `TransformerConfig`; a `HybridModel`'s carries `hybrid_layer_pattern`.

@@ -1,9 +1,9 @@
-"""`StateTable`: which rows of the state pools a step reads and writes, where states are shared.
+"""`StateTable`: which rows of the state pools a step reads and writes, if states are shared.
 
-A request's row stands by slot, as its block table does. The plan names it with each prefill chunk,
-and with it where the chunk begins from, and where its scan and the decode rows leave snapshots
-(`contexts/state_rows.py`). One kernel takes that from the step's bookkeeping, because a captured
-step's addresses are fixed.
+A request's row is stored by slot, like its block table. For each prefill chunk, the plan has the
+row, the row from which the chunk begins, and the rows for snapshots of its scan; it also has the
+rows for snapshots of decode rows (`contexts/state_rows.py`). One kernel reads these from the step's
+bookkeeping, because a captured step's addresses are fixed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_async.contexts.step_plan import StatePlan
 
 COUNTS = 3
-"""Words in front of a step's section: saves, prefill chunks, scan chunks."""
+"""Words at the start of a step's section: numbers of saves, prefill chunks, scan chunks."""
 TILE = 128
 
 
@@ -54,16 +54,16 @@ class StepStates:
 
 
 class StateTable:
-    """A slot's row, and what a step's bookkeeping says of rows.
+    """Each slot's row, and the rows of a step from its bookkeeping.
 
     Writer and reader: steps, on the compute stream.
 
     Args:
         slots: of the engine; one more is for rows without a request.
-        dummy_row: theirs.
+        dummy_row: the pool row of rows without a request.
         max_rows: rows of the largest step.
         max_tokens: prefill tokens of the largest step.
-        device: where it lives.
+        device: where the table is.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StateTable:
     def unpack(
         self, words: Tensor, entry: Tensor, dims: BatchDimensions, row_slots: Tensor
     ) -> StepStates:
-        """Take a step's section from its bookkeeping.
+        """Read a step's section of its bookkeeping.
 
         Args:
             words: int32 `[ring, words]`: packed bookkeeping of the steps in flight.

@@ -1,4 +1,4 @@
-"""`StepTensors`: what a step's layers and its sampler read, unpacked from its bookkeeping."""
+"""`StepTensors`: inputs of a step's layers and sampler, unpacked from its bookkeeping."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class StepTensors:
     Attributes:
         entry: int32 `[1]`: the step's entry in the rings of bookkeeping and of samples.
         row_slots: int64 `[rows]`.
-        lengths: int32 `[rows]`: tokens of a decode row's sequence before the step, those of a
-            chunk's behind it.
+        lengths: int32 `[rows]`: tokens of the sequence: of a decode row before the step, of a chunk
+            after the step.
         kv_lengths: int32 `[rows]`: keys that the row's last query token sees.
         block_tables: int32 `[rows, blocks]`.
         prefill_starts: int32 `[prefill rows + 1]`: tokens of each prefill row, counted from the

@@ -1,4 +1,4 @@
-"""`StepView`: what a model's layers may ask while a pass over some tokens runs."""
+"""`StepView`: what a model's layers may read during a pass over some tokens."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class LaidOutTokens(Protocol):
     """Tokens of a pass, int64 `[tokens]` each, decode rows first.
 
     Attributes:
-        token_ids: what they are.
-        positions: in their sequences.
+        token_ids: the ids of the tokens.
+        positions: positions in their sequences.
         write_index: places in the flat KV cache.
     """
 
@@ -83,8 +83,8 @@ class StepView:
                 head its query heads, its key, its value.
             q_norm, k_norm: `[dim]`, RMSNorm weights of query and key heads, or None.
             scale: of scores before the softmax; None: one by the root of dim.
-            has_gate: the gates of the output stand behind each KV head's query heads, and the
-                output is multiplied by their sigmoids.
+            has_gate: `mixed_qkv` has the gates of the output after each KV head's query heads, and
+                the output is multiplied by the sigmoids of the gates.
 
         Returns:
             `[tokens, heads, dim]`.

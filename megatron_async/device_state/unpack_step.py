@@ -1,10 +1,10 @@
-"""First work of a step: from the packed bookkeeping to what the layers read.
+"""First work of a step: unpack the bookkeeping into the tensors that the layers read.
 
-One kernel, and another for prefill tokens, where plain torch needs thirty. The first takes a row:
-its block-table updates, then what follows from its slot; how long a decode row's sequence is, the
-steps before have left there. The second takes tokens of the prefill chunks: what follows from a
-token's row. They find the step's bookkeeping in a ring by a number on the device, because a
-captured step's addresses are fixed."""
+One kernel, and a second one for prefill tokens, do the work of thirty kernels of plain torch. A
+program of the first kernel processes a row: its block-table updates, then the data of its slot,
+where earlier steps have stored a decode row's length. A program of the second processes tokens of
+the prefill chunks, from the data of their rows. Both find the step's bookkeeping in a ring by a
+number on the device, because a captured step's addresses are fixed."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def unpack_step(
         dims: shape of the step.
         slots: per-slot state, changed in place. Block-table updates are for rows of this step only.
         block_size: tokens a block.
-        out: tensors of the step's size, written. Padding tokens, query tokens behind which their
-            request's limit leaves no place, and those that the plan gives their row no blocks for
-            (beyond its own width, or the drafts that its request allows) get position 0 and a place
-            in the last slot's first block; the former id 0.
-        lengths: int32 `[decode rows]` of the sequences, where another rank knows them; None: those
-            of `slots`.
-        block_tokens: int32 `[blocks, block size]`: where each token goes, to the place of its keys;
-            None where tokens are not kept.
+        out: tensors of the step's size, written. Some tokens get position 0 and a place in the last
+            slot's first block: padding tokens (with id 0), query tokens beyond their request's
+            limit, and those for which the plan reserved no blocks (beyond the row's own width, or
+            the drafts that its request allows).
+        lengths: int32 `[decode rows]` of the sequences, if another rank has them; None: those of
+            `slots`.
+        block_tokens: int32 `[blocks, block size]`, changed: each token's id is written at the place
+            of its keys; None if tokens are not kept.
     """
     unpack = unpack_step_kernels if words.is_cuda else unpack_step_reference
     unpack(words, next_entry, dims, slots, block_size, out, lengths, block_tokens)

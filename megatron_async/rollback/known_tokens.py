@@ -1,4 +1,4 @@
-"""`KnownTokens`: what the host knows of requests' tokens, for device state that is built anew."""
+"""`KnownTokens`: booked tokens of requests, from which device state is computed again."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ def take_back(
         plan: of a step whose device work is over.
         slots, blocks, prefilling: the context's, changed in place.
         requeue: takes everything from the request in a slot and queues it again.
-        repeats_chunks: whether a prefill chunk may run again. Not so with recurrent layers, whose
-            state is behind the chunk then: its request is prefilled from the start.
+        repeats_chunks: whether a prefill chunk may run again. Not with recurrent layers, whose
+            state includes the chunk already: the request is prefilled from the start.
     """
     live = slots.generation[plan.slots] == plan.generations
     rows = plan.slots[live]

@@ -1,13 +1,13 @@
-"""`Rollback`: launch ahead on the assumption that no request ends, and take back what was wrong.
+"""`Rollback`: launch ahead as if no request ended, and take steps back when a request did end.
 
-The design of Megatron-LM pull request 4558, kept beside `Reconcile` to compare the two on one
-engine. When a request ends unforeseen, the first step in flight with a row of it and all steps
-behind that are waited for and discarded; the device's per-slot state and the books become what they
-were before that step, and it is planned and launched again without the request. Samples depend on
-seed and position alone, so the others get the same tokens, once more.
+The design of Megatron-LM pull request 4558, kept beside `Reconcile` to compare the two in one
+engine. When a request ends unexpectedly, the engine waits for the first step in flight that serves
+it and for all later steps, and discards them. It restores the device's per-slot state and the
+bookkeeping from before that step, and plans and launches the step again without the request.
+Samples depend only on seed and position, so the other requests get the same tokens again.
 
-An eviction discards nothing. It is decided when a step is planned, not learnt from one, so the rows
-in flight of an evicted request are zombies here too.
+An eviction discards nothing. It is decided when a step is planned, so the rows in flight of an
+evicted request are zombies here too.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Proposing tokens without a model, and handing what was proposed on."""
+"""Kernels of drafters: n-gram lookup, the tokens of a draft model, storing drafts."""

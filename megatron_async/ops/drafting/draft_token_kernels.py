@@ -39,7 +39,7 @@ def rows_kernel(
     width: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    """One row: what is told of it, and the entries of a decode row."""
+    """One row: its fields of `DraftTokens`, and the entries of a decode row."""
     wait_for_previous(overlap)
     row = tl.program_id(0)
     slot = tl.load(row_slots + row)
@@ -114,7 +114,7 @@ def chunk_tokens_kernel(
     tile: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    """Entries of the chunks' tokens, and of the token behind each chunk."""
+    """Entries of the chunks' tokens, and of the token after each chunk."""
     wait_for_previous(overlap)
     number = tl.program_id(0) * tile + tl.arange(0, tile)
     exists = number < tokens - first

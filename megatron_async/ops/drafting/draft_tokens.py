@@ -1,17 +1,17 @@
-"""Which tokens a draft model runs over behind a step, and where their keys and values go.
+"""The tokens that a draft model processes after a step, and the places of their keys and values.
 
-The entry of a draft model (multi-token prediction) at place t of a sequence is made of the trunk's
-hidden state of place t - 1 and of token t, so a block of entries depends on no token outside of the
-block's hash. Place 0 has none. Behind a step that has computed hidden states of some places, the
-entries of the places behind them can be made: of a decode row's accepted tokens, up to the token
-that was sampled last; of a chunk all, and, where the chunk ends its prompt, that of the first
-sampled token. A chunk's first entry needs the hidden state before the chunk, which
-`PagedKVCache.block_hidden` has kept. From the hidden state of a row's last
-entry the first draft is made.
+The entry of a draft model (multi-token prediction) at position t of a sequence is made of the
+model's hidden state at position t - 1 and of token t. So a block of entries depends only on tokens
+in the block's hash. Position 0 has no entry. After a step, entries are made one position further
+than the step's hidden states. In a decode row these are the entries of accepted tokens, up to the
+token sampled last. In a chunk they are the entries of all its tokens and, if the chunk is its
+prompt's last, of the first sampled token. A chunk's first entry needs the hidden state before the
+chunk, which `PagedKVCache.block_hidden` keeps. The first draft is made from the output at a row's
+last entry.
 
-A second depth takes what the first has made: its entry at place t is of the first depth's output at
-place t - 1 and of token t, and so on. Its tokens are the same, its hidden states those of the token
-before among them (`lay_out_behind`).
+The second depth's entry at position t is made of the first depth's output at position t - 1 and of
+token t, and so on. Its tokens are those of the first depth; its hidden states are the first depth's
+outputs at the token before (`lay_out_behind`).
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class DraftTokens:
     Attributes:
         token_ids, positions, write_index: int64 `[tokens]`; tokens that make no entry have
             position 0 and a place in the dummy block.
-        source: int64 `[tokens]`: index of the hidden state that goes with each token, among those
-            of the step; or, if negative, -1 - the block whose kept one it is.
+        source: int64 `[tokens]`: index of each token's hidden state among those of the step; or, if
+            negative, -1 - the block that keeps it.
         block_tables: int32 `[rows, blocks]`.
         kv_lengths: int32 `[rows]`: entries that the row's last token sees.
         starts: int32 `[chunks + 1]`: tokens of each chunk, counted from the first chunk's.
         last: int64 `[rows]`: index of the token from which a row's first draft is made.
-        lengths: int32 `[rows]`: of the sequences behind the step.
-        drafts: int32 `[rows]`: 1 where drafts of the row can mean anything, as it has yielded a
-            token; else 0.
+        lengths: int32 `[rows]`: of the sequences after the step.
+        drafts: int32 `[rows]`: 1 if the row has yielded a token, so that its drafts are valid;
+            else 0.
     """
 
     token_ids: Tensor
@@ -74,7 +74,7 @@ def lay_out_entries(view: ContextGPUView, sampled: Tensor) -> DraftTokens:
     """The tokens of the entries' pass.
 
     Args:
-        view: the step, behind its `feed_back`.
+        view: the step, after its `feed_back`.
         sampled: int64 `[sample rows]`, -1 where there is no token.
     """
     if not sampled.is_cuda:
@@ -158,8 +158,8 @@ def lay_out_entries_kernels(view: ContextGPUView, sampled: Tensor) -> DraftToken
 
 
 def lay_out_behind(view: ContextGPUView, entries: DraftTokens) -> Tensor:
-    """The sources of the entries of a depth behind the first: the output of the depth before at the
-    token before, which for a row's first token the block of the place before has kept.
+    """The sources of the entries of a depth after the first: the previous depth's outputs at the
+    token before. For a row's first token, the block of the position before keeps this output.
 
     Args:
         view: the step.
@@ -184,8 +184,8 @@ def lay_out_behind(view: ContextGPUView, entries: DraftTokens) -> Tensor:
 
 
 def ends_of_rows(view: ContextGPUView, entries: DraftTokens) -> Tensor:
-    """Index of the last entry of each row, int64 `[rows]`: in a chunk that ends no prompt it is
-    that of its own last token. A dummy chunk has none: the index means nothing, but is one.
+    """Index of the last entry of each row, int64 `[rows]`. In a chunk that is not its prompt's last
+    it is the index of the chunk's last token. For a dummy chunk it is meaningless, but valid.
 
     Args:
         view: the step.

@@ -1,5 +1,5 @@
-"""Hidden states of single tokens: some are kept by KV block, and a draft model's input is gathered
-from a step's and from kept ones."""
+"""Hidden states of single tokens: keep some by KV block, and gather a draft model's input from the
+step's hidden states and from kept ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def keep_hidden(
     Args:
         hidden: `[tokens, hidden]`, contiguous.
         write_index: int64 `[tokens]`: place of each token's keys in the flat KV cache.
-        ends: int64 `[chunks]`: tokens that end a chunk; more than one may be the same.
+        ends: int64 `[chunks]`: last tokens of chunks; the same token may occur twice.
         block_size: places of a block.
         kept: `[blocks + 1, hidden]`, contiguous, changed at the blocks of these tokens; the last
             block's row, that of tokens without a request, stays.

@@ -1,11 +1,11 @@
-"""Prompt lookup: what stood behind the last tokens of a sequence when they came there before.
+"""Prompt lookup: the tokens that followed an earlier occurrence of a sequence's last tokens.
 
-A sequence's tokens lie by block beside its keys (`PagedKVCache.block_tokens`), all but the last
-one, which lies by slot. Nothing is kept between steps, so nothing can be stale: each step looks
-through the sequence anew. That costs 4 bytes a token, where attention reads hundreds.
+A sequence's tokens are stored by block beside its keys (`PagedKVCache.block_tokens`), except the
+last token, which is stored by slot. No state is kept between steps, so none can be stale: each step
+searches the sequence again. This reads 4 bytes a token; attention reads hundreds.
 
-The idea is Saxena's "Prompt Lookup Decoding" (2023); matches of one token are left out, as they are
-right less often than not.
+The idea is Saxena's "Prompt Lookup Decoding" (2023). Matches of one token are not used: fewer than
+half of them are right.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from megatron_async.ops.dependent_launch import launch_options, wait_for_previou
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
 
 LONGEST = 4
-"""Tokens that are compared: a longer match is not preferred to one of so many."""
+"""Most tokens of a match: a longer match is not preferred."""
 SHORTEST = 2
-"""Fewer tokens are no match."""
+"""Fewest tokens of a match."""
 SEARCHED = 16384
-"""Tokens before the last one that are looked at. It bounds what a step's lookup costs: 64 KiB of
-reads a row, however long its sequence is."""
+"""Tokens before the last one that are searched. This limits the cost of a step's lookup: 64 KiB of
+reads a row for any length of the sequence."""
 TILE = 2048
 """Tokens that one program compares: a row's programs run side by side."""
 WORDS = tl.constexpr(RECORD_WORDS)
 DRAFTS = tl.constexpr(int(Header.DRAFTS))
 PLACES = 1 << 27
-"""More than a sequence has tokens: a match's score is its length times this, and its place."""
+"""More than the tokens of any sequence: a match's score is its length times this, plus its
+position."""
 
 
 def ngram_drafts(
@@ -43,12 +44,12 @@ def ngram_drafts(
     count: int,
     searched: int = SEARCHED,
 ) -> Tensor:
-    """Draft for each row what stood behind the longest match of its last tokens; of several matches
-    of one length, the latest.
+    """Drafts for each row: the tokens after the longest match of its last tokens; of several
+    matches of the same length, after the latest.
 
-    A match may overlap the tokens that it is a match of. Where its successors reach the end of the
-    sequence, they go on with the drafts themselves (as in LZ77, Ziv and Lempel 1977): a text that
-    repeats itself is drafted in full, however short its period is.
+    A match may overlap the row's last tokens. Where its successors reach the end of the sequence,
+    the drafts themselves continue them (as in LZ77, Ziv and Lempel 1977). So a text that repeats
+    itself has all its drafts, even with a short period.
 
     Args:
         block_tokens: int32 `[blocks, block size]`.
@@ -62,7 +63,8 @@ def ngram_drafts(
         searched: tokens before the last one that are looked at.
 
     Returns:
-        int64 `[rows, count]`; -1 where nothing was found, and behind what a row may have.
+        int64 `[rows, count]`; -1 where nothing was found, and beyond the drafts that a row may
+            have.
     """
     rows, blocks = block_tables.shape
     block_size = block_tokens.size(1)

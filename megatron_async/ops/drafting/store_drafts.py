@@ -1,4 +1,4 @@
-"""Drafts of a step go to the next step, by slot, and to the host, in the sample ring."""
+"""Store drafts of a step by slot, for the next step, and in the sample ring, for the host."""
 
 from __future__ import annotations
 
