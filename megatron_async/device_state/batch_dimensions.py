@@ -38,7 +38,7 @@ class BatchDimensions:
     """Tokens that each rank of an expert-parallel group sends to the others, padding included, when
     another rank has more than this one; 0: as many as this step has."""
     dispatch_entries: int = 0
-    """`dispatch_tokens` of a draft model's pass over entries (`ops/drafting/draft_tokens.py`), which
+    """`dispatch_tokens` of a draft model's pass over entries (`ops/drafting/draft_tokens.py`); it
     has one more token of each chunk."""
     dispatch_rows: int = 0
     """`dispatch_tokens` of its passes over one token of each row."""

@@ -1,8 +1,8 @@
-"""What a request without parameters asks for, in Python as on the command line.
+"""Parameters of a request that gives none, in Python and on the command line.
 
 `SamplingParams()` itself has Megatron-Core's defaults (temperature 1, no limit of tokens), since
-scripts for Megatron-Core rely on them. A prompt given to `LLM` or `megatron-async` without any is a
-first try: it gets the likeliest tokens, the same every time, and ends soon.
+scripts for Megatron-Core rely on them. A prompt given to `LLM` or `megatron-async` without
+parameters is greedy, so its answer is the same every time, and short.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Status(Enum):
-    """Where a request is in its life; Megatron-Core's names and values."""
+    """State of a request; Megatron-Core's names and values."""
 
     WAITING_IN_QUEUE = 1
     ACTIVE_AND_GENERATING_TOKENS = 2
@@ -69,11 +69,11 @@ class DynamicInferenceRequest:
         error: why the request failed, or None.
         ttft: seconds from arrival to the first token, None before it.
         latency: seconds from arrival to the end.
-        record: what the sampling steps must know of it; None until it is queued.
-        watch_row: which of its tokens stop words or a grammar must see; see `TokenWatch`.
+        record: its sampling parameters for the device; None until it is queued.
+        watch_row: row of `TokenWatch`'s table: the tokens that stop words or a grammar must check.
         stop_words_from: see `StopWords.counts_from`.
-        log_probs: what was booked of them, or None if they were not asked for; the properties
-            below give them in Megatron's form.
+        log_probs: booked log probs, or None if they were not asked for; the properties below give
+            them in Megatron's form.
         num_cached_tokens: of its prompt, those that were found in the cache when it was admitted;
             None before that.
         block_hashes: of its sequence's first blocks; see `PrefixCache`.
@@ -103,8 +103,8 @@ class DynamicInferenceRequest:
 
     @property
     def generated_text(self) -> str | None:
-        """Text of the generated tokens, made when asked for: detokenizing is the consumer's work,
-        not the engine loop's."""
+        """Text of the generated tokens, made at first use: the consumer's thread detokenizes, not
+        the engine's loop."""
         if self._text is None and self.detokenizer is not None:
             stopped = self.finish_reason in ("termination_id", "stop_token")
             keep = self.sampling_params.detokenize_stop_sequence
@@ -139,9 +139,9 @@ class DynamicInferenceRequest:
 
     @property
     def generated_top_n_logprobs(self) -> list[dict[str, float]] | None:
-        """At each generated token the likeliest tokens, by text (by id, without a tokenizer; where
-        two have one text, the likelier), and their log probs; `log_probs.generated_top_n()` has
-        their ids."""
+        """The likeliest tokens at each generated token, with their log probs. Keys are texts, or
+        ids without a tokenizer; of two tokens with the same text, the likelier is kept.
+        `log_probs.generated_top_n()` has the ids."""
         found = None if self.log_probs is None else self.log_probs.generated_top_n()
         return self._by_text(found)
 

@@ -1,4 +1,4 @@
-"""Log probs of one request, kept as they arrive and put into words when asked for."""
+"""Log probs of one request, stored as they arrive and converted when they are read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Alternatives = list[tuple[int, float]]
 
 
 class RequestLogProbs:
-    """What has been booked of a request's log probs; an eviction leaves it as it is.
+    """Booked log probs of a request; an eviction does not change them.
 
-    It keeps 4 bytes a token, or up to 164 with alternatives, and nothing of the other rows.
+    They take 4 bytes a token, or up to 164 with alternatives.
 
     Args:
         top_n: alternatives at each place, 0 for none.

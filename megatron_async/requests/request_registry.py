@@ -1,4 +1,4 @@
-"""`RequestRegistry`: who in the outside world waits for which request."""
+"""`RequestRegistry`: unfinished requests, with the futures and streams that wait for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RequestEntry:
-    """An unfinished request with its future and what watches its text.
+    """An unfinished request with its future, and its stop words and grammar.
 
     Attributes:
         grammar_job: compiles its grammar; `grammar` is there when the request is admitted.
@@ -51,8 +51,8 @@ class RequestRegistry:
     Attributes:
         news: notified when a request is added and when one ends.
         readers: of streams, who wait for tokens.
-        on_end: called with each request as it ends, when its books are complete and before those
-            who wait for it are told; None: nobody is.
+        on_end: called with each request as it ends, when all its tokens are stored, and before its
+            future and streams end; None: no call.
     """
 
     def __init__(self, statistics: EngineStatistics) -> None:
@@ -78,7 +78,7 @@ class RequestRegistry:
         return len(self._entries)
 
     def new_entry(self, request: DynamicInferenceRequest) -> RequestEntry:
-        """The entry of a request, for `add`; nothing here knows of it before.
+        """The entry of a request, for `add`; the registry does not contain it before.
 
         Raises:
             RequestError: an unfinished request has its id.
@@ -98,7 +98,7 @@ class RequestRegistry:
         self.news.notify()
 
     def withdraw(self, entry: RequestEntry) -> bool:
-        """Take a request back, as if it had never been added; whether it had been."""
+        """Remove a request as if it had never been added; returns whether it was there."""
         is_there = self._entries.get(entry.request.request_id) is entry
         if is_there:
             del self._entries[entry.request.request_id]
@@ -131,7 +131,7 @@ class RequestRegistry:
         reason: str,
         error: Exception | None = None,
     ) -> None:
-        """A request leaves the engine: its future, its streams and the next report carry it."""
+        """A request leaves the engine: its future and streams end, and the next report has it."""
         request.status, request.finish_reason, request.error = status, reason, error
         request.latency = time.perf_counter() - request.arrival_time
         failed = status == Status.FAILED
@@ -179,8 +179,8 @@ class RequestRegistry:
         return next(number for number in self._numbers if number not in self._entries)
 
     def fail_all(self, error: Exception, slots: RequestSlots) -> None:
-        """End every unfinished request with the error of their engine; they keep what is booked in
-        `slots`."""
+        """End every unfinished request with the engine's error; requests keep the tokens that are
+        booked in `slots`."""
         self._keep_booked_tokens(slots)
         for entry in list(self._entries.values()):
             self.end(entry.request, Status.FAILED, "error", error)
@@ -191,8 +191,8 @@ class RequestRegistry:
             request.generated_tokens = slots.generated_tokens(slot)
 
     def close(self, slots: RequestSlots) -> None:
-        """Tell all who still wait that nothing more will come than is booked in `slots`, and close
-        the event loop if it is our own."""
+        """Fail all unfinished requests, which keep the tokens booked in `slots`, and close the
+        event loop if the registry made it."""
         self._is_closed = True
         self._keep_booked_tokens(slots)
         for request_id, entry in list(self._entries.items()):
@@ -203,7 +203,7 @@ class RequestRegistry:
         self.news.notify()
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """The running loop, or one of our own: futures need a loop, steps do not."""
+        """The running loop, or a new one: futures need a loop, steps do not."""
         try:
             return asyncio.get_running_loop()
         except RuntimeError:

@@ -17,10 +17,10 @@ from megatron_async.text.structured_output import StructuredOutput
 
 LOGPROBS_MODES = ("raw", "processed")
 MAX_STOP_TOKEN_IDS = 128
-"""Every token of every request is compared with as many as the largest request has."""
+"""The limit is low because each token is compared with as many ids as the largest request has."""
 MAX_STOP_WORDS = 64
 MAX_WORD_LENGTH = 256
-"""Of a stop word, or of a bad word that is a text: characters."""
+"""Most characters of a stop word, or of a bad word that is a text."""
 NUMBERS = (
     "temperature", "top_k", "top_p", "min_p", "top_n_logprobs", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "min_tokens",
@@ -39,12 +39,12 @@ class SamplingParams:
     Filters apply in this order: temperature, top_k, top_p (over what top_k left), min_p.
 
     Raises:
-        RequestError: what must be a number is none. Which numbers are allowed is checked when a
+        RequestError: a value that must be a number is none. The range of numbers is checked when a
             request is added, so that one bad request of many fails alone.
     """
 
     temperature: float = 1.0
-    """More is more varied, 0 takes the likeliest token. Divides the logits."""
+    """Divides the logits: higher values give more varied text, 0 takes the likeliest token."""
     top_k: int = 0
     """Sample among the k likeliest tokens, 0 for all. 1 is greedy."""
     top_p: float = 0.0
@@ -73,20 +73,21 @@ class SamplingParams:
     """Give the log prob of every generated token, and of the prompt's unless
     `skip_prompt_log_probs`."""
     skip_prompt_log_probs: bool = False
-    """Leave out the prompt's, which cost a projection to the vocabulary for each of its tokens."""
+    """Leave out the prompt's log probs, which cost a projection to the vocabulary a token."""
     top_n_logprobs: int = 0
     """The N likeliest tokens at each place with their log probs, at most 20. With
     `return_log_probs`."""
     logprobs_mode: str = "raw"
-    """Log probs of the model's logits (raw), or of what the token is drawn from (processed). That
-    is with penalties, biases, bans, temperature and filters. vLLM's names. A prompt's are raw."""
+    """Log probs of the model's logits (raw), or of the distribution that the token is drawn from
+    (processed): with penalties, biases, bans, temperature and filters. vLLM's names. A prompt's
+    log probs are always raw."""
     frequency_penalty: float = 0.0
-    """Less of tokens that were generated, for each time: -2 to 2, 0 is off. Subtracted from the
-    logit."""
+    """Make generated tokens less likely each time they occur: -2 to 2, 0 is off. Subtracted from
+    the logit for each occurrence."""
     presence_penalty: float = 0.0
-    """Less of tokens that were generated at all: -2 to 2, 0 is off. Subtracted from the logit."""
+    """Make generated tokens less likely: -2 to 2, 0 is off. Subtracted from the logit once."""
     repetition_penalty: float = 1.0
-    """Less of tokens in prompt and answer: over 1, 1 is off. Divides positive logits, and
+    """Make tokens of prompt and answer less likely: over 1, 1 is off. Divides positive logits, and
     multiplies negative ones."""
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these tokens, each -100 to 100. At most 512, stop tokens under
@@ -102,14 +103,14 @@ class SamplingParams:
 
     cache_salt: str | None = None
     """Requests share blocks of equal beginnings only with requests of the same salt, such as a
-    tenant's name: whether a prompt was seen before can be told by its time to the first token."""
+    tenant's name: the time to first token can reveal that a prompt was seen before."""
     num_speculative_tokens: int | None = None
     """Most tokens that are drafted ahead for this request: up to the engine's own number, which is
-    the default. 0: none. Without effect on the tokens, and under `structured_output`, where none
-    are."""
+    the default. 0: none. It never changes the tokens; requests with `structured_output` have no
+    drafts."""
     structured_output: StructuredOutput | None = None
-    """JSON schema, regular expression, grammar or choice that the text is held to; the request ends
-    where nothing may follow. Needs the model's tokenizer."""
+    """JSON schema, regular expression, grammar or choice that the text must match; the request ends
+    when no further token is allowed. Needs the model's tokenizer."""
 
     def __post_init__(self) -> None:
         for name in (*NUMBERS, *NUMBERS_OR_NONE):
@@ -139,7 +140,7 @@ class SamplingParams:
         """Check every value.
 
         Raises:
-            RequestError: naming the field, its value and what is allowed.
+            RequestError: names the field, its value and the allowed values.
         """
         _number("temperature", self.temperature, "0 (greedy) or more", lambda v: v >= 0)
         _number("top_p", self.top_p, "between 0 (off) and 1", lambda v: 0 <= v <= 1)

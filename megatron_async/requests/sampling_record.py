@@ -34,12 +34,12 @@ MOST = int(np.iinfo(np.int32).max)
 
 @dataclass(frozen=True, eq=False)
 class SamplingRecord:
-    """What the sampling steps must know of a request, made once.
+    """The sampling parameters of a request for the device, made once.
 
     Attributes:
         words: int32 `[words]`, for the device; see `ops/sampling/slot_records.py`.
         features: the bits that its rows carry.
-        mode: what a step with one of its rows must be able to do, at least.
+        mode: the lowest `SamplingMode` of a step with one of its rows.
     """
 
     words: NDArray[np.int32]
@@ -69,7 +69,7 @@ def sampling_record(
         drafts: most that a step verifies.
 
     Raises:
-        RequestError: more than a record holds, a bad word that is none, or nothing left to sample.
+        RequestError: more values than a record holds, an invalid bad word, or all tokens banned.
     """
     edits = _edits(params, prompt_length)
     bad_words = _bad_words(params, vocab_size, tokenizer)

@@ -2,8 +2,8 @@
 
 A reader that is woken at every step costs the event loop a task switch a token, which for many
 streams is longer than a step. So readers that wait are woken together, at most every few
-milliseconds, and get all that was booked since; only the first token of a request and its end are
-told at once.
+milliseconds, and get all tokens booked since. Only the first token of a request and its end are
+reported at once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 WAKE_EVERY_S = 0.005
-"""Readers that wait for more tokens rest so long between two wake-ups, seconds."""
+"""Seconds between two wake-ups of readers that wait for more tokens."""
 WOKEN_A_TURN = 64
 """Requests whose readers are woken in one turn of the event loop: between two turns the engine may
 launch a step, so that the device does not idle while many readers run."""
 MOST_UNMERGED = 32
-"""Steps whose request numbers are kept apart, where no event loop runs that would wake readers."""
+"""Steps whose request numbers are stored separately while no event loop runs to wake readers."""
 
 
 class StreamWakeups:

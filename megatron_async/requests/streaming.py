@@ -1,8 +1,8 @@
 """Streaming: a request's tokens and text while they are made, for readers of any speed.
 
-A stream holds no queue. The engine's books are the buffer: a reader takes all that has been booked
-since it last looked, so a slow one gets larger chunks, and never holds up a step. A reader keeps
-its place in the books, so a chunk costs what is new, however long the answer is.
+A stream has no queue. The request's booked tokens are the buffer: a reader takes all tokens booked
+since its last read, so a slow reader gets larger chunks, and never delays a step. A reader keeps
+its position, so the cost of a chunk depends on its new tokens, not on the answer's length.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What is new of a request.
+    """The new tokens and text of a request.
 
     Attributes:
         tokens: generated token ids.
-        text: text that nothing can change any more, or None without a tokenizer. Incomplete
-            characters, and what may become a stop word, wait for later chunks. The texts of all
+        text: text that later tokens cannot change, or None without a tokenizer. Incomplete
+            characters, and a possible start of a stop word, wait for later chunks. The texts of all
             chunks together are the request's `generated_text`.
     """
 
@@ -38,9 +38,9 @@ class RequestStream(AsyncIterator[StreamChunk]):
     """`async for chunk in stream`, until the request has ended.
 
     Made by `DynamicInferenceEngine.stream`; it lives on the event loop that steps the engine. The
-    first token comes at once, and so does the end; in between, readers that wait are woken together
-    every few milliseconds (`stream_wakeups.WAKE_EVERY_S`), and a chunk is what came meanwhile. If
-    the request fails, its error is raised behind the last chunk.
+    first token comes at once, and so does the end. In between, waiting readers are woken together
+    every few milliseconds (`stream_wakeups.WAKE_EVERY_S`), and get all new tokens as one chunk. If
+    the request fails, its error is raised after the last chunk.
 
     Args:
         request: the request.

@@ -1,4 +1,4 @@
-"""Addresses of a coordinator: what may be one, and why one cannot be bound."""
+"""Addresses of a coordinator: which are valid, and why an address cannot be bound."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_PORT = 2**16 - 1
 
 
 def check_address(address: str) -> None:
-    """Check the form of an address: ZMQ takes a port modulo 65536, and says little of the rest.
+    """Check the form of an address, because ZMQ takes a port modulo 65536 and explains few errors.
 
     Args:
         address: "tcp://HOST:PORT" (PORT "*" or 0: bind a free one), or "ipc://FILE".

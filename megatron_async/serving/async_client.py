@@ -1,4 +1,4 @@
-"""`AsyncCoordinatorClient`: ask a coordinator's replicas, from an asyncio loop."""
+"""`AsyncCoordinatorClient`: send requests to a coordinator's replicas, on an asyncio loop."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Prompt = str | Sequence[int] | Any
 class AsyncCoordinatorClient(TokenClient):
     """Sends requests to a coordinator; use it with `async with`.
 
-    After the coordinator was lost, what was unfinished has failed with `CoordinatorLost`, and the
-    next call connects again. Arguments and attributes are those of `TokenClient`.
+    When the coordinator is lost, unfinished requests fail with `CoordinatorLost`; the next call
+    connects again. Arguments and attributes are those of `TokenClient`.
     """
 
     async def __aenter__(self) -> AsyncCoordinatorClient:
@@ -47,7 +47,7 @@ class AsyncCoordinatorClient(TokenClient):
         Raises:
             CoordinatorLost: there is none.
             ReplicaLost: it has no replica, and none came within `replica_timeout_s`.
-            RequestError: something in it cannot be sent.
+            RequestError: a value of the request cannot be sent.
         """
         params = sampling_params or SamplingParams()
         given = prompt if isinstance(prompt, str) else _token_ids(prompt)
@@ -79,8 +79,8 @@ class AsyncCoordinatorClient(TokenClient):
         Raises:
             CoordinatorLost: there is none, or it died.
             ReplicaLost: it has no replica, and none came within `replica_timeout_s`.
-            Exception: whatever the first request that failed, in order of prompts, failed with; not
-                with `raise_on_failure=False`.
+            Exception: the error of the first failed request, in order of prompts; not with
+                `raise_on_failure=False`.
         """
         batch = [prompts] if is_one_prompt(prompts) else list(prompts)
         if isinstance(sampling_params, Sequence):
@@ -119,11 +119,11 @@ class AsyncCoordinatorClient(TokenClient):
         sampling_params: SamplingParams | None = None,
         priority: int = 0,
     ) -> AsyncIterator[TokenChunk]:
-        """The tokens and text of one request while they are made. Who stops reading (`aclose`)
-        aborts it.
+        """The tokens and text of one request while they are made. To stop reading (`aclose`) aborts
+        the request.
 
         Raises:
-            CoordinatorLost, and whatever the request fails with, behind the last chunk.
+            CoordinatorLost, and the error of the request, after the last chunk.
         """
         request = await self.submit(prompt, sampling_params, priority)
         try:
@@ -139,15 +139,16 @@ class AsyncCoordinatorClient(TokenClient):
         return self._tokenizer[1]
 
     async def pause_replica(self, name: str) -> None:
-        """Let a replica stand still, with its requests, until `resume_replica`.
+        """Stop a replica's engine until `resume_replica`; its requests wait.
 
         Raises:
-            ValueError: there is none of that name.
+            ValueError: there is no replica of that name, it is leaving, or other replicas need its
+                experts.
         """
         await self._ask("pause", name)
 
     async def drain_replica(self, name: str) -> None:
-        """Give a replica nothing more, until `resume_replica`; it finishes what it has."""
+        """Send a replica no further requests until `resume_replica`; it finishes its own."""
         await self._ask("drain", name)
 
     async def resume_replica(self, name: str) -> None:
@@ -155,7 +156,7 @@ class AsyncCoordinatorClient(TokenClient):
         await self._ask("resume", name)
 
     async def remove_replica(self, name: str) -> None:
-        """Let a replica finish what it has, and end its process."""
+        """Let a replica finish its requests, then end its process."""
         await self._ask("remove", name)
 
 

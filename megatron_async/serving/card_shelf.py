@@ -9,7 +9,7 @@ from megatron_async.serving.messages import Card
 
 
 class CardShelf:
-    """Room for one card: the replicas of a coordinator serve one model."""
+    """Keeps one card, since the replicas of a coordinator serve one model."""
 
     def __init__(self) -> None:
         self._card: Card | None = None
@@ -19,14 +19,14 @@ class CardShelf:
         return self._card is not None and self._card.digest == digest
 
     def put(self, card: Card) -> bool:
-        """Keep a card; whether there was another one before."""
+        """Keep a card; returns whether there was another one before."""
         is_other = self._card is not None and not self.has(card.digest)
         self._card = card
         return is_other
 
     def answer(self, fields: Mapping[str, Any]) -> dict[str, object]:
-        """What a client is told that has the card `fields["digest"]`, or none: nothing where there
-        is no card, and the card itself if it does not have it."""
+        """The answer to a client that has the card `fields["digest"]`, or none: empty if there is
+        no card, and the card itself if the client does not have it."""
         if self._card is None:
             return {}
         found: dict[str, object] = {"digest": self._card.digest}

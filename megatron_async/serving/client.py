@@ -1,4 +1,4 @@
-"""`CoordinatorClient`: ask a coordinator's replicas, from plain Python."""
+"""`CoordinatorClient`: send requests to a coordinator's replicas, from plain Python."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class CoordinatorClient:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0
     ) -> Iterator[TokenChunk]:
-        """The tokens and text of one request while they are made; who stops reading aborts it."""
+        """The tokens and text of one request while they are made; to stop reading aborts it."""
         chunks = self._client.stream(prompt, sampling_params, priority)
         try:
             while (chunk := self._wait_for(_next(chunks))) is not None:
@@ -85,23 +85,23 @@ class CoordinatorClient:
         return self._wait_for(self._client.stats())
 
     def pause_replica(self, name: str) -> None:
-        """Send a replica no further requests; what it has goes on."""
+        """Stop a replica's engine until `resume_replica`; its requests wait."""
         self._wait_for(self._client.pause_replica(name))
 
     def drain_replica(self, name: str) -> None:
-        """Send a replica no further requests, and end it when what it has is done."""
+        """Send a replica no further requests until `resume_replica`; it finishes its own."""
         self._wait_for(self._client.drain_replica(name))
 
     def resume_replica(self, name: str) -> None:
-        """Send a paused replica requests again."""
+        """Let a paused or drained replica go on."""
         self._wait_for(self._client.resume_replica(name))
 
     def remove_replica(self, name: str) -> None:
-        """Drop a replica now; its requests are served again by others."""
+        """Let a replica finish its requests, then end its process."""
         self._wait_for(self._client.remove_replica(name))
 
     def close(self) -> None:
-        """Disconnect; the coordinator aborts what is unfinished. May be called twice."""
+        """Disconnect; the coordinator aborts unfinished requests. May be called twice."""
         if self._loop.is_closed():
             return
         self._wait_for(self._client.close())

@@ -1,4 +1,4 @@
-"""What clients may tell a replica, and which of it a replica can do."""
+"""Commands of clients to a replica, and which of them a replica can follow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def find_replica(name: str, replicas: Collection[ReplicaRecord]) -> ReplicaRecor
 
 
 def state_after(what: str, replica: ReplicaRecord) -> ReplicaState:
-    """What becomes of a replica by a command.
+    """The state of a replica after a command.
 
     Raises:
         ValueError: there is no such command, or this replica cannot follow it.

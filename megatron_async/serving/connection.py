@@ -1,8 +1,8 @@
-"""`Connection`: a client's or a replica's way to the coordinator, for an asyncio loop.
+"""`Connection`: a client's or a replica's connection to the coordinator, for an asyncio loop.
 
-The loop watches ZMQ's file descriptor and a callback takes in all that is there: no task is woken
-for a message. The descriptor tells of changes only, so the callback reads until nothing is left,
-and what a send may have brought in is looked at afterwards (ZMQ's manual, `ZMQ_FD`).
+The loop watches ZMQ's file descriptor, and a callback reads all messages: no task is woken for a
+message. The descriptor signals only changes, so the callback reads until no message is left, and
+the queue is checked again after each send (ZMQ's manual, `ZMQ_FD`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from megatron_async.serving.secret import secure_peer
 logger = logging.getLogger("megatron_async")
 
 SLICE_S = 0.2
-"""How often it is looked whether the connection has ended."""
+"""Seconds between two checks whether the connection has ended."""
 FROZEN_S = 1.0
-"""A process that did not look for so long was stopped, or had no turn."""
+"""Seconds: a process without a check for so long was stopped, or had no CPU time."""
 HOST_SILENCE_S = 4.0
-"""A coordinator's host that is silent for so long is gone."""
+"""Seconds of silence after which a coordinator's host counts as lost."""
 MOST_AT_ONCE = 64
-"""Messages that are taken in before others on the event loop have a turn."""
+"""Most messages that are read before other callbacks of the event loop run."""
 
 
 class Connection[Heard]:
@@ -104,8 +104,8 @@ class Connection[Heard]:
         """Say hello and wait for the coordinator's welcome.
 
         Raises:
-            CoordinatorLost: nobody answers within `timeout_s`, or somebody else.
-            ConfigurationError: it refuses; the message says why.
+            CoordinatorLost: nobody answers within `timeout_s`, or another program does.
+            ConfigurationError: the coordinator refuses; the message says why.
         """
         self.send(hello)
         deadline = time.monotonic() + timeout_s
@@ -137,12 +137,12 @@ class Connection[Heard]:
         after: Callable[[], None],
         lost: Callable[[CoordinatorLost], None],
     ) -> None:
-        """From now on, call for what comes in instead of keeping it for `receive`.
+        """From now on, call `hear` for each message instead of keeping messages for `receive`.
 
         Args:
             hear: called with each message but pings.
-            after: called when all messages that had come were heard, `MOST_AT_ONCE` at most.
-            lost: called once, when nothing more will come.
+            after: called after the messages that had arrived, at most `MOST_AT_ONCE`.
+            lost: called once, when no more messages will come.
         """
         self._hear, self._after, self._lost = hear, after, lost
         while self._inbox:
@@ -256,7 +256,7 @@ class Connection[Heard]:
             self._lost(self._error)
 
     def close(self) -> None:
-        """End it. What was sent last is still delivered, if that takes no longer than 0.2 s."""
+        """Close it. Messages sent before are still delivered, if this takes at most 0.2 s."""
         if self._is_closed:
             return
         self._is_closed = True

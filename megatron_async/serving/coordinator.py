@@ -35,7 +35,7 @@ logger = logging.getLogger("megatron_async")
 TURN_MS = 50
 """Longest sleep of the loop."""
 MOST_UNREAD = 10_000
-"""Messages that wait for a peer that does not read, beside those in its socket."""
+"""Most messages queued for a peer that does not read, beside those in its socket."""
 
 
 class Coordinator:
@@ -44,7 +44,7 @@ class Coordinator:
     Args:
         address: "tcp://HOST:PORT" ("tcp://127.0.0.1:*" takes a free port), or "ipc://FILE".
         config: limits and policies.
-        secret: that all who connect must have; None: none is asked for. See `secret.read_secret`.
+        secret: that all peers must have; None: no secret is needed. See `secret.read_secret`.
 
     Attributes:
         address: where clients and replicas find it.
@@ -94,7 +94,7 @@ class Coordinator:
         self.latest_stats = self.dispatcher.stats()
 
     def run(self) -> None:
-        """Serve until `stop`; then all who are connected see that the coordinator is gone."""
+        """Serve until `stop`; then all peers see that the coordinator is gone."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
@@ -130,7 +130,7 @@ class Coordinator:
         self._stop.set()
 
     def _receive(self) -> None:
-        """All messages that are there, but a turn's worth at most."""
+        """All messages that have arrived, up to the limit of a turn."""
         for _ in range(1000):
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -148,7 +148,7 @@ class Coordinator:
             self.dispatcher.hear(identity, message, time.monotonic())
 
     def _probe(self) -> None:
-        """A connection has ended; which one, a message to each shows."""
+        """A connection has ended: send each peer a message, to find which one."""
         try:
             while True:
                 self._monitor.recv_multipart(zmq.NOBLOCK)

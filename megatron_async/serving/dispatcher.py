@@ -1,5 +1,5 @@
-"""`Dispatcher`: a coordinator's decisions. It knows no sockets: messages come in by `hear`, go out
-by a function, and time is told to it."""
+"""`Dispatcher`: a coordinator's decisions. It uses no sockets and no clock: messages come in by
+`hear`, go out by a function, and the caller passes the time."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class Dispatcher(RequestBooks):
 
     Args:
         config: limits and policies.
-        send: sends a message to an identity; it never fails, who cannot be reached is reported by
-            `lost`.
+        send: sends a message to an identity. It never fails; a peer that cannot be reached is
+            reported by `lost`.
         now: seconds.
 
     Attributes:
-        verbs: what the whole service was told, and its state.
+        verbs: an administrator's commands to the whole service, and its state.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Dispatcher(RequestBooks):
     # ---- What comes in -----------------------------------------------------------------------
 
     def hear(self, identity: bytes, message: ToCoordinator, now: float) -> None:
-        """Take a message in."""
+        """Handle a message."""
         if isinstance(message, ClientHello | ReplicaHello):
             self._welcome(identity, message, now)
         elif (replica := self.replicas.get(identity)) is not None:
@@ -105,7 +105,7 @@ class Dispatcher(RequestBooks):
             self._dispatch(now)
 
     def lost(self, identity: bytes, reason: str, now: float) -> None:
-        """Somebody is gone."""
+        """A peer is lost."""
         self.verbs.lost(identity)
         if (client := self.clients.pop(identity, None)) is not None:
             if client.requests:
@@ -119,7 +119,7 @@ class Dispatcher(RequestBooks):
         self._dispatch(now)
 
     def tick(self, now: float) -> None:
-        """Ping everybody when it is time, and see who is silent."""
+        """Ping all peers when it is time, and find silent ones."""
         config = self._config
         if now - self._last_ping >= config.ping_interval_s:
             self._last_ping = now
@@ -134,7 +134,7 @@ class Dispatcher(RequestBooks):
         self._dispatch(now)
 
     def ping(self) -> None:
-        """Send everybody a ping: who is gone is noticed by that, who hangs does not answer."""
+        """Send all peers a ping: a lost peer fails to receive it, a hanging one does not answer."""
         for identity in [*self.replicas, *self.clients]:
             self._send(identity, Ping())
 
@@ -176,7 +176,7 @@ class Dispatcher(RequestBooks):
             self._send(identity, Welcome(self._config.silence_s))
 
     def _replace(self, info: ReplicaInfo, now: float) -> None:
-        """A replica that connects again has forgotten what it was given."""
+        """A replica that connects again has dropped its requests."""
         for old in list(self.replicas.values()):
             if old.info.instance == info.instance:
                 self._lose(old, "it connected again", now, in_order=False)
@@ -193,7 +193,7 @@ class Dispatcher(RequestBooks):
         self._hand_over(replica, reason, in_order)
 
     def _hand_over(self, replica: ReplicaRecord, reason: str, in_order: bool) -> None:
-        """What a replica will not finish is served again elsewhere, or ends here."""
+        """Requests that a replica will not finish are served again elsewhere, or fail."""
         for request in list(replica.requests.values()):
             if request.is_aborted:
                 self._end_here(request, "RequestAborted", "aborted by its client")
@@ -235,7 +235,7 @@ class Dispatcher(RequestBooks):
                 logger.warning("Replica %s sent a client's message.", replica.name)
 
     def _hear_tokens(self, replica: ReplicaRecord, message: StepTokens, now: float) -> None:
-        """Tell each client its part of a step: Python per client and per end, not per token."""
+        """Send each client its part of a step: Python per client and per end, not per token."""
         try:
             parts = StepParts(message, replica, self.routes, self.clients)
         except ValueError as error:

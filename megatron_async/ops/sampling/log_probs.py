@@ -24,13 +24,13 @@ def log_probs_reference(
 
     *Raw* ones are of the model's logits. *Processed* ones are of the distribution that the token
     was drawn from: penalties, biases, bans, temperature and filters included (a greedy row's as if
-    at temperature 1 without filters). A constrained row has no token yet, and is left alone.
+    at temperature 1 without filters). A constrained row has no token yet and is skipped.
 
     Args:
         logits: `[rows, vocabulary]`, the model's.
         processed: float32, the same after `process_logits`.
         tokens: int64 `[rows]`, sampled.
-        cuts: not needed here; see `triton_log_probs`.
+        cuts: not used here; see `triton_log_probs`.
         rows: what each row asks for.
         ring: int32 `[entries, max rows, OUT_WORDS]`, written for rows that ask: float32 log prob of
             the token, int32 ids of the likeliest tokens (equal ones by id), their float32 log

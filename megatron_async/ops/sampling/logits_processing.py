@@ -2,8 +2,8 @@
 
 They apply in this order: repetition penalty, frequency and presence penalty, bias, bans. The
 repetition penalty (Keskar et al. 2019, CTRL) divides positive logits of tokens seen in prompt or
-generation and multiplies negative ones; frequency and presence penalties are OpenAI's: of generated
-tokens alone, by their number and by whether there are any.
+generation and multiplies negative ones. Frequency and presence penalties are OpenAI's: they apply
+only to generated tokens, by their count and by whether they have occurred.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 @dataclass
 class DraftTensors:
     """Rows of logits that follow drafts: `width` rows for each decode row, of which row j follows
-    the first j drafts. Other rows stand behind them.
+    the first j drafts. Other rows come after them.
 
     Attributes:
-        decode_rows, width: how many.
+        decode_rows, width: number of decode rows, and rows of logits for each.
         token_ids: int64 `[tokens]`: of each decode row the last token, then its drafts.
         yielded: int32 `[entries, rows, words]`: the sample ring, which says how many tokens a row
             yields.
@@ -56,7 +56,7 @@ class DraftTensors:
         return self.token_ids[first : first + row % self.width]
 
     def is_yielded(self) -> Tensor:
-        """Whether the token sampled from each row of logits is one that its request gets, bool
+        """Whether the token sampled from each row of logits is yielded to its request, bool
         `[sample rows or more]`."""
         counts = self.yielded[:, :, 0].index_select(0, self.entry.long())[0]
         place = torch.arange(self.width, device=counts.device)
@@ -71,7 +71,7 @@ class ProcessingRows(SamplingRows):
     Attributes:
         features: int32 `[rows]`, bits of `RowFeature`.
         state: per-slot counts and recent tokens.
-        drafts: None where no row follows a draft, and each yields its token.
+        drafts: None if no row of logits follows a draft, so that each yields its token.
     """
 
     features: Tensor
@@ -79,7 +79,7 @@ class ProcessingRows(SamplingRows):
     drafts: DraftTensors | None = None
 
     def drafts_before(self, row: int) -> Tensor:
-        """Drafts that stand between the tokens of `state` and a row's token, int64 `[drafts]`."""
+        """Drafts between the tokens counted in `state` and a row's token, int64 `[drafts]`."""
         return self.slots[:0] if self.drafts is None else self.drafts.before(row)
 
 
@@ -89,8 +89,7 @@ class CachedTokens:
 
     Attributes:
         block_tables: int32 `[chunks, blocks of a row]`; rows may be strided, elements not.
-        block_tokens: int32 `[blocks, block size]`, contiguous; what nobody has written there is
-            anything.
+        block_tokens: int32 `[blocks, block size]`, contiguous; unwritten places are undefined.
     """
 
     block_tables: Tensor
@@ -128,11 +127,11 @@ class ChunkTensors:
 
 
 def begin_chunks_reference(rows: ProcessingRows, chunks: ChunkTensors) -> None:
-    """Count the chunks' tokens, those of requests that start from zero.
+    """Count the chunks' tokens; the counts of requests that start are reset to zero first.
 
     Every known token of a request is counted once since it got its slot, also those that it
     generated before an eviction. Tokens before a request's first chunk, whose keys and values were
-    in the cache already, are counted with that chunk, from the blocks.
+    in the cache already, are read from the blocks and counted with that chunk.
 
     Args:
         rows: their `state` is changed.

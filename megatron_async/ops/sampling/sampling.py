@@ -2,7 +2,7 @@
 
 Sampling is Gumbel-max: the argmax of (filtered logits + Gumbel noise) is a sample of the softmax
 (Gumbel 1954; Maddison et al. 2014). With stateless noise (`ops/sampling/philox.py`) a row's token
-depends on its logits, seed and position alone.
+depends only on its logits, seed and position.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron_async.ops.sampling.slot_records import FLOAT_WORDS, NO_TOKEN, Head
 
 
 class SamplingMode(IntEnum):
-    """How much work a batch needs: the highest mode of its rows. Modes agree on what lower ones do,
-    so a row's token does not depend on its company."""
+    """The work that a batch needs: the highest mode of its rows. A higher mode gives the same
+    tokens to rows of a lower mode, so a row's token does not depend on the other rows."""
 
     GREEDY = 0
     SOFTMAX = 1
@@ -33,7 +33,7 @@ class SamplingMode(IntEnum):
 
 @dataclass
 class SamplingRows:
-    """Rows to be sampled, on the device of the logits; what each asks for is in its record.
+    """Rows to be sampled, on the device of the logits; their parameters are in their records.
 
     Attributes:
         slots: int64 `[rows]`.
@@ -68,8 +68,8 @@ class SamplingRows:
 def sample_reference(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Tensor:
     """Sample one token a row, where its logits leave one.
 
-    They leave none where one of them is NaN or plus infinity, which no sound model gives, or all of
-    them are minus infinity. Such a row is told by the sample -1, whatever its mode.
+    A row has no token if one of its logits is NaN or plus infinity (the model is broken then), or
+    if all are minus infinity. The sample of such a row is -1 in every mode.
 
     Args:
         logits: `[rows, vocabulary]`, any float dtype.
@@ -127,7 +127,7 @@ def best_tokens_reference(
 
 
 def filter_logits(scaled: Tensor, rows: SamplingRows) -> Tensor:
-    """Set what top_k, top_p and min_p exclude to minus infinity.
+    """Set logits of tokens that top_k, top_p and min_p exclude to minus infinity.
 
     top_p counts the probabilities left by top_k, renormalised, and keeps the token that crosses the
     threshold; the likeliest token always stays. Equal logits rank by token id.

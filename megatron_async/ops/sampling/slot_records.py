@@ -1,11 +1,11 @@
-"""What a request asks of the sampling step, as int32 words: its *record*.
+"""The *record* of a request: its sampling parameters as int32 words.
 
 Packed once on the host (`requests/sampling_record.py`), sent with the request's first chunk, kept
 on the device by slot, and read there by the kernels through a row's slot. Host and kernels share
 the constants here. The *features* are bits that say which parts of the sampling step look at a row.
 
-A record: `HEADER` words (float32 numbers by their bits), then the edits, then the bad words; the
-words behind these are what an earlier owner of the slot left.
+A record: `HEADER` words (float32 numbers by their bits), then the edits, then the bad words; later
+words are undefined, from an earlier owner of the slot.
 - An edit is (token, float32 to add, until): added to the token's logit while the token to be
   sampled stands at a position below `until`.
 - A bad word is `WINDOW` tokens, its own at the end and `NO_TOKEN` before them: its last token is
@@ -40,7 +40,7 @@ class RowFeature(IntFlag):
 
 
 class Header(IntEnum):
-    """Words of a record's header. All zeros are a greedy row that asks for nothing."""
+    """Words of a record's header. All zeros are a greedy row without further parameters."""
 
     FEATURES = 0
     """Bits of `RowFeature`."""

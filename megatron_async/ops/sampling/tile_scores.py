@@ -1,5 +1,5 @@
-"""Scores of the tokens of one tile of a row, and what its request's record says of them: what the
-kernels of sampling and of log probs have in common.
+"""Scores of the tokens of one tile of a row, and reads of its request's record: functions shared by
+the kernels of sampling and of log probs.
 
 A score is the token's logit, for a row that is sampled from all tokens with its temperature and
 noise. `best_of_tile` finds the best of a tile, of a whole vocabulary or of a tensor-parallel rank's
@@ -43,10 +43,11 @@ def best_of_tile(
     tile: tl.constexpr,
 ) -> None:
     """Kernel, one program a tile and row: the best score and its token, to `[rows, tiles]`. Rows
-    with a filter count as greedy. NaN counts as infinity, so that no comparison loses it: who joins
-    the tiles finds a row that has either by a best score that is not finite.
+    with a filter count as greedy. NaN counts as infinity, so that no comparison loses it: a row
+    with either of them has a best score that is not finite after the tiles are joined.
 
-    `first` is the token of the first column; `lead` lies it behind the begin of its noise group.
+    `first` is the token of the first column, and is `lead` tokens after the start of its noise
+    group.
     """
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = split * tile - lead + tl.arange(0, tile)
@@ -123,7 +124,7 @@ def keeps(
     last: tl.tensor,
     top: tl.tensor,
 ) -> tl.tensor:
-    """Which tokens the filters of a row leave; where they cut is told by `triton_sampling.bounds`.
+    """Which tokens the filters of a row keep; `triton_sampling.bounds` computes the limits.
 
     Args:
         record: of the row.

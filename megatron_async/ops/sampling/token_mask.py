@@ -1,4 +1,4 @@
-"""Leave to each row the tokens that its grammar allows."""
+"""Mask the tokens that a row's grammar does not allow."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`ops/sampling/log_probs.py` as kernels, for a captured step; a row that asks for none ends at
-once.
+"""`ops/sampling/log_probs.py` as kernels, for a captured step; programs of a row without log probs
+end at once.
 
 1. `_tiles`: the vocabulary in tiles: largest score, sum of exponentials, and the tile's likeliest
    tokens, one after another.
@@ -45,7 +45,7 @@ def log_probs(
         processed: contiguous.
         tokens: sampled.
         cuts: where the filters cut, from `sample_with_cuts` of `processed`.
-        rows: what each row asks for; `records` contiguous.
+        rows: parameters of each row; `records` contiguous.
         ring: contiguous; written.
         entry: which entry of it.
     """

@@ -1,5 +1,5 @@
-"""`ops/sampling/logits_processing.py` as kernels, for a captured step: what a row asks for is read
-on the device, and a row that asks for nothing ends its programs at once."""
+"""`ops/sampling/logits_processing.py` as kernels, for a captured step: a row's parameters are read
+on the device, and programs of a row without such parameters end at once."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TILE = 2048
 CHUNK_TILE = 1024
 """Tokens of a chunk, of one program at a time."""
 CACHED_PROGRAMS = 16
-"""Least programs of a chunk where its row may begin behind cached tokens: how many these are is
-known on the device alone. 100,000 tokens are 7 tiles for each."""
+"""Fewest programs of a chunk whose row may begin after cached tokens: only the device knows how
+many these are. 100,000 tokens are 7 tiles for each program."""
 ROW_TILE = 128
 
 PENALTIES = tl.constexpr(int(RowFeature.PENALTIES))

@@ -1,7 +1,7 @@
-"""The sampler as kernels: what `sample_reference` computes, without a sort, for a captured step.
+"""The sampler as kernels: computes `sample_reference` without a sort, for a captured step.
 
-Every row's parameters are read on the device, from its request's record, so one captured graph
-serves every mixture of greedy, sampled and filtered rows, and a row pays only for what it asks:
+Every row's parameters are read on the device, from its request's record. So one captured graph
+serves every mixture of greedy, sampled and filtered rows, and a row costs only its own work:
 
 1. `best_of_tile`: the vocabulary in tiles, many programs a row. The best token of each tile: of
    logits + Gumbel noise for a row that is sampled from all tokens, of the logits for any other.
@@ -9,12 +9,12 @@ serves every mixture of greedy, sampled and filtered rows, and a row pays only f
 3. `_choose`: filtered rows again in tiles, the best of what is kept.
 4. `_combine`: the best tile of each row.
 
-top_k, top_p and min_p each keep a prefix of the tokens ranked by (logit, token id), so together
-they keep one too: it is described by its last logit, and by the last token id among those with
+top_k, top_p and min_p each keep a prefix of the tokens ranked by (logit, token id). So together
+they keep a prefix too. It is described by its last logit, and by the last token id among those with
 exactly that logit. `ops/sampling/triton_search.py` finds both.
 
-A tensor-parallel rank does the first step for its own columns, and `ops/ranks/symmetric_choice.py`
-takes the place of the last.
+A tensor-parallel rank runs the first kernel for its own columns, and
+`ops/ranks/symmetric_choice.py` replaces the last one.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ from megatron_async.ops.sampling.triton_search import (
 TILE = 2048
 """Tokens of one program of the tiled kernels."""
 SEARCH_TILE = 8192
-"""Tokens that the search of a row looks at together, and the warps that do."""
+"""Tokens that the search of a row reads together, and the warps of its program."""
 SEARCH_WARPS = 32
 CANDIDATES = 4096
 """Undecided tokens that the search finishes in registers."""
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-"""Low bits of a float32 that numbers of the dtype leave alone."""
+"""Low bits of a float32 that numbers of the dtype do not use."""
 
 NOTHING = tl.constexpr(NO_TOKEN)
 SPAN = tl.constexpr(40.0)
 """Where the search ends, in nats below the likeliest token. Gumbel noise of 23 bits lies in
 [-2.9, 16.7], so a token 20 nats down is never chosen, and 2 ** 18 tokens 40 nats down weigh less
-than the rounding of the sum: what the filters say of them changes nothing."""
+than the rounding of the sum: whether the filters keep these tokens changes nothing."""
 
 
 class FilterCuts(NamedTuple):
-    """Where the filters of a batch cut; see `bounds`."""
+    """Limits of the filters of a batch: the results of `bounds`."""
 
     cut: Tensor
     last: Tensor
