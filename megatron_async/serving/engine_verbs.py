@@ -1,5 +1,5 @@
-"""What a replica's engine does when an administrator tells the service to: between two steps, on
-the engine's thread."""
+"""Commands of an administrator, as a replica's engine follows them: between two steps, on the
+engine's thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ACTIONS = ("start", "stop")
 def do_verb(
     engine: DynamicInferenceEngine, name: str, what: str, fields: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, str] | None]:
-    """Do what a service is told.
+    """Follow a command to the service.
 
     Args:
         engine: of the replica.
@@ -36,7 +36,7 @@ def do_verb(
         fields: of "profile", `action`: "start" or "stop".
 
     Returns:
-        what to tell, and why it could not be done, or None.
+        the answer, and the reason why the command failed, or None.
     """
     try:
         match what:

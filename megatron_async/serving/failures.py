@@ -1,4 +1,4 @@
-"""Errors that travel: a kind and a message on the wire, an exception at both ends."""
+"""Errors in messages: a kind and a text on the wire, an exception at both ends."""
 
 from __future__ import annotations
 

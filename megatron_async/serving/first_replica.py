@@ -1,4 +1,4 @@
-"""`FirstReplica`: let a client's requests wait until there is somebody to serve them."""
+"""`FirstReplica`: let a client's requests wait until there is a replica."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_async.errors import ReplicaLost
 logger = logging.getLogger("megatron_async")
 
 ASK_EVERY_S = 0.2
-"""A coordinator without a replica is asked so often whether it has one."""
+"""Seconds between two questions to a coordinator that has no replica yet."""
 LEAVING = ("leaving", "helping")
 """States of replicas that serve no further request (`records.ReplicaState`, which clients do not
 import)."""
@@ -22,8 +22,8 @@ import)."""
 class FirstReplica:
     """Waits for a coordinator's first replica, which may still load its model.
 
-    Once there has been one, the coordinator keeps requests that nobody can serve, for as long as
-    its `no_replica_timeout_s`.
+    Once there has been a replica, the coordinator itself keeps requests without a replica, for up
+    to its `no_replica_timeout_s`.
 
     Args:
         address: of the coordinator, for messages.
@@ -37,11 +37,11 @@ class FirstReplica:
         self.forget()
 
     def forget(self) -> None:
-        """The coordinator is lost; the next at its address may have no replica yet."""
+        """The coordinator is lost; the next one at its address may have no replica yet."""
         self._has_come = self._has_told = False
 
     async def wait(self, stats: Callable[[], Awaitable[dict[str, Any]]]) -> None:
-        """Until there is a replica, or was one before.
+        """Wait until there is a replica; return at once if there was one before.
 
         Args:
             stats: asks the coordinator.

@@ -1,5 +1,4 @@
-"""`InFlight`: how many requests and tokens are under way, of all and of each owner, and which of
-them are too many."""
+"""`InFlight`: unfinished requests and their tokens, in all and by owner, against the limits."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from megatron_async.serving.records import CoordinatorConfig, RoutedRequest
 
 
 class InFlight:
-    """Counts requests from their being taken to their ends.
+    """Counts requests from their acceptance to their ends.
 
     Args:
         config: whose limits hold.
@@ -44,7 +43,7 @@ class InFlight:
                 del self._requests_of[owner], self._tokens_of[owner]
 
     def why_too_many(self, owner: str, tokens: int) -> str:
-        """Why a request is not taken; "" if it is.
+        """Why a request is refused; "" if it is accepted.
 
         Args:
             owner: of the request, "" for nobody.

@@ -1,4 +1,4 @@
-"""What clients, coordinator and replicas tell each other: msgpack, one message a ZMQ frame.
+"""Messages of clients, coordinator and replicas: msgpack, one message a ZMQ frame.
 
 Every connection begins with a hello, and the coordinator's answer to it.
 """
@@ -17,8 +17,8 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
 """What encoding raises."""
 MOST_BYTES = 256 << 20
-"""Of a message: prompts and answers, log probs included, are far smaller, and a stranger must not
-fill the coordinator's memory with one."""
+"""Most bytes of a message. Prompts and answers, log probs included, are far smaller. The limit
+keeps a foreign peer from filling the coordinator's memory."""
 
 
 class Message(msgspec.Struct, tag=True):
@@ -26,7 +26,7 @@ class Message(msgspec.Struct, tag=True):
 
 
 class Ping(Message):
-    """From the coordinator: are you alive? Whoever hears none for long has lost it."""
+    """From the coordinator: are you alive? A peer without pings for long has lost it."""
 
 
 class Pong(Message):
@@ -81,9 +81,9 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         number: from a replica the coordinator's, to a client the client's own.
-        finish_reason: as of `DynamicInferenceRequest`.
+        finish_reason: as in `DynamicInferenceRequest`.
         failure: kind (name of an exception) and message, or None.
-        stop_words_from: as of `DynamicInferenceRequest`.
+        stop_words_from: as in `DynamicInferenceRequest`.
         num_prompt_tokens, num_generated_tokens: tokens.
         num_cached_tokens: of its prompt, those that were found in the replica's cache; None: it was
             never admitted.
@@ -91,8 +91,8 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
         prompt_log_probs: if they were asked for.
         ttft, latency: seconds at the replica, to the first token and to the end.
         queue_s: seconds at the replica before it had a slot; None: it had none.
-        text: the last of its text, where the replica makes texts.
-        replica: the name of who served it last; "" if nobody did.
+        text: the last part of its text, if the replica makes texts.
+        replica: name of the replica that served it last; "" if none did.
         attempts: replicas that it was given to.
         record: the whole request in a form that only clients of such replicas read (Megatron's, as
             msgpack: `compat.inference.inference_client`).
@@ -117,12 +117,13 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StepTokens(Message, omit_defaults=True):
-    """What a step, or several, yielded. A replica sends one for all requests of its steps; the
-    coordinator divides it by client, and each gets one. First the tokens, then the ends.
+    """The tokens of one or several steps. A replica sends one message for all requests of its
+    steps; the coordinator divides it by client and sends each client its part. Tokens come before
+    ends.
 
     Attributes:
         numbers: int64 `[rows]`: requests, from a replica by the coordinator's numbers, to a client
-            by its own. One may be there twice: its tokens follow each other.
+            by its own numbers. A request may occur twice, with its tokens in order.
         counts: int32 `[rows]`: new tokens of each row.
         tokens: int32 `[sum of counts]`: row by row.
         log_probs: of the rows that asked.
@@ -139,12 +140,12 @@ class StepTokens(Message, omit_defaults=True):
 
 
 class NewModel(Message):
-    """To a client: another model is served than before; its card says which."""
+    """To a client: the served model has changed; the new card describes it."""
 
 
 class Again(Message):
-    """To a client: another replica serves the request, and what follows are its tokens from the
-    first on, the same as before.
+    """To a client: another replica serves the request. Its tokens follow from the first on, and are
+    the same as before.
 
     Attributes:
         number: the client's own.
@@ -172,7 +173,7 @@ class Generate(Message):
         max_new_tokens: of the sampling parameters, for estimates; None: no limit.
         priority: higher goes first, here and in the replica.
         label: the name that people know it by, at most 128 characters; several may share one.
-        owner: whose limits it counts for; "": nobody's.
+        owner: the owner whose limits count the request; "": none.
     """
 
     number: int
@@ -191,15 +192,15 @@ class Abort(Message):
 
 
 class Ask(Message):
-    """Something about the service.
+    """A question or a command about the service.
 
     Attributes:
         number: the client's own.
         what: "stats", or "card" (field `digest`: of the card that the client has); of one replica
             "pause", "drain", "resume" or "remove"; of the whole service one of
             `service_verbs.VERBS`.
-        replica: whom it concerns; "": the service.
-        fields: what else the verb takes.
+        replica: name of the replica concerned; "": the whole service.
+        fields: further arguments of the verb.
     """
 
     number: int
@@ -209,7 +210,7 @@ class Ask(Message):
 
 
 class Answer(Message):
-    """To an `Ask`: what was asked for, or an error's kind and message."""
+    """To an `Ask`: the answer, or an error's kind and message."""
 
     number: int
     value: dict[str, Any] = {}
@@ -220,16 +221,16 @@ class Answer(Message):
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica is.
+    """Description of a replica.
 
     Attributes:
         name: unique among the replicas.
-        instance: another one for each process, so that one that connects again is known.
-        model: whatever must be equal for the replicas to give the same tokens, by name.
+        instance: different for each process, to recognise a replica that connects again.
+        model: all settings that must be equal for replicas to give the same tokens, by name.
         slots: requests served at once.
-        kv_blocks: size of its pool.
+        kv_blocks: KV blocks of its pool.
         block_size_tokens: tokens in a block.
-        shares_experts: other replicas of its job cannot do without it.
+        shares_experts: whether other replicas of its job need its experts.
         card: digest of its model card.
     """
 
@@ -266,13 +267,13 @@ class ReplicaStatus(Message):
     """A replica's answer to a ping.
 
     Attributes:
-        runs_seen: `Run` messages that it had taken in.
+        runs_seen: number of `Run` messages that it has received.
         unfinished_tokens: tokens that its unfinished requests may still need, prompts included.
         free_blocks: of its KV pool.
         resolved_steps: so far; while requests are unfinished, it must rise.
         is_stopped: its engine is paused or suspended.
         engine: `engine.stats()`.
-        lost_blocks: hashes of KV blocks that its prefix cache has lost since it told this last.
+        lost_blocks: hashes of KV blocks that its prefix cache has lost since the last status.
     """
 
     runs_seen: int
@@ -285,28 +286,28 @@ class ReplicaStatus(Message):
 
 
 class Leaving(Message):
-    """A replica wants to go: send nothing more, and say `Leave` when its requests are done."""
+    """A replica wants to leave: send no more requests, and `Leave` when its requests are done."""
 
 
 class Helping(Message):
-    """A replica has left, and what it had unfinished is to be served by others; but it steps on
-    until those that share its experts leave too."""
+    """A replica has left, and others must serve its unfinished requests. It continues to step until
+    the replicas that share its experts leave too."""
 
 
 class Goodbye(Message):
-    """A replica is gone, and what it had unfinished is to be served by others; or a client is, and
-    what it had unfinished is aborted.
+    """A replica has gone, and others must serve its unfinished requests; or a client has gone, and
+    its unfinished requests are aborted.
 
     Attributes:
-        failure: why, or "" if it is in order.
+        failure: the reason, or "" if it left in order.
     """
 
     failure: str = ""
 
 
 class Run(Message):
-    """To a replica: serve this. The same request has the same number wherever it is served, so
-    random numbers are the same too."""
+    """To a replica: serve this request. Its number is the same on every replica, so its random
+    numbers are too."""
 
     number: int
     prompt: str | list[int]
@@ -315,18 +316,18 @@ class Run(Message):
 
 
 class SetPaused(Message):
-    """To a replica: stop stepping its engine, or go on."""
+    """To a replica: stop stepping its engine, or continue."""
 
     paused: bool
 
 
 class Do(Message):
-    """To a replica: do what an administrator wants of the service, and say `Done`.
+    """To a replica: follow an administrator's command, and answer `Done`.
 
     Attributes:
         number: the coordinator's.
         what: one of `service_verbs.OF_REPLICAS`.
-        fields: what else it takes.
+        fields: its further arguments.
     """
 
     number: int
@@ -335,7 +336,7 @@ class Do(Message):
 
 
 class Done(Message):
-    """A replica has done a `Do`, or could not: an error's kind and message."""
+    """A replica has done a `Do`, or has failed: an error's kind and message."""
 
     number: int
     value: dict[str, Any] = {}
@@ -343,7 +344,7 @@ class Done(Message):
 
 
 class Leave(Message):
-    """To a replica: you have nothing left; end, or help those that share your experts."""
+    """To a replica that has no requests left: end, or help replicas that share your experts."""
 
 
 ToCoordinator = (

@@ -1,4 +1,4 @@
-"""`ModelCard`: what clients must know of the model to make prompts and texts of it.
+"""`ModelCard`: the facts of a model that clients need for prompts and texts.
 
 Replicas register it with the coordinator, which keeps it without reading it; clients fetch it once.
 """
@@ -17,7 +17,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A served model.
 
     Attributes:
-        model: what was loaded, as the replica was told.
+        model: name or path of the loaded model, as given to the replica.
         tokenizer_json: a `tokenizer.json`; None without a tokenizer, and where it cannot be sent.
         tokenizer_config: the fields of a `tokenizer_config.json`.
         chat_template: jinja2 source, or None.

@@ -1,4 +1,4 @@
-"""What a client is told of its requests: `TokenReader`, and what it is called with."""
+"""`TokenReader`, to which a client gives the tokens of its requests, and its arguments."""
 
 from __future__ import annotations
 
@@ -104,20 +104,20 @@ class RequestEnd:
 
 
 class TokenReader(Protocol):
-    """Is called on the client's event loop with what comes of one request, and must neither block
-    nor await. What it raises fails this request alone."""
+    """Called on the client's event loop with the tokens, texts and end of one request. It must
+    neither block nor await. An exception that it raises fails only this request."""
 
     def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
         """New tokens.
 
         Args:
-            tokens: int32 (format "i") `[n]`, n > 0: a view of a message, to be copied by who keeps
-                it. Not an array: with a row of one token a view costs a third of one.
-            log_probs: of them; None if they were not asked for.
+            tokens: int32 (format "i") `[n]`, n > 0: a view of a message; copy it to keep it. It is
+                no array, because for one token a view takes a third of the time.
+            log_probs: of the tokens; None if they were not asked for.
         """
 
     def text(self, text: str) -> None:
-        """New text; only where the replica makes texts, behind the tokens that it belongs to."""
+        """New text, after its tokens; only if the replica makes texts."""
 
     def ended(self, end: RequestEnd) -> None:
-        """The request has ended; nothing more comes."""
+        """The request has ended; no further call follows."""

@@ -1,4 +1,4 @@
-"""Why a coordinator refuses a replica or gives a request up, in words."""
+"""Texts that explain why a coordinator refuses a replica or gives a request up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_async.serving.records import (
 
 
 def wrong_protocol(protocol: int) -> str:
-    """What a peer is told that speaks another protocol."""
+    """The refusal of a peer with another version of the protocol."""
     return (
         f"it speaks protocol {protocol}, the coordinator {PROTOCOL}: install the same version of "
         "megatron_async on both."
@@ -47,7 +47,7 @@ def why_refused(info: ReplicaInfo, replicas: Collection[ReplicaRecord]) -> str:
 def why_not_again(
     request: RoutedRequest, replica: str, reason: str, config: CoordinatorConfig
 ) -> str:
-    """What a request is told that is not served again.
+    """The error of a request that is not served again.
 
     Args:
         request: its replica is lost.
@@ -70,7 +70,7 @@ def why_not_again(
 
 
 def why_nobody_serves(replicas: Collection[ReplicaRecord], departed: str, waited_s: float) -> str:
-    """What a request is told that no replica is there for.
+    """The error of a request for which there is no replica.
 
     Args:
         replicas: that are there, all of them about to go.
@@ -90,7 +90,7 @@ def service_stats(
     clients: int,
     replicas: Mapping[bytes, ReplicaRecord],
 ) -> dict[str, object]:
-    """What `stats` of a client says; docs/serving.md lists it."""
+    """The result of a client's `stats`; docs/serving.md lists its entries."""
     names = ("received", "completed", "failed", "aborted", "retried", "refused")
     return {
         **{f"{name}_requests": counters[name] for name in names},

@@ -1,4 +1,4 @@
-"""What a coordinator knows of its replicas, its clients and their requests."""
+"""A coordinator's records of its replicas, its clients and their requests."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from megatron_async.serving.routing import (
 from megatron_async.serving.token_routes import TokenRoutes
 
 UNLIMITED_TOKENS = 256
-"""Taken as the length of an answer without a limit."""
+"""Tokens: the assumed length of an answer without a limit, for estimates of load."""
 MOST_TOKENS = 2**20
-"""A limit above this counts as no more: what a model can serve, its replicas know."""
+"""Tokens: a larger limit counts as this number, because only replicas know the model's limit."""
 
 
 MOST_EARLY_DEATHS = 1
@@ -37,26 +37,27 @@ MOST_EARLY_DEATHS = 1
 
 @dataclass(frozen=True)
 class CoordinatorConfig:
-    """How a coordinator works.
+    """Settings of a coordinator.
 
     Attributes:
         on_replica_death: "retry": another replica serves its requests from their beginnings, with
             the same random numbers. "fail": they fail.
-        max_retries: times that a request is served again; one whose replica died before the
-            request's first token, and which may be what kills replicas, at most once.
+        max_retries: times that a request is served again; at most once if its replica died before
+            the request's first token, because the request may be the cause.
         max_unfinished: requests in the coordinator, queued or served; further ones are refused.
-        max_tokens_in_flight: tokens that these may have together, prompts and answers, as far as
-            their limits tell (an answer without a limit counts as `UNLIMITED_TOKENS`); a request
-            that would be more is refused unless it is alone. None: no limit.
-        max_unfinished_of_owner, max_tokens_of_owner: the same of the requests of one owner that has
-            a name.
-        requests_per_slot: a replica is given as many times its slots; the others wait here.
-        ping_interval_s: seconds between two pings to everybody.
-        silence_s: a replica that answers nothing for so long is lost.
-        stall_s: so is one whose engine has work and finishes no step for so long.
-        client_silence_s: a client that answers nothing for so long has its requests aborted.
-        no_replica_timeout_s: requests fail when there has been no replica for so long.
-        policy: which replica serves a request.
+        max_tokens_in_flight: most tokens of all unfinished requests, prompts and answers together,
+            by their limits (an answer without a limit counts as `UNLIMITED_TOKENS`). A request that
+            exceeds this is refused, unless it is the only one. None: no limit.
+        max_unfinished_of_owner, max_tokens_of_owner: the same limits for the requests of one named
+            owner.
+        requests_per_slot: a replica gets at most this many requests for each of its slots; further
+            requests wait in the coordinator.
+        ping_interval_s: seconds between two pings to all peers.
+        silence_s: seconds without an answer after which a replica is lost.
+        stall_s: seconds without a finished step after which a replica with work is lost.
+        client_silence_s: seconds without an answer after which a client's requests are aborted.
+        no_replica_timeout_s: seconds without a replica after which queued requests fail.
+        policy: chooses the replica for a request.
     """
 
     on_replica_death: str = "retry"
@@ -104,17 +105,17 @@ class CoordinatorConfig:
 
 
 class ReplicaState(StrEnum):
-    """What a replica does."""
+    """State of a replica."""
 
     READY = "ready"
     DRAINING = "draining"
-    """Finishes what it has and is given nothing."""
+    """Finishes its requests and gets no new ones."""
     PAUSED = "paused"
-    """Its engine stands still; its requests wait."""
+    """Its engine runs no steps; its requests wait."""
     LEAVING = "leaving"
-    """Finishes what it has and ends."""
+    """Finishes its requests and ends."""
     HELPING = "helping"
-    """Has left, but for the experts that others of its job need."""
+    """Has left, but still steps because other replicas of its job need its experts."""
 
     @property
     def is_departing(self) -> bool:
@@ -123,7 +124,7 @@ class ReplicaState(StrEnum):
 
 
 def tokens_of(asked: Generate) -> int:
-    """Tokens that a request needs at most, about: prompt and answer."""
+    """Estimate of the most tokens of a request: prompt and answer."""
     limit = asked.max_new_tokens
     new = UNLIMITED_TOKENS if limit is None else min(max(limit, 0), MOST_TOKENS)
     return prompt_length(asked.prompt) + new
@@ -135,15 +136,15 @@ class RoutedRequest:
 
     Attributes:
         number: the coordinator's; replicas' engines use it as their request id.
-        client: identity of who asked.
-        asked: what it asked for.
-        replica: who serves it; None while it is queued.
+        client: identity of its client.
+        asked: the client's message.
+        replica: the replica that serves it; None while it is queued.
         attempts: replicas that it was given to.
         early_deaths: how many of them died before its first token.
-        is_aborted: its client wants no more of it.
+        is_aborted: whether its client has aborted it.
         routes: where its tokens go.
-        received_at: when it came, seconds.
-        given_at: when the replica that serves it got it; 0.0: none has.
+        received_at: when it arrived, seconds.
+        given_at: when the replica that serves it got it, seconds; 0.0: no replica has.
     """
 
     number: int
@@ -159,17 +160,17 @@ class RoutedRequest:
 
     @property
     def wait_s(self) -> float:
-        """Seconds from its coming to its being given away; 0 if it never was."""
+        """Seconds from its arrival until a replica got it; 0 if none did."""
         return max(self.given_at - self.received_at, 0.0)
 
     @property
     def has_started(self) -> bool:
-        """Whether the replica that serves it has told a token of it."""
+        """Whether the replica that serves it has sent a token of it."""
         return self.routes.has_started(self.number)
 
     @property
     def order(self) -> tuple[int, int]:
-        """Place in the queue, which a request that is served again keeps."""
+        """Place in the queue; a request that is served again keeps its place."""
         return -self.asked.priority, self.number
 
     @property
@@ -179,7 +180,7 @@ class RoutedRequest:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may be what killed a replica."""
+        """Whether the request may have caused the death of a replica."""
         return self.early_deaths > 0 and not self.has_started
 
     def may_be_served_again(self, config: CoordinatorConfig) -> bool:
@@ -188,7 +189,7 @@ class RoutedRequest:
         return self.early_deaths <= MOST_EARLY_DEATHS and self.attempts <= config.most_retries
 
     def run(self) -> Run:
-        """What a replica is sent."""
+        """The message to its replica."""
         asked = self.asked
         return Run(self.number, asked.prompt, asked.params, asked.priority)
 
@@ -204,15 +205,15 @@ class ReplicaRecord:
 
     Args:
         identity: its connection's.
-        info: what it said of itself.
+        info: its description of itself.
         now: seconds.
         index: a small number of its own.
 
     Attributes:
-        status: what it said last, or None.
-        requests: that it was given and has not ended, by number.
-        last_heard: when it said anything.
-        last_progress: when its engine was last seen to get on, or to have nothing to do.
+        status: its last status, or None.
+        requests: its unfinished requests, by number.
+        last_heard: time of its last message, seconds.
+        last_progress: time when its engine last finished a step or had no work, seconds.
         completed: requests that it ended without an error.
     """
 
@@ -247,7 +248,7 @@ class ReplicaRecord:
 
     @property
     def has_suspect(self) -> bool:
-        """Whether it may die of a request that it has."""
+        """Whether it has a suspect: a request that may kill it."""
         return any(request.is_suspect for request in self.requests.values())
 
     def blocks_of(self, request: RoutedRequest) -> int:
@@ -312,7 +313,7 @@ class ClientRecord:
     Attributes:
         index: a small number of its own.
         requests: its unfinished ones, by its own numbers.
-        last_heard: when it said anything.
+        last_heard: time of its last message, seconds.
     """
 
     identity: bytes

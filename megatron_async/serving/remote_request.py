@@ -21,8 +21,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         failure: kind (name of an exception) and message, or None.
-        replica: the name of who served it last; "" if nobody did.
-        attempts: replicas that it was given to.
+        replica: name of the replica that served it last; "" if none did.
+        attempts: number of replicas that it was given to.
     """
 
     prompt_tokens: list[int] = []
@@ -47,7 +47,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenChunk(msgspec.Struct, frozen=True):
-    """What is new of a request: token ids, and text that nothing can change any more (None without
+    """New token ids of a request, and new text that later tokens cannot change (None without
     a tokenizer)."""
 
     tokens: list[int]
@@ -56,7 +56,7 @@ class TokenChunk(msgspec.Struct, frozen=True):
 
 class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
     """A request that was sent: `await request.completion()`, and, before that, `async for chunk in
-    request` if you like. A slow reader gets larger chunks.
+    request`. A slow reader gets larger chunks.
 
     Args:
         prompt: text or token ids.
@@ -112,14 +112,14 @@ class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether no further tokens or text will come."""
         return self._end is not None
 
     async def completion(self) -> Completion:
         """How it ended; `error` says why it failed.
 
         Raises:
-            CoordinatorLost: before it ended.
+            CoordinatorLost: the coordinator was lost before the request ended.
         """
         while self._end is None:
             await self._wait()

@@ -1,4 +1,4 @@
-"""`Replica`: an engine that serves what a coordinator sends it."""
+"""`Replica`: an engine that serves the requests of a coordinator."""
 
 from __future__ import annotations
 
@@ -57,13 +57,14 @@ logger = logging.getLogger("megatron_async")
 
 RETRY_EVERY_S = 0.2
 WARN_AFTER_S = 5.0
-"""A replica without a coordinator says so after this time, and whenever it has doubled."""
+"""Seconds after which a replica without a coordinator logs a warning, and again at each doubling
+of the time."""
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _read_params = msgspec.msgpack.Decoder(SamplingParams).decode
 
 
 class Outlet(Protocol):
-    """Where a replica's news go."""
+    """Receives a replica's messages."""
 
     def send(self, message: Message) -> None:
         """Send; never waits.
@@ -73,20 +74,20 @@ class Outlet(Protocol):
 
 
 class Replica:
-    """Serves a coordinator's requests with one engine; it is the only one who steps it.
+    """Serves a coordinator's requests with one engine; no other code may step the engine.
 
     Args:
         engine: idle.
         address: of the coordinator.
         model: what is served; the coordinator takes replicas of one model only.
         name: unique among the replicas; None: host and process id.
-        finish_together: of a replica whose experts others of its job need: waits until all of them
-            have left.
+        finish_together: waits until all replicas of the job have left; for a replica whose experts
+            others need.
         secret: the coordinator's, if it asks for one.
-        tokenizer: for clients; None: the engine's, if they can have it.
+        tokenizer: for clients; None: the engine's, if it can be sent.
 
     Attributes:
-        joined: a coordinator has taken it, once at least.
+        joined: whether a coordinator has accepted it at least once.
     """
 
     def __init__(
@@ -119,12 +120,13 @@ class Replica:
         self._failure: JobFailed | None = None
 
     async def run(self) -> None:
-        """Serve until the coordinator lets go of this replica, `leave` does, or the engine fails;
-        a coordinator that is lost is waited for. One whose experts others need ends with them.
+        """Serve until the coordinator removes this replica, `leave` is called, or the engine fails.
+        After the loss of a coordinator, it waits for the next one. A replica whose experts others
+        need ends together with them.
 
         Raises:
             ConfigurationError: the coordinator refuses this replica for good.
-            Exception: what ended the engine.
+            Exception: the error that ended the engine.
         """
         runner = asyncio.create_task(self._engine.run_engine())
         self._engine.listeners.append(self._emitter)
@@ -169,8 +171,8 @@ class Replica:
                 await asyncio.sleep(RETRY_EVERY_S)
 
     def leave(self) -> None:
-        """Finish what there is and go; the second time: go, and let others serve it. One that goes
-        already goes on with that."""
+        """Finish the requests and leave. At the second call: leave at once, and let other replicas
+        serve the requests. A replica that is leaving already continues to do so."""
         if self._must_go:
             return
         self._must_go = self._is_leaving or self._connection is None
@@ -266,7 +268,7 @@ class Replica:
     def do(
         self, what: str, fields: Mapping[str, Any]
     ) -> tuple[dict[str, Any], tuple[str, str] | None]:
-        """Do what the service is told; see `do_verb`."""
+        """Follow a command to the service; see `do_verb`."""
         if what == "watch":
             return self._watch.look(), None
         return do_verb(self._engine, self.info.name, what, fields)
@@ -359,10 +361,11 @@ class Replica:
 def serve_replica(
     llm: LLM, address: str, model: str, name: str | None = None, secret: bytes | None = None
 ) -> None:
-    """Serve a coordinator with an LLM until it lets go; SIGTERM and Ctrl-C leave in order.
+    """Serve a coordinator with an LLM until it removes the replica; SIGTERM and Ctrl-C make the
+    replica leave in order.
 
-    Every rank of the job calls it; the primary ones are replicas of their own, and have a number
-    behind their names if there are several.
+    Every rank of the job calls this function. Each primary rank is a replica; if there are several,
+    their names get a number as suffix.
 
     Args:
         llm: idle.

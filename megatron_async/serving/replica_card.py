@@ -15,12 +15,12 @@ from megatron_async.text.tokenizer import GENERATION_CONFIG, Tokenizer
 
 
 def card_of(engine: DynamicInferenceEngine, model: str, tokenizer: Any = None) -> ModelCard:
-    """What clients must know of an engine's model.
+    """The card of an engine's model, for clients.
 
     Args:
-        engine: that serves it.
-        model: what was loaded.
-        tokenizer: the same as the engine's, in a form that clients can have; None: the engine's.
+        engine: the engine that serves the model.
+        model: name or path of the loaded model.
+        tokenizer: the same as the engine's, in a form that can be sent; None: the engine's.
     """
     config, tokenizer = engine.context.config, tokenizer or engine.controller.tokenizer
     card = ModelCard(

@@ -1,4 +1,4 @@
-"""What a replica tells the coordinator of its engine: what it is, and how much it has to do."""
+"""Messages of a replica to the coordinator about its engine: its description and its load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def status_of(
     Args:
         engine: of the replica.
         runs_seen: requests that it was sent so far.
-        figures: `engine.stats()`, or as much of them as somebody wants to see.
+        figures: `engine.stats()`, or a part of it.
     """
     slots = engine.context.slots
     held = slots.state != SlotState.FREE
@@ -52,7 +52,7 @@ def describe(
     shares_experts: bool,
     card: str = "",
 ) -> ReplicaInfo:
-    """What a replica tells the coordinator of itself."""
+    """The description of a replica for the coordinator."""
     config = engine.context.config
     return ReplicaInfo(
         name=name or f"{socket.gethostname()}:{os.getpid()}",

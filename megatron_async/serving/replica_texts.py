@@ -1,7 +1,7 @@
-"""`ReplicaTexts`: texts of a tokenizer that cannot be sent, made beside the engine's thread.
+"""`ReplicaTexts`: texts of a tokenizer that cannot be sent, made outside of the engine's thread.
 
-A tokenizer of a user's own class is nothing that a client could have. So its replica makes the
-texts, in a thread of its own, and a step's message goes out when they are there.
+A tokenizer of a user's own class cannot be sent to clients. So its replica makes the texts, in a
+separate thread, and sends a step's message when the texts are ready.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ReplicaTexts:
 
     Args:
         tokenizer: has `detokenize`; it is called in another thread than the engine's.
-        send: is given the messages, on the event loop that made this.
+        send: gets the messages, on the event loop that made this object.
     """
 
     def __init__(self, tokenizer: Any, send: Callable[[StepTokens], None]) -> None:

@@ -21,7 +21,7 @@ from megatron_async.serving.token_routes import TokenRoutes
 
 
 class RequestBooks:
-    """What a `Dispatcher` decides by.
+    """The records on which a `Dispatcher` bases its decisions.
 
     Args:
         config: limits and policies.
@@ -30,11 +30,11 @@ class RequestBooks:
     Attributes:
         replicas: by identity.
         clients: by identity.
-        requests: unfinished ones, by the coordinator's numbers.
-        queue: those of them that no replica has.
-        counters: requests "received", "completed", "failed", "aborted", "retried", "refused", and
-            "prefix_blocks", those that their replicas had served before.
-        routes: where tokens go.
+        requests: unfinished requests, by the coordinator's numbers.
+        queue: unfinished requests that no replica has.
+        counters: requests "received", "completed", "failed", "aborted", "retried", "refused"; and
+            "prefix_blocks", blocks of prompts that their replicas had served before.
+        routes: the clients to which tokens are sent.
         in_flight: how many requests and tokens are under way.
         service: counters for metrics.
     """
@@ -54,7 +54,7 @@ class RequestBooks:
         self.service = ServiceCounters()
 
     def abort_request(self, request: RoutedRequest) -> None:
-        """End a request that its client, or an administrator, wants no more of."""
+        """End a request on behalf of its client or of an administrator."""
         request.is_aborted = True
         if request.replica is None:
             self._end_here(request, "RequestAborted", "aborted before a replica had it")

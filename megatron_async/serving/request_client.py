@@ -1,4 +1,4 @@
-"""`RequestClient`: what an HTTP process needs of whatever serves its requests."""
+"""`RequestClient`: the interface through which an HTTP process sends its requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_async.serving.readers import TokenReader
 
 
 class RequestClient(Protocol):
-    """A `TokenClient`, or what stands in its place (`FleetClient`)."""
+    """Implemented by `TokenClient` and `FleetClient`."""
 
     def send(
         self,
@@ -28,7 +28,7 @@ class RequestClient(Protocol):
         """End a request that `send` returned; one that has ended stays as it is."""
 
     async def card(self) -> ModelCard:
-        """What is served; waits for the first replica."""
+        """The card of the served model; waits for the first replica."""
 
     async def ask(self, what: str, **fields: Any) -> dict[str, Any]:
         """Ask something of the service, or tell it what to do; ValueError: it cannot do that."""

@@ -12,7 +12,7 @@ from megatron_async.serving.connection import check_sendable
 from megatron_async.serving.messages import UNSENDABLE, Generate, encode
 
 MOST_LABEL = 128
-"""Characters of a label or an owner."""
+"""Most characters of a label or an owner."""
 
 
 def request_message(
@@ -25,7 +25,7 @@ def request_message(
     """The message of a request, without a number; the arguments are those of `TokenClient.send`.
 
     Raises:
-        RequestError: something in it cannot be sent.
+        RequestError: a value of the request cannot be sent.
     """
     if type(priority) is not int:
         raise RequestError(f"priority={priority!r} is not allowed: it must be an integer.")

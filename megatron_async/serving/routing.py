@@ -20,22 +20,22 @@ from megatron_async.contexts.prefix_hashes import DIGEST_BYTES, block_hashes
 from megatron_async.errors import ConfigurationError
 
 BYTES_PER_TOKEN = 4
-"""Of a text, about: the coordinator has no tokenizer, and estimates are enough."""
+"""Assumed bytes of a text for each token: the coordinator has no tokenizer."""
 MOST_PREFIX_BLOCKS = 1024
-"""Blocks at the beginning of a prompt that are looked at: at the engine's 256 tokens a block more
-than any context, at 16 still past the long prompts that agents share."""
+"""Most blocks at the beginning of a prompt that are compared. With the engine's 256 tokens a block
+this is longer than any context; with 16, longer than the long prompts that agents share."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is known of a replica that takes requests.
+    """A replica that accepts requests, as a policy sees it.
 
     Attributes:
         name: its name.
-        unfinished_tokens: what its requests may still need, estimates for the newest ones.
-        free_blocks: of its KV pool, less what the newest requests will take.
-        unfinished_requests: that it was given.
-        prefix: prompts that it has served.
+        unfinished_tokens: tokens that its requests may still need; estimates for the newest ones.
+        free_blocks: free KV blocks, less those that the newest requests will take.
+        unfinished_requests: number of its requests.
+        prefix: blocks of prompts that it has served.
     """
 
     name: str
@@ -50,9 +50,9 @@ class RoutingPolicy:
     """Shared prefix first, then load.
 
     Attributes:
-        slack_tokens: how much more than the least loaded replica one may have unfinished and still
-            get a request for its prefix.
-        slack_ratio: the same as a share of the least load; the larger of the two counts.
+        slack_tokens: a replica may have so many more unfinished tokens than the least loaded one,
+            and still get a request for its prefix.
+        slack_ratio: this limit as a share of the least load; the larger of the two counts.
     """
 
     slack_tokens: int = 4096
@@ -66,7 +66,7 @@ class RoutingPolicy:
         Args:
             candidates: not empty.
             prompt: hashes of the blocks that its prompt begins with; see `prompt_hashes`.
-            blocks: that it may take in all.
+            blocks: KV blocks that the request may take.
 
         Returns:
             the replica, and how many blocks of the prompt it has served before.
@@ -106,8 +106,8 @@ class LeastLoaded(RoutingPolicy):
 
 @dataclass(frozen=True)
 class RoundRobin(RoutingPolicy):
-    """In turn: the replica whose last request is the longest ago, whatever it has to do. An object
-    of this policy serves one coordinator."""
+    """In turn: the replica whose last request is the longest ago, whatever its load. An object of
+    this policy serves one coordinator."""
 
     _turns: dict[str, int] = field(default_factory=dict)
 
@@ -140,7 +140,7 @@ def make_policy(name: str) -> RoutingPolicy:
 
 
 def load_of(candidate: Candidate, blocks: int) -> tuple[bool, int, int]:
-    """What a replica has to do, to be compared: first whether `blocks` more do not fit its pool."""
+    """Load of a replica, for comparison: first whether `blocks` more do not fit its pool."""
     return (
         candidate.free_blocks < blocks,
         candidate.unfinished_tokens,
@@ -186,16 +186,16 @@ class PrefixTable:
 def prompt_hashes(prompt: str | Sequence[int], block_size_tokens: int) -> list[bytes]:
     """A hash of each of the first `MOST_PREFIX_BLOCKS` full blocks of a prompt.
 
-    Of token ids, the blocks and hashes are those of the engine's prefix cache (`block_hashes`). A
-    text is known in tokens only to the replicas, so its blocks are estimates: `BYTES_PER_TOKEN`
-    bytes count as a token. A text and its token ids have no hash in common.
+    For token ids, blocks and hashes are those of the engine's prefix cache (`block_hashes`). Only
+    replicas know the tokens of a text, so its blocks are estimates: `BYTES_PER_TOKEN` bytes count
+    as a token. A text and its token ids have no hash in common.
 
     Args:
         prompt: token ids, or a text.
         block_size_tokens: tokens in a block.
 
     Returns:
-        16 bytes for each block; none where an id is no int32, which a replica tells the client.
+        16 bytes for each block; empty if an id is no int32 (a replica then refuses the request).
     """
     if isinstance(prompt, str):
         return _text_hashes(prompt.encode(errors="replace"), block_size_tokens * BYTES_PER_TOKEN)
@@ -215,7 +215,7 @@ def _text_hashes(data: bytes, size: int) -> list[bytes]:
 
 
 def prompt_length(prompt: str | Sequence[int]) -> int:
-    """Tokens of a prompt; of a text, about."""
+    """Tokens of a prompt; for a text, an estimate."""
     if isinstance(prompt, str):
         return len(prompt.encode(errors="replace")) // BYTES_PER_TOKEN + 1
     return len(prompt)

@@ -1,8 +1,8 @@
-"""A secret that coordinator, replicas and clients share: who does not have it gets no connection.
+"""A secret that coordinator, replicas and clients share: a peer without it gets no connection.
 
 All keys of ZMQ's CURVE (encryption and authentication over Curve25519, http://curvezmq.org) are
-derived from it. The coordinator proves that it has the secret by its key pair, everybody else by
-another one, which is the only one that the coordinator lets in (ZAP, https://rfc.zeromq.org/spec/27).
+derived from the secret. The coordinator proves that it has the secret by its key pair, all peers by
+a second one, the only one that the coordinator accepts (ZAP, https://rfc.zeromq.org/spec/27).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_secret(secret: bytes) -> None:
 
 
 def secure_coordinator(socket: zmq.Socket[bytes], secret: bytes) -> None:
-    """Let only those connect who have the secret; before `bind`, and with a `Doorkeeper` in the
+    """Accept only peers that have the secret. Call it before `bind`, with a `Doorkeeper` in the
     socket's context."""
     public, own = _key_pair(secret, COORDINATOR)
     socket.set(zmq.CURVE_SERVER, 1)
@@ -75,7 +75,7 @@ def secure_peer(socket: zmq.Socket[bytes], secret: bytes) -> None:
 
 
 class Doorkeeper:
-    """Answers ZMQ's question who may connect.
+    """Answers ZMQ's authentication requests: which peers may connect.
 
     Args:
         context: of the coordinator's socket.

@@ -1,7 +1,7 @@
-"""`SentRequest`: a client's books of a request that was sent.
+"""`SentRequest`: a client's record of a request that was sent.
 
 A request whose replica is lost is served again from its beginning. The coordinator keeps no tokens:
-the client compares what comes again with what it has, and its reader is told what is new.
+the client compares repeated tokens with those that it has, and gives its reader only new ones.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ class SentRequest:
     """One unfinished request.
 
     Args:
-        reader: is told what comes.
+        reader: gets tokens, texts and the end.
         top_n: alternatives that it asked for at each token.
 
     Attributes:
-        reader: the same.
+        reader: as given.
         generated: its tokens so far, int32 as bytes.
-        has_started: whether the replica that serves it has told a token.
+        has_started: whether the replica that serves it has sent a token.
     """
 
     __slots__ = (
@@ -34,7 +34,7 @@ class SentRequest:
         self.top_n = top_n
         self.generated = bytearray()
         self._repeated = -1
-        """Bytes of `generated` that a further attempt has told again; -1: all."""
+        """Bytes of `generated` that a further attempt has repeated; -1: all."""
         self._chars = 0
         self._chars_again = -1
         self.has_started = False
@@ -46,7 +46,8 @@ class SentRequest:
         self.has_started = False
 
     def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> bool:
-        """Take new tokens (int32 `[n]`); False if they are others than the client has already."""
+        """Take new tokens (int32 `[n]`); False if they differ from the tokens that the client
+        has."""
         self.has_started = True
         if self._repeated >= 0:
             data = tokens.tobytes()
@@ -92,7 +93,7 @@ class SentRequest:
         self.reader.ended(RequestEnd("error", (kind, text)))
 
     def why_lost(self) -> str:
-        """What is said of a further attempt with other tokens."""
+        """The error text for a further attempt with other tokens."""
         return (
             f"its replica was lost, and another one continues otherwise than the "
             f"{len(self.generated) // TOKEN_BYTES} tokens that were delivered: near ties fall "

@@ -1,4 +1,4 @@
-"""`SentRequests`: a client's unfinished requests, and what a step's message tells their readers."""
+"""`SentRequests`: a client's unfinished requests; divides a step's message among their readers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SentRequests:
         return number in self._requests
 
     def put(self, number: int, request: SentRequest) -> None:
-        """From now on the request is told what comes for its number."""
+        """From now on the request gets the messages for its number."""
         self._requests[number] = request
 
     def take(self, number: int) -> SentRequest | None:
@@ -53,8 +53,8 @@ class SentRequests:
             tell_end(request, kind, text)
 
     def hear(self, message: StepTokens) -> None:
-        """Give readers what a message tells; first the tokens, then texts and ends. Numbers of
-        other requests are left out."""
+        """Give readers the content of a message: first the tokens, then texts and ends. Numbers of
+        unknown requests are ignored."""
         if message.numbers:
             self._give(message)
         for number, text in message.texts:
@@ -95,7 +95,7 @@ class SentRequests:
             self._fault(number, request, error)
 
     def _fault(self, number: int, request: SentRequest, error: Exception) -> None:
-        """A reader's own fault is its request's alone."""
+        """An exception of a reader fails only its own request."""
         logger.error(
             "A reader of a request's tokens failed; the request is aborted.", exc_info=error
         )

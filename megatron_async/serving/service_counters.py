@@ -1,7 +1,7 @@
-"""`ServiceCounters`: what a coordinator counts of the requests of its whole service.
+"""`ServiceCounters`: a coordinator's counters of the requests of the whole service.
 
-A request is counted once, at its end. The set of histograms is vLLM's, whose boards people have;
-the bounds are our own.
+A request is counted once, at its end. The set of histograms is vLLM's, so that its dashboards work;
+the bounds differ.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Histogram:
         self.total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value; one below 0, of clocks that disagree, counts as 0."""
+        """Count a value; a value below 0, from clocks that disagree, counts as 0."""
         value = max(value, 0.0)
         self.counts[bisect_left(self._bounds, value)] += times
         self.total += value * times
@@ -83,7 +83,7 @@ class ServiceCounters:
         self.histograms = {name: Histogram(bounds) for name, bounds in HISTOGRAMS.items()}
 
     def generated(self, tokens: int) -> None:
-        """So many tokens went to clients."""
+        """Count tokens that were sent to clients."""
         self.generated_tokens += tokens
 
     def ended(
@@ -100,7 +100,7 @@ class ServiceCounters:
     ) -> None:
         """A request has ended.
 
-        Times between tokens are not told one by one: each of a request's counts as their mean.
+        Replicas do not report single times between tokens: each counts as the request's mean.
 
         Args:
             reason: one of `REASONS`.

@@ -1,6 +1,6 @@
-"""`ServiceVerbs`: what an administrator tells a whole service, and the state that follows.
+"""`ServiceVerbs`: commands of an administrator to the whole service, and the resulting state.
 
-Decisions alone, as the `Dispatcher` has them: no sockets, no clock.
+Only decisions, as in the `Dispatcher`: no sockets, no clock.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from megatron_async.serving.records import ReplicaRecord, ReplicaState, RoutedRe
 
 
 class ServiceState(StrEnum):
-    """What a service does with requests."""
+    """State of a service: how it treats requests."""
 
     RUNNING = "running"
     DRAINING = "draining"
-    """Finishes what it has and refuses what comes."""
+    """Finishes its requests and refuses new ones."""
     PAUSED = "paused"
-    """Its engines stand still; requests wait."""
+    """Its engines run no steps; requests wait."""
     SLEEPING = "sleeping"
-    """The same, and its engines have given their device memory back."""
+    """Paused, and its engines have freed their device memory."""
 
 
 OF_REPLICAS = ("sleep", "wake", "reset_prefix_cache", "profile", "watch", "signal")
@@ -38,7 +38,7 @@ PAUSE_MODES = ("keep", "abort")
 
 
 class Books(Protocol):
-    """What verbs need of a dispatcher."""
+    """The methods of a dispatcher that verbs call."""
 
     replicas: dict[bytes, ReplicaRecord]
     requests: dict[int, RoutedRequest]
@@ -93,11 +93,11 @@ class ServiceVerbs:
 
     @property
     def holds_queue(self) -> bool:
-        """Whether replicas are given nothing, because they stand still."""
+        """Whether replicas get no requests, because they are paused."""
         return self.state in (ServiceState.PAUSED, ServiceState.SLEEPING)
 
     def why_refused(self) -> str:
-        """Why no further request is taken; "" if it is."""
+        """Why further requests are refused; "" if they are accepted."""
         return REFUSALS.get(self.state, "")
 
     def state_name(self) -> str:
@@ -122,13 +122,13 @@ class ServiceVerbs:
             self._books.tell(asker, Answer(ask.number, answer))
 
     def joined(self, replica: ReplicaRecord) -> None:
-        """A replica has joined: it does what the service does."""
+        """A replica has joined: it gets the state of the service."""
         self.had_replica = True
         if self.holds_queue:
             self._set(replica, ReplicaState.PAUSED)
 
     def lost(self, identity: bytes) -> None:
-        """A replica is gone, or a client: nobody waits for the first, or answers the second."""
+        """A replica or a client is lost: do not wait for the replica; do not answer the client."""
         for key, question in list(self._questions.items()):
             if question.asker == identity:
                 del self._questions[key]
@@ -137,7 +137,7 @@ class ServiceVerbs:
                 self._settle(key, question)
 
     def done(self, identity: bytes, done: Done) -> None:
-        """A replica has done a verb, or could not."""
+        """A replica has done a verb, or has failed to."""
         question = self._questions.get(done.number)
         if question is None or identity not in question.waiting:
             return

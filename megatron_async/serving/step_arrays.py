@@ -1,7 +1,8 @@
-"""`StepArrays`: a `StepTokens` as NumPy arrays, checked, and cut by rows without a look at a token.
+"""`StepArrays`: a `StepTokens` as NumPy arrays, checked, and divided by rows without a loop over
+tokens.
 
-The wire has no types for arrays, so they travel as bytes, little-endian as every machine that we
-know serves.
+msgpack has no types for arrays, so they are sent as bytes, little-endian like all supported
+machines.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_async.serving.messages import LogProbRows, StepTokens
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """What a `StepTokens` says of tokens.
+    """The arrays of a `StepTokens`.
 
     Attributes:
         numbers: int64 `[rows]`.

@@ -1,4 +1,4 @@
-"""`StepParts`: what each client is told of a replica's step."""
+"""`StepParts`: divides a replica's step into a message for each client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_async.serving.step_arrays import StepArrays
 from megatron_async.serving.token_routes import TokenRoutes
 
 TOKEN_BYTES = 4
-"""Of a token id on the wire."""
+"""Bytes of a token id in a message."""
 
 
 class StepParts:
@@ -21,7 +21,7 @@ class StepParts:
     Args:
         message: of a replica.
         replica: of it.
-        routes: who has asked for what.
+        routes: the client of each request.
         clients: by identity.
 
     Raises:
@@ -47,11 +47,11 @@ class StepParts:
         return sum(len(part.tokens) // TOKEN_BYTES for part in self._parts.values())
 
     def end(self, request: RoutedRequest, ended: Ended) -> None:
-        """Tell an end behind the tokens."""
+        """Add an end, after the tokens."""
         self._part_of(request).ends.append(as_told(request, ended))
 
     def send(self, send: Callable[[bytes, StepTokens], None]) -> None:
-        """Tell all clients that are still there."""
+        """Send each connected client its message."""
         identities = {client.index: identity for identity, client in self._clients.items()}
         for index, part in self._parts.items():
             if (identity := identities.get(index)) is not None:

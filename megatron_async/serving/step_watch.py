@@ -1,8 +1,8 @@
-"""`StepWatch`: what a replica tells those who watch its engine: counters, and its newest steps as
-spans of the CPU and of the device.
+"""`StepWatch`: an engine's counters, and its newest steps as spans of the CPU and of the device,
+for those who watch a replica.
 
-Nothing is counted for it. Spans are made for a window of a few steps behind each look, and for
-`LEASE_S` at most: whoever stops looking stops the cost.
+No counters are kept for it. Spans are recorded only for a few steps after each look, and for at
+most `LEASE_S`: without looks there is no cost.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 
 LEASE_S = 2.0
-"""How long a window waits for steps; it ends then, whatever it has."""
+"""Seconds after which a window ends, however many steps it has."""
 OF_CPU = frozenset(
     {
         "prepare_step", "transfer_bookkeeping_to_gpu", "launch_step", "resolve", "update_requests",
         "emit", "step",
     }
 )  # fmt: skip
-"""Spans of the CPU that are told: those of `profiling.step_gaps.STAGES`, and the whole call."""
+"""Spans of the CPU that are reported: those of `profiling.step_gaps.STAGES`, and the whole call."""
 OF_DEVICE = "device_step"
 NEWEST = 512
 """Spans of a profile under way that are looked through."""
@@ -64,7 +64,7 @@ class StepWatch:
         return {**self._counters(), **told_spans(newest)}
 
     def _end(self) -> None:
-        """Make no more spans for a window; a profile goes on."""
+        """Record no more spans for a window; a profile continues."""
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None

@@ -1,4 +1,4 @@
-"""`TokenClient`: a client's side of the wire, that gives tokens to readers as they come."""
+"""`TokenClient`: a client of a coordinator that gives tokens to readers as they arrive."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ from megatron_async.serving.sent_requests import SentRequests
 logger = logging.getLogger("megatron_async")
 
 RETRY_EVERY_S = 0.2
-"""A client that keeps its connection looks so often for a coordinator that it has lost."""
+"""Seconds between two attempts of a client that keeps its connection to reach a lost
+coordinator."""
 CARD_EVERY_S = 0.1
-"""A coordinator without a model card is asked so often."""
+"""Seconds between two requests to a coordinator that has no model card yet."""
 
 
 class TokenClient:
@@ -97,31 +98,31 @@ class TokenClient:
 
         Args:
             prompt: text or token ids.
-            params: as of `generate`.
-            reader: is called with what comes; see `TokenReader`.
+            params: as for `generate`.
+            reader: gets tokens, texts and the end; see `TokenReader`.
             priority: requests of higher priority go first.
-            owner: whose limits the request counts for; "": nobody's.
-            label: what people call it, for an administrator who aborts it; at most 128 characters.
+            owner: the owner whose limits count the request; "": none.
+            label: name by which an administrator can abort it; at most 128 characters.
 
         Returns:
             its number, for `abort`.
 
         Raises:
-            CoordinatorLost: there is no connection (now).
-            RequestError: something in it cannot be sent.
+            CoordinatorLost: there is no connection now.
+            RequestError: a value of the request cannot be sent.
         """
         if self._connection is None:
             raise CoordinatorLost(f"there is no connection to the coordinator at {self._address}.")
         return self._send(request_message(prompt, params, priority, owner, label), params, reader)
 
     def abort(self, request: RemoteRequest | int) -> None:
-        """End a request, that `submit` or `send` returned; one that has ended stays as it is."""
+        """End a request that `submit` or `send` returned; if it has ended, nothing happens."""
         number = request if isinstance(request, int) else request.number
         if number in self._sent and self._connection is not None:
             self._connection.send(Abort(number))
 
     async def card(self) -> ModelCard:
-        """What is served. Waits for the first replica, which knows.
+        """The card of the served model; waits for the first replica, which has the card.
 
         Raises:
             CoordinatorLost: there is none.
@@ -150,11 +151,11 @@ class TokenClient:
         return await self._ask("stats")
 
     async def ask(self, what: str, **fields: Any) -> dict[str, Any]:
-        """Ask something of the whole service, or tell it what to do.
+        """Ask for data of the whole service, or send it a command.
 
         Args:
             what: "stats", or one of `service_verbs.VERBS`.
-            fields: what else the verb takes.
+            fields: further arguments of the verb.
 
         Raises:
             CoordinatorLost: there is none.
@@ -163,7 +164,7 @@ class TokenClient:
         return await self._ask(what, fields=fields)
 
     async def close(self) -> None:
-        """Disconnect; the coordinator aborts what is unfinished."""
+        """Disconnect; the coordinator aborts unfinished requests."""
         if self._keeping is not None:
             self._keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -1,9 +1,9 @@
-"""`TokenEmitter`: tells what an engine's steps yield, one message for all requests of a step.
+"""`TokenEmitter`: sends the tokens of an engine's steps, one message for all requests of a step.
 
-Runs on the engine's thread, where a step costs the same few array operations however many requests
-it serves: requests have the coordinator's numbers as their ids, so a step's arrays go out as they
-are. Most of a message's cost is waking the thread that sends it; steps of many rows that follow
-each other within `EVERY_S` therefore share one.
+Runs on the engine's thread. A step costs the same few array operations for any number of requests:
+requests have the coordinator's numbers as their ids, so a step's arrays are sent unchanged. Most of
+a message's cost is waking the thread that sends it. So steps of many rows within `EVERY_S` share
+one message.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megatron_async.ops.sampling.slot_records import MAX_TOP_N
 from megatron_async.serving.messages import Ended, LogProbRows, StepTokens
 
 EVERY_S = 0.004
-"""A message at most so often, where a step has many tokens and none of them is a request's first.
+"""Seconds between messages, for steps that have many tokens and no request's first token.
 API processes write such tokens at most every 5 ms (`server/stream_hub.py`)."""
 FEW = 16
-"""Up to so many tokens of a step are told at once, as API processes write them at once."""
+"""Up to so many tokens of a step are sent at once, because API processes write them at once."""
 
 
 class TokenEmitter(EngineListener):
@@ -47,11 +47,11 @@ class TokenEmitter(EngineListener):
         self._ones = np.ones(0, dtype=np.int32).tobytes()
 
     def wants_log_probs(self, number: int, top_n: int) -> None:
-        """A request asks for log probs, and those of so many alternatives at each token."""
+        """A request asks for log probs, with `top_n` alternatives at each token."""
         self._top_n[number] = top_n
 
     def booked(self, output: StepOutput) -> None:
-        """Send the tokens of a booked step; requests that ended with it are told behind them."""
+        """Send the tokens of a booked step, then the requests that ended with it."""
         count = len(output.tokens)
         if count:
             self._outputs.append(output)
@@ -63,7 +63,7 @@ class TokenEmitter(EngineListener):
         self._schedule(True)
 
     def forget(self) -> None:
-        """Nobody wants to hear any more what there is."""
+        """Drop all unsent tokens and ends."""
         self._outputs.clear()
         self._ends.clear()
         self._top_n.clear()

@@ -1,8 +1,8 @@
-"""`TokenRoutes`: whose a token is, for all rows of a step at once.
+"""`TokenRoutes`: the client of each token, for all rows of a step at once.
 
-A table by the last bits of a request's number. The coordinator chooses the numbers, so no two
-unfinished requests have one place: a look-up is one index into an array, and an entry costs the
-same however many requests there are.
+A table indexed by the last bits of a request's number. The coordinator chooses the numbers so that
+unfinished requests never share a place. So a look-up is one index into an array, and an entry costs
+the same for any number of requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from megatron_async.serving.step_arrays import StepArrays
 NOBODY = -1
 SMALLEST = 2**13
 LARGEST = 2**20
-"""Places of a table, powers of 2; beyond, a number whose place is taken is left out."""
+"""Most places of a table, a power of 2. In a table of this size, numbers whose place is taken are
+skipped."""
 
 
 class TokenRoutes:
@@ -26,7 +27,7 @@ class TokenRoutes:
     Clients and replicas are small numbers that are not used again.
 
     Attributes:
-        started: bool by place: whether the replica that serves the request has told a token of it.
+        started: bool by place: whether the replica that serves the request has sent a token of it.
     """
 
     def __init__(self) -> None:
@@ -55,8 +56,8 @@ class TokenRoutes:
         """Enter a request.
 
         Args:
-            client: who asked.
-            asked: what the request is called there.
+            client: number of the client.
+            asked: the client's number of the request.
 
         Returns:
             its number here: larger than all before.
@@ -74,7 +75,7 @@ class TokenRoutes:
         return number
 
     def give(self, number: int, replica: int | None) -> None:
-        """Another replica serves a request from its beginning; None: nobody does."""
+        """Another replica serves a request from its beginning; None: no replica does."""
         place = number & self._mask
         self._replica[place] = NOBODY if replica is None else replica
         self.started[place] = False
@@ -84,16 +85,16 @@ class TokenRoutes:
         self._number[number & self._mask] = self._replica[number & self._mask] = NOBODY
 
     def has_started(self, number: int) -> bool:
-        """Whether the replica that serves a request has told a token of it."""
+        """Whether the replica that serves a request has sent a token of it."""
         return bool(self.started[number & self._mask])
 
     def split(self, replica: int, step: StepArrays) -> Iterator[tuple[int, StepTokens]]:
-        """What each client is told of a step, with its own numbers; rows of requests that the
-        replica does not serve (any more) are dropped.
+        """Each client's part of a step, with the client's own numbers. Rows of requests that the
+        replica does not serve, or not any more, are dropped.
 
         Args:
-            replica: who tells.
-            step: what it tells.
+            replica: number of the replica.
+            step: its tokens.
         """
         places = step.numbers & self._mask
         known = (self._number[places] == step.numbers) & (self._replica[places] == replica)
