@@ -22,10 +22,10 @@ DEFAULT_MAX_REQUESTS = 256
 INVALIDATION_POLICIES = ("reconcile", "rollback")
 SPECULATIVE_METHODS = ("mtp", "ngram")
 DEFAULT_DRAFTS = {"mtp": 1, "ngram": 3}
-"""By method. An MTP layer was trained for the token behind the next; what it makes of its own
-output is right less often, and each draft is another pass. With 3 drafts a decode row has 4 query
-tokens, one tile of the kernels for few rows; of an edited text the third is still right in 7 of 10
-cases, and on other text such a row is rarely planned."""
+"""Drafts by method. An MTP layer was trained for the token after the next one. Drafts from its own
+output are right less often, and each takes another pass. With 3 n-gram drafts a decode row has 4
+query tokens, one tile of the kernels for few rows. On edited text the third draft is still right in
+7 of 10 cases; on other text such a row is rarely planned."""
 STATE_DTYPES = ("float32", "bfloat16")
 QUANTIZATIONS = ("int8",)
 ATTENTION_BACKENDS = ("triton", "flash_attn_4", "flash_attn_3", "torch")
@@ -46,7 +46,7 @@ class InferenceConfig:
 
     buffer_size_gb: float | None = None
     """Memory for the KV pool, in GiB. `num_kv_blocks` overrides it. None: 1 on a CPU; on a GPU 80 %
-    of what is free behind the weights."""
+    of the memory that the weights leave free."""
 
     num_kv_blocks: int | None = None
     """Blocks in the KV pool; overrides `buffer_size_gb`."""
@@ -58,9 +58,9 @@ class InferenceConfig:
     requests are evicted only when nothing else could run."""
 
     enable_prefix_caching: bool = None  # type: ignore[assignment]  # a bool after __post_init__
-    """Let requests that begin alike share what is computed of them. Blocks of requests that have
-    ended are kept. A request may compute less of its prompt; its tokens are the same. None: on, but
-    with the policy "rollback", which cannot serve it."""
+    """Let requests that begin alike share KV blocks. Blocks of requests that have ended are kept. A
+    request may then compute less of its prompt; its tokens are the same. None: on, except with the
+    policy "rollback", which does not support it."""
 
     # ---- Recurrent layers -------------------------------------------------------------------
     mamba_ssm_states_dtype: str = "float32"
@@ -76,8 +76,8 @@ class InferenceConfig:
     """Most snapshots of recurrent states; overrides `prefix_caching_mamba_gb`."""
 
     prefix_caching_mamba_interval: int | None = None
-    """Tokens between two snapshots inside a prompt. Further ones are kept at its end and where
-    prompts part. 0: none. None: as many as take the memory of one snapshot as KV cache."""
+    """Tokens between two snapshots inside a prompt. Further snapshots are kept at its end and where
+    prompts diverge. 0: none. None: as many tokens as need a snapshot's memory in the KV cache."""
 
     # ---- Limits of a step --------------------------------------------------------------------
     max_requests: int = None  # type: ignore[assignment]  # an integer after __post_init__
@@ -95,15 +95,15 @@ class InferenceConfig:
     KV pool holds it, where nothing is said."""
 
     enable_chunked_prefill: bool = True
-    """Prefill a prompt over several steps where it does not fit into one, decode going on beside
-    it. Off: a prompt longer than `max_tokens` is refused. (A request prefilled again after an
-    eviction may be split all the same.)"""
+    """Prefill a prompt over several steps if it does not fit into one, while other requests decode.
+    Off: a prompt longer than `max_tokens` is refused. (A request prefilled again after an eviction
+    may still be split.)"""
 
     target_tpot_ms: float | None = None
-    """Milliseconds between two tokens of a running request that prompts shall not exceed. A step
-    with running requests gets as many prompt tokens as let it end in that time, by what the steps
-    before took; at least 64, so that prompts go on where the target is too short. None: as many as
-    `max_tokens` leaves."""
+    """Target for the milliseconds between two tokens of a running request. A step with running
+    requests gets as many prompt tokens as fit this time, estimated from earlier steps; at least 64,
+    so that prompts make progress if the target is too short. None: as many as `max_tokens`
+    leaves."""
 
     # ---- Scheduling --------------------------------------------------------------------------
     lookahead: int | None = None
@@ -117,26 +117,25 @@ class InferenceConfig:
 
     invalidation: str = "reconcile"
     """Policy for steps in flight of a request that ends unexpectedly, reconcile or rollback. (By a
-    stop token or word, an abort or a failed step.) "reconcile": they are booked, and its rows
-    dropped (zombie rows). "rollback": they are discarded, device and books put back to where they
-    were before, and launched again without it; for comparison, as it costs a wait and the discarded
-    steps."""
+    stop token or word, an abort or a failed step.) "reconcile": the steps are booked, and rows of
+    the request dropped (zombie rows). "rollback": the steps are discarded, the state before them is
+    restored, and they are launched again without the request; slower, for comparison."""
 
     # ---- Speculation -------------------------------------------------------------------------
     speculative_method: str | None = None
     """Where draft tokens come from: mtp (a layer of the model) or ngram (what the text repeats).
-    "ngram" looks up what stood behind the last tokens when they came before in the same sequence,
-    on the device, without weights. Tokens are those of plain decoding. None (or "none"): there are
-    none, or those of the drafter that is passed to a `TextGenerationController`."""
+    "ngram" looks up the tokens that followed an earlier occurrence of the sequence's last tokens,
+    on the device, without weights. Tokens are those of plain decoding. None (or "none"): no drafts,
+    or those of the drafter that is passed to a `TextGenerationController`."""
 
     num_speculative_tokens: int = 0
     """Tokens drafted ahead of a decode row. The next step verifies them and yields one to
     `num_speculative_tokens` + 1 tokens. 0: 3 with "ngram", 1 with "mtp", else no speculation."""
 
     draft_vocab_size: int | None = None
-    """Draft only tokens with ids below this, with mtp. So a draft reads that much less of the
-    output layer. In byte-level vocabularies low ids are the frequent tokens, as they were merged
-    first (rows whose next token has a higher id draft wrongly). None: all."""
+    """Draft only tokens with ids below this, with mtp. So a draft reads less of the output layer.
+    In byte-level vocabularies low ids are the frequent tokens, because they were merged first.
+    Tokens with higher ids are never drafted. None: all."""
 
     # ---- Graphs ------------------------------------------------------------------------------
     num_cuda_graphs: int | None = None
@@ -154,7 +153,7 @@ class InferenceConfig:
 
     # ---- Sampling ----------------------------------------------------------------------------
     inference_sampling_seed: int = 42
-    """Seed of requests that bring none. It is mixed with the request's id, so that equal prompts
+    """Seed of requests without one. It is mixed with the request's id, so that equal prompts
     get different samples and a run can be repeated."""
 
     materialize_only_last_token_logits: bool = True
@@ -173,7 +172,7 @@ class InferenceConfig:
 
     quantization: str | None = None
     """int8: on a CPU, 8-bit weights for linear layers and the output layer. Experts, norms,
-    embeddings and attention stay float32. Faster, and not float32's tokens any more
+    embeddings and attention stay float32. Faster, but tokens may differ from float32's
     (docs/quantization.md). None: the model's own weights."""
 
     attention_backend: str | None = None
@@ -333,8 +332,8 @@ class InferenceConfig:
 
     @property
     def chooses_widths(self) -> bool:
-        """Whether each step's width is chosen by what drafts have brought: with a method of ours. A
-        drafter that was passed in has its drafts verified by every step."""
+        """Whether each step's width is chosen by the success of drafts: with `speculative_method`.
+        With a drafter that was passed in, every step verifies drafts."""
         return self.speculative_method is not None
 
     @property
@@ -344,7 +343,7 @@ class InferenceConfig:
 
     @property
     def draft_places(self) -> int:
-        """Places behind a row's own tokens that a step fills with keys and values, to draft."""
+        """Cache positions after a row's own tokens that a step fills, to draft."""
         return self.num_speculative_tokens if self.speculative_method == "mtp" else 0
 
     @property

@@ -72,8 +72,7 @@ class StageFailed(RuntimeError):
 
 
 class EngineStopped(RuntimeError):
-    """The engine is paused, suspended or closed, and was asked for what only a running one can
-    do."""
+    """The engine is paused, suspended or closed, and the call needs a running engine."""
 
 
 class WrongThread(RuntimeError):
@@ -97,7 +96,7 @@ class ConfigurationError(ValueError):
 
 
 class OutOfMemoryError(ConfigurationError):
-    """What was asked for (weights, KV pool, states) does not fit into the device's memory."""
+    """Weights, KV pool or states do not fit into the device's memory."""
 
 
 class JobFailed(RuntimeError):
@@ -121,7 +120,7 @@ class RankLost(JobFailed):
 
 
 class CommunicationTimeout(JobFailed):
-    """A rank did not come to where others waited for it, or nothing came, in time.
+    """A rank did not join a meeting of ranks, or a message did not arrive, in time.
 
     Attributes:
         missing: the ranks that were waited for; empty where that is not known.

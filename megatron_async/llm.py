@@ -47,7 +47,7 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 )
 
 LOADING_TIMEOUT_S = 3600.0
-"""So much longer than others a rank may load its weights (a cold disk)."""
+"""Seconds by which ranks may differ in the time to load their weights (a cold disk)."""
 
 
 class LLM:
@@ -62,7 +62,7 @@ class LLM:
         tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size,
             sequence_parallel: over how many ranks the model is split, by Megatron's names; see
             `ParallelSizes`. Start the ranks with torchrun; each runs the same script.
-        transformer_impl: what the model's layers are made of, in Megatron's words: "local" (torch
+        transformer_impl: implementation of the model's layers, by Megatron's names: "local" (torch
             and our kernels) or "transformer_engine" (a GPU and the package transformer-engine).
         progress: show bars while weights load and graphs are captured.
         timeline: record the step timeline; see `timeline`.
@@ -80,7 +80,8 @@ class LLM:
         timeline: the recorded `Timeline`, or None.
 
     Raises:
-        ConfigurationError: an unknown setting, or one that this machine or model cannot honour.
+        ConfigurationError: an unknown setting, or a value that this machine or model does not
+            support.
     """
 
     @makes_ordinary_tensors
@@ -175,12 +176,12 @@ class LLM:
             on_end: called with each request as soon as it has ended, or failed.
 
         Returns:
-            one request for each prompt, in order; see `DynamicInferenceRequest`. One that could not
-            be served has status FAILED and its `error`; the others are not affected. Nothing on
-            ranks that are not primary.
+            one request for each prompt, in order; see `DynamicInferenceRequest`. A request that
+            could not be served has status FAILED and an `error`; the others are not affected. An
+            empty list on ranks that are not primary.
 
         Raises:
-            JobFailed: another rank died, or did something else than this one.
+            JobFailed: another rank died, or its actions differ from this rank's.
         """
         if not self.is_primary_rank:
             self.engine.follow()
@@ -235,8 +236,8 @@ class LLM:
 
     @property
     def is_primary_rank(self) -> bool:
-        """Whether this process speaks for its data-parallel replica: requests are given to it, and
-        results are found there. The others do what it does, in `generate` or `follow`."""
+        """Whether this process is the one of its data-parallel replica that gets requests and
+        returns results. The other ranks repeat its actions, in `generate` or `follow`."""
         return self._place.is_primary
 
     @property
@@ -255,8 +256,8 @@ class LLM:
         return self.engine.context.model_config.expert_model_parallel_size > 1
 
     def replica_file(self, path: str | Path) -> Path:
-        """Where this replica writes what would be `path` if there were one replica: with several,
-        its number is added, run-0.rec for run.rec."""
+        """The file of this replica for `path`: with several replicas the replica's number is added,
+        run-0.rec for run.rec."""
         path = Path(path)
         if self.data_parallel_size == 1:
             return path
@@ -271,15 +272,15 @@ class LLM:
             pass
 
     async def finish_together(self, timeout_s: float | None = FINISH_TIMEOUT_S) -> None:
-        """On a primary rank whose `engine` runs as a task: wait, before that is cancelled, until
-        the primary ranks of all replicas are here. Until then they need this one's experts, if
-        the model's are spread over replicas.
+        """On a primary rank whose `engine` runs as a task: wait, before you cancel the task, until
+        the primary ranks of all replicas have called this method. If replicas share experts, the
+        others need this rank's experts until then.
 
         Args:
-            timeout_s: None waits for ever.
+            timeout_s: seconds; None waits for ever.
 
         Raises:
-            RankLost, CommunicationTimeout: one of them has died, or did not come in time.
+            RankLost, CommunicationTimeout: a primary rank has died, or has not called in time.
         """
         exchange, ranks = join_job().exchange, self._place.primary_ranks
         await asyncio.to_thread(exchange, "the end of serving", "", ranks, timeout_s)
@@ -306,7 +307,7 @@ class LLM:
             return self.engine.generate(batch, sampling_params, on_step if is_told else None)
 
     def close(self) -> None:
-        """Free the device's threads, and finish the recording; the object is not used again."""
+        """Close the engine and finish the recording; the object must not be used again."""
         try:
             if self._recorder is not None:
                 self._recorder.close()
