@@ -1,5 +1,5 @@
-"""How the CPUs of a job's ranks find each other, talk, and notice each other's death.
+"""How the host processes of a job find each other, communicate, and notice each other's death.
 
-Only small messages between host threads travel here. Tensors travel by NCCL or gloo, in launched
-work (`ops/ranks/`, `pipeline/`).
+This folder sends only small messages between host threads. Tensors are sent by NCCL or gloo, in
+launched work (`ops/ranks/`, `pipeline/`).
 """

@@ -1,7 +1,7 @@
 """How the ranks of a job find each other, before torch.distributed does.
 
-Torch's own start waits for a number of processes; who is missing, or started twice, it cannot say.
-So the ranks meet first in the same store, tell each other who they are, and hand it on.
+Torch's own start waits for a number of processes, but cannot say which is missing or was started
+twice. So the ranks first meet in the same store and exchange their records; then torch uses it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def join_job(timeout_s: float | None = None) -> Job:
     torch.distributed is initialised already, its store and ranks are taken.
 
     Args:
-        timeout_s: how long ranks may come after each other; None: MEGATRON_ASYNC_JOIN_TIMEOUT_S.
+        timeout_s: seconds that a rank waits for the others; None: MEGATRON_ASYNC_JOIN_TIMEOUT_S.
 
     Raises:
         CommunicationTimeout: ranks are missing (named), or the master does not answer.
         ConfigurationError: a rank was started twice, ranks disagree about WORLD_SIZE or run
-            different versions, the master's port is in use, or the environment makes no sense.
+            different versions, the master's port is in use, or an environment variable is invalid.
         RankLost: a rank died meanwhile.
     """
     global _job, _joins
@@ -80,7 +80,7 @@ def join_job(timeout_s: float | None = None) -> Job:
 def _meet(
     rank: int, world: int, exchange: StoreExchange, watch: DeathWatch, timeout_s: float
 ) -> list[RankRecord]:
-    """Tell who we are, hear who the others are, and link the death watches."""
+    """Exchange records with the other ranks, and link the death watches."""
     address = own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     me = _record(rank, world, address, watch.bind(address) if rank else [])
     watch.know([me])

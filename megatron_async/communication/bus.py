@@ -1,9 +1,9 @@
 """`Bus`: numbered messages from each of some ranks to those that listen to it.
 
-Each rank publishes on a ZMQ XPUB socket and hears all others through one SUB socket. Publishing
-never blocks; queues have no limit, so nothing is dropped while a connection lasts. A connection
-that broke is made again by ZMQ, but what was sent meanwhile is lost: numbers tell, and that is an
-error.
+Each rank publishes on a ZMQ XPUB socket and receives from all others through one SUB socket.
+Publishing never blocks; queues have no limit, so no message is dropped while a connection lasts.
+ZMQ restores a broken connection, but messages sent meanwhile are lost: a gap in their numbers
+raises `RankLost`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _HEADER = struct.Struct("<IQ")
 """Sender's rank, number of its message."""
 
 _SUBSCRIBER = b"\x01\xff subscriber "
-"""What a publisher hears from a subscriber, followed by its rank."""
+"""First byte of a subscriber's message to a publisher, followed by its rank."""
 
 NETWORK_SILENCE_S = 20.0
-"""A connection to a host that is silent for so long ends; the death watch knows before."""
+"""Seconds of silence after which a connection to a host ends; the death watch notices earlier."""
 
 
 class Bus:
@@ -38,10 +38,10 @@ class Bus:
 
     Args:
         job: of all ranks.
-        name: of what travels here; named in errors.
+        name: of the messages; named in errors.
         members: ranks that take part; this process is one of them.
-        hears: whom a member hears.
-        timeout_s: how late a member may come.
+        hears: the ranks from which a member receives.
+        timeout_s: seconds that a member may be late.
 
     Attributes:
         rank: this process.
@@ -121,8 +121,8 @@ class Bus:
         Args:
             what: named in errors.
             timeout_s: None waits for ever.
-            remedy: what to look at when time is up.
-            among: whose loss ends the wait; none: any member's.
+            remedy: advice for the error when time is up.
+            among: ranks whose loss ends the wait; empty: any member's.
         """
         return Wait(what, timeout_s, self._watch, among or self.members, remedy)
 

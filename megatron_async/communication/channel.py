@@ -1,4 +1,4 @@
-"""`StepChannel`: what the leader of a group tells its followers, and they report to it."""
+"""`StepChannel`: messages of a group's leader to its followers, and their reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_async.communication.job import EXCHANGE_TIMEOUT_S, Job
 from megatron_async.errors import CommunicationTimeout
 
 SPIN_S = 20e-6
-"""A follower looks for so long before it sleeps; waking up takes about as long."""
+"""Seconds that a follower polls before it sleeps; waking up takes about as long."""
 
 
 class StepChannel[Message, Report]:
@@ -27,7 +27,7 @@ class StepChannel[Message, Report]:
         members: ranks of the group, this process among them.
         message_type: of the leader: a msgspec Struct, or a union of tagged ones.
         report_type: of the followers, likewise; None: as `message_type`.
-        enc_hook: see msgspec: makes what it does not know into what it does.
+        enc_hook: of msgspec: converts values of types that msgspec does not know.
         name: of the channel; named in errors.
         timeout_s: how late a member may come.
 
@@ -78,7 +78,8 @@ class StepChannel[Message, Report]:
         """On a follower: the next message of the log.
 
         Args:
-            timeout_s: None waits for ever: an idle leader says nothing. 0 takes what is there.
+            timeout_s: seconds. None waits for ever, because an idle leader sends nothing. 0: only
+                a message that has arrived.
 
         Raises:
             RankLost: a member of the group is gone.
@@ -112,7 +113,7 @@ class StepChannel[Message, Report]:
         return None if found is None else self._decode(found[1])
 
     def report(self, message: Report) -> None:
-        """On a follower: tell the leader something. Never blocks."""
+        """On a follower: send the leader a message. Never blocks."""
         if self.is_leader:
             raise RuntimeError(f"Rank {self._leader} leads {self._name!r}: use send().")
         self._bus.publish(self._encode(message))
@@ -128,9 +129,9 @@ class StepChannel[Message, Report]:
         return found
 
     def check(self) -> None:
-        """Raise RankLost if a member died; for who waits for something else, often: it is cheap."""
+        """Raise RankLost if a member died. Cheap: to be called often during other waits."""
         self._watch.check(self.members, f"a step of {self._name!r}")
 
     def close(self) -> None:
-        """Close; what was sent still arrives."""
+        """Close; messages that were sent still arrive."""
         self._bus.close()

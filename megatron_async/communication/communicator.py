@@ -14,18 +14,18 @@ from megatron_async.communication.waiting import Wait
 from megatron_async.errors import RanksDisagree
 
 ROUND_TIMEOUT_S = 60.0
-"""As for collectives: a rank that is so late is taken to hang."""
+"""Seconds, as for collectives: a rank that is later than this counts as hanging."""
 
 SPIN_S = 100e-6
-"""A round whose members come together is over within this; it ends without a sleep."""
+"""Seconds of polling before a sleep: a round that all members begin together is over by then."""
 
 
 class Contribution(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a member brings to a round.
+    """A member's message for a round.
 
     Attributes:
         round: its number; members count alike.
-        operation: what the member takes the round for.
+        operation: the operation that the member runs in this round.
         values: its integers.
     """
 
@@ -39,10 +39,10 @@ _decode = msgspec.msgpack.Decoder(Contribution).decode
 
 
 class PendingRound:
-    """A round that this rank has begun: its contribution is on the way, the others' may be.
+    """A round that this rank has begun: its contribution is sent; others may be missing.
 
-    Ask for results in the order in which the rounds began; the rest of a round that was passed over
-    is dropped.
+    Ask for results in the order in which the rounds began; the remaining messages of a skipped
+    round are dropped.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class PendingRound:
 class AsyncZMQCommunicator:
     """Rounds of integers among some ranks; Megatron-Core's class and names.
 
-    Unlike Megatron's, which gathers at one rank that answers, each member tells all others: one
-    way instead of two, and whoever waits sees for itself who is missing and whether another has
-    begun. All members make it, and call the same rounds in the same order; a round that one of
-    them takes for another is an error. Use it from one thread at a time.
+    In Megatron's class, one rank gathers and answers. Here each member sends to all others: this
+    takes one message time instead of two, and each member sees which ranks are missing and whether
+    another has begun a round. All members construct it, and call the same rounds in the same order;
+    different operations in one round are an error. Use it from one thread at a time.
 
     Args:
         job: of all ranks.
         members: ranks that agree, this process among them.
-        name: of what they agree on; named in errors.
-        timeout_s: how late a member may come to the making.
+        name: of the agreement; named in errors.
+        timeout_s: seconds that a member may be late when it is constructed.
 
     Raises:
         RankLost: a member died meanwhile.
@@ -131,7 +131,7 @@ class AsyncZMQCommunicator:
         return self.start_all_reduce_max(*values).result(timeout_s)
 
     def start_all_reduce_max(self, *values: int) -> PendingRound:
-        """Begin a round, to do something else before its `result` is asked for."""
+        """Begin a round, and do other work before asking for its `result`."""
         return self._begin(f"all_reduce_max of {len(values)}", values, self._others)
 
     def sync_broadcast(

@@ -1,4 +1,4 @@
-"""Which ranks of this job are gone, and an end to a process that waits for them in vain."""
+"""Which ranks of this job are lost, and the end of a process that hangs after a loss."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Goodbye(msgspec.Struct, tag=True, frozen=True):
 
 
 class Gone(msgspec.Struct, tag=True, frozen=True):
-    """Rank 0 says: this rank is gone; lost because of `loss`, or in order where that is ""."""
+    """From rank 0: this rank is gone; lost because of `loss`, or in order if that is ""."""
 
     rank: int
     loss: str
@@ -70,22 +70,22 @@ class Loss:
 
 
 class DeathWatch:
-    """Watches all ranks, from a thread of its own: rank 0 has a `Link` to each other rank and tells
-    the others whom it lost; its own end each sees by itself.
+    """Watches all ranks, from a thread of its own. Rank 0 has a `Link` to each other rank and
+    informs the others of losses; each rank watches rank 0 itself.
 
-    Processes that were stopped have open connections; they are seen on their own host, by its first
-    rank (which the others see), and rank 0 is told. Not seen are a stopped rank that is alone on
-    its host, and, on other hosts, a stopped rank 0: the time limits of waits for them end those.
+    Connections of a stopped process stay open. The first rank of its host sees its state (the
+    others see the first rank's) and informs rank 0. Two cases are not seen: a stopped rank that is
+    alone on its host, and, on other hosts, a stopped rank 0. Time limits of waits end these.
 
-    Before `start` the bootstrap drives it by `step`.
+    Before `start`, the bootstrap calls `step`.
 
     Args:
         rank: this process.
 
     Attributes:
-        end_process_after_s: a process that has not ended so long after a loss is ended, because it
-            hangs in a collective, which nothing else can interrupt; None for processes that fail
-            over. From MEGATRON_ASYNC_LOSS_GRACE_S.
+        end_process_after_s: seconds after a loss at which the watch ends this process, because it
+            hangs in a collective, which nothing else can interrupt. None for processes that handle
+            losses themselves. From MEGATRON_ASYNC_LOSS_GRACE_S.
     """
 
     def __init__(self, rank: int) -> None:
@@ -109,7 +109,7 @@ class DeathWatch:
         self._poller.register(self._wake_read, zmq.POLLIN)
 
     def bind(self, address: str) -> list[str]:
-        """Let rank 0 connect, whichever its host; returns where.
+        """Let rank 0 connect from any host; returns the endpoints.
 
         Args:
             address: of this host, for other hosts.
@@ -158,7 +158,7 @@ class DeathWatch:
             waiting_for: named in the message.
 
         Raises:
-            RankLost: naming ranks, hosts and reasons.
+            RankLost: names ranks, hosts and reasons.
         """
         if not self._losses:
             return
@@ -180,7 +180,7 @@ class DeathWatch:
         return ", ".join(known) if known else list_ranks([])
 
     def step(self, timeout_s: float) -> None:
-        """Wait for news, at most so long, and take them in."""
+        """Wait for messages, at most so long, and handle them."""
         self._poller.poll(round(1000 * timeout_s))
         for rank, link in self._links.items():
             for message in link.read():

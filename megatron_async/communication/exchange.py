@@ -1,4 +1,4 @@
-"""Values that all ranks of a job tell each other, through the store in which they met."""
+"""Values that all ranks of a job exchange, through the store in which they met."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_async.communication.waiting import Wait
 from megatron_async.errors import ConfigurationError, RankLost
 
 FAREWELL_S = 1.0
-"""The process that keeps the store lets the others read an error for so long before it fails."""
+"""Seconds that the process with the store gives the others to read an error before it fails."""
 
 LOOK_EVERY_S = 0.02
-"""Between two looks at the store."""
+"""Seconds between two reads of the store."""
 LOOK_RARELY_S = 0.1
-"""The same, once a wait has become long: some last for as long as another rank serves."""
+"""Seconds between two reads in a long wait: some last as long as another rank serves."""
 LONG_S = 10.0
-"""Such a wait is long."""
+"""Seconds after which a wait counts as long."""
 
 
 class Failure(msgspec.Struct, frozen=True):

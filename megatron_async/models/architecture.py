@@ -1,4 +1,4 @@
-"""What a model *is*, apart from its weights: one small record that every loader produces.
+"""`ModelArchitecture`: sizes and options of a model, without its weights; every loader makes one.
 
 `ModelArchitecture` imports neither torch nor Megatron, so `megatron-async info` and the checkpoint
 readers can use it cheaply. `models/hybrid.py` turns it into a Megatron-Core model.
@@ -42,7 +42,7 @@ class ModelArchitecture:
     experts, or a hybrid with Mamba-2 or Gated DeltaNet layers.
 
     All sizes are counts of elements; `kv_channels` is the size of one attention head. Where the
-    pattern has no layers of a kind, the sizes of that kind mean nothing.
+    pattern has no layers of a kind, the sizes of that kind are not used.
 
     Raises:
         ValueError: the pattern has unknown characters, or does not fit the number of layers; value
@@ -61,7 +61,7 @@ class ModelArchitecture:
     kv_channels: int
     """Dimension of one head."""
     ffn_hidden_size: int
-    """Of a dense MLP."""
+    """Inner size of a dense MLP."""
     vocab_size: int
     """Rows of the embedding matrix."""
     layernorm_epsilon: float = 1e-5
@@ -72,8 +72,8 @@ class ModelArchitecture:
     qk_layernorm: bool = False
     """RMSNorm on each query and key head before rope (Qwen3)."""
     attention_output_gate: bool = False
-    """What attention gives is multiplied by the sigmoid of a gate, which `linear_qkv` makes beside
-    the queries (Qwen3-Next)."""
+    """The output of attention is multiplied by the sigmoid of a gate, which `linear_qkv` computes
+    together with the queries (Qwen3-Next)."""
     layernorm_zero_centered_gamma: bool = False
     """Norms multiply by 1 + weight (Qwen3-Next)."""
     tie_word_embeddings: bool = False
@@ -91,7 +91,7 @@ class ModelArchitecture:
     moe_router_topk: int = 0
     """Experts that a token goes to."""
     moe_ffn_hidden_size: int = 0
-    """Of one expert."""
+    """Inner size of one expert."""
     moe_router_pre_softmax: bool = False
     """The chosen experts' weights are their softmax among all experts; else among the chosen (which
     Hugging Face calls `norm_topk_prob`)."""
@@ -108,13 +108,13 @@ class ModelArchitecture:
     """"softmax" of the router's logits, or "sigmoid" of each; the latter are divided by their sum
     over the chosen experts."""
     moe_router_enable_expert_bias: bool = False
-    """Experts are chosen by their score plus a bias of each; the bias is in no weight."""
+    """Experts are chosen by score plus a bias for each expert; their weights leave out the bias."""
     moe_router_topk_scaling_factor: float | None = None
-    """What the chosen experts' weights are multiplied by at last; None: 1."""
+    """Factor of the chosen experts' final weights; None: 1."""
     moe_shared_expert_intermediate_size: int = 0
-    """Of the expert that every token meets beside those it goes to; 0: there is none."""
+    """Inner size of the shared expert, which processes every token; 0: there is none."""
     moe_shared_expert_gate: bool = False
-    """What that expert gives is multiplied by the sigmoid of a gate, one number a token."""
+    """The shared expert's output is multiplied by the sigmoid of a gate, one number a token."""
     mamba_num_heads: int = 0
     """Heads of a Mamba-2 layer."""
     mamba_head_dim: int = 0
@@ -123,33 +123,34 @@ class ModelArchitecture:
     mamba_num_groups: int = 0
     """Groups of heads that share B and C; the gated norm is over the elements of a group."""
     mamba_norm_epsilon: float = 1e-5
-    """Of the gated norm; Megatron-Core's is fixed."""
+    """Epsilon of the gated norm; Megatron-Core's is fixed."""
     linear_num_key_heads: int = 0
     """Heads of queries and keys of a Gated DeltaNet layer."""
     linear_num_value_heads: int = 0
-    """Heads of values, a multiple of them: each group of value heads shares one query and key."""
+    """Heads of values, a multiple of the key heads: each group of value heads shares one query and
+    key."""
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
     embedding_multiplier: float = 1.0
-    """Embeddings are multiplied by it (Granite, as all four)."""
+    """Factor of embeddings (this and the next three are Granite's)."""
     logits_scaling: float = 1.0
-    """Logits are divided by it."""
+    """Divisor of logits."""
     residual_multiplier: float = 1.0
-    """What every layer adds to the residual stream is multiplied by it. It is part of the weights
-    of a loaded model: those of each layer's last product."""
+    """Factor of every layer's output before it is added to the residual stream. Loaders multiply
+    the weights of each layer's last product by this factor."""
     attention_multiplier: float | None = None
-    """Scale of attention scores before the softmax; None: one by the root of the head size."""
+    """Scale of attention scores before the softmax; None: 1 / sqrt(head size)."""
     mtp_pattern: str = ""
     """Layer pattern of one depth of multi-token prediction (MTP), such as "*-"; "": the model has
-    none. `pattern`, and all that is counted of the model, are without it. Of its kinds `MTP_KINDS`
-    are served."""
+    none. `pattern` and the model's counts do not include MTP. Of its kinds `MTP_KINDS` are
+    served."""
     mtp_num_depths: int = 0
     """Depths of MTP with weights of their own."""
     mtp_use_repeated_layer: bool = False
     """The one depth was trained to be run again for further tokens (Megatron-Core's flag)."""
     mtp_hidden_before_norm: bool = False
-    """The first depth takes the model's hidden state from before its final norm (MiMo); else from
-    behind it, as Megatron-Core."""
+    """The first depth takes the model's hidden state before its final norm (MiMo); else after it,
+    as in Megatron-Core."""
 
     def __post_init__(self) -> None:
         if not self.pattern:
@@ -227,8 +228,8 @@ class ModelArchitecture:
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of weights that one token meets, MTP aside: of the experts, those that it goes
-        to."""
+        """Number of weights that process one token, without MTP: of the experts, only those that
+        the token goes to."""
         return self._parameters(self.moe_router_topk)
 
     @property
@@ -259,7 +260,7 @@ class ModelArchitecture:
         return layers + embeddings + self.hidden_size
 
     def layer_parameters(self, kind: str, experts: int) -> int:
-        """Number of weights of a layer of a kind, if its mixture had so many experts."""
+        """Number of weights of a layer of a kind, counting `experts` experts of a mixture."""
         return kind_parameters(self, kind, experts)
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
@@ -281,7 +282,7 @@ class ModelArchitecture:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelArchitecture:
-        """Inverse of `to_dict`; it also reads what was written before the pattern was stored.
+        """Inverse of `to_dict`; also reads older mappings, without the pattern.
 
         Raises:
             TypeError: an unknown or missing field.

@@ -1,8 +1,8 @@
 """Self-attention over the paged KV cache, as a Megatron-Core module.
 
-`PagedSelfAttention` keeps everything of Megatron's `SelfAttention` that holds parameters (so
-checkpoints load unchanged) and replaces its forward: rotary by position, KV append and attention
-all read the step's `ContextGPUView` and nothing else.
+`PagedSelfAttention` keeps all parts of Megatron's `SelfAttention` that have parameters (so
+checkpoints load unchanged) and replaces its forward. Rotary embedding by position, KV append and
+attention read only the step's `ContextGPUView`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class PagedCoreAttention(nn.Module):
-    """Stands where Megatron's layer spec wants a `core_attention`; it has no parameters.
+    """The `core_attention` that Megatron's layer spec requires; it has no parameters.
 
-    The attention itself happens in `ContextGPUView.attention`, which owns the KV cache.
+    `ContextGPUView.attention`, which has the KV cache, computes the attention.
     """
 
     def __init__(self, **_: Any) -> None:

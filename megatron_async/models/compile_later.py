@@ -1,4 +1,4 @@
-"""Import Megatron-Core without torch's compiler, which only the call of a fusion needs.
+"""Import Megatron-Core without torch's compiler, which is needed only to call a fused function.
 
 Megatron-Core decorates its fused functions with `torch.compile` when it is imported. The decorator
 imports torch's compiler at once: `import megatron_async.llm` took 8.0 s and takes 3.8 (two cores,

@@ -1,4 +1,4 @@
-"""Shapes of `dummy:SHAPE` models, whose weights are random: what speed is measured with."""
+"""Shapes of `dummy:SHAPE` models, which have random weights, to measure speed."""
 
 from __future__ import annotations
 

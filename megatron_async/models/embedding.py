@@ -1,7 +1,7 @@
 """Embedding and output layer: both hold this rank's rows of the vocabulary.
 
-`HybridModel` builds the two without asking the layer spec. They get our classes afterwards, which
-have the same parameters.
+`HybridModel` builds both without the layer spec. Afterwards they get the classes of this file,
+which have the same parameters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class InferenceEmbedding(LanguageModelEmbedding):
 
         Args:
             input_ids: int64 `[1, tokens]`.
-            position_ids: not read: positions enter in attention.
+            position_ids: not used: attention applies positions.
             tokentype_ids: None.
 
         Returns:
@@ -56,8 +56,8 @@ class InferenceEmbedding(LanguageModelEmbedding):
 class InferenceOutputLayer(InferenceColumnParallelLinear):
     """The output layer: logits of this rank's rows of the vocabulary, padding included.
 
-    Whether ranks need the logits of others depends on what is asked of a step, so who calls the
-    model joins them (`VocabularyShard.gather`).
+    Whether ranks need the logits of others depends on the step's sampling. So the caller of the
+    model gathers them (`VocabularyShard.gather`).
 
     Attributes:
         vocab_size: tokens of all ranks.
@@ -67,7 +67,7 @@ class InferenceOutputLayer(InferenceColumnParallelLinear):
 
     @property
     def shard(self) -> VocabularyShard | None:
-        """Which columns these are; None where they are all."""
+        """The columns of this rank; None if it has all columns."""
         if self.collectives.size == 1:
             return None
         columns = self.output_size_per_partition
@@ -83,7 +83,7 @@ class InferenceOutputLayer(InferenceColumnParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """Logits `[rows, 1, columns of this rank]` of hidden states `[rows, 1, hidden]`, and None.
 
-        Megatron's models ask for gathered logits when they infer, so this is not listened to.
+        Megatron's models ask for gathered logits during inference; this argument is ignored.
         """
         return super().forward(input_, weight, runtime_gather_output=False)
 

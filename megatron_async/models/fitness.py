@@ -1,7 +1,7 @@
-"""Whether a model computes what its configuration and its constructor say, once it is served.
+"""Check that a served model computes what its configuration and its constructor specify.
 
-The modules of this package stand in for Megatron's and serve less. What they do not serve is
-refused here by its name: ignored, it would give other tokens and no error.
+The modules of this package replace Megatron's, with fewer options. An option that they do not serve
+is refused here by name: if it were ignored, tokens would be wrong without an error.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ EXPERTS = MLP | {
 
 
 def check_model(model: nn.Module, config: Any, settings: InferenceConfig) -> None:
-    """Check that nothing about a model would be ignored.
+    """Check that no option of a model would be ignored.
 
     Args:
         model: with `PagedSelfAttention` layers.
@@ -74,7 +74,7 @@ def check_model(model: nn.Module, config: Any, settings: InferenceConfig) -> Non
         settings: of the engine.
 
     Raises:
-        ConfigurationError: with all that is not served.
+        ConfigurationError: names all options that are not served.
     """
     found = [*_positions(model, settings), *_modules(model, config, settings)]
     if found:

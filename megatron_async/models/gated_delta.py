@@ -2,13 +2,13 @@
 state pool.
 
 Gated DeltaNet: Yang, Kautz and Hatamizadeh 2024 (arXiv 2412.06464). A projection gives query, key,
-value, z, beta and alpha of every token; query, key and value pass a short causal convolution; the
-recurrence, whose state beta writes and alpha lets decay, turns them into an output, which each
-value head normalises, gates by z and hands to the projection back. What lies between the two
-projections and depends on tokens before, convolution and recurrence, is `ContextGPUView.recurrent`,
-which owns the state.
+value, z, beta and alpha of every token. Query, key and value pass a short causal convolution. The
+recurrence turns them into an output; beta scales what is written to its state, and alpha sets the
+state's decay. The output is normalised in each value head, gated by z, and projected back.
+Convolution and recurrence depend on earlier tokens, so `ContextGPUView.recurrent`, which has the
+state, computes them.
 
-flash-linear-attention is not needed, which Megatron's own `GatedDeltaNet` asks for.
+Unlike Megatron's `GatedDeltaNet`, this mixer does not need flash-linear-attention.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class GatedDeltaMixer(RecurrentMixer):
 
     @property
     def recurrence(self) -> DeltaParams:
-        """What the recurrence reads of the layer."""
+        """The parameters of the layer for the recurrence."""
         return DeltaParams(self.conv1d.weight, self.dt_bias, self.A_log)
 
     def forward(

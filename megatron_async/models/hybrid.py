@@ -1,8 +1,8 @@
 """Build a Megatron-Core model for the engine from a `ModelArchitecture`.
 
-One class serves all: Megatron's `HybridModel` with a layer pattern. The layer spec below uses
-Megatron's own parallel linear layers and torch norms, and our paged attention; parameter names are
-Megatron's, so a checkpoint of either side loads.
+All models are Megatron's `HybridModel` with a layer pattern. The layer spec below uses Megatron's
+parallel linear layers, torch norms, and the engine's paged attention. Parameter names are
+Megatron's, so checkpoints of Megatron and of this engine load in both.
 """
 
 from __future__ import annotations
@@ -162,16 +162,16 @@ def build_model(
 ) -> HybridModel:
     """A `HybridModel` with uninitialised weights on `device`, in eval mode, without gradients.
 
-    It is laid out on the meta device first, so that no memory is touched twice. Its `mtp` is a
+    It is built on the meta device first, so that memory is allocated only once. Its `mtp` is a
     `MultiTokenPrediction`, or None.
 
     Args:
         architecture: of the model.
         dtype: of the weights and of the computation.
         device: where the weights are.
-        transformer_impl: what the layers are made of, in Megatron's words: "local" (our spec in
+        transformer_impl: implementation of the layers, by Megatron's names: "local" (the spec in
             this file) or "transformer_engine".
-        sizes: over how many ranks the model is split; this process gets its part. None: one.
+        sizes: over how many ranks the model is split; this process gets its part. None: one rank.
         with_mtp: build its layers of multi-token prediction too. (Megatron-Core's own block is
             never built.)
 
@@ -222,9 +222,9 @@ def build_model(
 def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
     """Fill a model with random weights, made on its own device.
 
-    Norms multiply by 1; recurrent layers' own parameters are what Megatron-Core begins training
-    with; the rest is N(0, 0.02), so that activations stay finite and logits differ. A weight
-    depends on its name in the whole model, so it is the same whatever the pipeline stages.
+    Norms multiply by 1. Recurrent layers' own parameters have Megatron-Core's initial values. All
+    other weights are N(0, 0.02), so that activations stay finite and logits differ. A weight
+    depends on its name in the whole model, so it is the same for any pipeline stages.
     """
     stage = stage_of(model.config)
     zero_centered = bool(getattr(model.config, "layernorm_zero_centered_gamma", False))

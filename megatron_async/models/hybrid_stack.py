@@ -21,13 +21,13 @@ from megatron_async.ops.ranks.tensor_collectives import Unreduced, collectives_o
 class PagedHybridStack(HybridStack):
     """Megatron's `HybridStack` for one pipeline stage of the kinds in `LAYER_KINDS`.
 
-    Its final norm is torch's (the stock one is TransformerEngine's). A depth of multi-token
-    prediction has its own behind the stack, which calls `run` then.
+    Its final norm is torch's (Megatron's stack has TransformerEngine's). A depth of multi-token
+    prediction has its own norm after the stack, and calls `run` instead of `forward`.
 
     Attributes:
-        mtp_hidden: `[tokens, hidden]` of the last `forward`: what the first depth of multi-token
-            prediction takes, from behind the final norm, or from before it where the model's
-            `mtp_hidden_before_norm` says so. None where none is built.
+        mtp_hidden: `[tokens, hidden]` of the last `forward`: the input of the first depth of
+            multi-token prediction, taken after the final norm, or before it with
+            `mtp_hidden_before_norm`. None if no multi-token prediction is built.
     """
 
     mtp_hidden: Tensor | None = None
@@ -63,8 +63,8 @@ class PagedHybridStack(HybridStack):
     ) -> Tensor:
         """Run the layers: hidden states `[tokens, 1, hidden]` -> the same, normalised at the end.
 
-        A pipeline stage hands on the sum of `run`'s outputs: the next one's first norm would add
-        them up and keep the sum as the residual, so it computes the same, of half the data.
+        A pipeline stage sends the sum of `run`'s outputs. The next stage's first norm would add
+        both and keep the sum as the residual, so the result is the same with half the data.
         """
         if isinstance(hidden_states, WrappedTensor):
             hidden_states = hidden_states.unwrap()
@@ -88,8 +88,8 @@ class PagedHybridStack(HybridStack):
     ) -> tuple[Tensor | Unreduced, Tensor | None]:
         """The layers, without the norm at the end.
 
-        The residual stream is carried beside the blocks' outputs, so that each addition is done
-        together with the norm that follows it, and both, where that pays, by the product behind.
+        The residual stream is kept separate from the blocks' outputs, so that each addition is
+        fused with the next norm, and both, where this is faster, with the next product.
 
         Args:
             hidden_states: `[tokens, 1, hidden]`.

@@ -1,7 +1,7 @@
-"""What a layer of each kind is made of: its norm, its block, the block's first and last product.
+"""Parts of a layer of each kind: its norm, its block, the block's first and last product.
 
-Megatron's layers hold these under different names. `PagedHybridStack` asks here, so that its loop
-over layers is the same for all.
+Megatron's layers have these under different names. `PagedHybridStack` looks them up here, so that
+its loop over layers is the same for all kinds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ BLOCK_ITSELF = "."
 
 
 class TakesUnnormed(Protocol):
-    """What may take the norm before it along."""
+    """A module that may compute the norm before it too."""
 
     def takes_unnormed(self, hidden_states: Tensor) -> bool:
-        """Whether it should be given an `Unnormed` of `[tokens, 1, hidden]`, or of partial sums of
-        that, `[splits, tokens, 1, hidden]`."""
+        """Whether the module should get an `Unnormed` of `[tokens, 1, hidden]`, or of partial sums,
+        `[splits, tokens, 1, hidden]`."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class LayerKind:
 
     Attributes:
         norm_name: of the layer's norm.
-        block_name: of what the layer does between norm and residual add; it is called with the
-            normed `[tokens, 1, hidden]` and gives its output and a bias or None.
-        first_name: of the block's first product, which may take the norm along.
-        last_name: of the block's last product, whose output may be summands for the next norm.
+        block_name: of the module between norm and residual add. It is called with the normed
+            `[tokens, 1, hidden]`, and returns its output and a bias or None.
+        first_name: of the block's first product, which may compute the norm too.
+        last_name: of the block's last product, whose output may be partial sums for the next norm.
     """
 
     norm_name: str
@@ -46,16 +46,16 @@ class LayerKind:
         return norm
 
     def block(self, layer: Any) -> Any:
-        """What comes behind it."""
+        """The block after the norm."""
         return getattr(layer, self.block_name)
 
     def first_product(self, layer: Any) -> TakesUnnormed:
-        """What can take the norm along."""
+        """The product that may compute the norm too."""
         product: TakesUnnormed = self._inside(layer, self.first_name)
         return product
 
     def last_product(self, layer: Any) -> Any:
-        """What has a `may_split`."""
+        """The product that has `may_split`."""
         return self._inside(layer, self.last_name)
 
     def _inside(self, layer: Any, name: str) -> Any:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_async.models.architecture import ModelArchitecture
 
 CONV_KERNEL = 4
-"""Inputs that one output of a recurrent layer's convolution sees: everybody's."""
+"""Inputs of one output of a recurrent layer's convolution, in all families."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class MambaSizes:
         return self.heads, self.head_dim, self.state_dim
 
     def of_rank(self, ranks: int) -> MambaSizes:
-        """What one of so many tensor-parallel ranks holds: a share of the heads with their groups,
-        or of a single group's heads, whose B and C every rank has."""
+        """Sizes of one of `ranks` tensor-parallel ranks: a share of the heads with their groups; or
+        of a single group's heads, and then every rank has the group's B and C."""
         groups = self.groups if self.groups == 1 else self.groups // ranks
         return MambaSizes(self.heads // ranks, self.head_dim, self.state_dim, groups)
 
@@ -117,7 +117,7 @@ class DeltaSizes:
         return self.value_heads, self.value_dim, self.key_dim
 
     def of_rank(self, ranks: int) -> DeltaSizes:
-        """What one of so many tensor-parallel ranks holds: a share of the key heads, with the value
+        """Sizes of one of `ranks` tensor-parallel ranks: a share of the key heads, with the value
         heads that share them."""
         return DeltaSizes(
             self.key_heads // ranks, self.key_dim, self.value_heads // ranks, self.value_dim

@@ -1,15 +1,16 @@
-"""Parallel linear layers for inference: Megatron's parameters, a forward without training's
-detours.
+"""Parallel linear layers for inference: Megatron's parameters, with a forward without training
+code.
 
-A column-parallel layer holds a share of the outputs and gives that share; a row-parallel one holds
-a share of the inputs, and its product is one summand of the sum over the ranks, which is done here.
-With sequence parallelism (Korthikanti et al. 2022) the residual stream between the two is split by
-tokens: the sum leaves each rank its rows, and the next column-parallel layer gathers them.
+A column-parallel layer computes a share of the outputs. A row-parallel layer has a share of the
+inputs; its product is one summand of the sum over the ranks, which the layer also computes. With
+sequence parallelism (Korthikanti et al. 2022) the residual stream between the two is split by
+tokens: a reduce-scatter gives each rank its rows, and the next column-parallel layer gathers them.
 
-On a CPU in float32 the weight is also kept in oneDNN's blocked layout, which reads a small batch's
-weights near memory speed: on a 2-core EPYC the matrix products of a SmolLM2-135M step take 25 to 32
-ms at batch 8 that way, and 55 to 63 with torch's linear (docs/records/cpu_throughput.md). Or it is
-kept as 8-bit integers (`ops/linear/eight_bit.py`). On a GPU decode steps have kernels of their own
+On a CPU in float32 the weight is also kept in oneDNN's blocked layout, with which a small batch
+reads weights at nearly memory speed. On a 2-core EPYC the matrix products of a SmolLM2-135M step
+take 25 to 32 ms at batch 8 in this layout, and 55 to 63 with torch's linear
+(docs/records/cpu_throughput.md). Or the weight is kept as 8-bit integers
+(`ops/linear/eight_bit.py`). On a GPU, decode steps have their own kernels
 (`ops/linear/skinny_linear.py`).
 """
 
@@ -36,7 +37,7 @@ PACKING_MEMORY_SHARE = 0.5
 """Weights are packed only if the copy takes at most this share of the free memory."""
 
 PackedWeight = Tensor | EightBitWeight
-"""In oneDNN's blocked layout, or 8-bit integers."""
+"""A weight in oneDNN's blocked layout, or as 8-bit integers."""
 
 
 def linear(
@@ -49,8 +50,8 @@ def linear(
     """`x @ weight.T + bias`.
 
     Args:
-        x: `[tokens, 1, in]`, or `[..., in]` on a CPU; or, on a GPU, a row whose norm is to be taken
-            first.
+        x: `[tokens, 1, in]`, or `[..., in]` on a CPU; or, on a GPU, a row whose norm must be
+            computed first.
         weight: `[out, in]`.
         bias: `[out]` or None.
         packed: the weight from `pack_weights`, or None.
@@ -186,10 +187,10 @@ class InferenceRowParallelLinear(RowParallelLinear):
 
 
 def pack_weights(model: nn.Module, free_memory: int, quantization: str | None = None) -> int:
-    """Keep a blocked or an 8-bit copy of every linear weight, where that is possible and pays.
+    """Keep a blocked or an 8-bit copy of every linear weight, where this is possible and faster.
 
     Call it again when the weights have changed. Layers on a GPU or in another dtype than float32
-    keep to their plain weights, and so do all layers when blocked copies would take more than
+    use their plain weights. So do all layers if blocked copies would take more than
     `PACKING_MEMORY_SHARE` of `free_memory` bytes.
 
     Args:

@@ -1,11 +1,11 @@
 """The Mamba-2 mixer of inference: Megatron's parameters, the recurrence in the engine's state pool.
 
-Mamba-2: Dao and Gu 2024 (arXiv 2405.21060). A projection gives z, x, B, C and dt of every token; x,
-B and C pass a short causal convolution; the recurrence turns them into y; and y, gated by z and
-normalised, is projected back. What lies between the two projections and depends on tokens before,
-convolution and recurrence, is `ContextGPUView.recurrent`, which owns the state.
+Mamba-2: Dao and Gu 2024 (arXiv 2405.21060). A projection gives z, x, B, C and dt of every token. x,
+B and C pass a short causal convolution, and the recurrence turns them into y. y is gated by z,
+normalised and projected back. Convolution and recurrence depend on earlier tokens, so
+`ContextGPUView.recurrent`, which has the state, computes them.
 
-Neither mamba-ssm nor causal-conv1d is needed, which Megatron's own mixer asks for.
+Unlike Megatron's mixer, this one needs neither mamba-ssm nor causal-conv1d.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Mamba2Mixer(RecurrentMixer):
 
     @property
     def recurrence(self) -> MambaParams:
-        """What the recurrence reads of the layer."""
+        """The parameters of the layer for the recurrence."""
         return MambaParams(self.conv1d_weight, self.conv1d_bias, self.dt_bias, self.A_log, self.D)
 
     def forward(

@@ -1,10 +1,10 @@
 """Mixers of recurrent layers in Megatron's distributed checkpoints.
 
-`in_proj` and the convolution are made of strips that tensor-parallel ranks split each by itself, so
-each strip is a tensor of its own there, as Megatron-Core 0.19's `MambaMixer` and `GatedDeltaNet`
-write them: `in_proj.weight.z`, `.x`, `.B`, `.C`, `.dt` and `conv1d.weight.x` of Mamba-2,
-`in_proj.weight.query`, `.key`, `.value`, `.z`, `.beta`, `.alpha` and `conv1d.weight.query` of Gated
-DeltaNet, and so on.
+`in_proj` and the convolution consist of strips. Tensor-parallel ranks split each strip separately,
+so each is a tensor of its own in the checkpoint, as Megatron-Core 0.19's `MambaMixer` and
+`GatedDeltaNet` write them: `in_proj.weight.z`, `.x`, `.B`, `.C`, `.dt` and `conv1d.weight.x` of
+Mamba-2, `in_proj.weight.query`, `.key`, `.value`, `.z`, `.beta`, `.alpha` and
+`conv1d.weight.query` of Gated DeltaNet, and so on.
 """
 
 from __future__ import annotations

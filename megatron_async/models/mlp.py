@@ -1,4 +1,5 @@
-"""The MLP of inference: Megatron's parameters, the activation in or behind its first product."""
+"""The MLP of inference: Megatron's parameters, the activation fused with its first product or run
+after it."""
 
 from __future__ import annotations
 
@@ -50,11 +51,11 @@ class InferenceMLP(MLP):
 
 
 class SharedExpertMLP(InferenceMLP):
-    """The expert that every token meets, beside those it goes to (DeepSeekMoE, arXiv 2401.06066);
-    Megatron's `SharedExpertMLP`. Where its output has a gate, `MoELayer` applies it.
+    """The shared expert, which processes every token (DeepSeekMoE, arXiv 2401.06066); Megatron's
+    `SharedExpertMLP`. If its output has a gate, `MoELayer` applies the gate.
 
-    It takes whole rows and gives this rank's part of the sum over the tensor-parallel ranks, which
-    `MoELayer` adds to the other experts' before the ranks add up both.
+    It takes whole rows and computes this rank's summand of the sum over the tensor-parallel ranks.
+    `MoELayer` adds the other experts' output before the sum over ranks.
 
     Args:
         config: of the model; the inner dimension is `moe_shared_expert_intermediate_size`.

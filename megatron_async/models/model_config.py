@@ -24,8 +24,8 @@ from megatron_async.models.pipeline import layer_costs, output_cost, split_patte
 
 @dataclass
 class ModelConfig(TransformerConfig):
-    """Megatron's `TransformerConfig` plus what the engine must know of a model and Megatron keeps
-    in the model's constructor arguments instead."""
+    """Megatron's `TransformerConfig` plus fields that the engine needs and that Megatron passes to
+    the model's constructor instead."""
 
     hybrid_layer_pattern: str | None = None
     """Layer pattern of the `HybridModel`, "|" between pipeline stages; None for a `GPTModel`."""
@@ -42,7 +42,7 @@ class ModelConfig(TransformerConfig):
     pipeline_stage: int = 0
     """Which of the stages in `hybrid_layer_pattern` this is."""
     vocab_size: int | None = None
-    """Tokens of the model's vocabulary; None where nobody has told."""
+    """Tokens of the model's vocabulary; None if unknown."""
     mtp_pattern: str = ""
     """Layers of one depth of multi-token prediction; "": none is built."""
     mtp_num_depths: int = 0

@@ -1,7 +1,7 @@
 """A mixture-of-experts layer for inference: Megatron's weights, experts stacked in one tensor.
 
-Megatron's own modules need a GPU at several places (`TopKRouter.gating` moves weights there, its
-dispatchers make CUDA streams), and sizes of what they send are read by the host. Here all shapes
+Megatron's own modules need a GPU in several places (`TopKRouter.gating` moves weights there, its
+dispatchers make CUDA streams), and the host reads the sizes of their exchanges. Here all shapes
 follow from the number of tokens, so that a step with experts is captured like any other.
 """
 
@@ -77,19 +77,19 @@ class TopKRouter(MegatronModule):
 
 
 def real_tokens(view: ContextGPUView | None) -> tuple[Tensor | None, int]:
-    """What tells real tokens from dummies: `route`'s places and limit."""
+    """Arguments of `route` that mark real tokens: their places, and the first dummy place."""
     return (None, 0) if view is None else (view.step.write_index, view.first_dummy_place)
 
 
 class MoELayer(MegatronModule):
-    """Router, experts, and the ways between them; where a model has one, a shared expert besides.
+    """Router, experts, the exchanges between ranks, and a shared expert if the model has one.
 
     Each rank of the expert-parallel group has its own tokens and its share of the experts: rank r
-    of n the r-th n-th. Inside a tensor-parallel group all have the same tokens and experts, and a
-    share of each expert's inner dimension.
+    of n ranks has the r-th n-th. Ranks of a tensor-parallel group have the same tokens and experts,
+    and a share of each expert's inner dimension.
 
-    A few tokens whose experts are all here have an op of their own, which does routing, experts and
-    the shared expert, and the norm before them (`ops/experts/few_tokens.py`).
+    If there are few tokens and all experts are on this rank, one op does routing, experts, the
+    shared expert and the norm before them (`ops/experts/few_tokens.py`).
 
     Args:
         config: of the model.
@@ -97,8 +97,8 @@ class MoELayer(MegatronModule):
 
     Attributes:
         may_split: set by a caller that takes an `Unreduced` output.
-        on_routing: called with the routing of this rank's tokens when all that writes it has been
-            launched; or None.
+        on_routing: called with the routing of this rank's tokens after the kernels that write it
+            have been launched; or None.
     """
 
     may_split: bool = False

@@ -1,11 +1,12 @@
-"""How tokens reach experts on other ranks and what the experts say comes back.
+"""Send tokens to experts on other ranks, and get the experts' sums back.
 
-Every rank of the expert-parallel group gets the tokens of all, computes its own experts for them,
-and the sums are reduced to who brought the tokens. This sends more than an all-to-all would, but
-nobody's sizes depend on the routing: the host learns nothing, and a graph can hold it.
+Every rank of the expert-parallel group gets the tokens of all ranks and computes its own experts
+for them. A reduce-scatter gives each rank the sums for its own tokens. This sends more data than an
+all-to-all. But sizes do not depend on the routing, so the host need not read them, and the exchange
+can be captured in a CUDA graph.
 
-On GPUs of one host the exchanges of small steps are kernels of our own, over symmetric memory
-(`ops/experts/symmetric_exchange.py`); the others are NCCL's, or gloo's.
+On GPUs of one host, small steps exchange through symmetric memory by the engine's own kernels
+(`ops/experts/symmetric_exchange.py`); the other exchanges are NCCL's, or gloo's.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ class TokenDispatcher:
             tokens: of each rank, padding included, the same on all; 0: as many as here.
 
         Returns:
-            `[ranks * tokens, hidden]` and their routing; padding has no experts. Alone in the group
-            the arguments.
+            `[ranks * tokens, hidden]` and their routing; padding has no experts. In a group of one
+            rank, the arguments.
 
         Raises:
-            ValueError: there are more tokens here.
+            ValueError: this rank has more than `tokens` tokens.
         """
         if self._size == 1:
             return x, routing

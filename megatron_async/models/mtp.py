@@ -2,11 +2,11 @@
 after the next one.
 
 The module and its weights are Megatron-Core 0.19's (`transformer/multi_token_prediction.py`), after
-DeepSeek-AI 2024, "DeepSeek-V3 Technical Report" (arXiv 2412.19437). A depth takes, for each
-position, the embedding of the token behind it and the hidden state there: the model's, behind its
-final norm (of MiMo before it), or that of the depth before, behind that depth's. Embedding and
-output layer are the model's.
-Unlike Megatron's own inference, its attention has KV layers of the engine's cache.
+DeepSeek-AI 2024, "DeepSeek-V3 Technical Report" (arXiv 2412.19437). For each position, a depth
+takes the embedding of the next token and a hidden state at the position. For the first depth this
+is the model's, after its final norm (in MiMo before it). For further depths it is the previous
+depth's, after that depth's final norm. Embedding and output layer are the model's.
+Unlike in Megatron's own inference, attention of MTP has KV layers in the engine's cache.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class MultiTokenPredictionLayer(MegatronModule):
     """One depth, with the parameter names of Megatron-Core's class of this name.
 
     Args:
-        config: of the model; its `mtp_pattern` says which layers.
-        submodules: of the trunk's stack; the layers are made of the same.
+        config: of the model; `mtp_pattern` lists the layers.
+        submodules: of the model's stack; the layers use the same.
         groups: process groups.
 
     Attributes:
@@ -47,7 +47,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         eh_proj: `[hidden, 2 hidden]`, of the normed embedding and the normed hidden state, in this
             order; ranks share its rows.
         mtp_model_layer: the stack, without a final norm of its own.
-        final_layernorm: the norm behind it.
+        final_layernorm: the norm after the stack.
     """
 
     def __init__(
@@ -84,13 +84,14 @@ class MultiTokenPredictionLayer(MegatronModule):
         """Hidden states of the next depth.
 
         Args:
-            embedded: `[tokens, 1, hidden]`, embeddings of the tokens behind those of `hidden`.
-            hidden: `[tokens, hidden]`: the model's (`model.decoder.mtp_hidden`), or of the depth
-                before, behind its final norm.
-            view: of a step with so many tokens: where their keys go, and what each of them sees.
+            embedded: `[tokens, 1, hidden]`, embeddings of the tokens after those of `hidden`.
+            hidden: `[tokens, hidden]`: the model's (`model.decoder.mtp_hidden`), or the previous
+                depth's, after its final norm.
+            view: of a step with so many tokens: the places of their keys, and the keys that each
+                token sees.
 
         Returns:
-            `[tokens, 1, hidden]`, behind this depth's final norm, for the output layer.
+            `[tokens, 1, hidden]`, after this depth's final norm, for the output layer.
         """
         # The residual stream begins here.
         projected, _ = self.eh_proj(self.join(embedded, hidden)[:, None])
@@ -157,8 +158,8 @@ def check_mtp(architecture: ModelArchitecture, sizes: ParallelSizes, transformer
         transformer_impl: what its layers are made of; see `build_model`.
 
     Raises:
-        ConfigurationError: it has none, or some that are not served; or another setting is not
-            served with them.
+        ConfigurationError: the model has no MTP layers, or layers that are not served, or another
+            setting is not served together with MTP.
     """
     a = architecture
     if not a.mtp_pattern:

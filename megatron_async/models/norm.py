@@ -1,8 +1,8 @@
 """RMSNorm for inference: Megatron's weight, and the factors that a step multiplies by.
 
 With Megatron's `layernorm_zero_centered_gamma` a norm multiplies by 1 + weight (Qwen3-Next, as
-Gemma before). Checkpoints and parameters hold the weight, so that converting keeps its bits; steps
-read the sum, which is made once, in float32 at least, when the model is wrapped.
+Gemma before). Checkpoints and parameters have the weight, so that a conversion keeps its bits.
+Steps read the sum, which is computed once, in float32 or wider, when the model is wrapped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class InferenceRMSNorm(nn.RMSNorm):
         return self._folded
 
     def fold(self) -> None:
-        """Make the factors from the weight, in the place where they were before."""
+        """Compute the factors from the weight, into the same memory as before."""
         if not self.is_zero_centered:
             return
         weight = self.weight.detach()
@@ -71,7 +71,7 @@ def make_norm(config: TransformerConfig, hidden_size: int, eps: float, **_: obje
 
 
 def factors_of(norm: nn.Module) -> Tensor:
-    """What a norm multiplies by, `[size]`: of ours its factors, of others their weight."""
+    """Factors of a norm, `[size]`: `factors` of an `InferenceRMSNorm`, else the norm's weight."""
     if isinstance(norm, InferenceRMSNorm):
         return norm.factors
     weight = norm.weight

@@ -1,4 +1,4 @@
-"""Process groups: every Megatron-Core module asks for them, also when there is one process."""
+"""Process groups, which every Megatron-Core module needs, also with a single process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_async.communication.job import Job
 from megatron_async.errors import ConfigurationError
 
 COLLECTIVE_TIMEOUT_S = 60.0
-"""No collective of a step waits longer for a rank; who waits so long waits for ever."""
+"""Seconds that a collective of a step waits for a rank; a longer wait would never end."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ def world_size() -> int:
 
 
 def ensure_process_groups(sizes: ParallelSizes | None = None) -> ProcessGroupCollection:
-    """Initialise torch.distributed and Megatron's groups if nobody has, and return the groups.
+    """Initialise torch.distributed and Megatron's groups if they are not, and return the groups.
 
-    Under `torchrun` the environment says who we are; alone, a world of one is made in memory (no
-    port, no file). Groups that a user set up before are taken as they are.
+    Under `torchrun` the environment has the rank of this process; alone, a world of one is made in
+    memory (no port, no file). Groups that a user has set up before are used as they are.
 
     Args:
-        sizes: of the groups; None takes what is there, or a size of 1 for all.
+        sizes: of the groups; None: existing groups, or a size of 1 for all.
 
     Raises:
         ConfigurationError: the sizes do not fit the number of processes, or the groups that are
@@ -128,9 +128,9 @@ def ensure_process_groups(sizes: ParallelSizes | None = None) -> ProcessGroupCol
 
 
 def agree_on_least(value: int) -> int:
-    """The least of a number over all ranks that launch their steps together: those that hold one
-    model between them, and those that share its experts. For what they must do alike and can only
-    measure by themselves. All of them call it, at the start of an engine."""
+    """The least of a number over all ranks that launch their steps together: the ranks of a model,
+    and those that share its experts. For values that must be equal but that each rank measures by
+    itself. All of these ranks call it, at the start of an engine."""
     if not parallel_state.model_parallel_is_initialized():
         return value
     for group in (

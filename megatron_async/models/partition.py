@@ -1,8 +1,8 @@
-"""What one tensor-parallel rank holds of a model, and which models can be split at all.
+"""The part of a model that one tensor-parallel rank holds, and which models can be split.
 
 Attention is split by KV heads (each with its query heads), the MLP by its hidden units, embedding
 and output layer by rows of the vocabulary (Shoeybi et al. 2019, Megatron-LM). Only the vocabulary
-is padded to a multiple of the ranks; everything else must divide.
+is padded to a multiple of the ranks; all other sizes must be multiples.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def recurrent_sizes(model: Any, kinds: str) -> list[MambaSizes | DeltaSizes]:
 
 
 def mtp_kv_layers(model: Any) -> int:
-    """KV layers of multi-token prediction, behind those of the trunk; 0 where it is not built.
+    """KV layers of multi-token prediction, after those of the model; 0 if it is not built.
 
     Args:
         model: Megatron's `TransformerConfig`, or a `ModelConfig`.
@@ -101,8 +101,8 @@ def mtp_kv_layers(model: Any) -> int:
 
 
 def is_recurrent(model: Any) -> bool:
-    """Whether any pipeline stage has layers with a state for each request: what scheduling goes by,
-    which must be the same on all stages."""
+    """Whether any pipeline stage has layers with a state for each request. Scheduling depends on
+    this, and must be the same on all stages."""
     pattern = getattr(model, "hybrid_layer_pattern", None) or ""
     return any(kind in pattern for kind in RECURRENT)
 
@@ -113,7 +113,7 @@ def check_partition(
     """Check that a model can be split over so many ranks.
 
     Raises:
-        ConfigurationError: a size does not divide; names it, and the sizes that would.
+        ConfigurationError: a size is no multiple of the ranks; names it, and the sizes that fit.
     """
     ranks = sizes.tensor_model_parallel
     if sizes.sequence_parallel and transformer_impl != "local":

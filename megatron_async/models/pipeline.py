@@ -1,8 +1,8 @@
 """Pipeline stages of a model: which layers each holds, and under which names.
 
-A stage is told by two fields of its model's configuration (`ModelConfig`): the pattern of all
-layers, with "|" between stages as Megatron-Core writes it, and the number of the stage. Inside a
-stage Megatron counts layers from 0; "global" names below are those of the whole model.
+Two fields of a model's configuration (`ModelConfig`) describe a stage: the pattern of all layers,
+with "|" between stages as in Megatron-Core, and the number of the stage. Inside a stage Megatron
+counts layers from 0; "global" names below are those of the whole model.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 LAYER_LAUNCH_BYTES = 64 << 20
-"""What memory could deliver while the kernels of a layer of the pattern start and end: some 15
-microseconds of a H200. With it attention and MLP of an 8B model take 0.13 of a millisecond (0.15
-measured), SmolLM2's 0.03 (0.027)."""
+"""Bytes that memory could deliver while the kernels of a layer of the pattern start and end: some
+15 microseconds of an H200. With this cost, attention and MLP of an 8B model take 0.13 of a
+millisecond (0.15 measured), SmolLM2's 0.03 (0.027)."""
 OUTPUT_LAUNCH_BYTES = 64 << 20
-"""The same of the output layer and sampling."""
+"""`LAYER_LAUNCH_BYTES` for the output layer and sampling."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
@@ -38,18 +38,18 @@ def split_pattern(
     output_cost: float = 0.0,
     layer_costs: Mapping[str, float] | None = None,
 ) -> str:
-    """Put stage boundaries into a layer pattern, so that the slowest stage is as fast as can be.
+    """Put stage boundaries into a layer pattern, so that the slowest stage is as fast as possible.
 
-    Units are split, a unit being a layer with the MLP or MoE layers behind it, or those that the
-    pattern begins with. Among cuts whose slowest stage is equally fast, those with the most even
-    stages are taken, and among these the first stages have more. (Megatron-Core asks that layers
-    divide, or that the user says how many.)
+    Stages consist of units. A unit is a layer with the MLP or MoE layers after it, or the layers
+    that the pattern begins with. Among splits whose slowest stage is equally fast, the most even
+    one is taken, and among these the one with more in the first stages. (Megatron-Core needs a
+    number of layers that divides evenly, or the user's choice.)
 
     Args:
         pattern: of the whole model, such as "*-*-*-" or "MEM*-".
         stages: number of stages.
-        output_cost: what the output layer takes, which is part of the last stage.
-        layer_costs: what a layer takes, by its kind; None: every unit takes 1.
+        output_cost: cost of the output layer, which is part of the last stage.
+        layer_costs: cost of a layer by its kind; None: every unit costs 1.
 
     Returns:
         the pattern with "|" between stages, such as "*-*-|*-".
@@ -106,8 +106,8 @@ def _even_ends(costs: Sequence[float], stages: int, last_cost: float) -> tuple[i
 def layer_costs(
     architecture: ModelArchitecture, dtype: torch.dtype, sizes: ParallelSizes
 ) -> dict[str, float]:
-    """What a layer takes in a decode step on a GPU, by its kind: bytes, and launches as bytes; in
-    units of what the pattern's average layer takes."""
+    """Cost of a layer in a decode step on a GPU, by its kind: bytes, and launches as bytes; in
+    units of the pattern's average layer."""
     model = architecture
     costs = {kind: _layer_bytes(model, kind, dtype, sizes) for kind in sorted(set(model.pattern))}
     average = sum(costs[kind] for kind in model.pattern) / len(model.pattern)
@@ -115,7 +115,7 @@ def layer_costs(
 
 
 def output_cost(architecture: ModelArchitecture, dtype: torch.dtype, sizes: ParallelSizes) -> float:
-    """What the output layer takes in a decode step on a GPU, in the unit of `layer_costs`."""
+    """Cost of the output layer in a decode step on a GPU, in the unit of `layer_costs`."""
     model = architecture
     layers = sum(_layer_bytes(model, kind, dtype, sizes) for kind in model.pattern)
     share = dtype.itemsize / sizes.tensor_model_parallel
@@ -133,7 +133,7 @@ def _layer_bytes(
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage holds of a model."""
+    """One stage of a model."""
 
     index: int
     count: int

@@ -1,9 +1,9 @@
-"""How a model tells positions apart, and who applies it.
+"""Position embeddings of a model, and which module applies them.
 
-Megatron's models compute a tensor of angles in every forward and hand it down to attention. Here
-`PagedSelfAttention` rotates by a table, so a model's `RotaryEmbedding` is asked for its frequencies
-when the model is wrapped, and is not called any more. Learned positions are part of the embedding
-and stay where they are.
+Megatron's models compute a tensor of angles in every forward and pass it to attention. Here
+`PagedSelfAttention` rotates by a table. So the frequencies of a model's `RotaryEmbedding` are read
+when the model is wrapped, and the module is not called any more. Learned positions are part of the
+embedding, which is not changed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LEARNED = "learned_absolute"
 
 
 class AppliedInAttention(nn.Module):
-    """Stands where a model had its `RotaryEmbedding`: called in its place, it gives no angles.
+    """Replaces a model's `RotaryEmbedding` and returns no angles.
 
     Args:
-        rotary: the model's own, which holds the frequencies.
+        rotary: the model's own module, which has the frequencies.
     """
 
     def __init__(self, rotary: RotaryEmbedding) -> None:
@@ -48,7 +48,7 @@ def rotary_of(model: nn.Module) -> Any:
 
 
 def take_over_positions(model: nn.Module, context: DynamicInferenceContext) -> None:
-    """Make the context rotate by the frequencies of `model`, and the model leave it to that.
+    """Make the context rotate by the frequencies of `model`, and the model compute no angles.
 
     A model without a rotary embedding of its own keeps what its configuration describes, which is
     nothing for Megatron's `TransformerConfig`.

@@ -1,4 +1,4 @@
-"""What mixers of recurrent layers have in common, whatever their kind."""
+"""`RecurrentMixer`: the common base of mixers of recurrent layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class RecurrentMixer(MegatronModule):
-    """A module that asks `ContextGPUView.recurrent` for what depends on tokens before.
+    """A module whose convolution and recurrence `ContextGPUView.recurrent` computes.
 
     Attributes:
         state_layer_index: this module's layer in the state pool; see `stamp_state_layers`.

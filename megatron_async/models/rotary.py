@@ -36,8 +36,8 @@ def inverse_frequencies(dim: int, base: float, scaling: RopeScaling | None = Non
 
 
 def described_frequencies(config: Any) -> Tensor:
-    """Inverse frequencies of the rope that a model's configuration describes: none where it is
-    Megatron's own, which leaves rope to the model's constructor (`models/positions.py` asks that).
+    """Inverse frequencies of the rope that a model's configuration describes. Empty for
+    Megatron's own configuration, which has no rope fields (`models/positions.py` reads the model).
 
     Args:
         config: `models.hybrid.ModelConfig`, or Megatron's `TransformerConfig`.

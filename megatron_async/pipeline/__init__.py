@@ -1,4 +1,4 @@
-"""What a pipeline stage exchanges with the others in each step.
+"""Exchanges between pipeline stages in each step.
 
 Which layers a stage has is decided in `models/pipeline.py`, which requests share a step in
 `contexts/micro_batches.py`. docs/pipeline.md has all of it.

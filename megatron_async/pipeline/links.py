@@ -1,8 +1,8 @@
-"""What travels between the stages of a pipeline, and in which process group.
+"""Messages between the stages of a pipeline, and their process groups.
 
-Hidden states go from stage to stage on the compute stream, through one group for each pair of
-neighbours; samples come back from the last stage to all others on the copy stream, through a group
-of their own. Each group is so used by one stream alone, in the order of the steps.
+Hidden states are sent from stage to stage on the compute stream, through one group for each pair of
+neighbours. Samples return from the last stage to all others on the copy stream, through a separate
+group. So only one stream uses each group, in the order of the steps.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ class PipelineLinks:
         self.share_samples(word)
 
     def receive(self, hidden: Tensor) -> None:
-        """Fill `hidden` with what the stage before sends next; work of the compute stream."""
+        """Fill `hidden` with the next message of the previous stage; on the compute stream."""
         dist.recv(hidden, group=self._before, group_src=0)
 
     def await_sent(self, place: int) -> None:
-        """Hold the compute stream back until what was sent from this of two places is sent."""
+        """Let the compute stream wait until the message in this one of two places is sent."""
         work = self._sent[place]
         if work is not None:
             work.wait()
             self._sent[place] = None
 
     def send(self, hidden: Tensor, place: int) -> None:
-        """Send to the stage behind, which may still compute the step before; the compute stream
-        goes on.
+        """Send to the next stage, which may still compute the previous step; the compute stream
+        does not wait.
 
         Args:
-            hidden: contiguous; left alone until `await_sent`.
-            place: 0 or 1, by turns.
+            hidden: contiguous; must not change until `await_sent`.
+            place: 0 or 1, in turn.
         """
         self._sent[place] = dist.isend(hidden, group=self._after, group_dst=1)
 

@@ -1,12 +1,12 @@
-"""`PipelineStage`: a controller's place in a pipeline, and what its steps exchange with the others.
+"""`PipelineStage`: a controller's stage of a pipeline, and the exchanges of its steps.
 
-A step of a model in p stages runs on all p ranks: stage 0 looks tokens up, each runs its layers and
-hands hidden states on, the last makes logits and samples. The samples come back to the others,
-whose next step of the same requests needs them, on the copy stream: the compute stream goes on with
-the steps of other requests meanwhile.
+A step of a model in p stages runs on all p ranks: stage 0 embeds tokens, each stage runs its layers
+and sends hidden states to the next, and the last stage computes logits and samples. The samples
+return to the other stages on the copy stream; the next step of the same requests needs them.
+Meanwhile the compute stream runs steps of other requests.
 
-Ranks stay in step also where one fails: with its data each message carries the number of the stage
-that failed, 0 for none, and every rank books the same.
+Ranks stay in step also if one fails: each message has the number of the stage that failed, 0 for
+none, and every rank books the same result.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ if TYPE_CHECKING:
 
 
 class PipelineStage:
-    """The only stage of a model: nothing travels.
+    """The only stage of a model: no messages.
 
     Attributes:
-        is_last: whether it makes logits and samples.
+        is_last: whether it computes logits and samples.
     """
 
     is_last = True
 
     def await_samples(self, plan: StepPlan) -> None:
-        """Hold the compute stream back until the samples that the step's rows read are here."""
+        """Let the compute stream wait for the samples that the step's rows read."""
         return
 
     def receive(self, plan: StepPlan) -> None:
-        """Take what the stage before hands on; work of the compute stream."""
+        """Receive the previous stage's message; work of the compute stream."""
         return
 
     def hidden_states(self, dims: BatchDimensions) -> Tensor | None:
-        """Input of the stage's layers, `[tokens, 1, hidden]`; None where tokens are looked up."""
+        """Input of the stage's layers, `[tokens, 1, hidden]`; None on the stage that embeds."""
         return None
 
     def lengths(self, dims: BatchDimensions) -> Tensor | None:
-        """Lengths of the decode rows' sequences, int32 `[decode rows]`; None where they are known
-        by slot."""
+        """Lengths of the decode rows' sequences, int32 `[decode rows]`; None on the stage that has
+        them by slot."""
         return None
 
     def keep(self, hidden_states: Tensor) -> None:
@@ -63,23 +63,23 @@ class PipelineStage:
         raise AssertionError("the last stage hands no hidden states on")
 
     def send(self, plan: StepPlan, failed: bool) -> None:
-        """Hand on what was kept, or that the step failed here; work of the compute stream."""
+        """Send the kept output, or that the step failed here; work of the compute stream."""
         return
 
     def return_samples(
         self, plan: StepPlan, prompt: PromptEntry, part: tuple[MaskEntry, slice] | None = None
     ) -> None:
-        """Enqueue the samples' way back; every stage does for every step, in the same order.
+        """Enqueue the return of the samples; every stage does so for every step, in order.
 
         Args:
             plan: of the step.
             prompt: where its prompt log probs are.
-            part: rows of an entry that were sampled apart; None: the rows that were not.
+            part: rows of an entry that were sampled separately; None: all other rows.
         """
         return
 
     def finish(self, plan: StepPlan, prompt: PromptEntry) -> None:
-        """Take part in what is left of a step whose launch failed here."""
+        """Take part in the remaining messages of a step whose launch failed here."""
         return
 
     def transfer_failure(self, plan: StepPlan) -> None:
@@ -87,7 +87,7 @@ class PipelineStage:
         return
 
     def failure(self, plan: StepPlan) -> Exception | None:
-        """A stage's failure of which the messages told, once the step's samples are on the host."""
+        """The failure of another stage from the messages; valid once samples are on the host."""
         return None
 
 
@@ -170,7 +170,7 @@ class LinkedStage(PipelineStage):
         return self._input[self._header_rows(dims.decode_rows) : self._message_rows(dims), None]
 
     def lengths(self, dims: BatchDimensions) -> Tensor | None:
-        """Lengths in the message received last: a stage behind the first keeps none of its own."""
+        """Lengths in the message received last: only the first stage keeps lengths by slot."""
         return None if self.is_first else self._header(self._input)[1 : 1 + dims.decode_rows]
 
     def keep(self, hidden_states: Tensor) -> None:

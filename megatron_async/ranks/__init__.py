@@ -1,5 +1,5 @@
-"""Ranks that hold one model between them: the leader's log, followers, consensus of experts.
+"""The ranks of one model: the leader's log, followers, and agreement of ranks that share experts.
 
-Messages between hosts are in `communication/`, what pipeline stages exchange in
-`pipeline/`, sums of tensors in `ops/ranks/`. docs/many_ranks.md is the guide.
+Messages between hosts are in `communication/`, exchanges of pipeline stages in `pipeline/`, sums of
+tensors in `ops/ranks/`. docs/many_ranks.md is the guide.
 """

@@ -15,7 +15,7 @@ from megatron_async.requests.sampling_params import SamplingParams
 
 
 class Compile(msgspec.Struct, tag="compile", array_like=True):
-    """The grammar of a request will be needed; not every one turns out to be good."""
+    """The grammar of a request will be needed; it may prove invalid."""
 
     params: SamplingParams
 
@@ -27,7 +27,7 @@ class Add(msgspec.Struct, tag="add", array_like=True):
     prompt: bytes
     """int32 token ids."""
     params: SamplingParams
-    """With everything filled in that follows from the tokenizer."""
+    """Complete: values that follow from the tokenizer are filled in."""
     priority: int
 
     @property
@@ -47,11 +47,11 @@ class Launch(msgspec.Struct, tag="launch", array_like=True):
 
     step: int
     shape: tuple[int, ...] | None = None
-    """What the ranks that hold other requests agreed on; None: there are none."""
+    """The shape on which ranks with other requests agreed; None: there are no such ranks."""
     is_dummy: bool = False
-    """Of this model no request runs: its engine stops, but others need its experts."""
+    """No request of this replica runs, but other replicas need its experts."""
     prefill_limit: int = 0
-    """Most prompt tokens beside decode rows, which the leader's clock says."""
+    """Most prompt tokens beside decode rows, decided by the leader's clock."""
 
 
 class Resolve(msgspec.Struct, tag="resolve", array_like=True):
@@ -61,21 +61,21 @@ class Resolve(msgspec.Struct, tag="resolve", array_like=True):
 
 
 class Control(msgspec.Struct, tag="control", array_like=True):
-    """A method that stops an engine, or lets it go on, is called."""
+    """A method that stops an engine, or lets it continue, is called."""
 
     method: str
     argument: bool | None = None
 
 
 class Release(msgspec.Struct, tag="release", array_like=True):
-    """The leader's caller is done for now: `follow` returns."""
+    """The leader's `generate` has returned: `follow` returns too."""
 
 
 class Close(msgspec.Struct, tag="close", array_like=True):
     """The leader's engine was closed, or gave up."""
 
     error: str | None = None
-    """Why it gave up; None: all is well."""
+    """The error for which it gave up; None: it was closed in order."""
 
 
 Action = Compile | Add | Abort | Launch | Resolve | Control | Release | Close
@@ -95,7 +95,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
 
 
 class Digests(msgspec.Struct, tag="digests", array_like=True):
-    """What a follower planned or sampled, for `check_ranks_agree`."""
+    """Digests of a follower's plan or samples, for `check_ranks_agree`."""
 
     step: int
     fields: dict[str, int]

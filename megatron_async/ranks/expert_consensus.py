@@ -1,10 +1,10 @@
-"""`ExpertConsensus`: what ranks agree on before each step that share experts, but not requests.
+"""`ExpertConsensus`: the agreement before each step of ranks that share experts, but not requests.
 
-Attention is data-parallel inside an expert-parallel group: each rank schedules its own requests,
-but the experts of one serve the tokens of all, so all launch each step together, padded to one
-shape. Megatron-LM #4306 and #4558 replaced an all-reduce on the GPU (100 microseconds, a barrier
-on the compute stream besides) by a maximum over ZMQ that the CPUs take while the GPU runs the step
-before; so does this.
+Attention is data-parallel inside an expert-parallel group: each rank schedules its own requests.
+But the experts of each rank serve the tokens of all ranks. So all ranks launch each step together,
+padded to one shape. As in Megatron-LM #4306 and #4558, the CPUs take a maximum over ZMQ while the
+GPU runs the previous step, instead of an all-reduce on the GPU (100 microseconds, and a barrier on
+the compute stream).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_async.contexts.step_shape import StepShape
 
 
 class Communicator(Protocol):
-    """What it needs of `communication.communicator.AsyncZMQCommunicator`."""
+    """The methods of `communication.communicator.AsyncZMQCommunicator` that are used here."""
 
     def sync_all_reduce_max(self, *values: int) -> list[int]:
         """The largest of each over the members; every member must call it."""
@@ -27,7 +27,7 @@ class Communicator(Protocol):
         ...
 
     async def started(self) -> None:
-        """Until one does; raises RankLost if one died."""
+        """Wait until another member does; raises RankLost if one died."""
         ...
 
 
@@ -40,7 +40,7 @@ class ExpertConsensus:
     Attributes:
         any_work: whether a rank had an unfinished request in the last round.
         any_running: whether a rank's engine was neither paused nor suspended in the last round.
-        is_stopping: whether this rank's engine is to stop.
+        is_stopping: whether this rank's engine shall stop.
         wait_ns: nanoseconds spent in rounds so far.
     """
 
@@ -52,15 +52,15 @@ class ExpertConsensus:
         self.wait_ns = 0
 
     def agree(self, wanted: StepShape, has_work: bool) -> StepShape:
-        """The shape in which all launch their next step; empty if none has anything to launch.
+        """The shape in which all ranks launch their next step; empty if no rank has a step.
 
         Args:
-            wanted: of this rank's step; empty if it can launch none of its own.
-            has_work: whether it has an unfinished request.
+            wanted: shape of this rank's step; empty if it has no step to launch.
+            has_work: whether this rank has an unfinished request.
 
         Raises:
-            CommunicationTimeout: a rank did not come.
-            RankLost: one died.
+            CommunicationTimeout: a rank did not take part in time.
+            RankLost: a rank died.
         """
         start = time.perf_counter_ns()
         *shape, work, running = self._communicator.sync_all_reduce_max(
@@ -75,9 +75,9 @@ class ExpertConsensus:
         return self._communicator.has_started()
 
     async def started(self) -> None:
-        """Sleep until one does.
+        """Sleep until another rank waits for this one.
 
         Raises:
-            RankLost: one died.
+            RankLost: a rank died.
         """
         await self._communicator.started()

@@ -1,4 +1,4 @@
-"""`Follower`: a rank that has no callers of its own and replays its leader's log."""
+"""`Follower`: a rank without callers, which replays its leader's log."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 
 PATIENCE = 10
-"""A follower lets a grammar compile so many times as long as its leader does."""
+"""Factor: a follower lets a grammar compile so many times as long as its leader does."""
 METHODS = ("pause", "unpause", "suspend", "resume", "reset_prefix_cache")
 
 
@@ -43,12 +43,12 @@ class Follower(ConnectedGroup):
 
     Args:
         channel: to the leader.
-        check_alive: raises RankLost if a rank died without which steps do not end.
+        check_alive: raises RankLost if a rank died that steps need.
         check_agreement: report digests of plans and samples.
 
     Attributes:
-        shape: of the step that is planned next, where the leader settled it with others.
-        prefill_limit: most prompt tokens that it may have beside decode rows.
+        shape: shape of the step that is planned next, if the leader agreed on it with other ranks.
+        prefill_limit: most prompt tokens of that step beside decode rows.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Follower(ConnectedGroup):
         """The leader's next action.
 
         Args:
-            oldest: of the steps in flight. If it fails on this rank, the leader is told, who may be
-                waiting for this rank in it.
+            oldest: the oldest step in flight. If it fails on this rank, the leader is informed,
+                because the leader may wait for this rank inside the step.
 
         Raises:
             RankLost: the leader died.
@@ -119,7 +119,7 @@ class Follower(ConnectedGroup):
             pass
 
     def _fetch(self, timeout_s: float | None) -> bool:
-        """Take in one message; whether one came in time."""
+        """Receive one message; returns whether one came in time."""
         try:
             turn = self._channel.receive(timeout_s)
         except CommunicationTimeout:
@@ -140,7 +140,7 @@ def follow(engine: DynamicInferenceEngine) -> bool:
 
     Raises:
         RankLost: the leader died.
-        RanksDisagree: an action did here what it did not do there; or the leader gave up.
+        RanksDisagree: an action had another result here than on the leader; or the leader gave up.
     """
     if not isinstance(engine.group, Follower):
         return False
@@ -163,7 +163,7 @@ def _follow(engine: DynamicInferenceEngine, group: Follower) -> bool:
 
 
 def _replay(engine: DynamicInferenceEngine, group: Follower, action: Action) -> None:
-    """Do what the leader did."""
+    """Repeat an action of the leader."""
     if isinstance(action, Launch):
         _check_step("launches", action.step, engine.context.next_step)
         group.shape = None if action.shape is None else StepShape(*action.shape)

@@ -1,4 +1,4 @@
-"""Connect the ranks of a job that torchrun started: who leads, who follows, who shares experts."""
+"""Connect the ranks of a job that torchrun started: leaders, followers, and sharers of experts."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from megatron_async.ranks.rank_group import RankGroup
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where this process stands in its job."""
+    """The place of this process in its job."""
 
     data_parallel_rank: int = 0
-    """Of its replica."""
+    """Number of its replica."""
     data_parallel_size: int = 1
     """Replicas in the job."""
     is_primary: bool = True
     """Whether it is its replica's leader, which callers talk to."""
     primary_ranks: tuple[int, ...] = (0,)
-    """Of a leader: those of all replicas, in their order."""
+    """On a leader: the leaders of all replicas, in order; else empty."""
 
 
 def join_group(check_agreement: bool) -> tuple[RankGroup, RankPlace]:
-    """The group of this rank; every rank of the job calls it, once its model is there.
+    """The group of this rank; every rank of the job calls it after its model is loaded.
 
     Args:
         check_agreement: compare plans and samples of followers with their leader's.
 
     Raises:
-        CommunicationTimeout, RankLost: a rank did not come.
+        CommunicationTimeout, RankLost: a rank did not join.
     """
     job = join_job()
     if job.world_size == 1:

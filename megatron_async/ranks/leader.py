@@ -1,4 +1,4 @@
-"""`Leader`: the rank of a model whose callers add requests; it logs what it does to them."""
+"""`Leader`: the rank of a model that gets requests from callers; it logs its actions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 CONFIRMATION_TIMEOUT_S = 5.0
-"""Ranks launch a step together, so what fails on all of them fails within a step's time."""
+"""Seconds. Ranks launch a step together, so a failure on all ranks occurs within a step's time."""
 
 
 class Leader(ConnectedGroup):
@@ -39,9 +39,9 @@ class Leader(ConnectedGroup):
 
     Args:
         channel: to the followers.
-        check_alive: raises RankLost if a rank died without which steps do not end.
+        check_alive: raises RankLost if a rank died that steps need.
         check_agreement: compare the digests that followers report.
-        consensus: with the leaders that share its experts; None: there are none.
+        consensus: with the leaders that share its experts; None: no other rank does.
     """
 
     def __init__(
@@ -161,8 +161,8 @@ class Leader(ConnectedGroup):
                 self._comparer.compare(rank, report)
 
     def _look(self) -> None:
-        """A step that failed on a follower keeps this rank waiting in its collectives for ever,
-        unless it fails here too; which takes no longer than there."""
+        """A step that failed on a follower leaves this rank in its collectives for ever, unless the
+        step fails here too, which takes no longer than on the follower."""
         self._read_reports()
         for step, since in self._failed_since.items():
             if time.monotonic() - since > CONFIRMATION_TIMEOUT_S:
@@ -178,8 +178,8 @@ class Leader(ConnectedGroup):
     def _confirm_failure(self, step: int, error: BaseException) -> None:
         """Wait until all ranks say that `step` failed.
 
-        A step that failed here alone leaves other ranks waiting in its collectives. Or it failed
-        because another rank died, which this rank learns a little later.
+        A step that failed only here leaves other ranks waiting in its collectives. Or the step
+        failed because another rank died, which this rank learns a little later.
         """
         followers = set(self._channel.members[1:])
         deadline = time.monotonic() + CONFIRMATION_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Whether ranks that replay one log plan and sample the same: `check_ranks_agree`."""
+"""Check that ranks that replay one log have the same plans and samples: `check_ranks_agree`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_async.ranks.actions import Digests
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 MOST_KEPT = 4096
-"""Digests that no follower has asked for yet; older ones are dropped with their followers."""
+"""Most digests that are kept for comparison; older ones are dropped."""
 
 
 def plan_digest(plan: StepPlan) -> dict[str, int]:

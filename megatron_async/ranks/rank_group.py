@@ -1,8 +1,7 @@
-"""The ranks that hold one model between them, as their engine sees them.
+"""The ranks of one model, as the interface that their engines call.
 
-`RankGroup` itself is a rank alone. A `Leader` owns the requests and logs what it does to them; a
-`Follower` replays that log. An engine calls the same methods on each and does not know which it
-has.
+`RankGroup` itself is for a model on one rank. A `Leader` has the requests and logs its actions; a
+`Follower` replays the log. An engine calls the same methods on each of the three.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 WATCH_EVERY_S = 0.05
-"""Who waits for the device looks so often whether the other ranks are alive."""
+"""Seconds between two checks whether the other ranks are alive, during a wait for the device."""
 LOSS_TIMEOUT_S = 5.0
-"""So long after a rank's death the others know of it."""
+"""Seconds after a rank's death within which the others know of it."""
 
 
 class Channel(Protocol):
-    """What a group needs of `communication.channel.StepChannel`."""
+    """The methods of `communication.channel.StepChannel` that a group uses."""
 
     members: Sequence[int]
 
@@ -45,7 +44,7 @@ class Channel(Protocol):
         ...
 
     def reports(self) -> list[tuple[int, Report]]:
-        """On the leader: what came in since, with who sent it."""
+        """On the leader: messages since the last call, with the ranks that sent them."""
         ...
 
     def close(self) -> None:
@@ -54,7 +53,7 @@ class Channel(Protocol):
 
 
 class RankGroup:
-    """A rank alone: nobody to tell, nobody to wait for."""
+    """A model on one rank: no other rank to inform or to wait for."""
 
     @property
     def agreement_ns(self) -> int:
@@ -62,7 +61,7 @@ class RankGroup:
         return 0
 
     def check_leads(self) -> None:
-        """Raise RanksDisagree if this rank does what another one does, and not what it is told."""
+        """Raise RanksDisagree if this rank is a follower, which takes no calls."""
 
     def compiling(self, request: DynamicInferenceRequest) -> None:
         """A request's grammar is being compiled; it is queued when that is done."""
@@ -74,8 +73,8 @@ class RankGroup:
         """An unfinished request was aborted."""
 
     def controlled(self, method: str, argument: bool | None = None) -> None:
-        """A method that stops the engine or lets it go on is about to change it; the steps in
-        flight are booked."""
+        """A method that stops the engine or lets it continue is about to act; the steps in flight
+        are booked."""
 
     def launching(self, step: int, prefill_limit: int) -> int:
         """A step is planned next.
@@ -85,38 +84,38 @@ class RankGroup:
             prefill_limit: `Scheduler.prefill_limit` by this rank's own clock.
 
         Returns:
-            the limit to plan it with: the leader's.
+            the leader's limit, with which to plan the step.
         """
         return prefill_limit
 
     def agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
-        """Settle the shape of a step with ranks that hold other requests.
+        """Agree on the shape of a step with ranks that have other requests.
 
         Args:
             step: its number.
-            wanted: of what this rank has scheduled; empty if it has nothing to launch.
+            wanted: shape of the rows that this rank has scheduled; empty if it has none.
             has_work: whether this rank has an unfinished request.
 
         Raises:
-            CommunicationTimeout, RankLost: a rank did not come.
+            CommunicationTimeout, RankLost: a rank did not take part.
         """
         return wanted
 
     @property
     def others_work(self) -> bool:
-        """Whether a rank with other requests had unfinished ones when a step was last settled."""
+        """Whether a rank with other requests had unfinished ones at the last agreement."""
         return False
 
     @property
     def others_wait(self) -> bool:
-        """Whether such a rank waits for this one to settle a step."""
+        """Whether a rank with other requests waits for this one to agree on a step."""
         return False
 
     def begin_together(self) -> None:
-        """All ranks are about to work, this one too."""
+        """All ranks, this one too, are about to start work."""
 
     def stop_together(self, is_stopping: bool) -> None:
-        """The engine of this rank stops, or goes on; the engines of its group must do the same."""
+        """The engine of this rank stops, or continues; the engines of its group must do so too."""
 
     @property
     def must_keep_up(self) -> bool:
@@ -124,10 +123,10 @@ class RankGroup:
         return False
 
     async def wait_for_work(self, requests: RequestRegistry) -> None:
-        """Until there is a request, or another rank has work.
+        """Wait until there is a request, or another rank has work.
 
         Raises:
-            RankLost: such a rank has died.
+            RankLost: a rank that shares experts has died.
         """
         await requests.wait_for_one()
 
@@ -142,7 +141,7 @@ class RankGroup:
 
         Raises:
             RanksDisagree: other ranks have given up.
-            RankLost: one has died.
+            RankLost: a rank has died.
         """
         event.wait()
 
@@ -150,19 +149,18 @@ class RankGroup:
         """The oldest step is booked next; its samples are there.
 
         Raises:
-            RanksDisagree: it failed on some ranks and not on others, or they planned or sampled
-                something else.
+            RanksDisagree: the step failed on some ranks only, or plans or samples of ranks differ.
         """
 
     def release(self) -> None:
-        """The caller of `generate` gets its answers: followers return to theirs."""
+        """The leader's `generate` returns, so `follow` returns on followers."""
 
     def close(self, error: BaseException | None = None) -> None:
         """The engine is closed, or gives up for `error`."""
 
 
 class ConnectedGroup(RankGroup):
-    """A rank with a channel to others that hold the same model."""
+    """A rank with a channel to the other ranks of its model."""
 
     def __init__(
         self, channel: Channel, check_alive: Callable[[], None], check_agreement: bool
