@@ -22,9 +22,9 @@ from megatron_async.communication.record import RankRecord
 from megatron_async.communication.waiting import Wait
 
 EXCHANGE_TIMEOUT_S = 120.0
-"""Ranks may come so late to an exchange."""
+"""Seconds that a rank may be late for an exchange."""
 FINISH_TIMEOUT_S = 24 * 3600.0
-"""Replicas may have so much more to do than others; a rank that dies is noticed at once."""
+"""Seconds that a replica may need longer than others; a rank that dies is noticed at once."""
 
 
 class Job:
@@ -33,7 +33,7 @@ class Job:
     Args:
         records: of all ranks, by rank.
         rank: this process.
-        store: which all ranks share; for the start of things, not for steps.
+        store: which all ranks share; used at the start, not in steps.
         exchange: all-gathers through it; None in a world of one.
         watch: of all ranks.
 
@@ -84,7 +84,7 @@ class Job:
 
     @property
     def context(self) -> zmq.Context[zmq.Socket[bytes]]:
-        """For sockets to other ranks; made at the first use."""
+        """ZMQ context for sockets to other ranks; made at the first use."""
         if self._context is None:
             self._context = zmq.Context()
         return self._context
@@ -121,13 +121,13 @@ class Job:
         members: Sequence[int] | None = None,
         timeout_s: float | None = EXCHANGE_TIMEOUT_S,
     ) -> dict[int, str]:
-        """Tell the members a value and get theirs; all of them call, in the same order.
+        """Exchange a value with the members; all members call this, in the same order.
 
         Args:
-            name: of what is exchanged; named in errors.
+            name: of the value; named in errors.
             value: of this rank.
             members: ranks that take part; None: all.
-            timeout_s: how late another may be; None: as late as it likes.
+            timeout_s: seconds that another rank may be late; None: no limit.
 
         Returns:
             rank -> value, of each member.
@@ -141,15 +141,15 @@ class Job:
     def check_same(
         self, name: str, mapping: Mapping[str, Any], timeout_s: float = EXCHANGE_TIMEOUT_S
     ) -> None:
-        """Compare something that must be the same on all ranks; all of them call.
+        """Compare a mapping that must be the same on all ranks; all ranks call this.
 
         Args:
-            name: what it is ("config").
+            name: of the mapping ("config").
             mapping: field -> value; values are compared by their `repr`.
             timeout_s: how late another may be.
 
         Raises:
-            ConfigurationError: naming the first field that differs, the ranks and the values.
+            ConfigurationError: names the first field that differs, the ranks and the values.
             RankLost: a rank is gone.
             CommunicationTimeout: a rank did not come.
         """
@@ -165,9 +165,9 @@ class Job:
         self._callbacks.append(callback)
 
     def close(self, failure: str = "") -> None:
-        """Leave the job: say goodbye, so that nobody takes the end of this process for a death.
+        """Leave the job in order, so that the end of this process does not count as a death.
 
-        It is called at the end of the process anyway. May be called twice.
+        Called automatically at the end of the process. May be called twice.
 
         Args:
             failure: why this rank does not end in order; the others then count it as lost.

@@ -1,4 +1,4 @@
-"""Connections to a host that has fallen silent end; the kernel sees to it, not libzmq.
+"""End connections to a silent host, by the kernel's TCP keepalive instead of libzmq's heartbeats.
 
 ZMTP's own heartbeats (ZMQ_HEARTBEAT_IVL) are set on no socket of ours, because they can abort the
 process: "Assertion failed: !_io_error (src/stream_engine_base.cpp:310)" in libzmq 4.3.5 (its issues
@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 PROBES = 4
-"""The kernel asks this often within the silence."""
+"""Number of the kernel's probes within the silence."""
 
 
 def end_silent_connections(socket: zmq.Socket[Any], silence_s: float) -> None:

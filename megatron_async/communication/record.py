@@ -1,4 +1,4 @@
-"""What each rank tells all others of itself when a job starts."""
+"""`RankRecord`: the description of a rank that all others read when a job starts."""
 
 from __future__ import annotations
 

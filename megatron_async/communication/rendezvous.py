@@ -1,4 +1,4 @@
-"""The store in which the ranks of a job first meet: torch's, found as torchrun says."""
+"""The store in which the ranks of a job first meet: torch's, at torchrun's address."""
 
 from __future__ import annotations
 
@@ -60,9 +60,10 @@ class Launch:
 def open_store(launch: Launch, timeout_s: float) -> dist.Store:
     """Connect to the job's store, or open it on rank 0.
 
-    Where torchrun keeps a store (TORCHELASTIC_USE_AGENT_STORE), that one; it outlives the ranks
-    that torchrun starts again (--max-restarts), so each attempt has keys of its own. Unlike torch's
-    own rendezvous it does not wait for the other ranks, so that who waits can say for whom.
+    If torchrun keeps a store (TORCHELASTIC_USE_AGENT_STORE), that store is used. It outlives ranks
+    that torchrun restarts (--max-restarts), so each attempt has keys of its own. Unlike torch's own
+    rendezvous, this function does not wait for the other ranks, so a later wait can name the
+    missing ones.
 
     Raises:
         ConfigurationError: the port is in use.
@@ -93,8 +94,8 @@ def open_store(launch: Launch, timeout_s: float) -> dist.Store:
 
 
 def _knock(launch: Launch, timeout_s: float) -> None:
-    """Wait until somebody listens at the master's port. Torch waits too, but for twice as long as
-    it is told, and prints a page about each attempt."""
+    """Wait until the master's port accepts connections. Torch waits too, but for twice its time
+    limit, and prints a page about each attempt."""
     where = (launch.master_address, launch.master_port)
     wait = Wait(f"rank 0 to open {where[0]}:{where[1]}", timeout_s, None)
     while True:

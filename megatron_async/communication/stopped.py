@@ -1,4 +1,4 @@
-"""`StoppedProcesses`: which processes of this host someone has stopped, and not let go on."""
+"""`StoppedProcesses`: processes of this host that were stopped and not continued."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Mapping
 from megatron_async.communication.host import process_state
 
 LOOKS_IN_SILENCE = 4
-"""Looks within the time after which a stopped process counts as lost."""
+"""Number of checks within the time after which a stopped process counts as lost."""
 
 
 class StoppedProcesses:
-    """Looks at the states of processes, now and then.
+    """Checks the states of processes at intervals.
 
-    A debugger or SIGSTOP stops a process; its connections stay open, so nothing else tells.
+    A debugger or SIGSTOP stops a process. Its connections stay open, so only its state shows this.
 
     Args:
-        silence_s: a process that was stopped for so long is lost.
+        silence_s: seconds after which a stopped process counts as lost.
 
     Attributes:
-        interval_s: between two looks.
+        interval_s: seconds between two checks.
     """
 
     def __init__(self, silence_s: float) -> None:
@@ -30,13 +30,13 @@ class StoppedProcesses:
         self._since: dict[int, float] = {}
 
     def look(self, pids: Mapping[int, int]) -> list[int]:
-        """Look, if it is time.
+        """Check the processes, if it is time.
 
         Args:
             pids: rank -> id of a process of this host.
 
         Returns:
-            ranks that every look found stopped, for about `silence_s`.
+            ranks that all checks of about `silence_s` found stopped.
         """
         now = time.monotonic()
         if now < self._next_look:

@@ -1,4 +1,4 @@
-"""A wait for other ranks: it has a name and a time limit, and says who is missing."""
+"""`Wait`: a wait for other ranks with a name and a time limit, which names missing ranks."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger("megatron_async")
 
 WARN_AFTER_S = 5.0
-"""A wait with a time limit that takes longer is logged, and again when its length has doubled."""
+"""Seconds after which a wait with a time limit is logged, and again when its length doubles."""
 
 SLICE_S = 0.25
-"""Longest sleep: a wait looks around as often as this."""
+"""Longest sleep in seconds: a wait checks for lost ranks at least this often."""
 
 LAST_WORDS_S = 0.5
-"""A goodbye may overtake what was sent before it, on another connection, by so long."""
+"""Seconds by which a goodbye may overtake an earlier message on another connection."""
 
 
 class Wait:
-    """What to do between two looks at what is waited for.
+    """The checks between two polls of a wait.
 
     Args:
         what: name of the wait, as in "waiting for {what}".
         timeout_s: seconds; None waits for ever (a loss still ends it).
         watch: knows who has died or left; None before there is one.
-        members: whose loss ends the wait; None: anybody's.
-        remedy: what to look at when time is up.
+        members: ranks whose loss ends the wait; None: any rank's.
+        remedy: advice for the error when time is up.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Wait:
         self._gone_since = 0.0
 
     def seconds_to_sleep(self, missing: Collection[int]) -> float:
-        """How long to sleep before looking again; call it after each look that found nothing.
+        """Seconds to sleep before the next poll; call it after each poll that found nothing.
 
         Args:
             missing: the ranks that are still waited for.

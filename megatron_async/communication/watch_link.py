@@ -1,8 +1,8 @@
-"""The line between rank 0 and one other rank, by which each learns of the other's end.
+"""The connection between rank 0 and one other rank, by which each notices the other's end.
 
-Nothing travels here while all is well. The kernel closes a dead process' connection, and asks
-another host whether it is still there: no thread of ours has to answer, so one that holds the GIL
-for a minute is not taken for dead. Of libzmq's heartbeats `keepalive` says why they are not used.
+No messages are sent while both run. The kernel closes the connection of a dead process, and probes
+other hosts. No Python thread has to answer, so a process that holds the GIL for a minute does not
+count as dead. `keepalive` says why libzmq's heartbeats are not used.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ EVENTS = (
 )
 
 LINGER_MS = 500
-"""A goodbye that cannot be sent within this time is not sent."""
+"""Milliseconds in which a goodbye must be sent; after that it is dropped."""
 
 NEVER_MS = 24 * 3600 * 1000
-"""A connection that is gone is not made again."""
+"""Milliseconds: a lost connection is not restored."""
 
 
 class Link:
@@ -82,9 +82,9 @@ class Link:
                 self.is_down = True
 
     def read(self) -> list[bytes]:
-        """Look at what happened: sets `is_up` and `is_down`, returns the messages that came.
+        """Handle events: sets `is_up` and `is_down`, and returns the messages that have arrived.
 
-        What the peer sent before its connection closed is here when `is_down` is.
+        When `is_down` is set, all messages that the peer sent before have been returned.
         """
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)

@@ -2,10 +2,10 @@
 
 A small kernel of a captured step costs about a microsecond before its first instruction. On Hopper
 and later a kernel may be launched early and wait itself for the one before it (CUDA Programming
-Guide, "Programmatic Dependent Launch and Synchronization"). What lies before a kernel's wait may
-only read what no kernel of the step writes (weights). Every program of every kernel waits, so a
-kernel that is done implies that all before it are; that is why a kernel may let its successor start
-before it has waited itself.
+Guide, "Programmatic Dependent Launch and Synchronization"). Code before a kernel's wait may only
+read memory that no kernel of the step writes (weights). Every program of every kernel waits. So
+when a kernel has completed, all earlier kernels have. Therefore a kernel may let its successor
+start before its own wait.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from megatron_async.ops.sampling import (
 
 @dataclass(frozen=True)
 class Kernels:
-    """Ops of a step beside attention; see the modules of their names for shapes."""
+    """Ops of a step other than attention; the modules with their names describe the shapes."""
 
     vocab_embedding: Callable[[Tensor, Tensor, int], Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]

@@ -1,1 +1,1 @@
-"""Attention over the paged cache, and what goes before it."""
+"""Attention over the paged cache, and the kernels before it: rotary embedding and KV append."""

@@ -1,9 +1,9 @@
 """Paged attention of decode rows: one query token a row, or a few, keys and values read once.
 
-Flash-decoding (Dao et al. 2023): programs take a row's KV head and a part of its sequence, with all
-query heads of that KV head, and all query tokens of the row, as one tile, so that each key and
-value is loaded once; a second kernel joins the parts. Which parts there are is decided on the
-device, once a step (`DecodeSchedule`).
+Flash-decoding (Dao et al. 2023): a program processes one KV head of a row and a part of its
+sequence. All query heads of the KV head and all query tokens of the row are one tile, so that each
+key and value is loaded once. A second kernel joins the parts. The device chooses the parts once a
+step (`DecodeSchedule`).
 
 Constants measured on an H200 (docs/records/decode_attention.md). Joining inside the first kernel,
 by the program that finishes last, was slower than a second kernel with dependent launch: 5.7
@@ -28,7 +28,7 @@ LOG2_E = 1.4426950408889634
 
 
 def decode_tile(dim: int) -> int:
-    """Tokens that a program takes together."""
+    """Tokens of keys that a program processes at once."""
     return 64 if dim <= 128 else 32
 
 
@@ -82,12 +82,12 @@ def paged_decode_attention(
         scale: softmax scale.
         workspace: its schedule updated for these rows; partial results are overwritten.
         out: like `query`, written.
-        is_settled: schedule and block tables were written before the kernel launched last, and that
-            one waits before it lets others start (`rope_append` does); they are then read without
-            waiting for it.
+        is_settled: schedule and block tables were written before the previous kernel, and that
+            kernel waits before it lets its successor start (as `rope_append` does). Then both are
+            read without waiting for the previous kernel.
         positions: int64 `[rows * width]`, contiguous: each query token sees the keys up to its own
             position, which is in its row's length. Needed where width is more than 1.
-        first_key: queries behind this position do not see the keys before it.
+        first_key: queries after this position do not see the keys before it.
 
     Raises:
         ValueError: shapes, dtypes or strides that the kernel cannot serve.
@@ -168,7 +168,7 @@ def _check(
     out: Tensor,
     positions: Tensor | None,
 ) -> None:
-    """What would read or write the wrong memory."""
+    """Raise on arguments that would read or write the wrong memory."""
     tokens, heads, dim = query.shape
     rows = max(len(block_tables), 1)
     width = tokens // rows

@@ -1,10 +1,10 @@
-"""Which programs of the decode kernel read what: a schedule made on the device, once a step.
+"""`DecodeSchedule`: the work of each program of the decode kernel, made on the device once a step.
 
-A captured step serves any lengths, so what depends on them is the device's to decide. Rows are cut
-into parts of at most a common size, chosen so that a batch has about as many parts as the device
-takes at once: a single long row is read by the whole device, a long row among short ones is not
-left to one program a KV head, and rows that fill the device without it stay whole. Only bounds are
-the host's: `rows + extra` items, of which less than `2 * extra` belong to rows with several parts.
+A captured step serves any lengths, so the device makes all decisions that depend on lengths. Rows
+are split into parts of at most a common size, so that a batch has about as many parts as the device
+runs at once. So the whole device reads a single long row, several programs a KV head read a long
+row among short ones, and rows that fill the device stay whole. The host only has bounds: `rows +
+extra` items, of which less than `2 * extra` belong to rows with several parts.
 
 Every layer reads the same schedule. A row's parts, and with them the rounding of its output, depend
 on the lengths of the whole batch.

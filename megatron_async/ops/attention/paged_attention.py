@@ -1,9 +1,9 @@
 """Causal attention over a paged KV cache: the plain-torch reference backend.
 
-The work that depends on the step only (which cache rows belong to which sequence, masks) is done
-once in `begin_step`; every layer then gathers its keys and values and calls torch's
-scaled_dot_product_attention. Everything that shapes a tensor is a number the host knows from the
-plan, so nothing waits for the device.
+`begin_step` does once the work that depends only on the step: which cache rows belong to which
+sequence, and masks. Every layer then gathers its keys and values and calls torch's
+scaled_dot_product_attention. The host knows all shapes from the plan, so it never waits for the
+device.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class TorchPagedAttention:
         block_size: tokens a block.
         max_blocks: blocks of the longest row.
         device: of the tensors.
-        first_key: queries behind this position do not see the keys before it, of which there are
-            none (a draft model's first entry is at 1).
+        first_key: queries after this position do not see the keys before it, because these do not
+            exist (a draft model's first entry is at 1).
     """
 
     captures_prefill = False
-    """Whether a captured step may have prefill rows. Not here: their lengths are the host's."""
+    """Whether a captured step may have prefill rows. False: this backend needs the host's
+    lengths."""
     report: str | None = None
     """What was chosen at the start, and why, for the user; None where there was no choice."""
 

@@ -1,13 +1,13 @@
 """From the qkv projection to attention in one kernel: split, q/k norm, rotary, KV append.
 
-The modules launch a dozen kernels between `linear_qkv` and attention, and write keys and values
-twice. Here one program takes one KV head of one token: it reads the head's query heads, key and
-value once, normalises query and key where the model does (Qwen3), rotates them, and writes the
-queries out and key and value straight into the paged cache.
+Megatron's modules launch a dozen kernels between `linear_qkv` and attention, and write keys and
+values twice. Here one program processes one KV head of one token. It reads the head's query heads,
+key and value once, normalises query and key if the model does (Qwen3), and rotates them. It writes
+the queries to a tensor, and key and value directly to the paged cache.
 
-Everything between load and store is float32, with one rounding at the end. The modules round in
-between (norm, cos and sin, each product) when the dtype has 16 bits, so the two differ by about a
-unit in the last place; in float32 they agree.
+All arithmetic between load and store is float32, with one rounding at the end. With 16-bit dtypes
+the modules also round between operations (norm, cos and sin, each product). So results differ by
+about a unit in the last place; in float32 they agree.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _check(
     group: int,
     has_gate: bool,
 ) -> None:
-    """What would read or write the wrong memory."""
+    """Raise on arguments that would read or write the wrong memory."""
     kv_heads, dim = key_cache.shape[-2:]
     width = mixed_qkv.size(1)
     heads = group * (2 if has_gate else 1) + 2

@@ -1,9 +1,9 @@
 """Sums over the ranks that share experts, each rank's of its own tokens, in one kernel.
 
-One program for the t-th token of every rank: it puts its rank's partial sums of all of them into
-its rank's symmetric memory, meets the other ranks (`ops/ranks/symmetric_meeting.py`), and reads
-those of its own t-th token. They are added in the order of ranks, in float32. Residual add and
-RMSNorm may follow, as in `ops/ranks/all_reduce_norm.py`.
+One program serves the t-th token of every rank. It writes its rank's partial sums of all these
+tokens to its rank's symmetric memory, meets the other ranks (`ops/ranks/symmetric_meeting.py`), and
+reads all ranks' partial sums of its own t-th token. They are added in the order of ranks, in
+float32. Residual add and RMSNorm may follow, as in `ops/ranks/all_reduce_norm.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def combine_sums(
 
     Args:
         sums: `[ranks * tokens, hidden]`, partial sums of all ranks' tokens, contiguous, on a GPU.
-        own_tokens: how many of this rank's are no padding.
+        own_tokens: number of this rank's tokens without padding.
         pointers: int64 `[ranks]`: addresses of the ranks' symmetric memory: int32 flags `[places,
             ranks]`, zero at first, then, at `first_row` elements, sums `[2, places, ranks,
             hidden]`.

@@ -1,8 +1,8 @@
 """Tokens with their routing to all ranks that share experts, over symmetric memory, in one kernel.
 
-One program for the t-th token of every rank: it puts its rank's, with its routing, as one row into
-its rank's memory, meets the other ranks (`ops/ranks/symmetric_meeting.py`), and copies the rows of
-all.
+One program serves the t-th token of every rank. It writes its rank's token with its routing as one
+row to its rank's memory, meets the other ranks (`ops/ranks/symmetric_meeting.py`), and copies the
+rows of all ranks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The experts' MLPs as grouped matrix products: each token meets the experts it was sent to.
+"""The experts' MLPs as grouped matrix products: each token is processed by its chosen experts.
 
 The (token, expert) pairs are sorted by expert into tiles of equal height on the device
-(`ops/experts/expert_sort.py`), both products walk over these tiles, and the outputs of a token's
-experts are added in their order by a kernel of its own, so that results do not depend on the run.
-Grids depend on the number of tokens only: tiles that nobody needs end at once. Nothing is read
-back.
+(`ops/experts/expert_sort.py`). Both products process these tiles. A further kernel adds the outputs
+of a token's experts in a fixed order, so that results are the same in every run. Grids depend only
+on the number of tokens: programs of unused tiles end at once. The host reads nothing back.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def expert_mlp(
     first_expert: int,
     num_experts: int,
 ) -> Tensor:
-    """For each token the weighted sum of what its experts here make of it.
+    """For each token the weighted sum of the outputs of its experts on this rank.
 
     Args:
         x: `[tokens, hidden]` on a GPU; rows may be strided, elements not.

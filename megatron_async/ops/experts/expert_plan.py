@@ -1,13 +1,12 @@
-"""How experts are computed: by kernels for a few tokens, or by grouped products, and how both are
-laid out.
+"""Choice between kernels for a few tokens and grouped products for experts, and their tiles.
 
-The rules depend on the number of tokens, or of (token, expert) pairs, on the layer's shape and on
-the dtype only, so a captured step and an eager one of as many tokens agree. Few tokens an expert:
-the time is that of the weights' bytes, so tiles are low, narrow and deep in the pipeline. Many: the
-matrix units set the time, tiles are large, what would be empty of them is left out, and neighbours
-share pairs, whose bytes are read more often than the weights'. Up to `FEW_TOKENS`: hardly two
-tokens meet at an expert, the launches weigh as much as the products, and the layer has kernels of
-its own (`ops/experts/few_tokens.py`).
+The rules depend only on the number of tokens, or of (token, expert) pairs, on the layer's shape and
+on the dtype. So a captured step and an eager step with as many tokens agree. With few tokens an
+expert, the bytes of the weights set the time, so tiles are low, narrow and deeply pipelined. With
+many, the matrix units set the time: tiles are large, empty parts of tiles are not computed, and
+neighbouring programs share pairs, whose bytes are read more often than those of weights. Up to
+`FEW_TOKENS`, two tokens rarely share an expert and launches take as long as the products, so the
+layer has special kernels (`ops/experts/few_tokens.py`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Which experts each token goes to, and with what weights.
 
-The router's linear layer is computed with float32 sums that are not rounded in between: experts
-whose logits are equal in bfloat16 would otherwise be told apart by chance. Among equals the one
-with the lower number is chosen. On a GPU two kernels: logits, split along their inputs so that a
-few tokens fill the device, then their sum in order, scores and choice.
+The router's linear layer is computed with float32 sums that are not rounded to bfloat16, in which
+different logits could become equal. Among equal scores the expert with the lower number is chosen.
+On a GPU there are two kernels: the first computes partial logits, split along the inputs so that a
+few tokens fill the device; the second adds them in order and computes scores and choice.
 
-Scores are the softmax of the logits, or each one's sigmoid (DeepSeek-V3, arXiv 2412.19437). A bias
-of each expert, which balanced their load in training, is added to the score for the choice alone.
+Scores are the softmax of the logits, or the sigmoid of each (DeepSeek-V3, arXiv 2412.19437). A bias
+of each expert, which balanced the load in training, is added to the score only for the choice.
 """
 
 from __future__ import annotations

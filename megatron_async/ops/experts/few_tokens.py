@@ -1,17 +1,17 @@
 """An expert layer of a few tokens in three launches: routing, experts and shared expert together.
 
-A decode step of few requests waits for its launches as long as for its weights. The grouped
-products (`ops/experts/expert_mlp.py`) take ten for such a layer; here are three:
+In a decode step of few requests, launches take as long as the reads of the weights. The grouped
+products (`ops/experts/expert_mlp.py`) need ten launches for such a layer; this module needs three:
 
 1. residual add, RMSNorm, and the logits of all experts (`ops/experts/few_token_routing.py`);
 2. the choice, and the first product of the chosen experts and of the shared one;
 3. their second product, each token's experts added up in order, the shared one last
    (`ops/experts/few_token_kernels.py`).
 
-Nothing is sorted: with so few tokens hardly two meet at an expert, so each (token, expert) pair is
-computed by itself. Sums are float32 in a fixed order, and only the activated rows between the
-products are rounded; results do not depend on the run. Such a product is a weight row times a
-vector, so it runs on the CUDA cores, where all that a thread has asked for may be in flight.
+Nothing is sorted: with so few tokens two rarely share an expert, so each (token, expert) pair is
+computed separately. Sums are float32 in a fixed order, and only the activated rows between the
+products are rounded, so results are the same in every run. Such a product is a weight row times a
+vector, so it runs on the CUDA cores, where all loads of a thread may be in flight.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The exchanges of an expert-parallel group over symmetric memory: workspaces, and who uses them.
+"""The exchanges of an expert-parallel group over symmetric memory: workspaces and their choice.
 
 A decode step of a model with 48 layers has 96 exchanges of some kilobytes. NCCL's take longer than
-the way of the bytes, and the gather needs four kernels before it that pack the rows. Here each is
-one kernel (`ops/experts/expert_gather.py`, `ops/experts/expert_combine.py`), up to
-`EXCHANGE_BYTES`; NCCL's serve larger steps.
+the transfer of the bytes, and the gather needs four kernels before it that pack the rows. Here each
+exchange is one kernel (`ops/experts/expert_gather.py`, `ops/experts/expert_combine.py`), up to
+`EXCHANGE_BYTES`; NCCL serves larger steps.
 """
 
 from __future__ import annotations

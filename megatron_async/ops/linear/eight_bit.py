@@ -4,12 +4,12 @@ A CPU's decode step is bound by the bytes of its weights, and a larger batch by 
 8-bit integers are a quarter of float32's bytes and, with VNNI instructions, four times the
 products. The weight has a scale for each output.
 
-torch's dynamic quantisation takes one scale for all rows of an input, so that a request's answer
-would depend on its neighbours. Here each row has its own ("per token" in vLLM): rows are divided by
-their scale first, the kernel rounds them with scale 1, sums are exact integers, and the result is
-multiplied by the row's scale. Eight bits are too few for rows in which one element dwarfs the
-others, as in language models: what the first rounding leaves is a second row of eight bits, which
-costs little where the weight's bytes are the time.
+torch's dynamic quantisation uses one scale for all rows of an input, so a request's answer would
+depend on the other requests. Here each row has its own scale ("per token" in vLLM): rows are
+divided by their scale first, the kernel rounds them with scale 1, sums are exact integers, and the
+result is multiplied by the row's scale. Eight bits are too few for rows with one very large
+element, as in language models. So the remainder of the first rounding is a second row of eight
+bits, which costs little while the weight's bytes set the time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LARGEST_WITHOUT_VNNI = 63
 """Without VNNI instructions fbgemm adds two products in 16 bits, which saturate beyond 32,767:
 2 x 255 x 63 does not."""
 FINER = 254
-"""What is left of a row's element after rounding, at most a half, fills 8 bits of its own."""
+"""Factor of the remainder after rounding, at most a half, so that it uses the range of 8 bits."""
 ROUNDING = 1.5 * 2**23
 """float32 numbers of this size have no fraction: added and taken away it rounds, to even."""
 LEAST_SCALE = 1e-30

@@ -1,13 +1,13 @@
-"""Kernel of a product of few rows whose weights lie in registers before the rows are there.
+"""Kernel of a product of few rows whose weights are in registers before the rows are available.
 
-Behind its wait such a kernel is nothing but latency. So each program holds the weights of its
-outputs, whole, in the fragments that the matrix units take, from before the wait. Then one round
-of loads brings the rows in the same form; the warps share the inputs, and their sums meet once in
-shared memory. The norm before the product is taken along: the rows' squares are summed beside the
-products, and the factor is applied to the sums. So is Mamba-2's gate before its norm.
+After its wait such a kernel only has latency. So before the wait each program loads all weights of
+its outputs into registers, as fragments of the matrix units. After it, one round of loads reads the
+rows in the same form. The warps divide the inputs, and their sums are added once in shared memory.
+The kernel also computes the norm before the product: it sums the rows' squares beside the products
+and applies the factor to the sums. It also applies Mamba-2's gate before its norm.
 
-Written in Gluon, the form of Triton in which a program states where each element lies: Triton's own
-choice loads the weights in another order and brings them through shared memory behind the wait.
+Written in Gluon, the form of Triton in which a program states the place of each element. Triton's
+own choice loads the weights in another order, and moves them through shared memory after the wait.
 """
 # Gluon knows tuples and constants, but neither `*` in a tuple nor `and` of the two kinds of `if`;
 # mypy does not know that a loop over constants is unrolled.

@@ -1,8 +1,8 @@
 """Kernels of matrix products with few rows; `ops/linear/skinny_linear.py` launches them.
 
-Such a product takes as long as its weights take to arrive. No kernel of a step writes weights, so
-both kernels ask for their first weights before they wait for the kernel before them, and let their
-successor, which does the same, start at once: the memory system stays busy across the border.
+Such a product takes as long as the reads of its weights. No kernel of a step writes weights. So
+both kernels start to load their first weights before they wait for the previous kernel, and let
+their successor, which does the same, start at once. So memory stays busy between kernels.
 """
 
 from __future__ import annotations

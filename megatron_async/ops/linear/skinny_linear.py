@@ -1,12 +1,11 @@
-"""Matrix products of decode steps: few rows, and as much time as their weights need to arrive.
+"""Matrix products of decode steps: few rows, in the time of reading the weights.
 
-cuBLAS takes no part in programmatic dependent launch, so around each of its kernels the memory
-system runs dry; ours ask for their weights early (`ops/linear/skinny_kernels.py`), small ones for
-all of them (`ops/linear/resident_kernel.py`). Products take what stands around them along: RMSNorm
-of one row or few before, with Mamba-2's gate, an MLP's activation behind. A larger product with
-fewer outputs than fill the device is split along its inputs; its partial sums are added by the
-kernel that reads them (`ops/linear/rms_norm.py`), in order, so that results do not depend on the
-run.
+cuBLAS does not use programmatic dependent launch, so memory idles before and after each of its
+kernels. The kernels here load their first weights early (`ops/linear/skinny_kernels.py`), small
+products all weights (`ops/linear/resident_kernel.py`). Products include the operations around them:
+before, RMSNorm of one or few rows, with Mamba-2's gate; after, an MLP's activation. A larger
+product with fewer outputs than fill the device is split along its inputs. The next kernel adds the
+partial sums in order (`ops/linear/rms_norm.py`), so that results are the same in every run.
 
 Where the rule in `ops/linear/skinny_plan.py` finds no plan, cuBLAS multiplies.
 """

@@ -1,11 +1,11 @@
 """All-reduce, residual add and RMSNorm in one kernel, over symmetric memory.
 
-One program a row. It puts this rank's summand into this rank's memory, says so to all ranks, waits
-until all have said so, and reads the summands of all. They are added in the order of ranks, in
-float32, so every rank gets the same bits; then follows what `ops/linear/rms_norm.py` does.
+One program a row. It writes this rank's summand to this rank's memory, signals all ranks, waits for
+the signals of all ranks, and reads all summands. They are added in the order of ranks, in float32,
+so every rank gets the same bits. Then the program does the work of `ops/linear/rms_norm.py`.
 
-Ranks meet as `ops/ranks/symmetric_meeting.py` tells; a row is a place. All ranks must launch the
-same rows in the same order, as collectives must.
+`ops/ranks/symmetric_meeting.py` describes how ranks meet; a row is a place. All ranks must launch
+the same rows in the same order, as with collectives.
 """
 
 from __future__ import annotations

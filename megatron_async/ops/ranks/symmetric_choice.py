@@ -1,12 +1,12 @@
 """The best token of each row over all ranks in one kernel, over symmetric memory.
 
-One program a row. It takes the best of its rank's columns from the tiles' best, puts score and
-token into its rank's memory as one word of eight bytes, says so to all ranks, waits until all have
-said so, and reads the words of all. Every rank compares the same words in the same order, so all
-choose the same token.
+One program a row. It finds the best of its rank's columns from the tiles' best, and writes score
+and token to its rank's memory as one word of eight bytes. Then it signals all ranks, waits for the
+signals of all ranks, and reads all words. Every rank compares the same words in the same order, so
+all ranks choose the same token.
 
-Ranks meet as `ops/ranks/symmetric_meeting.py` tells; a row is a place. All ranks must launch the
-same rows in the same order, as collectives must.
+`ops/ranks/symmetric_meeting.py` describes how ranks meet; a row is a place. All ranks must launch
+the same rows in the same order, as with collectives.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """How programs of several ranks meet over symmetric memory, each with its peers on the others.
 
-One program for a place: it puts what its rank has for the place into its rank's memory, says so to
-all ranks, waits until all have said so (`meet`), and reads what all have put.
+One program serves a place. It writes its rank's data for the place to its rank's memory, signals
+all ranks, waits for the signals of all ranks (`meet`), and reads the data of all ranks.
 
-Who may write when. Memory for a place has two halves, used in turn. A place's flags, one for each
-rank, count the turns that the rank has begun. A program writes a half again two turns later, when
-it has been through the turn between: it saw there that every rank had begun that turn, and a rank
-begins a turn only when it has left the one before, reads included. So no barrier is needed behind
-the reads. All ranks must launch the same places in the same order.
+*When a program may write.* Memory for a place has two halves, used in turn. A place's flags, one
+for each rank, count the turns that the rank has begun. A program writes a half again two turns
+later. In the turn between, it has seen that every rank had begun that turn; and a rank begins a
+turn only after the previous one, reads included. So no barrier is needed after the reads. All ranks
+must launch the same places in the same order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def meet(
     ranks: tl.constexpr,
     lanes: tl.constexpr,
 ) -> None:
-    """Say to all ranks that this one has begun a turn of a place, and wait until all have."""
+    """Signal to all ranks that this one has begun a turn of a place, and wait until all have."""
     # All threads have read their turn, and made their stores, before those that signal release
     # them.
     tl.debug_barrier()

@@ -5,10 +5,10 @@ calls them, which is the same on all ranks. On a CPU they are gloo's and block t
 thread. On a GPU small sums go through symmetric memory (`ops/ranks/symmetric_all_reduce.py`), the
 rest through NCCL; both are captured with the step.
 
-Every rank gets the same bits from `all_reduce`. Gloo and NCCL add up an element along one way (a
-ring, or a tree), and hand the sum out as it is; so does the two-shot kernel, on one rank for each
-element; the one-shot kernel adds in the order of ranks everywhere. Logits do not even depend on
-that: each column is computed by one rank and, where it is needed, copied to the others.
+Every rank gets the same bits from `all_reduce`. Gloo and NCCL add an element along one path (a
+ring, or a tree) and distribute the sum. The two-shot kernel adds each element on one rank and
+distributes the sum. The one-shot kernel adds in the order of ranks everywhere. Logits do not depend
+on this: one rank computes each column and, if needed, the column is copied to the others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class TensorCollectives:
         symmetric: all-reduces through symmetric memory that `prepare` has made, by width and dtype
             of their rows. They stay, because captured steps hold their addresses.
         fallback: why there are none, or "".
-        choice: what chooses tokens through symmetric memory, from `prepare_choice`, or None.
+        choice: the workspace that chooses tokens through symmetric memory, from `prepare_choice`,
+            or None.
         calls: all-reduces and choices of tokens of eager and captured steps by kernel, as they were
             enqueued.
     """

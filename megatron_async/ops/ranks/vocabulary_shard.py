@@ -1,9 +1,9 @@
 """The share of the vocabulary for which a tensor-parallel rank computes logits.
 
-With Gumbel-max and noise that depends on seed, position and token alone, the best token of all is
-the best of the ranks' best. So a row that is greedy, or sampled from all tokens, needs eight bytes
-from each rank: its best score, and the token that has it. Whatever else is asked of a row (filters,
-penalties, log probs, grammars) needs its logits together.
+With Gumbel-max and noise that depends only on seed, position and token, the best token of all is
+the best of the ranks' best tokens. So a row that is greedy, or sampled from all tokens, needs eight
+bytes from each rank: the best score and its token. Rows with filters, penalties, log probs or
+grammars need all logits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class VocabularyShard:
     Attributes:
         vocab_size: tokens of all ranks.
         first: token of this rank's first column.
-        columns: how many of its columns are tokens; those behind them are padding. It may be 0.
+        columns: how many of its columns are tokens; the later ones are padding. May be 0.
         collectives: of the ranks that share the vocabulary.
     """
 

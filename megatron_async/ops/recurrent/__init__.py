@@ -1,2 +1,2 @@
-"""Layers whose memory of the past has a fixed size: Mamba-2 (Dao and Gu 2024) and Gated DeltaNet
+"""Recurrent layers, whose state has a fixed size: Mamba-2 (Dao and Gu 2024) and Gated DeltaNet
 (Yang, Kautz and Hatamizadeh 2024)."""

@@ -1,7 +1,7 @@
-"""Where each row's state stands: the base it has, and the one that it has after the step.
+"""The base of each row's state, before and after a step.
 
-Once a step, for all recurrent layers: they share their bases, because the flush rule sees positions
-only (`FlushRule`).
+Computed once a step, for all recurrent layers: they share their bases, because the flush rule
+depends only on positions (`FlushRule`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Gated DeltaNet decode: one to eight query tokens a row against the row's state and the ring.
 
-Gated DeltaNet: Yang, Kautz and Hatamizadeh 2024. That the state is written every few tokens only
-(`flush.py`) is ReplaySSM's (Dao AI Lab and NVIDIA 2026); that a ring can stand for the tokens
-since, without their recurrence, is because it keeps pseudo values (`delta_pools.py`). Two kernels,
-in `delta_decode_kernels.py`. All that a step reads lies at or before its own positions, so running
-a step again gives the same bits.
+Gated DeltaNet: Yang, Kautz and Hatamizadeh 2024. To write the state only every few tokens
+(`flush.py`) is ReplaySSM's idea (Dao AI Lab and NVIDIA 2026). The ring keeps pseudo values, so the
+recurrence need not be repeated for later tokens (`delta_pools.py`). Two kernels, in
+`delta_decode_kernels.py`. A step reads only data at or before its own positions, so running a step
+again gives the same bits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Moves inputs from the rings into the states: once a step, for all recurrent layers of a kind.
 
-A state is due in one step of 16 (`FlushRule`). That its inputs enter it in a kernel of their own
-leaves the layers' decode kernels pure readers, with half the registers: on an H200 256 rows of
-Nemotron-3-Nano's layer take 168 us with this kernel's share, and took 272 with the writing inside
-(docs/records/hybrid.md, 2026-11-22).
+A state is due in one step of 16 (`FlushRule`). A separate kernel moves the inputs, so the layers'
+decode kernels only read states and need half the registers. On an H200, 256 rows of
+Nemotron-3-Nano's layer take 168 us including this kernel's share, and took 272 when decode kernels
+wrote the states (docs/records/hybrid.md, 2026-11-22).
 
 The state is S `[heads, rows of the head, columns]`. A token adds `gain * left right^T` to it and
 leaves exp(decay) of what was there before. Mamba-2 (Dao and Gu 2024): left is x, right is B, the

@@ -1,11 +1,11 @@
 """Mamba-2 decode: one to eight query tokens a row against the row's state and the last inputs.
 
-Mamba-2: Dao and Gu 2024. That the state is written every few tokens only, with the inputs since in
-a ring, is ReplaySSM's (Dao AI Lab and NVIDIA 2026). Two kernels: the first (`mamba_inputs.py`)
-takes a row's convolution, puts its inputs into the rings and weighs them; the second takes a tile
-of one head's state and adds what the rings hold. Neither writes the state: `flush.py` does, before
-them. All that a step reads lies at or before its own positions, so running a step again gives the
-same bits.
+Mamba-2: Dao and Gu 2024. To write the state only every few tokens, with later inputs in a ring, is
+ReplaySSM's idea (Dao AI Lab and NVIDIA 2026). There are two kernels. The first (`mamba_inputs.py`)
+computes a row's convolution, stores its inputs in the rings and computes their weights. The second
+reads a tile of one head's state and adds the contents of the rings. Neither writes the state:
+`flush.py` does, before them. A step reads only data at or before its own positions, so running a
+step again gives the same bits.
 
 The second kernel is here for one query token a row, and for all dtypes; for several in bfloat16 on
 a GPU that of `mamba_outputs.py` is used.

@@ -1,9 +1,9 @@
 """The first kernel of Mamba-2 decode: convolution, inputs for the rings, weights of past inputs.
 
-Behind the state, a query token's output is a weighted sum of the inputs x that the ring holds. The
+Beside the state's part, a query token's output is a weighted sum of the inputs x in the ring. The
 weights (C of the query by B of an input, times that input's dt and the decay since) are the same
-for all elements of a head, and C by B for all heads of a group. So they are made here, once, and
-the second kernel (`mamba_decode.py`) reads neither B nor dt where it writes no state.
+for all elements of a head, and C by B for all heads of a group. So they are computed here, once,
+and the second kernel (`mamba_decode.py`) reads neither B nor dt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a prefill backend is given and what it must be."""
+"""`PrefillBackend`: the interface of prefill attention, and its arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_async.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What an engine's attention is like, the same for all its steps."""
+    """Sizes and dtype of an engine's attention, the same for all its steps."""
 
     heads: int
     kv_heads: int
@@ -37,7 +37,7 @@ class AttentionShape:
 class PrefillRows:
     """The prefill rows of one step, the same for all layers.
 
-    A captured step has dummy rows, which have no tokens, and padding tokens behind the last row's.
+    A captured step has dummy rows, which have no tokens, and padding tokens after the last row's.
     """
 
     block_tables: Tensor
@@ -92,7 +92,7 @@ class PrefillBackend(ABC):
 
 
 class BackendUnavailable(ConfigurationError):
-    """A backend that this machine, model or setting cannot have; the message says the remedy."""
+    """A backend that this machine, model or setting lacks; the message has the remedy."""
 
 
 def require(condition: bool, name: str, problem: str, remedy: str) -> None:

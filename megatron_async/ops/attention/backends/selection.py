@@ -1,8 +1,8 @@
-"""Which prefill backend serves a step: the one asked for, or the fastest of those at hand.
+"""Which prefill backend serves a step: the requested one, or the fastest of those available.
 
-Backends are timed once, when an engine starts, in a graph and on shapes that stand for classes of
-steps: whole chunks, which are bound by the matrix units; short chunks over a longer sequence, where
-it counts how many programs share the sequence; and short prompts, where the launch counts.
+Backends are timed once, when an engine starts, in a CUDA graph and on a typical shape of each class
+of steps: whole chunks, limited by the matrix units; short chunks after a long sequence, limited by
+the number of programs that share the sequence; and short prompts, limited by the launch.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def choose_prefill(
         agree_on_least: gives the least of a number over all ranks of the model.
 
     Raises:
-        BackendUnavailable: the backend that was asked for cannot be had; says why and the remedy.
+        BackendUnavailable: the requested backend is not supported; names the reason and the remedy.
         ConfigurationError: there is no backend of this name.
     """
     if name is not None:
