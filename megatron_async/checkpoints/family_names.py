@@ -41,7 +41,8 @@ class FamilyNames:
     """Its first matrices: query, key and value in one; z; beta; alpha. Or two, of query, key, value
     and z and of beta and alpha, each with a key head's rows together."""
     gate_up: tuple[str, ...] = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
-    """Of an MLP: gate and up, both in one tensor, or up alone where the family has no gate."""
+    """Weights of an MLP: gate and up, both in one tensor, or up alone where the family has no
+    gate."""
     down: str = "mlp.down_proj.weight"
     router: str = "mlp.gate.weight"
     expert_bias: str = ""
@@ -51,10 +52,10 @@ class FamilyNames:
     )
     expert_down: str = "mlp.experts.{e}.down_proj.weight"
     shared_gate_up: tuple[str, ...] = ()
-    """Of the shared expert, as `gate_up`."""
+    """Weights of the shared expert, as in `gate_up`."""
     shared_down: str = ""
     shared_gate: str = "mlp.shared_expert_gate.weight"
-    """Of its gate, where it has one."""
+    """Weight of the shared expert's gate, if it has one."""
 
 
 STACKED = FamilyNames(

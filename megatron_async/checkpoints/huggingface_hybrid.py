@@ -31,7 +31,7 @@ LAYER_NAMES = {
 }
 """Kinds of layers by their names, those of transformers 5 and those before it."""
 NEMOTRON_KINDS = MAMBA + ATTENTION + MLP + EXPERTS
-"""Of Megatron's layers those that Nemotron-H has."""
+"""Kinds of Megatron's layers that Nemotron-H has."""
 FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "nemotron_h": {
         "mlp_hidden_act": ("relu2",),

@@ -16,7 +16,7 @@ NAMES_OF_KINDS = {
     MLP: "mlp",
     EXPERTS: "moe",
 }
-"""As transformers 5 calls layers."""
+"""Names of the kinds of layers in transformers 5."""
 
 
 def write_hybrid(a: ModelArchitecture) -> dict[str, Any]:

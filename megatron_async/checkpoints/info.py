@@ -24,7 +24,8 @@ from megatron_async.models.architecture import (
 
 GIB = 1024**3
 TOKEN_ID_BYTES = 4
-"""Of a token id beside the keys, which the prefix cache reads (`PagedKVCache.block_tokens`)."""
+"""Bytes of a token id beside the keys, which the prefix cache reads
+(`PagedKVCache.block_tokens`)."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,15 @@ class ModelInfo:
     architecture: ModelArchitecture
     stored_dtype: str
     dtype: str
-    """Of weights and KV cache once loaded."""
+    """Dtype of weights and KV cache once loaded."""
     device: str
     parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
     """0 for a model without attention."""
     state_bytes_per_request: int
-    """Of recurrent layers, however long the request is: the states, and the inputs that they have
-    not taken in yet. As the engine takes it with the settings that it has by default."""
+    """Bytes of recurrent layers for a request of any length: the states, and the inputs that are
+    not in the states yet. With the engine's default settings."""
     block_size_tokens: int
     kv_bytes_per_block: int
     """With the token ids beside the keys, for prefix caching."""
@@ -54,8 +55,8 @@ class ModelInfo:
     """Usable blocks of the largest KV pool that fits beside the weights and the recurrent state of
     one request; 0 if none does, and without attention."""
     mtp_parameters: int
-    """Of multi-token prediction, which is loaded for speculative_method="mtp" alone: this and the
-    next two are in none of the other numbers. 0: the model has none."""
+    """Weights of multi-token prediction, which is loaded for speculative_method="mtp" alone: this
+    and the next two are in none of the other numbers. 0: the model has none."""
     mtp_weight_bytes: int
     mtp_kv_bytes_per_token: int
     has_mtp_weights: bool

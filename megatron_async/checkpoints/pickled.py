@@ -23,7 +23,7 @@ from torch.serialization import _get_layout
 from megatron_async.checkpoints.errors import CheckpointError
 
 ARGUMENT_CLASSES = (Namespace, SimpleNamespace, OrderedDict, set, frozenset, bytearray, complex)
-"""Of training arguments whose value is read."""
+"""Classes of training arguments whose value is read."""
 
 METADATA_CLASSES = (
     metadata.Metadata,

@@ -34,9 +34,9 @@ class StoredWeight:
     """A weight, or one strip of it, as a checkpoint holds it."""
 
     key: str
-    """Of the whole weight; it is not in the checkpoint if the weight is in several tensors."""
+    """Key of the whole weight; it is not in the checkpoint if the weight is in several tensors."""
     shape: Shape
-    """Of the whole weight."""
+    """Shape of the whole weight."""
     layer: int | None = None
     """Its place on the first axis of a tensor that holds all layers; None: of this layer alone."""
     num_layers: int = 0

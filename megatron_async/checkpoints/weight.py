@@ -27,11 +27,11 @@ class Shard:
     """Which part of a model a rank holds; by default, all of it."""
 
     tensor_rank: int = 0
-    """Of the rank in its tensor-parallel group."""
+    """Number of the rank in its tensor-parallel group."""
     tensor_size: int = 1
     """Ranks of that group."""
     expert_rank: int = 0
-    """Of the rank in its expert-parallel group."""
+    """Number of the rank in its expert-parallel group."""
     expert_size: int = 1
     """Ranks of that group."""
     stage: Stage | None = None
@@ -120,7 +120,7 @@ class Weight:
     """Experts of a weight `[experts, rows, columns]`, spread over expert-parallel ranks; its
     `partition_dim` counts the axes of one expert. 0: there is no such axis."""
     strips: tuple[Strip, ...] = ()
-    """Of the rows of its one part; empty: it is split as a whole."""
+    """Strips of the rows of its only part; empty: it is split as a whole."""
     is_stored_in_strips: bool = False
     """A Megatron checkpoint holds each strip under a key of its own."""
     is_float32: bool = False

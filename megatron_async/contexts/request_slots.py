@@ -274,7 +274,7 @@ class RequestSlots:
             self.in_flight_tokens[slots] += widths
 
     def count_back(self, slots: IntArray, widths: IntArray | int) -> None:
-        """Such a step is booked, or was taken back."""
+        """Undo `count_launched`: the step is booked, or was taken back."""
         self.in_flight_steps[slots] -= 1
         if self.max_width > 1:
             self.in_flight_tokens[slots] -= widths

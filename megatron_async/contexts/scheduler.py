@@ -175,7 +175,7 @@ class Scheduler:
         return needy, wanted, int(wanted.sum())
 
     def _give_blocks(self, rows: IntArray, counts: IntArray, count: int) -> None:
-        """So many more blocks for each of `rows`, `count` in all."""
+        """Give each of `rows` its number of further blocks, `count` in all."""
         slots = self._slots
         indices = slots.num_blocks[rows]
         blocks = self._blocks.allocate(count)

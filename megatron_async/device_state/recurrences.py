@@ -21,13 +21,13 @@ class PoolWidths(NamedTuple):
     """Elements that a layer's pools (`RecurrentPools`) hold for a slot, or for a token of it."""
 
     state: tuple[int, int, int]
-    """Of a slot."""
+    """Shape of a slot's state."""
     ring_xb: int
-    """Of a token."""
+    """Channels of a token."""
     ring_gates: tuple[int, int]
-    """Of a token: gates, heads."""
+    """Gates and heads of a token."""
     conv: int
-    """Of a token."""
+    """Channels of a token."""
 
 
 class Recurrence(Protocol):

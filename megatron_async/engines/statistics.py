@@ -50,7 +50,8 @@ class EngineStatistics:
     steps: int = 0
     """Steps launched."""
     dummy_steps: int = 0
-    """Of these, without rows: other ranks had work, and the experts of this one were needed."""
+    """Steps without rows, included in `steps`: other ranks had work and needed this rank's
+    experts."""
     resolved_steps: int = 0
     overlapped_steps: int = 0
     """Steps launched before the step before them was resolved."""
@@ -91,7 +92,7 @@ class EngineStatistics:
     slow_launches: int = 0
     """Launches that took the thread more than `SLOW_LAUNCH_NS`."""
     slow_launch_ns: int = 0
-    """Of them all."""
+    """Total time of these launches."""
     prepare_ns: int = 0
     launch_ns: int = 0
     resolve_ns: int = 0

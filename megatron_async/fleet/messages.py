@@ -61,13 +61,13 @@ class RouteHint(NamedTuple):
 
 
 INGRESS_BITS = 32
-"""Of a request's number, those below count the requests of one ingress."""
+"""Lowest bits of a request's number, which count the requests of one ingress."""
 MOST_INGRESSES = 2**30
 """Ingresses draw their own numbers below: two of 100 are equal once in 200,000 starts."""
 
 
 def ingress_of(number: int) -> int:
-    """Whose request this is."""
+    """The ingress of a request."""
     return number >> INGRESS_BITS
 
 

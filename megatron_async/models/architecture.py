@@ -99,7 +99,7 @@ class ModelArchitecture:
     """Megatron's layer pattern, one character a layer (see `KINDS`). Given empty: for each of
     `num_layers` attention, and then experts if there are any, else an MLP."""
     activation: str = "silu"
-    """Of MLPs and experts: "silu" (SwiGLU: gate and up) or "squared_relu" (no gate)."""
+    """Activation of MLPs and experts: "silu" (SwiGLU: gate and up) or "squared_relu" (no gate)."""
     position_embedding_type: str = "rope"
     """"rope" or "none", Megatron's names."""
     rotary_percent: float = 1.0

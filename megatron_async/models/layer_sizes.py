@@ -25,7 +25,7 @@ class MambaSizes:
     head_dim: int
     state_dim: int
     groups: int
-    """Of heads, with a B and a C each."""
+    """Groups of heads, with a B and a C each."""
 
     @property
     def inner(self) -> int:
@@ -71,13 +71,13 @@ class DeltaSizes:
     tensor-parallel rank."""
 
     key_heads: int
-    """Of queries, and of keys."""
+    """Heads of queries, and of keys."""
     key_dim: int
-    """Of a query head, and of a key head."""
+    """Elements of a query head, and of a key head."""
     value_heads: int
-    """Of values; neighbours share a key head."""
+    """Heads of values; neighbouring heads share a key head."""
     value_dim: int
-    """Of a value head."""
+    """Elements of a value head."""
 
     @property
     def keys(self) -> int:

@@ -38,7 +38,7 @@ class ModelConfig(TransformerConfig):
     rotary_percent: float = 1.0
     """Share of each head that rope turns."""
     mamba_norm_epsilon: float = 1e-5
-    """Of the gated norm of Mamba-2 layers."""
+    """Epsilon of the gated norm of Mamba-2 layers."""
     pipeline_stage: int = 0
     """Which of the stages in `hybrid_layer_pattern` this is."""
     vocab_size: int | None = None

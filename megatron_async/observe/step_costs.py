@@ -45,7 +45,7 @@ class StepWork(NamedTuple):
     kv_tokens: int
     """Read by decode rows and prompts."""
     pairs: int
-    """Of a prompt token and a token before it: attention over long prompts."""
+    """Pairs of a prompt token and a token before it: the work of attention over long prompts."""
 
     @property
     def kinds(self) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ Bar = Callable[[int], None]
 ESTIMATED_FROM = 8
 """Steps whose mean time is what the others are expected to take."""
 LONG_S = 5
-"""Of less nobody needs to be told."""
+"""Seconds: shorter waits are not announced."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ProfileWorkload:
     finishes: int = 1
     """Requests that end, and that arrive, in each step of churn."""
     requests: int = 32
-    """Of a trace."""
+    """Requests of a trace."""
     rate: float = 4.0
     """Arrivals a second of a trace."""
     output_tokens: int = 64
@@ -197,7 +197,7 @@ class _Estimate:
         self._begin = time.perf_counter()
 
     def update(self, count: int) -> None:
-        """So many more have been done."""
+        """Count `count` more."""
         self._bar.update(count)
         self._steps += count
         steps = self._workload.steps

@@ -58,13 +58,13 @@ class ServedTrace:
     """From the trace's start to the last request's end."""
     steps: int
     overlap_ratio: float
-    """Of the steps of this trace."""
+    """Overlap ratio of the steps of this trace."""
     mean_rows: float
     """Rows of a step."""
     most_waiting: int
     """Largest number of arrived requests without a slot, seen after a step."""
     mean_waiting: float
-    """The same, mean over steps."""
+    """Mean number of waiting requests over steps."""
     late_s: float
     """Longest time between a request's arrival and the loop's adding it."""
     evictions: int
@@ -76,9 +76,9 @@ class _Clock:
     """The trace's start on the two clocks in use."""
 
     perf: float = field(default_factory=time.perf_counter)
-    """Of `arrival_time`, `ttft` and `latency`."""
+    """Clock of `arrival_time`, `ttft` and `latency`."""
     wall: float = field(default_factory=time.time)
-    """Of events."""
+    """Clock of events."""
 
     def now(self) -> float:
         """Seconds since the start."""

@@ -45,7 +45,7 @@ class StreamWakeups:
         """Requests whose readers are woken in the next turns."""
         self._readers_loop: asyncio.AbstractEventLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Of the timer."""
+        """Event loop of the timer."""
         self._timer: asyncio.Handle | None = None
         self._rests_until = 0.0
 

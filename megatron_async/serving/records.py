@@ -229,7 +229,7 @@ class ReplicaRecord:
         self.prefix = PrefixTable(info.kv_blocks)
         self._runs = 0
         self._unseen: deque[tuple[int, int, int, Sequence[bytes]]] = deque()
-        """Of runs that its status does not count yet: number of the run, tokens that may have to be
+        """Runs that its status does not count yet: number of the run, tokens that may have to be
         computed, blocks, hashes of its prompt's blocks."""
 
     @property

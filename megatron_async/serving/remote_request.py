@@ -79,7 +79,7 @@ class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
         if tokenizer is not None:
             self._text = TokenText(tokenizer, params, prompt)
         self._texts: list[str] | None = [] if makes_text else None
-        """Of the replica, that no chunk has had."""
+        """Texts of the replica that no chunk has returned yet."""
         self._tokens: list[int] = []
         self._log_probs: list[TokenLogProbs] = []
         self._num_read = 0

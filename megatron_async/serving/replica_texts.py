@@ -33,7 +33,7 @@ class ReplicaTexts:
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, "replica-texts")
         self._texts: dict[int, TokenText | Exception] = {}
-        """Of unfinished requests; of one whose tokenizer has failed, the error."""
+        """Texts of unfinished requests; the error if the tokenizer has failed."""
         self._epoch = 0
 
     def begin(self, number: int, prompt: str | Sequence[int], params: SamplingParams) -> None:

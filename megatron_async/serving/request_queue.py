@@ -42,7 +42,7 @@ class RequestQueue:
                 self._heaps[each.is_suspect].append((each.order, number))
 
     def first(self, suspects: bool = False) -> RoutedRequest | None:
-        """Whose turn it is, among suspects or the others; it stays in. None: there is none."""
+        """The next request, among suspects or the others; it stays queued. None: there is none."""
         heap = self._heaps[suspects]
         while heap:
             request = self._requests.get(heap[0][1])

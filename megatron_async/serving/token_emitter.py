@@ -43,7 +43,7 @@ class TokenEmitter(EngineListener):
         self._is_soon = False
         self._last_s = 0.0
         self._top_n: dict[int, int] = {}
-        """Of requests that ask for log probs."""
+        """Alternatives of requests that ask for log probs, by number."""
         self._ones = np.ones(0, dtype=np.int32).tobytes()
 
     def wants_log_probs(self, number: int, top_n: int) -> None:

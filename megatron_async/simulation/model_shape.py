@@ -25,12 +25,12 @@ class ModelShape:
     num_query_groups: int
     kv_channels: int
     dtype: str
-    """Of the KV cache: "float32", "bfloat16" or "float16"."""
+    """Dtype of the KV cache: "float32", "bfloat16" or "float16"."""
     vocab_size: int
     layernorm_epsilon: float = 1e-5
     pipeline_model_parallel_size: int = 1
     tensor_model_parallel_size: int = 1
-    """Of a recorded run: its ranks held so much less of each block."""
+    """Ranks of a recorded run, each of which had its share of each block."""
     num_mamba_layers: int = 0
     """Mamba-2 layers of all pipeline stages. With any, or any of Gated DeltaNet, prompts are cut
     where scans are."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatron_async.contexts.step_plan import StepPlan
 
 Work = tuple[int, int, int]
-"""Of a step: prefill tokens, query tokens of decode rows (padding included) and KV tokens."""
+"""Work of a step: prefill tokens, query tokens of decode rows (padding included) and KV tokens."""
 NAMES = ("prompt tokens", "decode tokens", "KV tokens")
 
 

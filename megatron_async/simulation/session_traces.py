@@ -37,7 +37,7 @@ class SessionKind:
     """
 
     shared_tokens: int
-    """Of a prompt that sessions share; a multiple of 512, as ids stand for so many."""
+    """Tokens of a prompt that sessions share; a multiple of 512, the tokens of an id."""
     num_shared: int
     """Different shared prompts; the n-th is chosen 1 / n times as often as the first (Zipf)."""
     turns: LengthDistribution
@@ -47,7 +47,7 @@ class SessionKind:
     new_tokens: LengthDistribution
     """New tokens of each later turn."""
     output_tokens: LengthDistribution
-    """Of an answer."""
+    """Tokens of an answer."""
     think_s: float
     """Mean time between an answer and the next turn, seconds; exponential."""
     longest: int

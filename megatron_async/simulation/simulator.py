@@ -28,20 +28,20 @@ class Simulated:
     """A trace served in virtual time."""
 
     served: ServedTrace
-    """As `serve_trace` measures it; tokens are all 0."""
+    """Result of `serve_trace`; all tokens are 0."""
     idle_share: float
-    """Of the time in which the engine had work: the device's idling between steps."""
+    """Share of the time with work in which the device was idle between steps."""
     zombie_rows: int
     recomputed_tokens: int
     """Prefilled a second time, after an eviction."""
     most_work: Work
-    """Of one step, each kind of work by itself; see `reach`."""
+    """Most work of a step, each kind of work separately; see `reach`."""
     gap_p99_ms: float
     """Between the tokens of running requests: 99 % of the steps with decode rows came sooner after
     the step before."""
     drafted_tokens: int
     accepted_tokens: int
-    """Of these, drafts that were right."""
+    """Those of `drafted_tokens` that were right."""
     cpu_us: float
     """Real time of the engine's thread a step, microseconds, on this machine."""
 

@@ -22,7 +22,7 @@ import numpy as np
 from megatron_async.simulation.traced_requests import Trace, TracedRequest, pieces_of
 
 MOST_PIECES = 2**20
-"""Of one sequence: more than any model's context."""
+"""Most pieces of one sequence: more than any model's context."""
 MOST_ID = 2**52
 """An id, with a token's place, is to fit 64 bits."""
 

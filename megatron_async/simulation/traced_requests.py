@@ -30,9 +30,9 @@ class TracedRequest:
     arrival_s: float
     """Seconds after the trace's start."""
     input_tokens: int
-    """Of the prompt."""
+    """Tokens of the prompt."""
     output_tokens: int
-    """That it generates."""
+    """Tokens that it generates."""
     ids: NDArray[np.int64]
     """Ids of the pieces of prompt and answer together, int64 `[pieces]`. The piece in which the
     prompt ends goes on with the answer; a shorter piece of an id is the beginning of a longer."""

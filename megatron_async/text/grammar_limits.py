@@ -14,7 +14,8 @@ from urllib.parse import unquote
 from megatron_async.errors import RequestError
 
 MAX_CHARACTERS = 2**18
-"""Of a schema as JSON text, a grammar, a regular expression, or the texts of a choice together."""
+"""Most characters of a schema as JSON text, a grammar, a regular expression, or all texts of a
+choice."""
 MAX_CHOICES = 10_000
 """Texts of a choice."""
 MAX_SCHEMA_DEPTH = 512

@@ -38,9 +38,9 @@ STEPS = {
         EngineState.STOPPED,
     ),
 }
-"""Of each signal: the states in which it is followed, the transient one, the lasting one."""
+"""For each signal: the states in which it is followed, the transient one, the lasting one."""
 STANDING = frozenset(EngineState) - {EngineState.RUNNING, EngineState.PAUSING}
-"""Who waits for PAUSED waits for one of these: the engine stands still until UNPAUSE."""
+"""A wait for PAUSED ends in any of these states: the engine runs no steps until UNPAUSE."""
 
 
 LASTING = (

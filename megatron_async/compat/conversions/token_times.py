@@ -39,7 +39,7 @@ class TokenTimes:
     def __init__(self) -> None:
         self._reports: deque[_Report] = deque()
         self.number = 0
-        """Of the next report."""
+        """Number of the next report."""
 
     def add(self, output: StepOutput, facts: Payload) -> None:
         """Note a step's tokens.

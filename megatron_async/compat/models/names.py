@@ -28,7 +28,7 @@ OTHER_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
 TOP: dict[str, tuple[str, ...]] = {
     "decoder.final_norm.weight": ("decoder.final_norm.weight", "decoder.final_layernorm.weight"),
 }
-"""The same outside layers; those that are missing have one name."""
+"""Other names of weights outside layers; a weight that is missing here has one name."""
 EXPERT_WEIGHTS = ("linear_fc1", "linear_fc2")
 IGNORED = ("mtp.", "rotary_pos_emb.")
 """Beginnings of names of parameters that the engine needs not: multi-token prediction only drafts,

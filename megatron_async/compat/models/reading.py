@@ -89,7 +89,7 @@ class Part:
     kind: str
     """Its character."""
     path: str
-    """Of the module that holds it, which for a `GPTModel` holds two."""
+    """Path of the module that contains it; for a `GPTModel` this module contains two."""
     layer: Any
     """That module."""
 

@@ -53,7 +53,8 @@ NATIVE: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "glu_linear_offset": (0.0,),
 }
-"""The same of the engine's own layers; a model with another value runs in Megatron's modules."""
+"""Fields and values that the engine's own layers serve; a model with another value runs in
+Megatron's modules."""
 
 
 def check_config(config: Any) -> None:

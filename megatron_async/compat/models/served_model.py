@@ -29,7 +29,7 @@ class ServedModel:
     served: nn.Module
     """What computes the steps. The user's model itself where the engine's loader built it."""
     config: ModelConfig
-    """Of `served`."""
+    """Configuration of `served`."""
     weights: SharedWeights | None
     """What binds the two, and has not yet: `served` has no memory before. None where every
     parameter is the same object."""

@@ -26,7 +26,7 @@ class _Weight:
     sources: tuple[str, ...]
     is_shared: bool = True
     addresses: tuple[int, ...] = ()
-    """Of its sources, when it was bound."""
+    """Addresses of its sources when it was bound."""
 
 
 class SharedWeights:

@@ -26,7 +26,7 @@ from megatron_async.models.model_config import ModelConfig
 HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs")))
 """Attributes of a module that hold what others have asked it to call."""
 GRAPHS = "cudagraph_manager"
-"""Of Megatron's own engine, which captures layer by layer."""
+"""Attribute of Megatron's own engine, which captures layer by layer."""
 
 
 class PositionedEmbedding(InferenceEmbedding):

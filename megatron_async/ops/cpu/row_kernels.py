@@ -19,12 +19,12 @@ REORDERS = {"reassoc", "contract", "arcp", "nsz"}
 
 LOG2_E = 1.44269504088896341
 LN2 = 0.693359375, -2.12194440e-4
-"""Of the natural logarithm of 2, a part without low bits, and the rest (Cody and Waite 1980)."""
+"""The natural logarithm of 2: a part without low bits, and the rest (Cody and Waite 1980)."""
 POLYNOMIAL = (
     1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
     5.0000001201e-1,
 )  # fmt: skip
-"""Of Cephes' expf (S. Moshier), from the highest power."""
+"""Coefficients of Cephes' expf (S. Moshier), from the highest power."""
 MOST, LEAST = 88.3762626647949, -87.3365447504
 """Beyond, float32 overflows and underflows."""
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 import triton
 
 LEAST_WIDTH = 16
-"""Of a tile that a matrix unit computes."""
+"""Fewest columns of a tile that a matrix unit computes."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ MOST_HIDDEN = 8192
 MOST_EXPERTS = 1024
 """Logits of a token are held in the registers of one program."""
 PROCESSORS = 132
-"""Of an H200."""
+"""Streaming multiprocessors of an H200."""
 TILE_BYTES = 512
-"""Of a weight row: 16 for each thread of a warp."""
+"""Bytes of a weight row in a tile: 16 for each thread of a warp."""
 UP_TILES, UP_TILES_GATED, DOWN_TILES = 12, 8, 4
 """Most tiles of a weight row that a warp asks for at once: of the first product as many as its
 registers hold beside the sums, of the second one by measurement."""
@@ -112,7 +112,7 @@ GROUP_TILES = 12
 """Tiles that a warp of the second product asks for at once, where it takes several pairs' rows
 together."""
 UP_REGISTERS = 128
-"""Of a thread of the first product."""
+"""Registers of a thread of the first product."""
 UP_PROGRAMS = 4
 """Programs of the first product that a processor holds: 4 warps each, by their registers. All are
 there at once, so that they end together."""
@@ -127,7 +127,7 @@ class FewTokenPlan:
     block_experts: int
     """Logits that a program computes."""
     warps: int
-    """Of a program of either product."""
+    """Warps of a program of either product."""
     up_rows: int
     """Weight rows that a program of the first product takes at a time, a multiple of `warps`."""
     up_depth: int

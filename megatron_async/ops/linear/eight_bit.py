@@ -33,7 +33,7 @@ FINER = 254
 ROUNDING = 1.5 * 2**23
 """float32 numbers of this size have no fraction: added and taken away it rounds, to even."""
 LEAST_SCALE = 1e-30
-"""Of a row of zeros."""
+"""Scale of a row of zeros."""
 _LARGEST, _FINER, _LEAST = np.float32(LARGEST), np.float32(FINER), np.float32(LEAST_SCALE)
 _product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
 

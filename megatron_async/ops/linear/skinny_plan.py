@@ -19,7 +19,7 @@ from torch import Tensor
 MAX_ROWS = 64
 """More rows go to cuBLAS."""
 MAX_ROWS_FLOAT32 = 16
-"""The same in float32, which has no matrix units here; not measured."""
+"""`MAX_ROWS` in float32, which has no matrix units here; not measured."""
 MEASURED_MAJOR = 9
 """Compute capability of the devices that the rule was measured on (Hopper); others keep cuBLAS."""
 ONE_WAVE = 132
@@ -34,7 +34,7 @@ A_WAVE_AND_SOME = 144
 LEAST_SHARE = 192
 """Least inputs of a split product's share."""
 LEAST_SHARE_OF_MANY = 512
-"""The same for more than 16 rows and 1024 inputs or more."""
+"""`LEAST_SHARE` for more than 16 rows and 1024 inputs or more."""
 PREFETCH = 2048
 """Bytes of each weight row that are asked for before the wait, where the row is not loaded then."""
 SHARED_MEMORY = 200_000
@@ -48,21 +48,21 @@ many that takes longer than the weights do."""
 RESIDENT_INPUTS = 3072
 """Most inputs of such a product: a thread holds its share of a weight row in registers."""
 RESIDENT_GATED_INPUTS = 1024
-"""The same where there are two weights, of products as wide as `WIDE`, and where a norm of several
-rows is taken along."""
+"""`RESIDENT_INPUTS` for two weights, for products as wide as `WIDE`, and for products that include
+a norm of several rows."""
 RESIDENT_GATED_NORM_INPUTS = 1536
-"""The same where a gate and a norm of several rows are taken along (Granite-4.0-H-350M's Mamba-2
-layers; more was not measured)."""
+"""`RESIDENT_INPUTS` for products that include a gate and a norm of several rows
+(Granite-4.0-H-350M's Mamba-2 layers; more was not measured)."""
 RESIDENT_GATED_NORM_ROWS = 16
 """Most rows of that: each program reads the gates anew (Granite's step at 16 rows 0.767 -> 0.749
 ms, at 32 0.995 -> 1.053)."""
 RESIDENT_ELEMENTS = 7_000_000
 """Most weights of such a product: more programs than fit the device begin after the wait."""
 RESIDENT_ELEMENTS_OF_MANY = 3_200_000
-"""The same for more than 16 rows."""
+"""`RESIDENT_ELEMENTS` for more than 16 rows."""
 RESIDENT_ELEMENTS_OF_LONG = 2_100_000
-"""The same for more than 8 rows of `WHOLE_ROW` inputs or more: a product that is split instead
-takes as long alone, and less beside others (Llama-3.2-1B's step at 16 rows: 0.96 and 1.00 ms)."""
+"""`RESIDENT_ELEMENTS` for more than 8 rows of `WHOLE_ROW` inputs or more: a split product takes as
+long alone, and less beside others (Llama-3.2-1B's step at 16 rows: 0.96 and 1.00 ms)."""
 
 
 @dataclass(frozen=True)

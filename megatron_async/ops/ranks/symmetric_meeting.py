@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 WARP_BYTES = 2048
-"""Of what a program holds in registers, for each of its warps."""
+"""Bytes that a program holds in registers, for each of its warps."""
 
 
 def meeting_warps(ranks: int, row_bytes: int) -> int:

@@ -22,7 +22,7 @@ from megatron_async.ops.recurrent.step_arguments import check_decode_rows, outpu
 CHANNELS = 256
 """Channels of v in a program of the convolution."""
 LANES = 8
-"""Of a value that a program takes: with more, fewer bytes of states are on their way at a time."""
+"""Elements of a value that a program processes: with more, fewer bytes are in flight at a time."""
 WARPS = 1
 
 

@@ -43,7 +43,7 @@ class Tile(NamedTuple):
     tokens: int
     """A divisor of 128."""
     lanes: int
-    """Of a value."""
+    """Elements of a value."""
     warps: int
     stages: int
 

@@ -26,7 +26,7 @@ from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPoo
 from megatron_async.ops.recurrent.step_arguments import check_decode_rows, output_for
 
 LANES = 16
-"""Of a head's dimension that a program takes: with more, fewer bytes are on their way at a time."""
+"""Elements of a head that a program processes: with more, fewer bytes are in flight at a time."""
 WARPS = 2
 
 

@@ -26,7 +26,7 @@ from megatron_async.ops.recurrent.mamba_pools import MambaShape
 from megatron_async.ops.recurrent.recurrent_pools import RecurrentPools
 
 WARPS = 2
-"""Of a program; each takes 16 lanes of a head."""
+"""Warps of a program; each processes 16 lanes of a head."""
 MAX_STATE = 128
 """Longest state of a lane that the registers of a warp hold."""
 

@@ -118,7 +118,7 @@ class Tile(NamedTuple):
     tokens: int
     """A divisor of 128."""
     lanes: int
-    """Of a head's dimension."""
+    """Elements of a head's dimension."""
     warps: int
     stages: int
 

@@ -34,9 +34,9 @@ class RowFeature(IntFlag):
     CONSTRAINED = 32
     """A grammar says what may come next: the row is sampled apart, once its mask is known."""
     PRODUCES = 256
-    """Of this step: the sample is a token of the request."""
+    """For this step: the sample is a token of the request."""
     STARTS = 512
-    """Of this step: the request's first chunk since it got its slot."""
+    """For this step: the request's first chunk since it got its slot."""
 
 
 class Header(IntEnum):
@@ -53,7 +53,7 @@ class Header(IntEnum):
     MIN_P = 4
     """float32; 0 is off."""
     SEED_LOW = 5
-    """Of the request's random numbers; the seed is not negative."""
+    """Seed of the request's random numbers; the seed is not negative."""
     SEED_HIGH = 6
     MAX_LENGTH = 7
     """Sequence length, tokens, at which the request ends."""

@@ -20,7 +20,7 @@ WRITERS: dict[str, Callable[[Asked], ItemWriter]] = {
     "responses": ResponseWriter,
     "messages": MessageWriter,
 }
-"""Of the endpoints whose answers are rows of items."""
+"""Endpoints whose answers are rows of items."""
 
 
 class ChoiceCollector(Protocol):

@@ -19,7 +19,7 @@ COUNTERS = (
     "steps", "overlapped_steps", "rows", "generated_tokens", "prefill_tokens", "lookahead",
     "waiting_requests", "slots", "slots_in_use", "kv_blocks", "kv_blocks_in_use",
 )  # fmt: skip
-"""Of an engine's statistics, those that /live tells."""
+"""Entries of an engine's statistics that /live returns."""
 REASON = "no_overlap_"
 """Begin of the names of counters of steps that did not overlap."""
 

@@ -22,9 +22,9 @@ from megatron_async.serving.records import CoordinatorConfig
 logger = logging.getLogger("megatron_async")
 
 PREFIX = "megatron-async-"
-"""Of folders; behind it stands the number of the supervisor's process."""
+"""Prefix of folders' names, followed by the number of the supervisor's process."""
 LONGEST_SOCKET_PATH = 100
-"""Of bytes: a Unix socket's address has 108, the last one 0."""
+"""Bytes: a Unix socket's address has 108, the last one 0."""
 ASK_TIMEOUT_S = 5.0
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux' prctl(2): the signal that a process gets when the thread that started it ends."""
+"""Option of Linux' prctl(2): the signal that a process gets when its parent thread ends."""
 
 
 def end_with_parent(parent: int, pipe: int | None, number: int = signal.SIGKILL) -> None:

@@ -24,7 +24,7 @@ class AttentionShape:
     max_blocks: int
     """Blocks of the longest row."""
     dtype: torch.dtype
-    """Of queries and cache."""
+    """Dtype of queries and cache."""
     device: torch.device
 
     @property
@@ -58,11 +58,11 @@ class PrefillBackend(ABC):
     """Causal attention of prefill rows over the paged cache."""
 
     name: str
-    """As in `InferenceConfig.attention_backend`."""
+    """The backend's name in `InferenceConfig.attention_backend`."""
     captures: bool
     """Whether it works without `PrefillRows.lengths`, in a graph."""
     rows: PrefillRows
-    """Of the present step, from `begin_step` on."""
+    """Prefill rows of the present step, valid after `begin_step`."""
 
     def begin_step(self, rows: PrefillRows) -> None:
         """Prepare for the layers of one step."""
