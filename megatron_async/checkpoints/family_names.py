@@ -1,4 +1,4 @@
-"""What Hugging Face's families call their tensors.
+"""Names of tensors in Hugging Face's families.
 
 `weights` in `checkpoints/mapping.py` asks here for each layer of a model. The names are those of
 published files, which transformers writes too; where its modules hold other tensors (all experts

@@ -46,7 +46,7 @@ NAMES = {
 ROPE_FACTORS = "rope_freqs.weight"
 """Llama-3 rope scaling, as one divisor a frequency; the numbers behind it are not stored."""
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192
-"""What all Llama 3.x models use; checked against `ROPE_FACTORS`."""
+"""The values of all Llama 3.x models; checked against `ROPE_FACTORS`."""
 
 
 PIECE_VALUES = 1 << 24

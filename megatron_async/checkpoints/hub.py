@@ -10,7 +10,7 @@ from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.model_names import HUB_ID
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
-"""What a model is read from: configuration, weights, tokenizer, chat template."""
+"""Files from which a model is read: configuration, weights, tokenizer, chat template."""
 LEFT_OUT = ["*/*", "consolidated*"]
 """Copies of the weights in other formats, which some repositories have."""
 

@@ -57,7 +57,7 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "position_embedding_type": "learned_absolute",
     "add_bias_linear": True,
 }
-"""What an absent argument means, where that is not supported either."""
+"""Values that absent arguments stand for, where these are not supported either."""
 
 DELTA_DEFAULTS = {
     "linear_num_key_heads": 16,

@@ -1,4 +1,4 @@
-"""What the name of a model may be. Nothing here imports torch: a wrong name is told at once."""
+"""Valid names of models. This module does not import torch, so a wrong name is refused at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Hugging Face's families call their tensors of multi-token prediction (MTP).
+"""Names of tensors of multi-token prediction (MTP) in Hugging Face's families.
 
 The layers inside a depth bear the names that the family's other layers have
 (`checkpoints/family_names.py`). Checked against the loaders of vLLM (`qwen3_next_mtp`,

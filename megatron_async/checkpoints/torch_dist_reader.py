@@ -33,7 +33,7 @@ from megatron_async.checkpoints.pickled import METADATA_CLASSES, PlainUnpickler
 
 
 class TorchDistReader:
-    """What a folder of torch's distributed checkpoint format holds.
+    """The content of a folder in torch's distributed checkpoint format.
 
     Args:
         folder: with `.metadata` and `.distcp` files.

@@ -114,7 +114,7 @@ class Weight:
     part, or whole groups), 1, columns, or None: every rank holds all of it. Where an axis does not
     divide (the vocabulary), the parameter has rows of padding at its end."""
     shard: Shard = Shard()
-    """What this rank holds."""
+    """The part of this rank."""
 
     experts: int = 0
     """Experts of a weight `[experts, rows, columns]`, spread over expert-parallel ranks; its

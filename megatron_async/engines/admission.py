@@ -78,7 +78,7 @@ class Admission:
         priority: int,
         group: RankGroup,
     ) -> asyncio.Future[DynamicInferenceRequest]:
-        """What `DynamicInferenceEngine.add_request` does; `group` is told."""
+        """Add a request (`DynamicInferenceEngine.add_request`) and log it in `group`."""
         controller = self._controller
         request = new_request(check_request_id(request_id), prompt, controller.tokenizer)
         entry = self._requests.new_entry(request)
@@ -97,7 +97,7 @@ class Admission:
         return entry.future
 
     def abort(self, request_id: int, group: RankGroup) -> None:
-        """What `DynamicInferenceEngine.abort_request` does; `group` is told."""
+        """Abort a request (`DynamicInferenceEngine.abort_request`) and log it in `group`."""
         error = RequestAborted(f"request {request_id} was aborted")
         self._end_early(self._requests.get(request_id).request, "aborted", error, group)
 

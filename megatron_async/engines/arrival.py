@@ -58,7 +58,7 @@ async def arrival(event: Event, wait: Callable[[Event], None]) -> None:
 
 
 class Answer(Enum):
-    """What an event says when it is queried."""
+    """The answer of an event to a query."""
 
     NOT_YET = auto()
     REACHED = auto()

@@ -40,7 +40,7 @@ class DraftStatistics:
         return by_position
 
     def as_dict(self) -> dict[str, float | int]:
-        """What `engine.stats()` says of drafts."""
+        """The entries of `engine.stats()` about drafts."""
         drafted, accepted = int(self.drafted.sum()), int(self.accepted.sum())
         rows = int(self.drafted[0]) if len(self.drafted) else 0
         return {

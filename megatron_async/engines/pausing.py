@@ -56,7 +56,7 @@ class Pausing:
         return self._is_paused or self._is_suspended or self.is_closed
 
     def pause(self, engine: DynamicInferenceEngine) -> None:
-        """What `DynamicInferenceEngine.pause` does."""
+        """Pause the engine; see `DynamicInferenceEngine.pause`."""
         if not self._is_paused:
             self._is_paused = True
             engine.statistics.engine_pauses += 1
@@ -64,13 +64,13 @@ class Pausing:
         engine.group.controlled("pause")
 
     def unpause(self, engine: DynamicInferenceEngine) -> None:
-        """What `DynamicInferenceEngine.unpause` does."""
+        """Undo `pause`; see `DynamicInferenceEngine.unpause`."""
         engine.group.controlled("unpause")
         self._is_paused = False
         self._go_on(engine)
 
     def suspend(self, engine: DynamicInferenceEngine, free_kv_cache: bool) -> int:
-        """What `DynamicInferenceEngine.suspend` does."""
+        """Suspend the engine; see `DynamicInferenceEngine.suspend`."""
         if not self._is_suspended:
             self._is_suspended = True
             engine.statistics.engine_suspends += 1
@@ -93,7 +93,7 @@ class Pausing:
         return view.kv_cache.num_bytes + view.states.num_bytes(context.max_requests)
 
     def resume(self, engine: DynamicInferenceEngine) -> None:
-        """What `DynamicInferenceEngine.resume` does."""
+        """Undo `suspend`; see `DynamicInferenceEngine.resume`."""
         self.check_is_open()
         engine.group.controlled("resume")
         if self._cache_is_released:

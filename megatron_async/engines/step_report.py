@@ -1,4 +1,4 @@
-"""What a turn of the engine's loop reports."""
+"""The report of a turn of the engine's loop."""
 
 from __future__ import annotations
 

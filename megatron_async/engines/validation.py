@@ -23,7 +23,7 @@ logger = logging.getLogger("megatron_async")
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What follows of a servable request from the settings of its engine."""
+    """Limits of a servable request, from the settings of its engine."""
 
     seed: int
     max_length: int

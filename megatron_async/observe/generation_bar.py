@@ -1,4 +1,4 @@
-"""`GenerationBar`: what `LLM.generate` shows while it works."""
+"""`GenerationBar`: the progress line of `LLM.generate`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class GenerationBar:
 
 
 def line(stats: Mapping[str, Any], rows: int) -> str:
-    """What stands behind the tokens.
+    """The part of the line after the tokens.
 
     Args:
         stats: from `engine.stats()`.

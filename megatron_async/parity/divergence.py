@@ -24,7 +24,7 @@ from megatron_async.parity.references import Reference
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a request and its reference part."""
+    """The position at which a request and its reference diverge."""
 
     request: int
     position: int

@@ -1,4 +1,4 @@
-"""What an engine is measured against: plain computations in float32."""
+"""References for an engine's tokens: plain computations in float32."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 
 
 class Reference(Protocol):
-    """What an engine is measured against."""
+    """A reference for an engine's tokens."""
 
     def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """`tokens` greedy tokens for each prompt."""

@@ -287,7 +287,7 @@ class LinkedStage(PipelineStage):
             self.return_samples(plan, prompt, failed_here=True)
 
     def _pass_on(self, plan: StepPlan) -> None:
-        """What the step did not come to, so that no other stage waits for it."""
+        """Receive and send the messages that the failed step did not, so that no stage waits."""
         if self._last_received < plan.step:
             self.receive(plan)
         if self._last_sent < plan.step:

@@ -6,7 +6,7 @@ import msgspec
 
 
 class KeyDigest(msgspec.Struct, frozen=True):
-    """What is kept of a key.
+    """The stored form of a key.
 
     Attributes:
         name: whose it is; requests are counted by it.
@@ -32,7 +32,7 @@ class TlsFiles(msgspec.Struct, frozen=True):
 
 
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What an API process is told. It holds digests of keys, never keys.
+    """Configuration of an API process. It has digests of keys, never keys.
 
     Attributes:
         coordinator: its address.

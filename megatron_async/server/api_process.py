@@ -33,7 +33,7 @@ KEEP_ALIVE_S = 75
 """A connection may be silent so long between two requests; proxies, which give up after 60 s, are
 first then."""
 CONNECT_S = 10.0
-"""How long a coordinator is waited for; then the process is started again."""
+"""Seconds of waiting for a coordinator; then the process is started again."""
 
 
 class _Server(uvicorn.Server):

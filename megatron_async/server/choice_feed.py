@@ -12,7 +12,7 @@ from megatron_async.serving.readers import RequestEnd, TokenLogProbs
 
 
 class News(NamedTuple):
-    """What is new of a choice.
+    """New tokens and text of a choice.
 
     Attributes:
         tokens: ids.

@@ -62,7 +62,7 @@ class ServiceCollector(Collector):
 
 
 def metrics_text(stats: Mapping[str, Any], names: str, model_name: str) -> bytes:
-    """What `/metrics` answers, of content type `CONTENT_TYPE`.
+    """The answer of `/metrics`, of content type `CONTENT_TYPE`.
 
     Args:
         stats: the coordinator's answer to "stats".

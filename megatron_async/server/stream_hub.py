@@ -20,11 +20,11 @@ SHARE = 1 / 3
 AT_ONCE = 16
 """Streams of a pass that are written without looking at the clock."""
 LOOK_EVERY_S = 1.0
-"""How often streams are looked at that nothing came for."""
+"""Seconds between two checks of streams without new tokens."""
 
 
 class HubStream(Protocol):
-    """What the hub writes.
+    """A stream that the hub writes.
 
     Attributes:
         is_urgent: its first token is there, or its end: it is written now.
@@ -50,7 +50,7 @@ class StreamHub:
         self._timer: asyncio.TimerHandle | None = None
         self._looking: asyncio.TimerHandle | None = None
         self._write_s = 0.0
-        """What a write takes: a mean that forgets."""
+        """Seconds of a write: an exponential moving average."""
         self._num_stalled = 0
         """Streams whose readers were too slow in the last pass."""
 

@@ -32,7 +32,7 @@ NEEDS = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 SERVICE = "megatron-async"
 NS = 10**9
 CANCELLED = 499
-"""What is told of a request whose client has gone; nginx' number."""
+"""Status of a request whose client has disconnected; nginx' number."""
 
 
 def is_there() -> bool:
@@ -87,7 +87,7 @@ def make_tracer(endpoint: str | None, environ: Mapping[str, str]) -> RequestTrac
 
 
 def _status(error: BaseException) -> int:
-    """What HTTP says of an error."""
+    """The HTTP status of an error."""
     if isinstance(error, Refusal):
         return error.status
     if isinstance(error, asyncio.CancelledError | ClientGone):

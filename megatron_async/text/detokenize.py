@@ -16,7 +16,7 @@ import codecs
 from collections.abc import Callable, Mapping, Sequence
 
 REPLACEMENT = "\ufffd"
-"""What decoders put where bytes are no whole character (yet)."""
+"""The character that decoders write for bytes that are no complete character (yet)."""
 CONTEXT = 8
 """Tokens that are decoded again as context; twice as many are kept before they are cut."""
 LONGEST_CHARACTER = 4
@@ -105,7 +105,7 @@ class ByteDetokenizer:
         return text
 
     def finish(self) -> str:
-        """What stands for an incomplete character at the very end."""
+        """The replacement for an incomplete character at the very end."""
         self._is_inside = False
         return self._decoder.decode(b"", final=True)
 

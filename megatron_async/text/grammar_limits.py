@@ -98,7 +98,7 @@ def check_schema(schema: Mapping[str, Any]) -> None:
 
 
 def _resolve(schema: Any, target: str) -> Any:
-    """What a reference within the schema names; None if it names nothing here."""
+    """The target of a reference within the schema; None if there is none."""
     if not target.startswith("#"):
         return None
     for key in unquote(target[1:]).split("/")[1:]:

@@ -27,14 +27,14 @@ from megatron_async.text.grammar_limits import (
 )
 
 ALLOWANCE_S = 0.005
-"""CPU time that a request's grammar may take for each token: that of its mask, and of taking it."""
+"""CPU seconds of a request's grammar for each token: to make its mask, and to advance by it."""
 CREDIT_S = 0.1
-"""A request further behind its allowance fails, because its masks hold up the whole batch."""
+"""CPU seconds: a request that exceeds its allowance by more fails, since it delays the batch."""
 
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """What a request may generate; exactly one of the fields.
+    """The required format of a request's text; give exactly one of the fields.
 
     Attributes:
         json_schema: the text is JSON of this schema (a dict, or its JSON text; `{}` is any JSON).
@@ -100,7 +100,7 @@ class StructuredOutput:
 
 
 class TokenGrammar:
-    """How far one request is in its grammar.
+    """The state of one request's grammar.
 
     Args:
         matcher: llguidance's, at its beginning; taken over.

@@ -180,7 +180,7 @@ class Tokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, num_tokens: int) -> list[bytes] | None:
-        """What each of the tokens 0 .. num_tokens - 1 adds to the bytes of a text; None where texts
+        """Bytes that each of the tokens 0 .. num_tokens - 1 adds to a text; None where texts
         are not the bytes of their tokens in a row, and where a subclass has its own
         `detokenize`."""
         if getattr(self.detokenize, "__func__", None) is not Tokenizer.detokenize:
@@ -189,7 +189,7 @@ class Tokenizer:
 
     @cached_property
     def byte_pieces(self) -> Mapping[int, bytes] | None:
-        """What `token_bytes` tells, of a token when it is first asked for."""
+        """The bytes of `token_bytes`, computed for a token at its first use."""
         if getattr(self.detokenize, "__func__", None) is not Tokenizer.detokenize:
             return None
         return BytePieces(self.backend) if is_byte_level(self.backend) else None

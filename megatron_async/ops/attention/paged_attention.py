@@ -49,7 +49,7 @@ class TorchPagedAttention:
     """Whether a captured step may have prefill rows. False: this backend needs the host's
     lengths."""
     report: str | None = None
-    """What was chosen at the start, and why, for the user; None where there was no choice."""
+    """The choice at the start, with its reason, for the user; None if there was no choice."""
 
     def __init__(
         self, block_size: int, max_blocks: int, device: torch.device, first_key: int = 0

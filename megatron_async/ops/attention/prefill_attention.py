@@ -102,7 +102,7 @@ def paged_prefill_attention(
 
 
 class Tile(NamedTuple):
-    """What a program takes together, and how it is compiled."""
+    """Sizes of a program's tile, and options of its compilation."""
 
     queries: int
     """Query tokens times query heads of one KV head."""

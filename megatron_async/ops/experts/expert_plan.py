@@ -133,7 +133,7 @@ class FewTokenPlan:
     up_depth: int
     """Tiles of `TILE_BYTES` of each row that it asks for at once."""
     turns: int
-    """How often it does."""
+    """Number of times that it does so."""
     down_rows: int
     """Weight rows that a program of the second product takes at a time, a multiple of `warps`."""
     down_depth: int

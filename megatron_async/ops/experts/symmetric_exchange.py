@@ -160,13 +160,13 @@ class ExpertExchange:
     def find(
         self, tokens: int, hidden: int, topk: int, dtype: torch.dtype
     ) -> SymmetricExchange | None:
-        """What exchanges so many tokens of each rank; the same on all ranks."""
+        """The exchange for so many tokens of each rank; the same on all ranks."""
         found = self.symmetric.get((hidden, topk, dtype))
         return found if found is not None and tokens <= found.tokens else None
 
     @property
     def report(self) -> str | None:
-        """What serves which sizes, and why; None where there is no choice."""
+        """The exchange for each range of sizes, with reasons; None if there is no choice."""
         ranks = self._group.size()
         if self.symmetric:
             tokens = ", ".join(str(found.tokens) for found in self.symmetric.values())

@@ -38,7 +38,7 @@ from megatron_async.ops.recurrent.gated_rms_norm import (
 )
 
 Activation = Literal["", "swiglu", "squared_relu"]
-"""What follows a product."""
+"""The activation after a product."""
 
 
 @dataclass

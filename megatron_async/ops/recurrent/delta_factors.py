@@ -25,7 +25,7 @@ from megatron_async.ops.recurrent.recurrent_pools import PrefillRows
 from megatron_async.ops.recurrent.scan_history import scan_chunks_before
 
 BLOCK = tl.constexpr(16)
-"""What forward substitution inverts."""
+"""Size of the blocks that forward substitution inverts."""
 
 
 def tile_factors(

@@ -23,7 +23,7 @@ from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows,
 from megatron_async.ops.recurrent.step_arguments import check_chunks, output_for
 
 TOKENS = 16
-"""What a program of the convolution takes, of one key's size in channels."""
+"""Tokens that a program of the convolution processes, for as many channels as a key has."""
 EPS = tl.constexpr(NORM_EPS)
 
 

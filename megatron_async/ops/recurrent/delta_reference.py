@@ -189,7 +189,7 @@ def _outputs(state: Tensor, q: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tenso
 
 
 def _shares(decay: Tensor) -> Tensor:
-    """What is left of token i at token j, `[heads, j, i]`; 0 where i is behind j."""
+    """Decay of token i at token j, `[heads, j, i]`; 0 where i comes after j."""
     by_head = decay.t()
     order = torch.arange(len(decay), device=decay.device)
     behind = order > order[:, None]

@@ -17,7 +17,7 @@ from megatron_async.ops.dependent_launch import launch_options, wait_for_previou
 from megatron_async.ops.recurrent.recurrent_math import silu
 
 ELEMENTS = 2048
-"""What a program takes, at least one head."""
+"""Elements that a program processes, at least one head."""
 MAX_HEAD = 16384
 """A head is held in the registers of one program."""
 

@@ -32,7 +32,7 @@ HEADS = 8
 
 
 class DecodeInputs(NamedTuple):
-    """What the second kernel reads of a step's query tokens; written for all of them."""
+    """Inputs of the second kernel for a step's query tokens; written for all tokens."""
 
     c: Tensor
     """`[tokens, groups d_state]`, dtype of the activations: C behind the convolution."""

@@ -22,7 +22,7 @@ from megatron_async.ops.recurrent.step_arguments import check_chunks, output_for
 
 TOKENS = 16
 CHANNELS = 128
-"""What a program of the convolution takes."""
+"""Channels that a program of the convolution processes."""
 
 
 def mamba_prefill(

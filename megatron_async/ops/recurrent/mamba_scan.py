@@ -113,7 +113,7 @@ def scan_chunks(
 
 
 class Tile(NamedTuple):
-    """What a program takes together, and how it is compiled."""
+    """Sizes of a program's tile, and options of its compilation."""
 
     tokens: int
     """A divisor of 128."""

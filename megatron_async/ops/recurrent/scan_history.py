@@ -19,8 +19,8 @@ def scan_chunks_before(
     size: tl.constexpr,
     chunks_tile: tl.constexpr,
 ) -> tl.tensor:
-    """How many tiles of `size` positions the chunks before `chunk` reach into, each counted in its
-    own request."""
+    """Number of tiles of `size` positions that the chunks before `chunk` reach into, each counted
+    in its own request."""
     each = tl.arange(0, chunks_tile)
     earlier = each < chunk
     begin = tl.load(first_positions + each, mask=earlier, other=0)

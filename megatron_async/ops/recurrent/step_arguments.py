@@ -65,7 +65,7 @@ def check_chunks(op: str, rows: PrefillRows, base_after: Tensor) -> None:
 
 
 def output_for(op: str, out: Tensor | None, inputs: Tensor, tokens: int, channels: int) -> Tensor:
-    """Where an op writes: `out`, or a new tensor.
+    """The output of an op: `out`, or a new tensor.
 
     Args:
         op: name of who asks, for messages.

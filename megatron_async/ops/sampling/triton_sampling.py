@@ -64,7 +64,7 @@ UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 NOTHING = tl.constexpr(NO_TOKEN)
 SPAN = tl.constexpr(40.0)
-"""Where the search ends, in nats below the likeliest token. Gumbel noise of 23 bits lies in
+"""The end of the search, in nats below the likeliest token. Gumbel noise of 23 bits lies in
 [-2.9, 16.7], so a token 20 nats down is never chosen, and 2 ** 18 tokens 40 nats down weigh less
 than the rounding of the sum: whether the filters keep these tokens changes nothing."""
 
@@ -164,7 +164,7 @@ def best_of_tiles(
 
 
 def bounds(row: tuple[Any, ...], scores: Tensor) -> tuple[Tensor, ...]:
-    """Where the filters of each row cut.
+    """The limits of each row's filters.
 
     Args:
         row: what describes the rows, from `_row_arguments`.

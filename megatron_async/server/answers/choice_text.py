@@ -17,7 +17,7 @@ _NAMES = {"length": "length", "aborted": "abort"} | dict.fromkeys(STOPPED, "stop
 
 
 class End(Protocol):
-    """What `serving.readers.RequestEnd` is: how a request ended."""
+    """The fields of `serving.readers.RequestEnd`: how a request ended."""
 
     @property
     def finish_reason(self) -> str | None:
@@ -92,7 +92,7 @@ def piece_reader(style: ChatStyle) -> CallReader | None:
 
 
 def pieces_of(reader: CallReader | None, text: str, is_end: bool) -> list[Piece]:
-    """What a text is made of."""
+    """The parts of a text."""
     if reader is None:
         return [Content(text)] if text else []
     found = reader.push(text) if text else []

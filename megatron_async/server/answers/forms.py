@@ -50,7 +50,7 @@ class WholeForm(NamedTuple):
 
 
 def stream_form(asked: Asked, served: ServedModel, one_event_a_token: bool) -> StreamForm:
-    """What makes a streamed answer.
+    """The object that makes a streamed answer.
 
     Args:
         asked: the request.
@@ -66,7 +66,7 @@ def stream_form(asked: Asked, served: ServedModel, one_event_a_token: bool) -> S
 
 
 def whole_form(asked: Asked, served: ServedModel) -> WholeForm:
-    """What makes a whole answer; its `body` raises Refusal where a choice has failed.
+    """The object that makes a whole answer; its `body` raises Refusal where a choice has failed.
 
     Args:
         asked: the request.

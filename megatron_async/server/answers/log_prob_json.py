@@ -20,7 +20,8 @@ LOWEST = -9999.0
 
 
 class LogProbs(Protocol):
-    """What `serving.readers.TokenLogProbs` is: chosen `[n]`, top_ids and top `[n, k]` or None."""
+    """The fields of `serving.readers.TokenLogProbs`: chosen `[n]`, top_ids and top `[n, k]` or
+    None."""
 
     @property
     def chosen(self) -> NDArray[np.float32]:

@@ -10,7 +10,7 @@ from megatron_async.server.answers.usage import Usage
 
 
 class ErrorDetail(msgspec.Struct):
-    """What is wrong."""
+    """The error's text."""
 
     message: str
     type: str

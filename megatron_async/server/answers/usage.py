@@ -33,7 +33,7 @@ class UsageCount:
         self.generated = 0
 
     def set_prompt(self, prompt: int, tokens: int, cached: int = 0) -> None:
-        """How long a prompt is, and how much of it was cached, for the choice that was best off."""
+        """Length of a prompt, and most cached tokens of it among the choices."""
         self._prompts[prompt] = max(self._prompts[prompt], tokens)
         self._cached[prompt] = max(self._cached[prompt], cached)
 

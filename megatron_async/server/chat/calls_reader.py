@@ -16,7 +16,7 @@ _PART_OF_NAMED = re.compile(r"[A-Za-z0-9_.-]{0,64}\s*(?:\[[ARGS\]]{0,5})?\s*")
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """What stands around calls.
+    """The marks around calls.
 
     Attributes:
         opening: text before them.

@@ -40,7 +40,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def template_variables(request: ChatRequest) -> dict[str, Any]:
-    """What a request sets of the template's own variables.
+    """Variables of the template that a request sets.
 
     Raises:
         Refusal: a name is not on the list, or a value is too large.

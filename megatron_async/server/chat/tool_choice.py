@@ -24,7 +24,7 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """What follows of `tools` and `tool_choice`.
+    """The result of `tools` and `tool_choice`.
 
     Attributes:
         tools: for the template, as OpenAI writes them; None: it is told of none.

@@ -36,7 +36,7 @@ class CallArguments:
 
 
 Piece = Thought | Content | CallBegin | CallArguments
-"""What a text is made of, in its order."""
+"""The parts of a text, in order."""
 
 
 class CallReader(Protocol):
@@ -46,7 +46,7 @@ class CallReader(Protocol):
         """Take more text; return what is settled by it."""
 
     def end(self) -> list[Piece]:
-        """What is left, at the end of the text."""
+        """The remaining parts, at the end of the text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class ChatStyle:
-    """How the text of a chat's answer is taken apart.
+    """How the text of a chat's answer is split into parts.
 
     Attributes:
         thoughts: the text may hold `<think>` ... `</think>`.

@@ -19,7 +19,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def structured_output(request: SharedFields) -> StructuredOutput | None:
-    """What the text is held to, or None.
+    """The required format of the text, or None.
 
     Raises:
         Refusal: it is given twice, or is not served, too large, or not of the right form. Whether

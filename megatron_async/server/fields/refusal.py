@@ -11,7 +11,7 @@ INVALID = "invalid_request_error"
 MAX_MESSAGE = 2000
 """Characters of a message: it may quote what a stranger has sent."""
 RETRY_AFTER_S = 1
-"""What a client is told to wait when the service is full."""
+"""Seconds in `Retry-After` when the service is full."""
 
 _STATUS_OF = {
     "RequestError": (400, INVALID, None),
@@ -90,7 +90,7 @@ def not_allowed(name: str, value: Any, allowed: str) -> Refusal:
 
 
 def refusal_of(kind: str, message: str) -> Refusal:
-    """How a request that failed in the service is answered.
+    """The answer to a request that failed in the service.
 
     Args:
         kind: name of the exception; of others than those of the service nothing but the name is

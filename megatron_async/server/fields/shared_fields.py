@@ -11,7 +11,7 @@ import msgspec
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream tells beside its text.
+    """Options of a stream beside its text.
 
     Attributes:
         include_usage: a last event with the numbers of tokens.

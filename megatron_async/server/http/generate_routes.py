@@ -1,4 +1,4 @@
-"""What generates: from a body to requests, and from tokens to an answer."""
+"""Routes that generate: from a body to requests, and from tokens to an answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from megatron_async.serving.request_client import RequestClient
 
 
 class Endpoint(NamedTuple):
-    """How one path generates.
+    """The endpoint of one path.
 
     Attributes:
         kind: the body that a request has.
@@ -104,7 +104,7 @@ class GenerateRoutes:
         self.shown_name = config.served_names[0] if config.served_names else ""
 
     def routes(self) -> list[Route]:
-        """What they serve."""
+        """The routes."""
         return [
             Route("GET", "/v1/models", self._models),
             Route("GET", "/v1/models/*", self._model),
@@ -123,7 +123,7 @@ class GenerateRoutes:
         ]
 
     async def _model_now(self) -> ServedModel:
-        """What is served now; read again when the replicas have another model.
+        """The model that is served now; read again when the replicas have another model.
 
         Raises:
             Refusal: 503, no replica has loaded a model yet.

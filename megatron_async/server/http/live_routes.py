@@ -41,7 +41,7 @@ class LiveRoutes:
         self._has_keys = bool(config.keys) or config.admin_key is not None
 
     def routes(self) -> list[Route]:
-        """What they serve. To watch makes an engine's thread work, a little: a service with keys
+        """The routes. To watch makes an engine's thread work, a little: a service with keys
         lets only its administrator do it; one without is reached from its own host alone."""
         return [
             Route("GET", "/live", self._live),

@@ -41,7 +41,7 @@ HEADERS: Headers = (
 
 
 def page_routes() -> list[Route]:
-    """What serves the page; its files are read once, and need no key."""
+    """The routes of the page; its files are read once, and need no key."""
     files = {
         path.name: (path.read_bytes(), TYPES[path.suffix])
         for path in FOLDER.iterdir()

@@ -142,7 +142,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP, or beyond a limit, gets an error object, and the connection ends."""
+        """Input that is no HTTP, or beyond a limit, gets an error, and the connection ends."""
         refusal = self._refusal or Refusal(f"{msg} Send HTTP/1.1.")
         self._expect(None)
         body = refusal.body()
@@ -164,7 +164,7 @@ class HttpProtocol(HttpToolsProtocol):
             )  # fmt: skip
 
     def _refused(self, text: str, status: int) -> Refusal:
-        """What the parser's callback raises, which ends the connection."""
+        """The exception of the parser's callback, which ends the connection."""
         self._refusal = Refusal(text, status)
         return self._refusal
 

@@ -1,4 +1,4 @@
-"""What a service tells of itself, and what administrators tell it."""
+"""Routes for the state of a service, and for commands of administrators."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ServiceRoutes:
         self._client, self._config, self.model_name = client, config, model_name
 
     def routes(self) -> list[Route]:
-        """What they serve."""
+        """The routes."""
         bodies: dict[str, type[msgspec.Struct] | None] = {
             "pause": PauseRequest, "abort": AbortRequest, "profile": ProfileRequest,
             "resume": None, "sleep": None, "wake": None, "drain": None, "reset_prefix_cache": None,

@@ -58,7 +58,7 @@ class TokenizeRoutes:
         self._model_now, self._limits = model_now, limits
 
     def routes(self) -> list[Route]:
-        """What they serve."""
+        """The routes."""
         return [
             Route("POST", "/tokenize", self._tokenize),
             Route("POST", "/detokenize", self._detokenize),

@@ -1,4 +1,4 @@
-"""What the supervisor tells its children, and people who want to try the service."""
+"""Command lines of child processes, and the lines printed for users."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def names_of(settings: ServeSettings) -> tuple[str, ...]:
 
 
 def api_config(settings: ServeSettings, coordinator: str) -> ApiConfig:
-    """What API processes are told.
+    """The configuration of API processes.
 
     Args:
         settings: of the service.

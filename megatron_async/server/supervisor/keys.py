@@ -62,7 +62,7 @@ def read_admin_key(given: str | None, environment: Mapping[str, str]) -> KeyDige
 
 
 def digest_of(key: str, name: str) -> KeyDigest:
-    """What is kept of a key."""
+    """The stored form of a key."""
     return KeyDigest(name, hashlib.sha256(key.encode()).hexdigest())
 
 

@@ -62,7 +62,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket, has_tls: bool) -> str:
-    """Where people of this host find a listener, as in "http://127.0.0.1:8000"."""
+    """URL of a listener on this host, as in "http://127.0.0.1:8000"."""
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
         host = "127.0.0.1" if listener.family == socket.AF_INET else "::1"

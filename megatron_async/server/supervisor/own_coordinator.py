@@ -68,7 +68,7 @@ class OwnCoordinator:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """What it told of the service last, half a second ago at most."""
+        """The coordinator's last statistics, at most half a second old."""
         return self._coordinator.latest_stats
 
     def ready_replicas(self) -> set[str]:

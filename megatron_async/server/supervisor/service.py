@@ -219,7 +219,7 @@ class Supervisor:
         return True
 
     def _kill_all(self) -> None:
-        """Whatever happened: nobody is left behind."""
+        """End all child processes, whatever happened."""
         children = [child for child in (*self._fronts, *self._replicas) if child.is_alive]
         for child in children:
             child.signal(signal.SIGKILL)

@@ -20,7 +20,7 @@ METRICS_NAMES = ("own", "vllm")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """What is served, where, and how.
+    """Settings of a service: model, address, limits.
 
     Attributes:
         model: as the command line names it; None: replicas are elsewhere (`coordinator`).

@@ -102,7 +102,7 @@ def require(condition: bool, name: str, problem: str, remedy: str) -> None:
 
 
 def require_tensor_core_shape(name: str, shape: AttentionShape, largest_dim: int) -> None:
-    """What FlashAttention's kernels want of dtype and heads; raises `BackendUnavailable`."""
+    """Check dtype and heads for FlashAttention's kernels; raises `BackendUnavailable`."""
     require(
         shape.dtype in (torch.bfloat16, torch.float16),
         name,

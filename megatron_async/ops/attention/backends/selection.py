@@ -38,7 +38,7 @@ BACKENDS: dict[str, Callable[[AttentionShape], PrefillBackend]] = {
 }
 """By name in `InferenceConfig.attention_backend`."""
 CANDIDATES = ("triton", "flash_attn_4", "flash_attn_3")
-"""What is chosen from; torch is a reference, and never the fastest."""
+"""Backends to choose from; torch is a reference, and never the fastest."""
 
 CALLS = 4
 """Layers in a measured graph."""
