@@ -102,8 +102,8 @@ class Admission:
         self._end_early(self._requests.get(request_id).request, "aborted", error, group)
 
     def tend(self, group: RankGroup) -> None:
-        """Admit who is ready, and end who holds up others. Only where the engine is led: what was
-        done is replayed on other ranks, whose clocks differ."""
+        """Admit requests that are ready, and end requests that delay others. Only on the leader:
+        other ranks, whose clocks differ, replay its actions."""
         if self._compiling:
             self._admit_compiled(group)
         for request_id in self._requests.take_too_slow():
@@ -124,7 +124,7 @@ class Admission:
         wait(jobs, POLL_S, FIRST_COMPLETED)
 
     def close(self) -> None:
-        """Stop compiling, and forget who waits for it."""
+        """Stop compiling, and forget the requests that wait for it."""
         self._grammars.close()
         self._compiling.clear()
 
@@ -159,7 +159,7 @@ class Admission:
         group.added(request)
 
     def _admit_compiled(self, group: RankGroup) -> None:
-        """Admit the requests whose grammars are there, and fail those whose grammars are bad."""
+        """Admit requests whose grammars are ready, and fail those whose grammars are invalid."""
         for request_id, (entry, max_length) in list(self._compiling.items()):
             job, request = entry.grammar_job, entry.request
             assert job is not None

@@ -9,7 +9,7 @@ from megatron_async.contexts.step_plan import IntArray
 
 
 class DraftStatistics:
-    """Counts since the engine was made; of live decode rows, tokens behind an end included.
+    """Counts since the engine was made, for live decode rows, with tokens after an end included.
 
     Args:
         count: most drafts of a row.

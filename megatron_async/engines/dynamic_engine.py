@@ -228,7 +228,7 @@ class DynamicInferenceEngine:
     # ---- Its parts ---------------------------------------------------------------------------
 
     def launch_step(self) -> LaunchedStep | None:
-        """Prepare the next step and launch it behind those in flight; nothing waits.
+        """Prepare the next step and launch it after those in flight, without waiting.
 
         Returns:
             the step; None if none was launched, because the engine is stopped, no request can run

@@ -1,4 +1,4 @@
-"""`StepWindow`: a timeline of the next few steps, that takes itself off an engine behind them.
+"""`StepWindow`: a timeline of the next few steps, which then removes itself from the engine.
 
 Somebody who watches an engine needs a picture a few times a second, not all steps: the cost of
 spans falls on few steps of many.

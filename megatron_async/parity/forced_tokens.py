@@ -63,7 +63,7 @@ class ForcedTokens(GPTInferenceWrapper):
 def forced_log_probs(
     model: nn.Module, sequences: Tensor, prompt_tokens: int, config: InferenceConfig
 ) -> Tensor:
-    """Log probs of all tokens behind the prompts, which are prefilled; the others are decoded.
+    """Log probs of all tokens after the prompts: prompts are prefilled, later tokens are decoded.
 
     Args:
         model: a `HybridModel` on one rank, on the device of `config`.

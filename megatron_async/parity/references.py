@@ -70,7 +70,7 @@ class EngineReference(Reference):
         return generated(self._engine.generate(prompts, greedy_params(tokens)))
 
     def last_logits(self, tokens: list[int]) -> Tensor:
-        """Logits behind `tokens`, by prefilling them as a prompt."""
+        """Logits after `tokens`, by prefilling them as a prompt."""
         generated(self._engine.generate([tokens], greedy_params(1)))
         return self._wrapper.logits[-1].to("cpu", torch.float32)
 

@@ -140,7 +140,8 @@ class LinkedStage(PipelineStage):
         self._host = self._device.host_buffer(entries, torch.int32)
         self._failed: IntArray = self._host.numpy()  # sync-ok: host memory
         self._returned: dict[int, tuple[int, Event]] = {}
-        """Micro-batch -> the last step whose samples are on their way, and when they are here."""
+        """Micro-batch -> the last step whose samples are in transfer, and the event of their
+        arrival."""
         # Of the last step that did so; the first two are counted by launched work.
         self._last_received = self._last_sent = self._last_returned = -1
         self._links = PipelineLinks(pipeline, target)
@@ -213,7 +214,7 @@ class LinkedStage(PipelineStage):
         return self._header_rows(dims.decode_rows) + -(-dims.tokens // self._shares)
 
     def _header(self, message: Tensor) -> Tensor:
-        """The words of a message, int32; those behind its header are hidden states."""
+        """The words of a message, int32; the words after its header are hidden states."""
         return message.view(torch.int32).view(-1)
 
     # ---- Back: on the copy stream ------------------------------------------------------------

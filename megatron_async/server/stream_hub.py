@@ -70,7 +70,7 @@ class StreamHub:
         self._due[stream] = None
 
     def flush(self) -> None:
-        """Write what is due; behind each message of the coordinator."""
+        """Write due streams; called after each message of the coordinator."""
         if not self._due:
             return
         now = asyncio.get_running_loop().time()

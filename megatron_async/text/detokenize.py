@@ -1,13 +1,13 @@
 """Text of tokens that arrive one by one.
 
-Texts of tokens do not simply add up: a character may be spread over several byte tokens, and some
-tokenizers drop a space at the beginning of what they decode. So the newest tokens are decoded
-together with some before them, and what is new at the end of that text counts, but for what bytes
-that are still to come may change. Tokenizers with byte fallback (Llama 2, Mixtral) decode a run of
-byte tokens as a whole: one unfinished character turns all of it into replacement characters until
-it is complete. So no replacement character counts before something else follows.
+The texts of single tokens cannot simply be joined: a character may consist of several byte tokens,
+and some tokenizers drop a space at the beginning of a decoded text. So the newest tokens are
+decoded together with some earlier ones. The new end of this text is returned, except for characters
+that later bytes may change. Tokenizers with byte fallback (Llama 2, Mixtral) decode a run of byte
+tokens as a whole: one incomplete character turns the whole run into replacement characters until it
+is complete. So replacement characters are returned only once another character follows.
 
-Where a text is the bytes of its tokens in a row, all this is one lookup a token.
+If a text is the bytes of its tokens one after another, all this is one look-up a token.
 """
 
 from __future__ import annotations

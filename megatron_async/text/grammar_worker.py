@@ -1,4 +1,4 @@
-"""Compile a grammar; as a program, do it where a crash or an endless compile harms nobody.
+"""Compile a grammar; as a program, in a process that may crash or be killed without harm.
 
 The program imports llguidance and Python's own modules only. It reads JSON lines: first a
 tokenizer, then grammars; and answers each with the error, or "" if there is none. A grammar that is

@@ -1,4 +1,4 @@
-"""Stop words: strings that end a request, found in its text whatever tokens they are made of."""
+"""Stop words: strings that end a request, found in its text for any division into tokens."""
 
 from __future__ import annotations
 

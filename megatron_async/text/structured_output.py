@@ -49,7 +49,7 @@ class StructuredOutput:
     choice: list[str] | None = None
 
     def fixed(self) -> StructuredOutput:
-        """A copy with the schema as text, which nobody can change while it is compiled.
+        """A copy with the schema as text, which cannot change while it is compiled.
 
         Raises:
             RequestError: as `source`.

@@ -1,9 +1,9 @@
-"""`TokenText`: a request's text, made wherever its tokens are: in the engine's process, at a
-client, in a server.
+"""`TokenText`: a request's text, made from its tokens in the engine's process, a client or a
+server.
 
-The texts that it returns are together the request's `generated_text`, however its tokens are
-divided, and no text is ever taken back: incomplete characters, what may become a stop word, and a
-token that may have ended the request wait.
+All returned texts together are the request's `generated_text`, for any division of its tokens. No
+text is ever taken back: incomplete characters, a possible start of a stop word, and a token that
+may have ended the request are held back.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class TokenText:
         return self._return(max(end, 0))
 
     def end(self, finish_reason: str | None, stop_words_from: int = 0) -> str:
-        """The rest of the text; nothing is pushed behind it.
+        """The rest of the text; `push` must not be called afterwards.
 
         Args:
             finish_reason: of the request.

@@ -1,7 +1,7 @@
-"""`TokenWatch`: which sampled tokens Python has to look at, for all rows of a step at once.
+"""`TokenWatch`: which sampled tokens Python code must check, for all rows of a step at once.
 
-A token can complete a stop word only if it contains the word, or begins with an end of it. Few do,
-so a table by token id, one row for each set of stop words, spares Python nearly all tokens.
+A token can complete a stop word only if it contains the word, or begins with a suffix of the word.
+Few tokens do. So a table by token id, one row for each set of stop words, excludes nearly all.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class TokenWatch:
         return row
 
     def _new_row(self) -> int:
-        """A row that nobody uses: a fresh one, or one taken from a set without requests."""
+        """An unused row: a new one, or the row of a set without requests."""
         if len(self._row_of) < MOST_SETS:
             row = 2 + len(self._row_of)
             self._users[row] = WeakSet()

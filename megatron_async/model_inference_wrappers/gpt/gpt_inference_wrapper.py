@@ -136,7 +136,7 @@ class GPTInferenceWrapper:
         return found
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """Logits `[tokens, vocabulary]` of hidden states `[tokens, hidden]` behind the last norm.
+        """Logits `[tokens, vocabulary]` of hidden states `[tokens, hidden]` after the last norm.
 
         Runs inside launched work.
         """

@@ -217,7 +217,7 @@ def _place_kernel(
     summed: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    """One chunk: its pairs to their tiles; behind all chunks one expert: the rest of its tiles."""
+    """One chunk: its pairs to their tiles; after all chunks one expert: the rest of its tiles."""
     wait_for_previous(overlap)
     own = tl.program_id(0)
     bin_ = tl.arange(0, bins)

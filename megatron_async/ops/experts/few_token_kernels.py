@@ -20,7 +20,7 @@ from megatron_async.ops.experts.few_token_routing import choose
 
 @triton.jit
 def _ask_first(overlap: tl.constexpr) -> None:
-    """Loads before this are issued before any behind it.
+    """Loads before this are issued before any later load.
 
     Left alone, ptxas moves inputs and products among a row's loads: 3 of 16 were on their way when
     the first product waited for its weight (sm_90, CUDA 12.8). A warp that waits for itself costs
@@ -47,7 +47,7 @@ def _load_tiles(
     block_k: tl.constexpr,
     depth: tl.constexpr,
 ) -> tl.tuple:
-    """`depth` tiles of weight rows of k elements, from element `at` on; zeros behind the end."""
+    """`depth` tiles of weight rows of k elements, from element `at` on; zeros after the end."""
     tiles = ()
     for step in tl.static_range(depth):
         if step * block_k < k:

@@ -1,4 +1,4 @@
-"""Routing of a few tokens: logits behind the norm in one kernel, the choice inside the next one.
+"""Routing of a few tokens: logits after the norm in one kernel, the choice inside the next one.
 
 A launch that chooses for all would take longer than it takes every program of the experts' first
 product to choose for itself (`choose`): a step's launches wait for each other.

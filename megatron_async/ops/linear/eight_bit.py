@@ -95,7 +95,7 @@ class EightBitWeight:
         return out.view(*x.shape[:-1], out.size(-1))
 
     def _product(self, x: Tensor) -> Tensor:
-        """`product`, with a loop before and behind the kernel instead of torch's operations."""
+        """`product`, with a loop before and after the kernel instead of torch's operations."""
         from megatron_async.ops.cpu import row_kernels
 
         count = x.numel() // x.size(-1)

@@ -169,7 +169,7 @@ def one_row_product(
     activation: Activation,
     plan: OneRowPlan,
 ) -> Tensor:
-    """`linear` of one row, or with its activation behind it, by a given plan.
+    """`linear` of one row, or with the activation after it, by a given plan.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
@@ -213,7 +213,7 @@ def resident_product(
     activation: Activation,
     plan: ResidentPlan,
 ) -> Tensor:
-    """`linear`, or with its activation behind it, by a given plan; bfloat16, on a GPU.
+    """`linear`, or with the activation after it, by a given plan; bfloat16, on a GPU.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
@@ -261,7 +261,7 @@ def resident_product(
 def tile_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, plan: TilePlan
 ) -> Tensor:
-    """`linear`, or with its activation behind it, by a given plan; partial sums if it splits.
+    """`linear`, or with the activation after it, by a given plan; partial sums if it splits.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit; more rows than the plan's; a plan that

@@ -78,7 +78,7 @@ class TensorCollectives:
             self.symmetric[hidden, dtype] = made
 
     def prepare_choice(self, max_rows: int, device: torch.device) -> None:
-        """Make the workspace for choosing tokens, behind `prepare`; all ranks together.
+        """Make the workspace for choosing tokens, after `prepare`; all ranks together.
 
         Args:
             max_rows: most rows of a step.
@@ -157,7 +157,7 @@ class TensorCollectives:
         """Sum over the ranks, of which each keeps its share of the rows.
 
         Args:
-            x: `[tokens, ...]`, contiguous; zeros are put behind it up to a multiple of the ranks.
+            x: `[tokens, ...]`, contiguous; zeros are added after it up to a multiple of the ranks.
 
         Returns:
             `[ceil(tokens / ranks), ...]`: the rows from `rank * len(result)` on.
@@ -191,7 +191,7 @@ class TensorCollectives:
         return torch.cat(pieces, dim=-1)
 
     def pad_rows(self, x: Tensor) -> Tensor:
-        """`x` with zeros behind its rows, up to a multiple of the ranks."""
+        """`x` with zeros after its rows, up to a multiple of the ranks."""
         missing = -len(x) % self.size
         return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
 

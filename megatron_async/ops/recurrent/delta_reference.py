@@ -166,7 +166,7 @@ def _prefill_chunk(
 
 
 def _pseudo_values(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> Tensor:
-    """Pseudo values `[tokens, heads, value_dim]` of up to 128 tokens behind a state:
+    """Pseudo values `[tokens, heads, value_dim]` of up to 128 tokens after a state:
     (I + A) u = beta (v - S k), where A is what each token's key finds of the ones before it in the
     same cut."""
     decay = g.cumsum(0)
@@ -197,7 +197,7 @@ def _shares(decay: Tensor) -> Tensor:
 
 
 def _advance(state: Tensor, u: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """States `[rows, heads, value_dim, key_dim]` behind entries `[rows, entries, ...]`; one whose u
+    """States `[rows, heads, value_dim, key_dim]` after entries `[rows, entries, ...]`; one whose u
     and g are 0 changes nothing."""
     decay = g.cumsum(1)
     total = decay[:, -1:] if g.size(1) else g.new_zeros(g.size(0), 1, g.size(2))

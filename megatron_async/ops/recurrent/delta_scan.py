@@ -87,7 +87,7 @@ def scan_chunks(
     shape: DeltaShape,
     tile: Tile,
 ) -> None:
-    """Scan chunks behind their convolution; see `delta_prefill` for the other arguments.
+    """Scan chunks after their convolution; see `delta_prefill` for the other arguments.
 
     Args:
         qkvzba: what the convolution has read: its last inputs go into the pools.
@@ -157,7 +157,7 @@ def _advance(
     counts: tl.tensor,
     is_exact: tl.constexpr,
 ) -> tl.tensor:
-    """The state `[key_dim, lanes]` behind those tokens of a tile that count."""
+    """The state `[key_dim, lanes]` after those tokens of a tile that count."""
     total = tl.sum(tl.where(counts, g, 0.0), 0)
     weight = tl.where(counts, tl.exp(tl.where(counts, total - decay, 0.0)), 0.0)
     added = u.to(tl.float32) * weight[:, None]

@@ -35,7 +35,7 @@ class DecodeInputs(NamedTuple):
     """Inputs of the second kernel for a step's query tokens; written for all tokens."""
 
     c: Tensor
-    """`[tokens, groups d_state]`, dtype of the activations: C behind the convolution."""
+    """`[tokens, groups d_state]`, dtype of the activations: C after the convolution."""
     weights: Tensor
     """float32 `[tokens, heads, window]`: of the ring's inputs from the base on."""
     decays: Tensor

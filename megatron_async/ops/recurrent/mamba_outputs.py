@@ -42,7 +42,7 @@ def outputs_by_matrix_units(
     out: Tensor,
     warps: int = WARPS,
 ) -> None:
-    """Outputs of a step's decode rows behind `take_inputs`.
+    """Outputs of a step's decode rows after `take_inputs`.
 
     Args:
         inputs: what `take_inputs` has made.

@@ -159,7 +159,7 @@ def _prefill_chunk(
 
 
 def _scan(state: Tensor, x: Tensor, b: Tensor, dt: Tensor, c: Tensor, rate: Tensor) -> Tensor:
-    """Outputs `[tokens, heads, head_dim]` of up to 128 tokens behind a state."""
+    """Outputs `[tokens, heads, head_dim]` of up to 128 tokens after a state."""
     decay = (dt * rate).cumsum(0)
     order = torch.arange(len(dt), device=dt.device)
     seen = (order <= order[:, None])[..., None]
@@ -170,7 +170,7 @@ def _scan(state: Tensor, x: Tensor, b: Tensor, dt: Tensor, c: Tensor, rate: Tens
 
 
 def _advance(state: Tensor, x: Tensor, b: Tensor, dt: Tensor, rate: Tensor) -> Tensor:
-    """States `[rows, heads, head_dim, d_state]` behind inputs `[rows, entries, ...]`; an entry
+    """States `[rows, heads, head_dim, d_state]` after inputs `[rows, entries, ...]`; an entry
     whose dt is 0 changes nothing."""
     decay = (dt * rate).cumsum(1)
     total = decay[:, -1:] if dt.size(1) else dt.new_zeros(dt.size(0), 1, dt.size(2))
@@ -180,7 +180,7 @@ def _advance(state: Tensor, x: Tensor, b: Tensor, dt: Tensor, rate: Tensor) -> T
 
 
 def _dt(dt: Tensor, params: MambaParams) -> Tensor:
-    """The step dt behind bias and softplus; in float64 for the reason that `convolve` gives."""
+    """The step dt after bias and softplus; in float64 for the reason that `convolve` gives."""
     value = dt.to(torch.float64) + params.dt_bias.to(torch.float64)
     return F.softplus(value).to(wide_dtype(dt.dtype))
 

@@ -48,12 +48,12 @@ def scan_chunks(
     chunk_dest: Tensor | None,
     shape: MambaShape,
 ) -> None:
-    """Scan chunks behind their convolution; see `mamba_prefill` for the other arguments.
+    """Scan chunks after their convolution; see `mamba_prefill` for the other arguments.
 
     Args:
         zxbcdt: what the convolution has read: its last inputs go into the pools.
-        xbc: `[tokens, conv_dim]`: x, B and C behind the convolution.
-        dt: float32 `[heads, tokens]`, behind bias and softplus.
+        xbc: `[tokens, conv_dim]`: x, B and C after the convolution.
+        dt: float32 `[heads, tokens]`, after bias and softplus.
         params: the layer's parameters.
         pools: the layer's pools.
         rows: the step's chunks.
@@ -163,7 +163,7 @@ def _advance(
     counts: tl.tensor,
     is_exact: tl.constexpr,
 ) -> tl.tensor:
-    """The state `[d_state, lanes]` behind those tokens of a tile that count."""
+    """The state `[d_state, lanes]` after those tokens of a tile that count."""
     gain = tl.where(counts, dt, 0.0)
     total = tl.sum(gain * rate, 0)
     weight = tl.exp(tl.where(counts, total - decay, 0.0)) * gain

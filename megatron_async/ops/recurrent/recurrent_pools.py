@@ -1,7 +1,7 @@
 """What all recurrent layers share: a layer's pools by row, the flush rule, and a step's chunks.
 
 A row is what one sequence keeps in a recurrent layer. The state is written every few tokens only:
-`state` holds the recurrence behind the first `base` tokens, and rings hold what the tokens since
+`state` holds the recurrence after the first `base` tokens, and rings hold what the tokens since
 add to it (ReplaySSM, Dao AI Lab and NVIDIA 2026). A token at position t lies at t modulo the
 ring's length. So tokens are taken back by starting the next step at an earlier position: nothing
 is copied and nothing is zeroed.
@@ -70,7 +70,7 @@ class RecurrentPools(NamedTuple):
     which nothing reads or writes."""
 
     state: Tensor
-    """float32 or bfloat16: the recurrence behind the first base tokens. Mamba-2: `[rows, heads,
+    """float32 or bfloat16: the recurrence after the first base tokens. Mamba-2: `[rows, heads,
     head_dim, d_state]`; Gated DeltaNet: `[rows, value heads, value_dim, key_dim]`."""
     ring_xb: Tensor
     """`[rows, ring, channels]`, params dtype: the two vectors whose outer product a token adds to
@@ -79,7 +79,7 @@ class RecurrentPools(NamedTuple):
     key_dim)."""
     ring_gates: Tensor
     """`[rows, ring, gates, heads]`, float32. The first gate is the logarithm of what a token leaves
-    of the state. Mamba-2 has a second, what its x is multiplied by: dt behind bias and softplus."""
+    of the state. Mamba-2 has a second, what its x is multiplied by: dt after bias and softplus."""
     conv: Tensor
     """`[rows, conv ring, conv_dim]`, params dtype: inputs of the convolution. Mamba-2: x, B and C;
     Gated DeltaNet: q, k and v."""
@@ -99,7 +99,7 @@ class PrefillRows(NamedTuple):
     read_rows: Tensor
     """int32 or int64 `[chunks]`: the pool row whose base is first_positions."""
     write_rows: Tensor
-    """int32 or int64 `[chunks]`: the pool row that gets what is behind the chunk; all different,
+    """int32 or int64 `[chunks]`: the pool row that gets the state after the chunk; all different,
     and no other chunk's read row."""
     is_last: Tensor
     """bool or int32 `[chunks]`: whether the prompt ends here, so that the row decodes next."""

@@ -13,13 +13,13 @@ from megatron_async.ops.recurrent.recurrent_pools import CONV_WIDTH, wide_dtype
 
 
 def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`[..., 3 + tokens, channels]` to `[..., tokens, channels]`, behind SiLU, in its dtype.
+    """`[..., 3 + tokens, channels]` to `[..., tokens, channels]`, after SiLU, in its dtype.
 
     In float64: torch computes the last few elements of a tensor by other code than the rest, and a
     token's numbers must not depend on how many others there are.
 
     Args:
-        inputs: the tokens' inputs behind the three before them.
+        inputs: the tokens' inputs, preceded by the three before them.
         weight: `[channels, 4]` or `[channels, 1, 4]`.
         bias: `[channels]` or None.
     """
@@ -31,7 +31,7 @@ def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def with_history(raw: Tensor, conv: Tensor, row: Tensor | int, first: Tensor | int) -> Tensor:
-    """Inputs behind the three before them, which are 0 before position 0.
+    """Inputs preceded by the three before them, which are 0 before position 0.
 
     Args:
         raw: `[rows, tokens, channels]`: inputs of the rows' tokens; of one row without `rows`.

@@ -1,4 +1,4 @@
-"""Tools for models whose template does not speak of them: told in the system message."""
+"""Tools for models whose template does not support them: described in the system message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renders a chat template in a process of its own, where an endless one harms nobody.
+"""Renders a chat template in a process of its own, so that an endless template does no harm.
 
 It reads JSON lines: first the template and the special tokens, then [variables, limit in seconds of
 CPU time]; and answers each with {"text", "cpu_s"} or {"error"}. A chat that takes too long or too

@@ -1,1 +1,1 @@
-"""HTTP: connections, routes, who may ask, and what is answered."""
+"""HTTP: connections, routes, access control, and answers."""

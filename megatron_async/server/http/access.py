@@ -16,7 +16,7 @@ _ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class Access:
-    """Decides who is served, by what the process was told.
+    """Decides which clients are served, by the configuration of the process.
 
     Args:
         config: of the process.

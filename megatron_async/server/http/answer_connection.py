@@ -54,7 +54,7 @@ class AsgiConnection:
         self._watching: asyncio.Task[None] | None = None
 
     async def send(self, message: Any) -> None:
-        """ASGI's `send`, behind all chunks that were written before."""
+        """ASGI's `send`, after all chunks that were written before."""
         while self._writing is not None and not self._is_gone:
             await asyncio.wait([self._writing])
         await self._send(message)

@@ -1,4 +1,4 @@
-"""/live and /watch: an engine's counters, and its newest steps, for those who look on."""
+"""/live and /watch: an engine's counters, and its newest steps, for the page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WatchRequest(msgspec.Struct):
 
 
 class LiveRoutes:
-    """Handlers for those who look on.
+    """Handlers of /live and /watch.
 
     Args:
         client: of the coordinator.

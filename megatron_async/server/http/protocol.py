@@ -65,7 +65,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody reads any more."""
+        """Whether the client has disconnected."""
         return self.transport is None or self.transport.is_closing()
 
     def tell_when_lost(self, call: Callable[[], None] | None) -> None:
