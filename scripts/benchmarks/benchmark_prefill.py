@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from kernel_cases.hardware import BANDWIDTH, MATRIX_RATE
 from model_options import add_model_options, routed
 from torch import nn
 
@@ -78,8 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, nargs="+", default=[8192], help="chunk sizes")
     parser.add_argument("--attention-backend", help="as in InferenceConfig")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tflops", type=float, default=790.0, help="of the device, for the floor")
-    parser.add_argument("--tbps", type=float, default=4.3, help="of its memory, for the floor")
+    parser.add_argument(
+        "--tflops", type=float, default=MATRIX_RATE / 1e12, help="of the device, for the floor"
+    )
+    parser.add_argument(
+        "--tbps", type=float, default=BANDWIDTH / 1e12, help="of its memory, for the floor"
+    )
     add_model_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)

@@ -1,6 +1,5 @@
 """The benchmark scripts run on a CPU, measure what they say, and write what others read."""
 
-import math
 import subprocess
 
 import pytest
@@ -139,30 +138,6 @@ def test_prefill_floor_counts_every_product(shape):
     products = a.hidden_size * sum(inputs[kind] for kind in a.pattern)
     attention = a.pattern.count("*") * 4 * width * (1 + 2 + 3)
     assert found == 2 * 3 * products + attention + 2 * a.hidden_size * a.vocab_size
-
-
-def test_prefill_attention(tmp_path):
-    record = run_script(
-        "benchmark_prefill_attention",
-        tmp_path,
-        *("--shapes", "smollm2-135m", "--cases", "128", "16 x 128", "--backends", "torch"),
-        *("--device", "cpu", "--block-size", 64),
-    )
-    one, many = record["figures"]
-    assert (one["shape"], one["chunks"], one["backend"]) == ("smollm2-135m", "128", "torch")
-    assert 0 < one["us"] == pytest.approx(one["over_floor"] * one["floor_us"])
-    assert many["floor_us"] == pytest.approx(16 * one["floor_us"])
-
-
-def test_prefill_attention_floor_counts_what_each_query_sees():
-    script = load_script("benchmark_prefill_attention")
-    shape = script.AttentionShape(6, 2, 32, 16, 8, script.torch.bfloat16, None)
-    seen = sum(kv - query + 1 + i for query, kv in ((3, 50), (7, 7)) for i in range(query))
-    flops = 2 * 2 * 6 * 32 * seen  # two products of two operations each
-    chunks = [(3, 50), (7, 7)]
-    assert script.floor_us(shape, chunks, 1.0, math.inf) == pytest.approx(flops / 1e6)
-    moved = 57 * 2 * 2 * 32 * 2
-    assert script.floor_us(shape, chunks, math.inf, 1.0) == pytest.approx(moved / 1e6)
 
 
 def test_bookkeeping(tmp_path):
