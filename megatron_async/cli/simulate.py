@@ -35,7 +35,7 @@ TRACE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
     ("length_sigma", float, 0.6, "standard deviation of the lengths' logarithm; 0: all equal"),
     ("seed", int, 0, "of the whole trace"),
 )
-"""Options of `simulate`, those of scripts/benchmarks/benchmark_throughput.py: name, type, default,
+"""Options of `simulate`, those of scripts/benchmarks/benchmark_engine.py throughput: name, type, default,
 help."""
 
 ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (

@@ -21,6 +21,7 @@ from model_options import add_model_options, routed
 from replay_time import replay_ms
 from step_times import time_steps
 
+from engine_loads.options import load_parser
 from megatron_async import LLM, SamplingParams
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.profiling.benchmark_record import write_record
@@ -89,10 +90,7 @@ def measure(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table and, with --json, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=["dummy:smollm2-135m"])
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--dtype", default=None)
+    parser = load_parser("steady", __doc__, several=True)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -104,7 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--top-p", type=float, default=0.0)
     add_draft_options(parser)
     add_model_options(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
     settle_drafts(args)
     args.models = routed(args.models, args.routing)
@@ -118,7 +115,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{model:<22}{batch:>6}{lookahead:>10}{cells}", flush=True)
         if args.json:  # after each engine: what is measured is kept if the next one fails
             write_record(args.json, "decode", vars(args), figures)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,12 @@
 """Time steady decode of a model on several ranks. Start it with torchrun:
 
-    torchrun --nproc-per-node 4 scripts/benchmarks/benchmark_ranks.py --model dummy:llama-3.1-8b \
+    torchrun --nproc-per-node 4 scripts/benchmarks/benchmark_engine.py ranks --model dummy:llama-3.1-8b \
         --tensor-model-parallel-size 4
 
 Every replica decodes a batch of its own, driven by its primary rank, which the others follow. Step
 times are medians over windows of steps; beside them stands the captured step replayed back to back
 on all ranks at once, the limit, and what the CPUs' agreement took of the thread that launches.
-With --speculative-method steps draft and verify, as in benchmark_decode.py.
+With --speculative-method steps draft and verify, as in benchmark_engine.py steady.
 With --profile the GPU's idle time between steps is read from the kernel timeline of rank 0.
 """
 
@@ -22,6 +22,7 @@ from draft_options import add_draft_options, decode_tokens, draft_settings, sett
 from replay_time import replay_ms
 from step_times import captured_by_nsys, time_steps
 
+from engine_loads.options import load_parser
 from megatron_async import LLM
 from megatron_async.cli.options import add_parallel, parallel_sizes
 from megatron_async.communication.bootstrap import join_job
@@ -118,19 +119,13 @@ def idle_time(llm: LLM) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table on rank 0 and, with --json, write the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="dummy:tiny", help="anything that LLM loads")
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--dtype", default=None)
+    parser = load_parser("ranks", __doc__, model="dummy:tiny")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--lookahead", type=int, nargs="+", default=[1])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--steps", type=int, default=40, help="steps in each of 5 windows")
     parser.add_argument("--profile", action="store_true", help="the GPU's idle time, too")
     parser.add_argument("--check-ranks-agree", action="store_true", help="compare all plans")
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     add_draft_options(parser)
     add_parallel(parser)
     args = parser.parse_args(arguments)
@@ -149,7 +144,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if args.json:
                 settings = vars(args) | {"world_size": join_job().world_size}
                 write_record(args.json, "ranks", settings, figures)
-
-
-if __name__ == "__main__":
-    main()

@@ -19,6 +19,7 @@ import torch
 from model_options import add_model_options, routed
 from step_times import time_steps
 
+from engine_loads.options import load_parser
 from megatron_async import LLM
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.gap_report import gap_report
@@ -128,14 +129,7 @@ def gap_of(step: Callable[[], object], steps: int) -> dict[str, Any]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--models", nargs="+", default=["dummy:smollm2-135m"], help="anything that LLM loads"
-    )
-    parser.add_argument("--device", default=None, help="cpu, cuda or cuda:N (default: the best)")
-    parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, else bfloat16")
+    parser = load_parser("churn", __doc__, several=True)
     parser.add_argument("--batch-size", type=int, default=64, help="rows of a step (default 64)")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="default 128")
     parser.add_argument(
@@ -162,7 +156,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--profile-steps", type=int, default=50, help="default 50")
     add_model_options(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     return parser
 
 
@@ -209,7 +202,3 @@ def print_figures(figures: Sequence[dict[str, Any]], columns: dict[str, str]) ->
             cells = "".join(f"{row[load][column]:>12.3f}" for column in columns)
             print(f"{name}{load:>8}{cells}")
         print(f"{name}   churn over steady: {row['churn_over_steady']:.3f}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -18,6 +18,7 @@ from typing import Any
 from eventful_churn import EventfulChurn, LetterTokenizer
 from step_times import time_steps
 
+from engine_loads.options import load_parser
 from megatron_async import (
     LLM,
     DynamicInferenceContext,
@@ -144,10 +145,7 @@ def gaps(llm: LLM, lookahead: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table and, with --json, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="dummy:smollm2-135m", help="anything that LLM loads")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: the best)")
-    parser.add_argument("--dtype", help="default: float32 on a CPU, else bfloat16")
+    parser = load_parser("events", __doc__)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=64, help="mean (default 64)")
     parser.add_argument("--num-tokens", type=int, default=256, help="mean (default 256)")
@@ -157,7 +155,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=40, help="steps in each window (default 40)")
     parser.add_argument("--profile", action="store_true", help="the GPU's idle time, too")
     parser.add_argument("--profile-steps", type=int, default=50)
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
     with LLM(
         args.model,
@@ -183,7 +180,3 @@ def print_table(figures: Sequence[dict[str, Any]]) -> None:
     for row in figures:
         cells = (row.get(column, float("nan")) for column in COLUMNS)
         print("".join(f"{value:>14.6g}" for value in cells))
-
-
-if __name__ == "__main__":
-    main()
