@@ -17,9 +17,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from unforeseen_ends import UnforeseenEnds
-
 from engine_loads.options import load_parser
+from engine_loads.unforeseen_ends import UnforeseenEnds
 from megatron_async import LLM
 from megatron_async.profiling.benchmark_record import write_record
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from eventful_churn import EventfulChurn, LetterTokenizer
 from step_times import time_steps
 
+from engine_loads.eventful_churn import EventfulChurn, LetterTokenizer
 from engine_loads.options import load_parser
 from megatron_async import (
     LLM,

@@ -1,6 +1,7 @@
 """How busy the stages of a pipeline are, for several lookaheads: steady decode of one batch.
 
-    torchrun --nproc-per-node=2 scripts/benchmarks/benchmark_engine.py pipeline --model dummy:qwen3-0.6b
+    torchrun --nproc-per-node=2 scripts/benchmarks/benchmark_engine.py pipeline \
+        --model dummy:qwen3-0.6b
 
 A stage is busy from when it has its input until its layers (and, on the last one, sampling) are
 done; the timeline has that of every step. Were there no bubble, the slowest stage would be busy all

@@ -1,12 +1,12 @@
 """Time steady decode of a model on several ranks. Start it with torchrun:
 
-    torchrun --nproc-per-node 4 scripts/benchmarks/benchmark_engine.py ranks --model dummy:llama-3.1-8b \
-        --tensor-model-parallel-size 4
+    torchrun --nproc-per-node 4 scripts/benchmarks/benchmark_engine.py ranks \
+        --model dummy:llama-3.1-8b --tensor-model-parallel-size 4
 
 Every replica decodes a batch of its own, driven by its primary rank, which the others follow. Step
 times are medians over windows of steps; beside them stands the captured step replayed back to back
 on all ranks at once, the limit, and what the CPUs' agreement took of the thread that launches.
-With --speculative-method steps draft and verify, as in benchmark_engine.py steady.
+With --speculative-method steps draft and verify, as under the load steady.
 With --profile the GPU's idle time between steps is read from the kernel timeline of rank 0.
 """
 

@@ -6,7 +6,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
-from unforeseen_ends import UnforeseenEnds
+from engine_loads.unforeseen_ends import UnforeseenEnds
 
 from megatron_async import LLM
 from megatron_async.errors import ConfigurationError
