@@ -29,7 +29,7 @@ TINY = ("--model", "dummy:tiny", "--device", "cpu", "--prompt-tokens", 8, "--ste
 
 
 def test_events(tmp_path):
-    options = ("--batch-size", 4, "--num-tokens", 16, "--lookahead", 1)
+    options = ("--batch-size", 8, "--num-tokens", 48, "--lookahead", 1)
     record = run_script("benchmark_engine", tmp_path, "events", *TINY, *options)
     assert record["benchmark"] == "events"
     assert record["figures"][0]["rows"] > 0
