@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,11 +19,11 @@ import torch
 from model_options import add_model_options, routed
 from step_times import time_steps
 
+from engine_loads.idle_gaps import gaps_of
 from engine_loads.options import load_parser
+from engine_loads.table import cells, heads
 from megatron_async import LLM
 from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.profiling.gap_report import gap_report
-from megatron_async.profiling.gpu_profile import FIRST_KERNEL, device_activities, profile_device
 from megatron_async.profiling.workloads import Churn, start_steady_decode, steady_decode_tokens
 
 WINDOWS = 5
@@ -110,21 +110,11 @@ def profile_gaps(model: str, lookahead: int, args: argparse.Namespace) -> dict[s
             churn.before_step()
             churn.after_step(engine.step_modern())
 
-        gaps = {"churn": gap_of(churn_step, args.profile_steps)}
+        gaps = {"churn": asdict(gaps_of(churn_step, args.profile_steps))}
         churn.drain()
         start_steady_decode(engine, args.batch_size, args.prompt_tokens, args.profile_steps)
-        gaps["steady"] = gap_of(engine.step_modern, args.profile_steps)
+        gaps["steady"] = asdict(gaps_of(engine.step_modern, args.profile_steps))
     return gaps
-
-
-def gap_of(step: Callable[[], object], steps: int) -> dict[str, Any]:
-    """The gap report of a run of steps."""
-
-    def run() -> None:
-        for _ in range(steps):
-            step()
-
-    return asdict(gap_report(device_activities(profile_device(run)), FIRST_KERNEL))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -195,10 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def print_figures(figures: Sequence[dict[str, Any]], columns: dict[str, str]) -> None:
     """A table of both loads for each of `figures`."""
     header = f"{'model':<22}{'lookahead':>10}{'load':>8}"
-    print(header + "".join(f"{title:>12}" for title in columns.values()))
+    print(header + heads(columns.values(), 12))
     for row in figures:
         name = f"{row['model']:<22}{row['lookahead']:>10}"
         for load in ("churn", "steady"):
-            cells = "".join(f"{row[load][column]:>12.3f}" for column in columns)
-            print(f"{name}{load:>8}{cells}")
+            print(f"{name}{load:>8}{cells(row[load], columns, 12)}")
         print(f"{name}   churn over steady: {row['churn_over_steady']:.3f}", flush=True)

@@ -18,7 +18,9 @@ from typing import Any
 from step_times import time_steps
 
 from engine_loads.eventful_churn import EventfulChurn, LetterTokenizer
+from engine_loads.idle_gaps import gaps_of
 from engine_loads.options import load_parser
+from engine_loads.table import cells, heads
 from megatron_async import (
     LLM,
     DynamicInferenceContext,
@@ -29,8 +31,6 @@ from megatron_async import (
 )
 from megatron_async.observe.timeline import Timeline
 from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.profiling.gap_report import gap_report
-from megatron_async.profiling.gpu_profile import FIRST_KERNEL, device_activities, profile_device
 from megatron_async.profiling.step_gaps import step_gaps
 from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
 
@@ -133,12 +133,11 @@ def gaps(llm: LLM, lookahead: int, args: argparse.Namespace) -> dict[str, Any]:
     engine = open_engine(llm, lookahead, args, args.memory)
     churn = churn_of(engine, args)
 
-    def run() -> None:
-        for _ in range(args.profile_steps):
-            churn.before_step()
-            churn.after_step(engine.step_modern())
+    def step() -> None:
+        churn.before_step()
+        churn.after_step(engine.step_modern())
 
-    found = asdict(gap_report(device_activities(profile_device(run)), FIRST_KERNEL))
+    found = asdict(gaps_of(step, args.profile_steps))
     drain(engine, churn)
     return found
 
@@ -176,7 +175,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def print_table(figures: Sequence[dict[str, Any]]) -> None:
     """One line a lookahead."""
-    print("".join(f"{column:>14}" for column in COLUMNS))
+    print(heads(COLUMNS, 14))
     for row in figures:
-        cells = (row.get(column, float("nan")) for column in COLUMNS)
-        print("".join(f"{value:>14.6g}" for value in cells))
+        print(cells(row, COLUMNS, 14, ".6g"))

@@ -15,6 +15,7 @@ from typing import Any
 from step_times import time_steps
 
 from engine_loads.options import load_parser
+from engine_loads.table import cells, heads
 from megatron_async import LLM, SamplingParams
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.profiling.benchmark_record import write_record
@@ -125,6 +126,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def print_table(figures: list[dict[str, Any]]) -> None:
     """One line a feature."""
-    print(f"{'feature':<36}" + "".join(f"{column:>16}" for column in COLUMNS))
+    print(f"{'feature':<36}" + heads(COLUMNS, 16))
     for row in figures:
-        print(f"{row['feature']:<36}" + "".join(f"{row[column]:>16.3f}" for column in COLUMNS))
+        print(f"{row['feature']:<36}" + cells(row, COLUMNS, 16))

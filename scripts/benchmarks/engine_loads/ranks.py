@@ -22,14 +22,14 @@ from draft_options import add_draft_options, decode_tokens, draft_settings, sett
 from replay_time import replay_ms
 from step_times import captured_by_nsys, time_steps
 
+from engine_loads.idle_gaps import gaps_of
 from engine_loads.options import load_parser
+from engine_loads.table import cells, heads
 from megatron_async import LLM
 from megatron_async.cli.options import add_parallel, parallel_sizes
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.forced_acceptance import force_acceptance
-from megatron_async.profiling.gap_report import gap_report
-from megatron_async.profiling.gpu_profile import FIRST_KERNEL, device_activities, profile_device
 from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
 
 WINDOWS = 5
@@ -105,15 +105,11 @@ def measure(batch: int, lookahead: int, args: argparse.Namespace) -> dict[str, A
 
 def idle_time(llm: LLM) -> dict[str, Any]:
     """The gap report of rank 0; other leaders run the same steps without a profiler."""
-
-    def run() -> None:
+    if join_job().rank > 0:
         for _ in range(PROFILED_STEPS):
             llm.engine.step_modern()
-
-    if join_job().rank > 0:
-        run()
         return {}
-    found = gap_report(device_activities(profile_device(run)), FIRST_KERNEL)
+    found = gaps_of(llm.engine.step_modern, PROFILED_STEPS)
     return {"gap_us": found.gap_us, "gap_p99_us": found.gap_p99_us, "kernels": found.kernels}
 
 
@@ -132,15 +128,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settle_drafts(args)
     is_first, figures = os.environ.get("RANK", "0") == "0", []
     if is_first:
-        print(f"{'batch':>6}{'lookahead':>10}" + "".join(f"{c:>18}" for c in COLUMNS))
+        print(f"{'batch':>6}{'lookahead':>10}" + heads(COLUMNS, 18))
     for batch in args.batch_sizes:
         for lookahead in args.lookahead:
             result = measure(batch, lookahead, args)
             if not is_first:
                 continue
             figures.append({"batch": batch, "lookahead": lookahead, **result})
-            cells = "".join(f"{result.get(c, float('nan')):>18.3f}" for c in COLUMNS)
-            print(f"{batch:>6}{lookahead:>10}{cells}", flush=True)
+            print(f"{batch:>6}{lookahead:>10}{cells(result, COLUMNS, 18)}", flush=True)
             if args.json:
                 settings = vars(args) | {"world_size": join_job().world_size}
                 write_record(args.json, "ranks", settings, figures)

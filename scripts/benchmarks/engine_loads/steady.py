@@ -22,6 +22,7 @@ from replay_time import replay_ms
 from step_times import time_steps
 
 from engine_loads.options import load_parser
+from engine_loads.table import cells, heads
 from megatron_async import LLM, SamplingParams
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.profiling.benchmark_record import write_record
@@ -106,12 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settle_drafts(args)
     args.models = routed(args.models, args.routing)
     sampling = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    print(f"{'model':<22}{'batch':>6}{'lookahead':>10}" + "".join(f"{c:>19}" for c in COLUMNS))
+    print(f"{'model':<22}{'batch':>6}{'lookahead':>10}" + heads(COLUMNS, 19))
     figures = []
     for model, batch, lookahead in itertools.product(args.models, args.batch_sizes, args.lookahead):
         result = measure(model, batch, lookahead, sampling, args)
         figures.append({"model": model, "batch": batch, "lookahead": lookahead, **result})
-        cells = "".join(f"{result.get(c, float('nan')):>19.3f}" for c in COLUMNS)
-        print(f"{model:<22}{batch:>6}{lookahead:>10}{cells}", flush=True)
+        print(f"{model:<22}{batch:>6}{lookahead:>10}{cells(result, COLUMNS, 19)}", flush=True)
         if args.json:  # after each engine: what is measured is kept if the next one fails
             write_record(args.json, "decode", vars(args), figures)

@@ -23,6 +23,7 @@ from tokenizers import decoders
 from tokenizers.models import BPE
 
 from engine_loads.options import load_parser
+from engine_loads.table import cells
 from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
 from megatron_async.engines.listener import EngineListener
 from megatron_async.profiling.benchmark_record import write_record
@@ -211,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 result["over_engine"] = result["step_ms"] / alone
                 setting = {"model": model, "batch": batch, "lookahead": lookahead, "mode": mode}
                 figures.append(setting | result)
-                cells = "".join(f"{result.get(c, float('nan')):>18.3f}" for c in COLUMNS)
-                print(f"{model:<22}{batch:>6}{lookahead:>10}  {mode:<12}{cells}", flush=True)
+                line = f"{model:<22}{batch:>6}{lookahead:>10}  {mode:<12}"
+                print(line + cells(result, COLUMNS, 18), flush=True)
                 if args.json:  # after each: what is measured is kept if the next one fails
                     write_record(args.json, "streams", vars(args), figures)
