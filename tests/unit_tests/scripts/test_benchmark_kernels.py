@@ -1,5 +1,6 @@
 """The table of kernel cases: its floors, its names and its errors; times need a GPU."""
 
+import json
 import re
 
 import benchmark_kernels
@@ -187,3 +188,21 @@ def test_records_of_several_families_go_to_a_file_each(tmp_path):
     ragged = parser.parse_args(["--long-row", "9"])
     assert attention["decode_attention"].record_name(ragged) == "decode_attention_ragged"
     assert family.record_name(ragged) == "linear"
+
+
+@pytest.mark.gpu
+def test_every_family_is_timed(tmp_path, capsys):
+    """The smallest case of each kind."""
+    options = ["--rows", 1, "--replays", 1, "--prompts", 64, "--widths", 1, "--spread", 1]
+    options += ["--lengths", 256, "--chunks", "128", "--json", tmp_path / "found.json"]
+    options += ["--shapes", "smollm2-135m", "tiny-moe", "granite-4.0-h-350m", "qwen3-next"]
+    options += ["--family", *sorted(FAMILIES)]
+    parts = ["smollm2-135m 1", "tiny-moe 1 grouped", "tiny-moe 1 few", "decode", "prefill"]
+    benchmark_kernels.main([*map(str, options), "--case", *parts, "smollm2-135m 128"])
+    for family in FAMILIES:
+        record = json.loads((tmp_path / f"found-{family}.json").read_text())
+        assert record["benchmark"] == family
+        for row in record["figures"]:
+            assert row["us"] > 0
+            assert row["floor_us"] > 0
+    assert "ours/floor" in capsys.readouterr().out
