@@ -13,19 +13,19 @@ the kernels of graph replays one by one, CUDA calls, blocking system calls, and 
 a GPU.
 
 COMMAND defaults to one steady decode:
-  scripts/benchmarks/benchmark_decode.py --models dummy:smollm2-135m --batch-sizes 64 --lookahead 1 --steps 20
+  scripts/benchmarks/benchmark_engine.py steady --models dummy:smollm2-135m --batch-sizes 64 --lookahead 1 --steps 20
 Give another one as you would run it; a script of this folder or megatron-async runs in .venv:
-  scripts/profile_nsys.sh -o churn scripts/benchmarks/benchmark_churn.py --lookahead 1
+  scripts/profile_nsys.sh -o churn scripts/benchmarks/benchmark_engine.py churn --lookahead 1
   scripts/profile_nsys.sh megatron-async generate --model smollm2 --prompt "Hello"
 
 On several ranks each has its own nsys and its own report, REPORT-rank0.nsys-rep and so on; the launch
 scripts start them so:
-  scripts/launch_node.sh --tp 2 --nsys tp2 scripts/benchmarks/benchmark_ranks.py --model dummy:llama-3.1-8b
+  scripts/launch_node.sh --tp 2 --nsys tp2 scripts/benchmarks/benchmark_engine.py ranks --model dummy:llama-3.1-8b
 In nsys-ui they can be opened together ("New multi-report view").
 
   -o REPORT     report file without its ending (default: nsys_DATE_TIME)
-  --whole-run   trace all of it, loading and capturing too. Otherwise benchmark_decode.py,
-                benchmark_churn.py and benchmark_ranks.py are traced in their measured steps only,
+  --whole-run   trace all of it, loading and capturing too. Otherwise the loads steady,
+                churn and ranks of benchmark_engine.py are traced in their measured steps only,
                 one report for each measurement; other commands mark no steps and are always
                 traced whole.
   --dry-run     print the nsys command, run nothing
@@ -56,7 +56,7 @@ while (($#)); do
     esac
     shift
 done
-(($#)) || set -- scripts/benchmarks/benchmark_decode.py --models dummy:smollm2-135m --batch-sizes 64 \
+(($#)) || set -- scripts/benchmarks/benchmark_engine.py steady --models dummy:smollm2-135m --batch-sizes 64 \
     --lookahead 1 --steps 20
 
 find_nsys() {
@@ -91,7 +91,7 @@ options=(
     # Call stacks of the CPU are not wanted here, and taking them slows the engine's thread.
     --sample=none --cpuctxsw=none
 )
-if ! $whole && [[ $1 == *benchmark_decode.py || $1 == *benchmark_churn.py || $1 == *benchmark_ranks.py ]]; then
+if ! $whole && [[ $1 == *benchmark_engine.py && ${2:-} =~ ^(steady|churn|ranks)$ ]]; then
     # The scripts call cudaProfilerStart and cudaProfilerStop around what they measure.
     options+=(--capture-range=cudaProfilerApi --capture-range-end=repeat)
 fi

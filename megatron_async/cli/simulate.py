@@ -35,8 +35,8 @@ TRACE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
     ("length_sigma", float, 0.6, "standard deviation of the lengths' logarithm; 0: all equal"),
     ("seed", int, 0, "of the whole trace"),
 )
-"""Options of `simulate`, those of scripts/benchmarks/benchmark_throughput.py: name, type, default,
-help."""
+"""Options of `simulate`, those of `scripts/benchmarks/benchmark_engine.py throughput`: name, type,
+default, help."""
 
 ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
     ("max_requests", int, None, "requests served at once (default: 256, or --max-tokens)"),

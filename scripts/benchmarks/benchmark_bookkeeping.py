@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from eventful_churn import LetterTokenizer
+from engine_loads.eventful_churn import LetterTokenizer
 
 from megatron_async import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig
 from megatron_async.checkpoints.registry import open_model

@@ -1,10 +1,10 @@
 """Draw the plots of docs/records from the benchmarks' records.
 
-Reads every *.json of a folder (the `--json` output of benchmark_decode.py, benchmark_churn.py,
-benchmark_throughput.py and benchmark_decode_attention.py) and writes one picture for each kind of
-plot that it finds figures for (`PLOTS`). Of figures for the same case the newest record's count.
-Other engines' figures come from `others.json`, which says where they are from. Needs matplotlib,
-which the dev extra brings.
+Reads every *.json of a folder (the `--json` output of benchmark_engine.py under the loads steady,
+churn and throughput, and of benchmark_kernels.py --family decode_attention) and writes one picture
+for each kind of plot that it finds figures for (`PLOTS`). Of figures for the same case the newest
+record's count. Other engines' figures come from `others.json`, which says where they are from.
+Needs matplotlib, which the dev extra brings.
 """
 
 from __future__ import annotations

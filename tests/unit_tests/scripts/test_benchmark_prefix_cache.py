@@ -9,7 +9,7 @@ def test_a_prefix_cache_is_measured(tmp_path):
     options = ["--models", "dummy:tiny-hybrid", "--device", "cpu", "--repeats", 1, "--batch", 2]
     options += ["--loads", "tail", "turns", "unique", "snapshots", "--prefix-tokens", 256]
     options += ["--tails", 16, "--turns", 2, "--turn-tokens", 140, "--output-tokens", 3]
-    record = run_script("benchmark_prefix_cache", tmp_path, *options, "--interval", 128)
+    record = run_script("benchmark_engine", tmp_path, "prefix-cache", *options, "--interval", 128)
     tail, first, second, unique, snapshots = record["figures"]
     assert tail["cached"] == 256
     assert tail["ratio"] == pytest.approx(tail["warm_ttft_ms"] / tail["chunk_ms"])

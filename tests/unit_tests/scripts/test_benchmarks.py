@@ -1,7 +1,7 @@
 """The benchmark scripts run on a CPU, measure what they say, and write what others read."""
 
-import math
 import subprocess
+from importlib import import_module
 
 import pytest
 from benchmark_scripts import SCRIPTS, load_script, run_script
@@ -63,8 +63,9 @@ def tiny(lookahead=1, **settings):
 
 def test_decode(tmp_path):
     record = run_script(
-        "benchmark_decode",
+        "benchmark_engine",
         tmp_path,
+        "steady",
         *("--models", "dummy:tiny", "--device", "cpu", "--batch-sizes", 2, "--lookahead", 0, 1),
         *("--prompt-tokens", 8, "--steps", 3),
     )
@@ -80,17 +81,17 @@ def test_decode_with_forced_acceptance(tmp_path):
     """A row yields a token, and one more for each draft that is accepted."""
     options = ("--models", "dummy:tiny", "--device", "cpu", "--batch-sizes", 4, "--lookahead", 1)
     more = ("--prompt-tokens", 8, "--steps", 30, "--forced-acceptance", "0.8,0.5")
-    record = run_script("benchmark_decode", tmp_path, *options, *more)
+    record = run_script("benchmark_engine", tmp_path, "steady", *options, *more)
     assert record["settings"]["forced_acceptance"] == [0.8, 0.5]
     assert record["figures"][0]["tokens_per_row"] == pytest.approx(1 + 0.8 + 0.4, abs=0.15)
-    record = run_script("benchmark_decode", tmp_path, *options, "--steps", 3,
+    record = run_script("benchmark_engine", tmp_path, "steady", *options, "--steps", 3,
                         "--speculative-method", "ngram")  # fmt: skip
     assert record["settings"]["num_speculative_tokens"] == 3
 
 
 def test_streams(tmp_path):
     record = run_script(
-        "benchmark_streams", tmp_path, "--models", "dummy:tiny", "--device", "cpu",
+        "benchmark_engine", tmp_path, "streams", "--models", "dummy:tiny", "--device", "cpu",
         "--batch-sizes", 2, "--lookahead", 0, 1, "--prompt-tokens", 8, "--steps", 4,
     )  # fmt: skip
     assert record["benchmark"] == "streams"
@@ -109,8 +110,9 @@ def test_streams(tmp_path):
 
 def test_prefill(tmp_path):
     record = run_script(
-        "benchmark_prefill",
+        "benchmark_engine",
         tmp_path,
+        "prefill",
         *("--models", "dummy:tiny", "--device", "cpu", "--prompt-tokens", 8, 40),
         *("--max-tokens", 16, "--repeats", 2),
     )
@@ -126,7 +128,9 @@ def test_prefill_floor_counts_every_product(shape):
     a = DUMMY_SHAPES[shape]
     with LLM(f"dummy:{shape}", device="cpu", max_requests=2, num_kv_blocks=4) as llm:
         model = llm.engine.controller.inference_wrapped_model.model
-        found = load_script("benchmark_prefill").flops(model, llm.engine.controller.vocab_size, 3)
+        found = import_module("engine_loads.prefill").flops(
+            model, llm.engine.controller.vocab_size, 3
+        )
     width, kv = (heads * a.kv_channels for heads in (a.num_attention_heads, a.num_query_groups))
     matrices = 3 if a.activation == "silu" else 2
     units = a.moe_router_topk * a.moe_ffn_hidden_size + a.moe_shared_expert_intermediate_size
@@ -141,30 +145,6 @@ def test_prefill_floor_counts_every_product(shape):
     assert found == 2 * 3 * products + attention + 2 * a.hidden_size * a.vocab_size
 
 
-def test_prefill_attention(tmp_path):
-    record = run_script(
-        "benchmark_prefill_attention",
-        tmp_path,
-        *("--shapes", "smollm2-135m", "--cases", "128", "16 x 128", "--backends", "torch"),
-        *("--device", "cpu", "--block-size", 64),
-    )
-    one, many = record["figures"]
-    assert (one["shape"], one["chunks"], one["backend"]) == ("smollm2-135m", "128", "torch")
-    assert 0 < one["us"] == pytest.approx(one["over_floor"] * one["floor_us"])
-    assert many["floor_us"] == pytest.approx(16 * one["floor_us"])
-
-
-def test_prefill_attention_floor_counts_what_each_query_sees():
-    script = load_script("benchmark_prefill_attention")
-    shape = script.AttentionShape(6, 2, 32, 16, 8, script.torch.bfloat16, None)
-    seen = sum(kv - query + 1 + i for query, kv in ((3, 50), (7, 7)) for i in range(query))
-    flops = 2 * 2 * 6 * 32 * seen  # two products of two operations each
-    chunks = [(3, 50), (7, 7)]
-    assert script.floor_us(shape, chunks, 1.0, math.inf) == pytest.approx(flops / 1e6)
-    moved = 57 * 2 * 2 * 32 * 2
-    assert script.floor_us(shape, chunks, math.inf, 1.0) == pytest.approx(moved / 1e6)
-
-
 def test_bookkeeping(tmp_path):
     record = run_script(
         "benchmark_bookkeeping", tmp_path, "--rows", 2, "--steps", 20, "--lookahead", 1
@@ -175,8 +155,9 @@ def test_bookkeeping(tmp_path):
 @pytest.mark.parametrize("model", ["dummy:tiny", "dummy:tiny-hybrid"])
 def test_churn(tmp_path, capsys, model):
     record = run_script(
-        "benchmark_churn",
+        "benchmark_engine",
         tmp_path,
+        "churn",
         *("--models", model, "--device", "cpu", "--batch-size", 5, "--prompt-tokens", 6),
         *("--finishes-per-step", 2, "--steps", 4, "--lookahead", 0, 1, 2),
     )
@@ -196,13 +177,16 @@ def test_churn(tmp_path, capsys, model):
 
 def test_churn_refuses_more_finishes_than_rows():
     with pytest.raises(ConfigurationError, match="finishes per step = 5 must lie between 1 and"):
-        load_script("benchmark_churn").main(["--batch-size", "4", "--finishes-per-step", "5"])
+        load_script("benchmark_engine").main(
+            ["churn", "--batch-size", "4", "--finishes-per-step", "5"]
+        )
 
 
 def test_throughput(tmp_path):
     record = run_script(
-        "benchmark_throughput",
+        "benchmark_engine",
         tmp_path,
+        "throughput",
         *("--model", "dummy:tiny", "--device", "cpu", "--no-progress", "--lookahead", 0, 1),
         *("--rate", 50, 200, "--num-requests", 12, "--warmup-requests", 2, "--max-requests", 4),
         *("--prompt-mean", 8, "--max-prompt-tokens", 16, "--max-tokens", 64),
@@ -264,10 +248,10 @@ def test_trace_without_steps_in_which_all_decode(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], ["--capture-range=cudaProfilerApi", "scripts/benchmarks/benchmark_decode.py"]),
+        ([], ["--capture-range=cudaProfilerApi", "scripts/benchmarks/benchmark_engine.py steady"]),
         (
-            ["--whole-run", "scripts/benchmarks/benchmark_churn.py"],
-            ["scripts/benchmarks/benchmark_churn.py"],
+            ["--whole-run", "scripts/benchmarks/benchmark_engine.py", "churn"],
+            ["scripts/benchmarks/benchmark_engine.py churn"],
         ),
         (["-o", "r", "megatron-async", "info"], ["--output=r", "-m megatron_async info"]),
     ],

@@ -112,11 +112,23 @@ def test_nodes_that_are_not_known_are_asked_for(arguments, words):
 
 def test_every_rank_has_its_own_nsight_report():
     command = planned(
-        "launch_node.sh", "--tp", "2", "--nsys", "r", "scripts/benchmarks/benchmark_ranks.py"
+        "launch_node.sh",
+        "--tp",
+        "2",
+        "--nsys",
+        "r",
+        "scripts/benchmarks/benchmark_engine.py",
+        "ranks",
     )
     assert command.split("--no-python bash ")[1].startswith(f"{SCRIPTS}/profile_nsys.sh -o r --")
     run = launch(
-        "profile_nsys.sh", "--dry-run", "-o", "r", "scripts/benchmarks/benchmark_ranks.py", RANK="3"
+        "profile_nsys.sh",
+        "--dry-run",
+        "-o",
+        "r",
+        "scripts/benchmarks/benchmark_engine.py",
+        "ranks",
+        RANK="3",
     )
     assert "--output=r-rank3 " in run.stdout
     assert "osrt" not in run.stdout

@@ -200,6 +200,32 @@ def time_backend(
         device: a GPU; or a CPU, with a backend that is not captured.
         chunks: (query length, KV length) of each row, cut to the longest sequence.
     """
+    layers = layers_of_step(backend, shape, chunks)
+    device.fence()
+    device.compute.launch(layers)  # kernels are compiled
+    replay = device.capture(layers).replay if backend.captures else layers
+    device.compute.launch(replay)
+    times = []
+    for _ in range(REPEATS):
+        start, end = device.event(timing=True), device.event(timing=True)
+        device.compute.record(start)
+        device.compute.launch(replay)
+        device.compute.record(end)
+        end.wait()
+        times.append((end.time_us() - start.time_us()) / CALLS)
+    return statistics.median(times)
+
+
+def layers_of_step(
+    backend: PrefillBackend, shape: AttentionShape, chunks: Sequence[tuple[int, int]]
+) -> Callable[[], None]:
+    """A call that enqueues the attention of `CALLS` layers of one step, on random numbers.
+
+    Args:
+        backend: what attends.
+        shape: of the attention.
+        chunks: (query length, KV length) of each row, cut to the longest sequence.
+    """
     where, dtype = shape.device, shape.dtype
     lengths = []
     for query_length, kv_length in chunks:
@@ -220,22 +246,10 @@ def time_backend(
         max(kv_lengths),
         tuple(lengths),
     )
-    device.fence()
 
     def layers() -> None:
         backend.begin_step(prefill_rows)
         for _ in range(CALLS):
             backend.attend(query, key_cache, value_cache, shape.dim**-0.5)
 
-    device.compute.launch(layers)  # kernels are compiled
-    replay = device.capture(layers).replay if backend.captures else layers
-    device.compute.launch(replay)
-    times = []
-    for _ in range(REPEATS):
-        start, end = device.event(timing=True), device.event(timing=True)
-        device.compute.record(start)
-        device.compute.launch(replay)
-        device.compute.record(end)
-        end.wait()
-        times.append((end.time_us() - start.time_us()) / CALLS)
-    return statistics.median(times)
+    return layers

@@ -22,6 +22,8 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders
 from tokenizers.models import BPE
 
+from engine_loads.options import load_parser
+from engine_loads.table import cells
 from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
 from megatron_async.engines.listener import EngineListener
 from megatron_async.profiling.benchmark_record import write_record
@@ -185,10 +187,7 @@ def open_engine(model: str, batch: int, lookahead: int, args: argparse.Namespace
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table and, with --json, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=["dummy:smollm2-135m"])
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--dtype", default=None)
+    parser = load_parser("streams", __doc__, several=True)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--lookahead", type=int, nargs="+", default=[1])
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -197,7 +196,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
     add_model_options(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
     args.models = routed(args.models, args.routing)
     heads = "".join(f"{column:>18}" for column in COLUMNS)
@@ -214,11 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 result["over_engine"] = result["step_ms"] / alone
                 setting = {"model": model, "batch": batch, "lookahead": lookahead, "mode": mode}
                 figures.append(setting | result)
-                cells = "".join(f"{result.get(c, float('nan')):>18.3f}" for c in COLUMNS)
-                print(f"{model:<22}{batch:>6}{lookahead:>10}  {mode:<12}{cells}", flush=True)
+                line = f"{model:<22}{batch:>6}{lookahead:>10}  {mode:<12}"
+                print(line + cells(result, COLUMNS, 18), flush=True)
                 if args.json:  # after each: what is measured is kept if the next one fails
                     write_record(args.json, "streams", vars(args), figures)
-
-
-if __name__ == "__main__":
-    main()

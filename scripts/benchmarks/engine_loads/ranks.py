@@ -1,12 +1,12 @@
 """Time steady decode of a model on several ranks. Start it with torchrun:
 
-    torchrun --nproc-per-node 4 scripts/benchmarks/benchmark_ranks.py --model dummy:llama-3.1-8b \
-        --tensor-model-parallel-size 4
+    torchrun --nproc-per-node 4 scripts/benchmarks/benchmark_engine.py ranks \
+        --model dummy:llama-3.1-8b --tensor-model-parallel-size 4
 
 Every replica decodes a batch of its own, driven by its primary rank, which the others follow. Step
 times are medians over windows of steps; beside them stands the captured step replayed back to back
 on all ranks at once, the limit, and what the CPUs' agreement took of the thread that launches.
-With --speculative-method steps draft and verify, as in benchmark_decode.py.
+With --speculative-method steps draft and verify, as under the load steady.
 With --profile the GPU's idle time between steps is read from the kernel timeline of rank 0.
 """
 
@@ -22,13 +22,14 @@ from draft_options import add_draft_options, decode_tokens, draft_settings, sett
 from replay_time import replay_ms
 from step_times import captured_by_nsys, time_steps
 
+from engine_loads.idle_gaps import gaps_of
+from engine_loads.options import load_parser
+from engine_loads.table import cells, heads
 from megatron_async import LLM
 from megatron_async.cli.options import add_parallel, parallel_sizes
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.forced_acceptance import force_acceptance
-from megatron_async.profiling.gap_report import gap_report
-from megatron_async.profiling.gpu_profile import FIRST_KERNEL, device_activities, profile_device
 from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
 
 WINDOWS = 5
@@ -104,52 +105,37 @@ def measure(batch: int, lookahead: int, args: argparse.Namespace) -> dict[str, A
 
 def idle_time(llm: LLM) -> dict[str, Any]:
     """The gap report of rank 0; other leaders run the same steps without a profiler."""
-
-    def run() -> None:
+    if join_job().rank > 0:
         for _ in range(PROFILED_STEPS):
             llm.engine.step_modern()
-
-    if join_job().rank > 0:
-        run()
         return {}
-    found = gap_report(device_activities(profile_device(run)), FIRST_KERNEL)
+    found = gaps_of(llm.engine.step_modern, PROFILED_STEPS)
     return {"gap_us": found.gap_us, "gap_p99_us": found.gap_p99_us, "kernels": found.kernels}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table on rank 0 and, with --json, write the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="dummy:tiny", help="anything that LLM loads")
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--dtype", default=None)
+    parser = load_parser("ranks", __doc__, model="dummy:tiny")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--lookahead", type=int, nargs="+", default=[1])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--steps", type=int, default=40, help="steps in each of 5 windows")
     parser.add_argument("--profile", action="store_true", help="the GPU's idle time, too")
     parser.add_argument("--check-ranks-agree", action="store_true", help="compare all plans")
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     add_draft_options(parser)
     add_parallel(parser)
     args = parser.parse_args(arguments)
     settle_drafts(args)
     is_first, figures = os.environ.get("RANK", "0") == "0", []
     if is_first:
-        print(f"{'batch':>6}{'lookahead':>10}" + "".join(f"{c:>18}" for c in COLUMNS))
+        print(f"{'batch':>6}{'lookahead':>10}" + heads(COLUMNS, 18))
     for batch in args.batch_sizes:
         for lookahead in args.lookahead:
             result = measure(batch, lookahead, args)
             if not is_first:
                 continue
             figures.append({"batch": batch, "lookahead": lookahead, **result})
-            cells = "".join(f"{result.get(c, float('nan')):>18.3f}" for c in COLUMNS)
-            print(f"{batch:>6}{lookahead:>10}{cells}", flush=True)
+            print(f"{batch:>6}{lookahead:>10}{cells(result, COLUMNS, 18)}", flush=True)
             if args.json:
                 settings = vars(args) | {"world_size": join_job().world_size}
                 write_record(args.json, "ranks", settings, figures)
-
-
-if __name__ == "__main__":
-    main()

@@ -21,6 +21,8 @@ from model_options import add_model_options, routed
 from replay_time import replay_ms
 from step_times import time_steps
 
+from engine_loads.options import load_parser
+from engine_loads.table import cells, heads
 from megatron_async import LLM, SamplingParams
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.profiling.benchmark_record import write_record
@@ -89,10 +91,7 @@ def measure(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table and, with --json, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=["dummy:smollm2-135m"])
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--dtype", default=None)
+    parser = load_parser("steady", __doc__, several=True)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -104,21 +103,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--top-p", type=float, default=0.0)
     add_draft_options(parser)
     add_model_options(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
     settle_drafts(args)
     args.models = routed(args.models, args.routing)
     sampling = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    print(f"{'model':<22}{'batch':>6}{'lookahead':>10}" + "".join(f"{c:>19}" for c in COLUMNS))
+    print(f"{'model':<22}{'batch':>6}{'lookahead':>10}" + heads(COLUMNS, 19))
     figures = []
     for model, batch, lookahead in itertools.product(args.models, args.batch_sizes, args.lookahead):
         result = measure(model, batch, lookahead, sampling, args)
         figures.append({"model": model, "batch": batch, "lookahead": lookahead, **result})
-        cells = "".join(f"{result.get(c, float('nan')):>19.3f}" for c in COLUMNS)
-        print(f"{model:<22}{batch:>6}{lookahead:>10}{cells}", flush=True)
+        print(f"{model:<22}{batch:>6}{lookahead:>10}{cells(result, COLUMNS, 19)}", flush=True)
         if args.json:  # after each engine: what is measured is kept if the next one fails
             write_record(args.json, "decode", vars(args), figures)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,15 +9,16 @@ than --max-tokens.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from kernel_cases.hardware import BANDWIDTH, MATRIX_RATE
 from model_options import add_model_options, routed
 from torch import nn
 
+from engine_loads.options import load_parser
 from megatron_async import LLM, SamplingParams
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT
 from megatron_async.profiling.benchmark_record import write_record
@@ -70,18 +71,18 @@ def measure(llm: LLM, tokens: int, repeats: int) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table and, with --json, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=["dummy:smollm2-135m"])
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--dtype", default=None)
+    parser = load_parser("prefill", __doc__, several=True)
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 2048])
     parser.add_argument("--max-tokens", type=int, nargs="+", default=[8192], help="chunk sizes")
     parser.add_argument("--attention-backend", help="as in InferenceConfig")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tflops", type=float, default=790.0, help="of the device, for the floor")
-    parser.add_argument("--tbps", type=float, default=4.3, help="of its memory, for the floor")
+    parser.add_argument(
+        "--tflops", type=float, default=MATRIX_RATE / 1e12, help="of the device, for the floor"
+    )
+    parser.add_argument(
+        "--tbps", type=float, default=BANDWIDTH / 1e12, help="of its memory, for the floor"
+    )
     add_model_options(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
     args.models = routed(args.models, args.routing)
     print(
@@ -125,7 +126,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     )
     if args.json:
         write_record(args.json, "prefill", vars(args), figures)
-
-
-if __name__ == "__main__":
-    main()

@@ -24,6 +24,7 @@ from typing import Any
 from model_options import add_model_options, routed
 from tqdm import tqdm
 
+from engine_loads.options import load_parser
 from megatron_async import LLM
 from megatron_async.profiling.arrival_trace import (
     LengthDistribution,
@@ -119,12 +120,7 @@ def print_table(figures: Sequence[dict[str, Any]]) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="dummy:smollm2-135m", help="anything that LLM loads")
-    parser.add_argument("--device", default=None, help="cpu, cuda or cuda:N (default: the best)")
-    parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, else bfloat16")
+    parser = load_parser("throughput", __doc__)
     trace = parser.add_argument_group("trace")
     trace.add_argument(
         "--rate", type=float, nargs="+", default=[8.0], help="arrivals a second (default 8)"
@@ -154,7 +150,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-progress", action="store_true", help="no bars")
     add_model_options(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     return parser
 
 
@@ -183,7 +178,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_table(figures)
     if args.json:
         write_record(args.json, "throughput", vars(args), figures)
-
-
-if __name__ == "__main__":
-    main()

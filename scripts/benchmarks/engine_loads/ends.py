@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from unforeseen_ends import UnforeseenEnds
-
+from engine_loads.options import load_parser
+from engine_loads.unforeseen_ends import UnforeseenEnds
 from megatron_async import LLM
 from megatron_async.profiling.benchmark_record import write_record
 
@@ -138,14 +138,7 @@ def run_steps(llm: LLM, load: UnforeseenEnds, steps: int) -> tuple[float, int]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--models", nargs="+", default=["dummy:smollm2-135m"], help="anything that LLM loads"
-    )
-    parser.add_argument("--device", default=None, help="cpu, cuda or cuda:N (default: the best)")
-    parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, else bfloat16")
+    parser = load_parser("ends", __doc__, several=True)
     parser.add_argument("--batch-size", type=int, default=64, help="rows of a step (default 64)")
     parser.add_argument("--prompt-tokens", type=int, default=16, help="default 16")
     parser.add_argument(
@@ -160,7 +153,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps", type=int, default=40, help=f"steps in each of {WINDOWS} windows (default 40)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     return parser
 
 
@@ -181,7 +173,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{model:<20}{policy:>11}{lookahead:>11}{rate:>7.0%}{cells}", flush=True)
     if args.json:
         write_record(args.json, "invalidation", vars(args), figures)
-
-
-if __name__ == "__main__":
-    main()

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from model_options import add_model_options, routed
 
+from engine_loads.options import load_parser
 from megatron_async import LLM, DynamicInferenceRequest, SamplingParams
 from megatron_async.profiling.benchmark_record import write_record
 
@@ -214,13 +215,8 @@ LOADS: dict[str, Callable[[str, argparse.Namespace], list[dict[str, Any]]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the figures of each load and, with --json, write them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", default=["dummy:smollm2-135m"])
+    parser = load_parser("prefix-cache", __doc__, several=True)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=["tail", "turns", "unique"])
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--dtype", default=None)
     parser.add_argument("--prefix-tokens", type=int, default=8192, help="a multiple of 128")
     parser.add_argument("--tails", type=int, nargs="+", default=[16, 256, 1024])
     parser.add_argument("--turns", type=int, default=8)
@@ -231,7 +227,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=8192, help="budget of a step")
     parser.add_argument("--repeats", type=int, default=5)
     add_model_options(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
     if args.prefix_tokens < 128 or args.prefix_tokens % 128:
         parser.error(f"--prefix-tokens {args.prefix_tokens} must be a multiple of 128.")
@@ -246,7 +241,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print("  " + "  ".join(shown), flush=True)
     if args.json:
         write_record(args.json, "prefix_cache", vars(args), figures)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,10 +19,11 @@ import torch
 from model_options import add_model_options, routed
 from step_times import time_steps
 
+from engine_loads.idle_gaps import gaps_of
+from engine_loads.options import load_parser
+from engine_loads.table import cells, heads
 from megatron_async import LLM
 from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.profiling.gap_report import gap_report
-from megatron_async.profiling.gpu_profile import FIRST_KERNEL, device_activities, profile_device
 from megatron_async.profiling.workloads import Churn, start_steady_decode, steady_decode_tokens
 
 WINDOWS = 5
@@ -109,33 +110,16 @@ def profile_gaps(model: str, lookahead: int, args: argparse.Namespace) -> dict[s
             churn.before_step()
             churn.after_step(engine.step_modern())
 
-        gaps = {"churn": gap_of(churn_step, args.profile_steps)}
+        gaps = {"churn": asdict(gaps_of(churn_step, args.profile_steps))}
         churn.drain()
         start_steady_decode(engine, args.batch_size, args.prompt_tokens, args.profile_steps)
-        gaps["steady"] = gap_of(engine.step_modern, args.profile_steps)
+        gaps["steady"] = asdict(gaps_of(engine.step_modern, args.profile_steps))
     return gaps
-
-
-def gap_of(step: Callable[[], object], steps: int) -> dict[str, Any]:
-    """The gap report of a run of steps."""
-
-    def run() -> None:
-        for _ in range(steps):
-            step()
-
-    return asdict(gap_report(device_activities(profile_device(run)), FIRST_KERNEL))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--models", nargs="+", default=["dummy:smollm2-135m"], help="anything that LLM loads"
-    )
-    parser.add_argument("--device", default=None, help="cpu, cuda or cuda:N (default: the best)")
-    parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, else bfloat16")
+    parser = load_parser("churn", __doc__, several=True)
     parser.add_argument("--batch-size", type=int, default=64, help="rows of a step (default 64)")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="default 128")
     parser.add_argument(
@@ -162,7 +146,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--profile-steps", type=int, default=50, help="default 50")
     add_model_options(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     return parser
 
 
@@ -202,14 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def print_figures(figures: Sequence[dict[str, Any]], columns: dict[str, str]) -> None:
     """A table of both loads for each of `figures`."""
     header = f"{'model':<22}{'lookahead':>10}{'load':>8}"
-    print(header + "".join(f"{title:>12}" for title in columns.values()))
+    print(header + heads(columns.values(), 12))
     for row in figures:
         name = f"{row['model']:<22}{row['lookahead']:>10}"
         for load in ("churn", "steady"):
-            cells = "".join(f"{row[load][column]:>12.3f}" for column in columns)
-            print(f"{name}{load:>8}{cells}")
+            print(f"{name}{load:>8}{cells(row[load], columns, 12)}")
         print(f"{name}   churn over steady: {row['churn_over_steady']:.3f}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

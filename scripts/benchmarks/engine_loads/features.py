@@ -14,6 +14,8 @@ from typing import Any
 
 from step_times import time_steps
 
+from engine_loads.options import load_parser
+from engine_loads.table import cells, heads
 from megatron_async import LLM, SamplingParams
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.profiling.benchmark_record import write_record
@@ -90,17 +92,13 @@ def measure(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table and, with --json, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="dummy:smollm2-135m", help="anything that LLM loads")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: the best)")
-    parser.add_argument("--dtype", help="default: float32 on a CPU, else bfloat16")
+    parser = load_parser("features", __doc__)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lookahead", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--steps", type=int, default=20, help="steps in each window (default 20)")
     parser.add_argument("--windows", type=int, default=3, help="windows a round (default 3)")
     parser.add_argument("--rounds", type=int, default=3, help="default 3")
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
     loads: dict[str, Load] = {name: for_all(changes) for name, changes in FEATURES.items()}
     loads[ONE] = lambda row: SamplingParams(temperature=0.0, **(TOGETHER if row == 0 else {}))
@@ -128,10 +126,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def print_table(figures: list[dict[str, Any]]) -> None:
     """One line a feature."""
-    print(f"{'feature':<36}" + "".join(f"{column:>16}" for column in COLUMNS))
+    print(f"{'feature':<36}" + heads(COLUMNS, 16))
     for row in figures:
-        print(f"{row['feature']:<36}" + "".join(f"{row[column]:>16.3f}" for column in COLUMNS))
-
-
-if __name__ == "__main__":
-    main()
+        print(f"{row['feature']:<36}" + cells(row, COLUMNS, 16))

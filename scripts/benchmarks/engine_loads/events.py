@@ -15,9 +15,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from eventful_churn import EventfulChurn, LetterTokenizer
 from step_times import time_steps
 
+from engine_loads.eventful_churn import EventfulChurn, LetterTokenizer
+from engine_loads.idle_gaps import gaps_of
+from engine_loads.options import load_parser
+from engine_loads.table import cells, heads
 from megatron_async import (
     LLM,
     DynamicInferenceContext,
@@ -28,8 +31,6 @@ from megatron_async import (
 )
 from megatron_async.observe.timeline import Timeline
 from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.profiling.gap_report import gap_report
-from megatron_async.profiling.gpu_profile import FIRST_KERNEL, device_activities, profile_device
 from megatron_async.profiling.step_gaps import step_gaps
 from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
 
@@ -132,22 +133,18 @@ def gaps(llm: LLM, lookahead: int, args: argparse.Namespace) -> dict[str, Any]:
     engine = open_engine(llm, lookahead, args, args.memory)
     churn = churn_of(engine, args)
 
-    def run() -> None:
-        for _ in range(args.profile_steps):
-            churn.before_step()
-            churn.after_step(engine.step_modern())
+    def step() -> None:
+        churn.before_step()
+        churn.after_step(engine.step_modern())
 
-    found = asdict(gap_report(device_activities(profile_device(run)), FIRST_KERNEL))
+    found = asdict(gaps_of(step, args.profile_steps))
     drain(engine, churn)
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table and, with --json, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="dummy:smollm2-135m", help="anything that LLM loads")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: the best)")
-    parser.add_argument("--dtype", help="default: float32 on a CPU, else bfloat16")
+    parser = load_parser("events", __doc__)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=64, help="mean (default 64)")
     parser.add_argument("--num-tokens", type=int, default=256, help="mean (default 256)")
@@ -157,7 +154,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=40, help="steps in each window (default 40)")
     parser.add_argument("--profile", action="store_true", help="the GPU's idle time, too")
     parser.add_argument("--profile-steps", type=int, default=50)
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
     with LLM(
         args.model,
@@ -179,11 +175,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def print_table(figures: Sequence[dict[str, Any]]) -> None:
     """One line a lookahead."""
-    print("".join(f"{column:>14}" for column in COLUMNS))
+    print(heads(COLUMNS, 14))
     for row in figures:
-        cells = (row.get(column, float("nan")) for column in COLUMNS)
-        print("".join(f"{value:>14.6g}" for value in cells))
-
-
-if __name__ == "__main__":
-    main()
+        print(cells(row, COLUMNS, 14, ".6g"))

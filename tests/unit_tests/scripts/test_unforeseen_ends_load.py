@@ -6,12 +6,12 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
-from unforeseen_ends import UnforeseenEnds
+from engine_loads.unforeseen_ends import UnforeseenEnds
 
 from megatron_async import LLM
 from megatron_async.errors import ConfigurationError
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts/benchmarks/benchmark_invalidation.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts/benchmarks/benchmark_engine.py"
 
 
 def run_script(*arguments):
@@ -19,7 +19,7 @@ def run_script(*arguments):
     module = module_from_spec(spec)
     sys.modules[SCRIPT.stem] = module
     spec.loader.exec_module(module)
-    module.main([*map(str, arguments)])
+    module.main(["ends", *map(str, arguments)])
 
 
 def test_waste_by_rate(tmp_path, capsys):

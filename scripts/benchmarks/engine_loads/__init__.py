@@ -1,0 +1,1 @@
+"""Loads of `benchmark_engine.py`, a file each."""

@@ -1,0 +1,195 @@
+"""Fused kernels, beside the torch operations that they replace.
+
+Graphs hold many calls in a row. Inputs and outputs stay in the L2 cache where they fit, as they do
+between the kernels of a decode step; so a small kernel can beat the floor, which counts the fewest
+bytes, and its time is what the launch in a graph costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernel_cases.case import OURS, Case, Family, Work
+from kernel_cases.hardware import Hardware, Need
+from kernel_cases.tensors import DTYPE, random
+from kernel_cases.timing import repeated
+from megatron_async.ops.attention.rope_append import rope_append
+from megatron_async.ops.attention.rotary import apply_rotary_reference
+from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_reference
+from megatron_async.ops.linear.swiglu import swiglu
+from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows, sample_reference
+from megatron_async.ops.sampling.slot_records import HEADER, RECORD_WORDS, Header, pack_record
+from megatron_async.ops.sampling.triton_sampling import sample
+
+ROWS = (1, 16, 64, 256)
+POSITIONS = 4096
+BLOCK_SIZE = 64
+OUR_CALLS, TORCH_CALLS = 50, 2
+"""Calls in a graph."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernels see of a model."""
+
+    hidden: int
+    kv_heads: int
+    group: int
+    dim: int
+    ffn: int
+    vocab: int
+
+
+SHAPES = {
+    "smollm2-135m": Shape(576, 3, 3, 64, 1536, 49152),
+    "llama-3.1-8b": Shape(4096, 8, 4, 128, 14336, 128256),
+}
+Pair = tuple[Callable[[], object], Callable[[], object]]
+"""A fused call and what it replaces."""
+
+
+def norm_pair(shape: Shape, rows: int) -> Pair:
+    """Residual add and norm."""
+    x, residual, weight = random(rows, shape.hidden), random(rows, shape.hidden), random(1)
+    weight = weight.expand(shape.hidden).contiguous()
+    return (
+        lambda: add_rms_norm(x, residual, weight, 1e-5),
+        lambda: add_rms_norm_reference(x, residual, weight, 1e-5),
+    )
+
+
+def rope_pair(shape: Shape, rows: int) -> Pair:
+    """Rotation of queries and keys, and the append of keys and values."""
+    heads = shape.kv_heads * (shape.group + 2)
+    qkv = random(rows, heads * shape.dim)
+    cos, sin = torch.randn(2, POSITIONS, shape.dim, device="cuda")
+    positions = torch.randint(POSITIONS, (rows,), device="cuda")
+    places = torch.randperm(rows * BLOCK_SIZE, device="cuda")[:rows]
+    keys, values = random(2, rows, BLOCK_SIZE, shape.kv_heads, shape.dim)
+    row_cos, row_sin = cos[positions][:, None].to(DTYPE), sin[positions][:, None].to(DTYPE)
+
+    def unfused() -> Tensor:
+        parts = qkv.view(rows, shape.kv_heads, shape.group + 2, shape.dim)
+        query, key, value = parts.split([shape.group, 1, 1], dim=2)
+        query = query.reshape(rows, -1, shape.dim)
+        query, key = apply_rotary_reference(query, key.squeeze(2), row_cos, row_sin)
+        keys.flatten(0, 1).index_copy_(0, places, key)
+        values.flatten(0, 1).index_copy_(0, places, value.squeeze(2))
+        return query
+
+    return lambda: rope_append(qkv, cos, sin, positions, places, keys, values), unfused
+
+
+def swiglu_pair(shape: Shape, rows: int) -> Pair:
+    """SwiGLU."""
+    gates = random(rows, 2 * shape.ffn)
+
+    def unfused() -> Tensor:
+        gate, up = gates.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    return lambda: swiglu(gates), unfused
+
+
+BLOCK_OPS = {"add_rms_norm": norm_pair, "rope_append": rope_pair, "swiglu": swiglu_pair}
+
+
+def block_bytes(shape: Shape, rows: int) -> dict[str, int]:
+    """The fewest bytes of each of `BLOCK_OPS`."""
+    qkv = shape.kv_heads * (shape.group + 2) * shape.dim
+    return {
+        "add_rms_norm": (4 * rows + 1) * shape.hidden * 2,
+        "rope_append": 2 * rows * qkv * 2 + rows * shape.dim * 4,
+        "swiglu": 3 * rows * shape.ffn * 2,
+    }
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the rows of a sampling case sample, and the mode that the kernel is captured for."""
+
+    mode: SamplingMode
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 0.0
+    min_p: float = 0.0
+
+
+RULES = {
+    "greedy": Rule(SamplingMode.GREEDY),
+    "greedy rows of any": Rule(SamplingMode.FILTERED),
+    "temperature": Rule(SamplingMode.SOFTMAX, 0.8),
+    "top_k 50 top_p 0.9": Rule(SamplingMode.FILTERED, 0.8, 50, 0.9),
+    "top_p 0.9": Rule(SamplingMode.FILTERED, 0.8, 0, 0.9),
+    "min_p 0.05": Rule(SamplingMode.FILTERED, 0.8, 0, 0.0, 0.05),
+}
+
+
+def sampling_pair(shape: Shape, rows: int, spread: float, rule: Rule) -> Pair:
+    """Samples of rows that have one rule."""
+    logits = spread * random(rows, shape.vocab)
+    numbers = {
+        Header.TEMPERATURE: rule.temperature,
+        Header.TOP_K: rule.top_k,
+        Header.TOP_P: rule.top_p,
+        Header.MIN_P: rule.min_p,
+    }
+    row = torch.arange(rows, device="cuda")
+    records = torch.zeros(rows, RECORD_WORDS, dtype=torch.int32, device="cuda")
+    records[:, :HEADER] = torch.from_numpy(pack_record(numbers))
+    records[:, Header.SEED_LOW] = row.int()
+    params = SamplingRows(row, row.int(), records)
+    return (
+        lambda: sample(logits, params, rule.mode),
+        lambda: sample_reference(logits, params, rule.mode),
+    )
+
+
+def cases(args: argparse.Namespace, shapes: Sequence[str], hardware: Hardware) -> Iterator[Case]:
+    """Norm, rope with KV append and SwiGLU; then each kind of sampled row at each spread."""
+
+    def prepare(make: Callable[[], Pair], moved: int) -> Work:
+        fused, unfused = make()
+        chains = {OURS: repeated(fused, OUR_CALLS), "torch": repeated(unfused, TORCH_CALLS)}
+        return Work(chains, hardware.floor_us(Need(moved)))
+
+    def case(name: str, rows: int, kernel: str, make: Callable[[], Pair], moved: int) -> Case:
+        keys = {"shape": name, "rows": rows, "kernel": kernel}
+        return Case(f"{name} {rows} {kernel}", keys, partial(prepare, make, moved))
+
+    for name in shapes:
+        shape = SHAPES[name]
+        for rows in args.rows or ROWS:
+            for kernel, moved in block_bytes(shape, rows).items():
+                yield case(name, rows, kernel, partial(BLOCK_OPS[kernel], shape, rows), moved)
+            for spread in args.spread:
+                for rule_name, rule in RULES.items():
+                    make = partial(sampling_pair, shape, rows, spread, rule)
+                    logits = rows * shape.vocab * DTYPE.itemsize
+                    yield case(name, rows, f"{rule_name}, spread {spread:g}", make, logits)
+
+
+def add_options(group: argparse._ArgumentGroup) -> None:
+    """Options of this family."""
+    group.add_argument(
+        "--spread", type=float, nargs="+", default=[1.0, 4.0], help="of the sampled logits"
+    )
+
+
+FAMILY = Family(
+    name="fused_ops",
+    about="norm, rope, SwiGLU and sampling, beside the torch operations that they replace",
+    shapes=list(SHAPES),
+    default_shapes=list(SHAPES),
+    parts=(),
+    references=("torch",),
+    add_options=add_options,
+    cases=cases,
+)

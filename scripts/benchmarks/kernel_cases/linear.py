@@ -1,0 +1,174 @@
+"""Matrix products of a decode step, beside cuBLAS.
+
+Each product is a chain over several layers' weights in one graph, so that the launch of a kernel
+beside the one before it counts and the weights come from memory. "layer" is a layer's products in
+turn, with the norms and SwiGLU between them, ours fused where the engine fuses; the qkv product's
+first columns stand for attention's output.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernel_cases.case import OURS, Case, Chain, Family, Shelf, Work
+from kernel_cases.hardware import CACHE_BYTES, Hardware, Need
+from kernel_cases.tensors import random
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.ops.linear.rms_norm import add_rms_norm
+from megatron_async.ops.linear.skinny_linear import Unnormed, linear, linear_swiglu
+from megatron_async.ops.linear.skinny_plan import takes_unnormed
+from megatron_async.ops.linear.swiglu import swiglu
+
+EPS = 1e-5
+ROWS = (1, 4, 16, 64)
+VOCABULARY = "vocabulary"
+LAYER = "layer"
+
+
+def sizes(shape: ModelArchitecture) -> dict[str, tuple[int, int]]:
+    """Columns of the output and of the input, by product."""
+    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
+    heads = shape.num_attention_heads * shape.kv_channels
+    qkv = heads + 2 * shape.num_query_groups * shape.kv_channels
+    found = {"qkv": (qkv, hidden), "proj": (hidden, heads)}
+    found |= {"fc1": (2 * ffn, hidden), "fc2": (hidden, ffn)}
+    return found | {VOCABULARY: (shape.vocab_size, hidden)}
+
+
+def needs(shape: ModelArchitecture, rows: int, itemsize: int) -> dict[str, Need]:
+    """The bytes of the weights and the operations, by product and of the whole layer."""
+    elements = {name: n * k for name, (n, k) in sizes(shape).items()}
+    elements[LAYER] = sum(count for name, count in elements.items() if name != VOCABULARY)
+    return {name: Need(n * itemsize, 2.0 * rows * n) for name, n in elements.items()}
+
+
+class Layers:
+    """Random weights of several layers, and their products.
+
+    Args:
+        shape: of the model.
+        dtype: of the weights and of the inputs.
+    """
+
+    def __init__(self, shape: ModelArchitecture, dtype: torch.dtype) -> None:
+        self.heads = shape.num_attention_heads * shape.kv_channels
+        layer_bytes = needs(shape, 1, dtype.itemsize)[LAYER].moved
+        count = max(2, min(32, int(4 * CACHE_BYTES / layer_bytes)))
+        self.weights = {
+            name: [
+                random(n, k, dtype=dtype, scale=k**-0.5)
+                for _ in range(2 if name == VOCABULARY else count)
+            ]
+            for name, (n, k) in sizes(shape).items()
+        }
+        self.norm = torch.ones(shape.hidden_size, dtype=dtype, device="cuda")
+
+    def chain(self, name: str, rows: int, ours: bool) -> Chain:
+        """A product, or the layer, over all layers; by cuBLAS where it is not ours."""
+        if name == LAYER:
+            x = random(rows, len(self.norm), dtype=self.norm.dtype)
+            return Chain(partial(self._layers, x, ours), len(self.weights["qkv"]))
+        weights = self.weights[name]
+        x = random(rows, weights[0].size(1), dtype=weights[0].dtype)
+        return Chain(partial(self._product, name, x, ours), len(weights))
+
+    def _product(self, name: str, x: Tensor, ours: bool) -> None:
+        for weight in self.weights[name]:
+            if name == "fc1":
+                linear_swiglu(x, weight) if ours else swiglu(F.linear(x, weight))
+            elif ours:
+                linear(x, weight, may_split=name in ("proj", "fc2"))
+            else:
+                F.linear(x, weight)
+
+    def _layers(self, x: Tensor, ours: bool) -> None:
+        layer = self._layer if ours else self._cublas_layer
+        residual: Tensor | None = None
+        for qkv, proj, fc1, fc2 in zip(*list(self.weights.values())[:4], strict=True):
+            x, residual = layer(x, residual, qkv, proj, fc1, fc2)
+
+    def _layer(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        qkv: Tensor,
+        proj: Tensor,
+        fc1: Tensor,
+        fc2: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self._behind_norm(linear, x, residual, qkv)
+        x = linear(x[:, : self.heads], proj, may_split=True)
+        x, residual = self._behind_norm(linear_swiglu, x, residual, fc1)
+        return linear(x, fc2, may_split=True), residual
+
+    def _behind_norm(
+        self,
+        product: Callable[[Tensor | Unnormed, Tensor], Tensor],
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        if takes_unnormed(x):
+            unnormed = Unnormed(x, residual, self.norm, EPS)
+            y = product(unnormed, weight)
+            assert unnormed.total is not None
+            return y, unnormed.total
+        x, total = add_rms_norm(x, residual, self.norm, EPS)
+        return product(x, weight), total
+
+    def _cublas_layer(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        qkv: Tensor,
+        proj: Tensor,
+        fc1: Tensor,
+        fc2: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = add_rms_norm(x, residual, self.norm, EPS)
+        x = F.linear(F.linear(x, qkv)[:, : self.heads], proj)
+        x, residual = add_rms_norm(x, residual, self.norm, EPS)
+        return F.linear(swiglu(F.linear(x, fc1)), fc2), residual
+
+
+def cases(args: argparse.Namespace, shapes: Sequence[str], hardware: Hardware) -> Iterator[Case]:
+    """Each product of each shape at each number of rows."""
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    shelf: Shelf[Layers] = Shelf()
+
+    def prepare(name: str, rows: int, product: str, need: Need) -> Work:
+        layers = shelf.take(name, lambda: Layers(DUMMY_SHAPES[name], dtype))
+        chains = {OURS: layers.chain(product, rows, True)}
+        chains["cublas"] = layers.chain(product, rows, False)
+        return Work(chains, hardware.floor_us(need))
+
+    for name in shapes:
+        for rows in args.rows or ROWS:
+            for product, need in needs(DUMMY_SHAPES[name], rows, dtype.itemsize).items():
+                keys = {"shape": name, "rows": rows, "product": product}
+                case = f"{name} {rows} {product}"
+                yield Case(case, keys, partial(prepare, name, rows, product, need))
+
+
+def add_options(group: argparse._ArgumentGroup) -> None:
+    """Options of this family."""
+    group.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+
+
+FAMILY = Family(
+    name="linear",
+    about="matrix products of a decode step, and a layer of them, beside cuBLAS",
+    shapes=list(DUMMY_SHAPES),
+    default_shapes=["smollm2-135m", "llama-3.1-8b"],
+    parts=(),
+    references=("cublas",),
+    add_options=add_options,
+    cases=cases,
+)
