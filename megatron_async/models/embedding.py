@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_async.models.linear import InferenceColumnParallelLinear
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.linear.skinny_linear import Unnormed
+from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, collectives_of
 from megatron_async.ops.ranks.vocabulary_shard import VocabularyShard
 

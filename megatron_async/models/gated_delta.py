@@ -30,7 +30,7 @@ from megatron_async.models.norm import InferenceRMSNorm
 from megatron_async.models.partition import delta_sizes
 from megatron_async.models.recurrent_layers import RecurrentMixer
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.linear.skinny_linear import Unnormed
+from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.recurrent.delta_pools import DeltaParams
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from megatron_async.models.layer_kinds import LAYER_KINDS
 from megatron_async.models.norm import factors_of, make_norm
 from megatron_async.models.recurrent_layers import stamp_state_layers
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.linear.skinny_linear import Unnormed
+from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.ranks.tensor_collectives import Unreduced, collectives_of
 
 

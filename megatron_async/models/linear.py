@@ -27,8 +27,8 @@ from megatron_async.errors import OutOfMemoryError
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.eight_bit import EightBitWeight
 from megatron_async.ops.linear.partial_sums import add_partial_sums
-from megatron_async.ops.linear.skinny_linear import Unnormed
 from megatron_async.ops.linear.skinny_plan import takes_gated, takes_unnormed
+from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, Unreduced, collectives_of
 
 PACKING_BATCH_HINT = 256

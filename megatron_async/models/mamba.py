@@ -28,7 +28,7 @@ from megatron_async.models.mixer_checkpoint import mamba_sharded_state_dict
 from megatron_async.models.partition import mamba_sizes
 from megatron_async.models.recurrent_layers import RecurrentMixer
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.linear.skinny_linear import Unnormed
+from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
 
 if TYPE_CHECKING:

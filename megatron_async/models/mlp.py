@@ -20,7 +20,7 @@ from megatron_async.models.linear import (
     InferenceRowParallelLinear,
 )
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.linear.skinny_linear import Unnormed
+from megatron_async.ops.linear.unnormed import Unnormed
 
 UNGATED = squared_relu
 """The activation that is served without a gate, as `TransformerConfig.activation_func`."""

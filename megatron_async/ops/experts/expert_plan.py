@@ -16,6 +16,8 @@ from functools import lru_cache
 
 import triton
 
+from megatron_async.ops.linear.row_tiles import TILE_BYTES
+
 LEAST_WIDTH = 16
 """Fewest columns of a tile that a matrix unit computes."""
 
@@ -103,14 +105,13 @@ MOST_EXPERTS = 1024
 """Logits of a token are held in the registers of one program."""
 PROCESSORS = 132
 """Streaming multiprocessors of an H200."""
-TILE_BYTES = 512
-"""Bytes of a weight row in a tile: 16 for each thread of a warp."""
-UP_TILES, UP_TILES_GATED, DOWN_TILES = 12, 8, 4
+UP_TILES, UP_TILES_GATED, DOWN_TILES = 12, 8, 8
 """Most tiles of a weight row that a warp asks for at once: of the first product as many as its
 registers hold beside the sums, of the second one by measurement."""
-GROUP_TILES = 12
-"""Tiles that a warp of the second product asks for at once, where it takes several pairs' rows
-together."""
+DOWN_LINES = 8
+"""Units of weight rows that a program of the second product takes, if a row has no more."""
+MOST_UNITS = 16
+"""Most units of a row of the second product."""
 UP_REGISTERS = 128
 """Registers of a thread of the first product."""
 UP_PROGRAMS = 4
@@ -127,7 +128,7 @@ class FewTokenPlan:
     block_experts: int
     """Logits that a program computes."""
     warps: int
-    """Warps of a program of either product."""
+    """Warps of a program of the first product."""
     up_rows: int
     """Weight rows that a program of the first product takes at a time, a multiple of `warps`."""
     up_depth: int
@@ -135,12 +136,11 @@ class FewTokenPlan:
     turns: int
     """Number of times that it does so."""
     down_rows: int
-    """Weight rows that a program of the second product takes at a time, a multiple of `warps`."""
+    """Outputs of a program of the second product, a power of two."""
+    down_warps: int
+    """Its warps, which share the units of its outputs."""
     down_depth: int
-    """Tiles of `TILE_BYTES` of each of these that it asks for at once."""
-    group: int
-    """Pairs whose weights the second product asks for at once, 1 where a row is more than
-    `down_depth` tiles."""
+    """Tiles of `TILE_BYTES` of each unit that it asks for at once."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,12 @@ class LayerShape:
     gated: bool
     itemsize: int
 
+    @property
+    def units(self) -> int:
+        """Inputs of an output of the second product, in parts of `ffn` elements: one for each
+        expert of a token, the others for the shared expert."""
+        return self.topk + triton.cdiv(self.shared_ffn, self.ffn)
+
 
 @lru_cache(maxsize=4096)
 def plan_few_tokens(tokens: int, shape: LayerShape, most: int = FEW_TOKENS) -> FewTokenPlan | None:
@@ -177,23 +183,23 @@ def plan_few_tokens(tokens: int, shape: LayerShape, most: int = FEW_TOKENS) -> F
     inner = shape.hidden, shape.ffn, shape.shared_ffn
     if not 0 < tokens <= most or any(size * shape.itemsize % 16 for size in inner):
         return None
-    if shape.hidden > MOST_HIDDEN or shape.experts > MOST_EXPERTS:
+    if shape.hidden > MOST_HIDDEN or shape.experts > MOST_EXPERTS or shape.units > MOST_UNITS:
         return None
     warps = 4
     programs = PROCESSORS * LOGIT_PROGRAMS
     block_experts = triton.next_power_of_2(triton.cdiv(shape.experts * tokens, programs))
     up_tiles = triton.cdiv(shape.hidden * shape.itemsize, TILE_BYTES)
     down_tiles = triton.cdiv(shape.ffn * shape.itemsize, TILE_BYTES)
-    down_depth = _even(max(down_tiles, 1), DOWN_TILES)
+    units = triton.next_power_of_2(shape.units)
     return FewTokenPlan(
         block_experts=block_experts,
         warps=warps,
         up_rows=warps,
         up_depth=_even(up_tiles, UP_TILES_GATED if shape.gated else UP_TILES),
         turns=_turns(tokens, shape, warps),
-        down_rows=warps,
-        down_depth=down_depth,
-        group=min(shape.topk, GROUP_TILES // down_tiles) if down_tiles <= DOWN_TILES else 1,
+        down_rows=max(DOWN_LINES // units, 1),
+        down_warps=8,
+        down_depth=_even(max(down_tiles, 1), DOWN_TILES),
     )
 
 

@@ -3,10 +3,6 @@
 Such a layer takes as long as the weights of its experts take to arrive. No weight is prefetched to
 the second cache before it is needed: that was tried, for the shared expert and for the second
 product, and took 8 to 13 % longer (docs/records/several_gpus.md).
-
-A warp takes whole weight rows, `block_k` elements at a time: 512 bytes, 16 for each of its threads.
-It asks for `depth` such tiles of a row at once and adds up its own sums, so that no warp waits for
-another.
 """
 
 from __future__ import annotations
@@ -16,66 +12,7 @@ import triton.language as tl
 
 from megatron_async.ops.dependent_launch import await_previous, let_next_start
 from megatron_async.ops.experts.few_token_routing import choose
-
-
-@triton.jit
-def _ask_first(overlap: tl.constexpr) -> None:
-    """Loads before this are issued before any later load.
-
-    Left alone, ptxas moves inputs and products among a row's loads: 3 of 16 were on their way when
-    the first product waited for its weight (sm_90, CUDA 12.8). A warp that waits for itself costs
-    no instruction.
-    """
-    if overlap:
-        tl.inline_asm_elementwise(
-            "{ bar.warp.sync 0xffffffff; mov.u32 $0, 0; }",
-            "=r",
-            [],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def _load_tiles(
-    rows: tl.tensor,
-    column: tl.tensor,
-    inside: tl.tensor,
-    at: tl.tensor,
-    k: tl.constexpr,
-    block_k: tl.constexpr,
-    depth: tl.constexpr,
-) -> tl.tuple:
-    """`depth` tiles of weight rows of k elements, from element `at` on; zeros after the end."""
-    tiles = ()
-    for step in tl.static_range(depth):
-        if step * block_k < k:
-            mask = inside & (column < k - at - step * block_k)[None, :]
-            # Read once: past the first cache, where the inputs lie.
-            tile = tl.load(rows + (at + step * block_k), mask, other=0.0, cache_modifier=".cg")
-            tiles += (tile,)  # type: ignore[assignment]
-    return tiles
-
-
-@triton.jit
-def _add_products(
-    sums: tl.tensor,
-    tiles: tl.tuple,
-    x: tl.tensor,
-    column: tl.tensor,
-    real: tl.tensor,
-    at: tl.tensor,
-    k: tl.constexpr,
-    block_k: tl.constexpr,
-) -> tl.tensor:
-    """`sums` and the products of `_load_tiles`'s tiles with the inputs, which are loaded as wide as
-    a tile: no exchange between threads."""
-    for step in tl.static_range(len(tiles)):
-        mask = (column < k - at - step * block_k)[None, :] & real
-        v = tl.load(x + (at + step * block_k), mask=mask, other=0.0).to(tl.float32)
-        sums += tiles[step].to(tl.float32) * v
-    return sums
+from megatron_async.ops.linear.row_tiles import add_products, ask_first, load_tiles
 
 
 @triton.jit
@@ -95,19 +32,19 @@ def _activated_rows(
     """A row of x times `here` rows of a weight, from `start` on, and the activation; the up row of
     each, if `gated`, is `n` rows behind it."""
     line, column = tl.arange(0, block_n), tl.arange(0, block_k)
-    inside = (line < here)[:, None]
+    length = tl.where(line < here, k, 0)
     inputs = x + line[:, None] * 0 + column[None, :]
     cells = start + line[:, None] * k + column[None, :]
     sums = tl.zeros((block_n, block_k), tl.float32)
     ups = tl.zeros((block_n, block_k), tl.float32)
     for at in range(0, k, depth * block_k):
-        w = _load_tiles(cells, column, inside, at, k, block_k, depth)
+        w = load_tiles(cells, column, length, at, k, block_k, depth)
         if gated:
-            u = _load_tiles(cells + n * k, column, inside, at, k, block_k, depth)
-        _ask_first(overlap)
-        sums = _add_products(sums, w, inputs, column, inside, at, k, block_k)
+            u = load_tiles(cells + n * k, column, length, at, k, block_k, depth)
+        ask_first(overlap)
+        sums = add_products(sums, w, inputs, column, length, at, block_k)
         if gated:
-            ups = _add_products(ups, u, inputs, column, inside, at, k, block_k)
+            ups = add_products(ups, u, inputs, column, length, at, block_k)
     y = tl.sum(sums, 1)
     if gated:
         y = y * tl.sigmoid(y) * tl.sum(ups, 1)
@@ -245,68 +182,51 @@ def few_down_kernel(
     hidden: tl.constexpr,
     ffn: tl.constexpr,
     shared_ffn: tl.constexpr,
+    units: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     depth: tl.constexpr,
-    group: tl.constexpr,
     has_gate: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    """`block_n` outputs of one token: the sum over its experts in their order, then the shared one.
+    """`block_n` outputs of one token: the sum over its experts, then the shared one.
 
-    The weights of `group` pairs are asked for at once. The shared expert's product is computed
-    first and added last.
+    The inputs of such an output are units of `ffn` elements: one of each expert, and as many of the
+    shared expert as it has. Each is a line of the tile, so that programs are many and short: long
+    ones ended in a second wave that half of the processors had nothing of.
     """
     let_next_start(overlap)
     token = tl.program_id(0) % tokens
     first = tl.program_id(0) // tokens * block_n
-    line, column = tl.arange(0, block_n), tl.arange(0, block_k)
-    here = tl.minimum(hidden - first, block_n)
-    inside = (line < here)[:, None]
-    place = line[:, None] * 0 + column[None, :]
+    line, column = tl.arange(0, block_n * units), tl.arange(0, block_k)
+    row, unit = first + line // units, line % units
+    is_pair = unit < topk
+    pair = token * topk + unit
     await_previous(overlap)
+    expert = tl.load(experts + pair, mask=is_pair, other=-1)
+    share = tl.load(weights + pair, mask=is_pair, other=0.0)
+    # What a pair without an expert has activated was never written.
+    length = tl.where(is_pair & (expert >= 0), ffn, 0)
+    rows = fc2 + (expert.to(tl.int64) * hidden + row) * ffn
+    inputs = activated + pair * ffn
     if shared_ffn > 0:
-        start = shared_fc2 + first.to(tl.int64) * shared_ffn
-        shared_sums = tl.zeros((block_n, block_k), tl.float32)
-        shared_cells = start + line[:, None] * shared_ffn + column[None, :]
-        inputs = shared_activated + token * shared_ffn + place
-        for at in range(0, shared_ffn, depth * block_k):
-            w = _load_tiles(shared_cells, column, inside, at, shared_ffn, block_k, depth)
-            _ask_first(overlap)
-            shared_sums = _add_products(
-                shared_sums, w, inputs, column, inside, at, shared_ffn, block_k
-            )
-    sums = tl.zeros((block_n, block_k), tl.float32)
-    cells = first.to(tl.int64) * ffn + line[:, None] * ffn + column[None, :]
-    for base in range(0, topk, group):
-        for at in range(0, ffn, depth * block_k):
-            held = ()
-            for member in tl.static_range(group):
-                pair = token * topk + base + member
-                expert = tl.load(experts + pair, mask=base + member < topk, other=-1)
-                real = inside & (expert >= 0)
-                own = fc2 + expert.to(tl.int64) * (hidden * ffn) + cells
-                held += (  # type: ignore[assignment]
-                    _load_tiles(own, column, real, at, ffn, block_k, depth),
-                )
-            _ask_first(overlap)
-            for member in tl.static_range(group):
-                pair = token * topk + base + member
-                expert = tl.load(experts + pair, mask=base + member < topk, other=-1)
-                share = tl.load(weights + pair, mask=base + member < topk, other=0.0)
-                # What a pair without an expert has activated was never written.
-                real = inside & (expert >= 0)
-                product = tl.zeros((block_n, block_k), tl.float32)
-                product = _add_products(
-                    product, held[member], activated + pair * ffn + place, column, real, at, ffn,
-                    block_k,
-                )  # fmt: skip
-                sums += product * share
-    y = tl.sum(sums, 1)
-    if shared_ffn > 0:
-        extra = tl.sum(shared_sums, 1)
+        begin = (unit - topk) * ffn
+        length = tl.where(is_pair, length, tl.minimum(shared_ffn - begin, ffn))
+        rows = tl.where(is_pair, rows, shared_fc2 + row.to(tl.int64) * shared_ffn + begin)
+        inputs = tl.where(is_pair, inputs, shared_activated + token * shared_ffn + begin)
+        extra = 1.0
         if has_gate:
-            extra = extra * tl.sigmoid(tl.load(logits + token * width + (width - 1)))
-        y = y + extra
-    target = out + token * hidden + first + line
-    tl.store(target, y.to(out.dtype.element_ty), mask=line < here)
+            extra = tl.sigmoid(tl.load(logits + token * width + (width - 1)))
+        share = tl.where(is_pair, share, extra)
+    length = tl.where(row < hidden, length, 0)
+    cells = rows[:, None] + column[None, :]
+    inputs = inputs[:, None] + column[None, :]
+    sums = tl.zeros((block_n * units, block_k), tl.float32)
+    for at in range(0, ffn, depth * block_k):
+        tiles = load_tiles(cells, column, length, at, ffn, block_k, depth)
+        ask_first(overlap)
+        sums = add_products(sums, tiles, inputs, column, length, at, block_k)
+    y = tl.reshape(tl.sum(sums, 1) * share, (block_n, units))
+    target = first + tl.arange(0, block_n)
+    y = tl.sum(y, 1).to(out.dtype.element_ty)
+    tl.store(out + token * hidden + target, y, mask=target < hidden)

@@ -29,7 +29,6 @@ from megatron_async.ops.experts.expert_mlp import expert_mlp_reference
 from megatron_async.ops.experts.expert_plan import (
     FEW_TOKENS_MAJOR,
     MOST_FEW_TOKENS,
-    TILE_BYTES,
     UP_REGISTERS,
     FewTokenPlan,
     LayerShape,
@@ -39,9 +38,10 @@ from megatron_async.ops.experts.expert_routing import Routing, route_reference
 from megatron_async.ops.experts.few_token_kernels import few_down_kernel, few_up_kernel
 from megatron_async.ops.experts.few_token_routing import norm_logits_kernel
 from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
-from megatron_async.ops.linear.skinny_linear import Unnormed
+from megatron_async.ops.linear.row_tiles import TILE_BYTES
 from megatron_async.ops.linear.squared_relu import squared_relu_reference
 from megatron_async.ops.linear.swiglu import swiglu_reference
+from megatron_async.ops.linear.unnormed import Unnormed
 
 
 @dataclass(frozen=True)
@@ -199,12 +199,12 @@ def few_token_experts(
         hidden=hidden,
         ffn=shape.ffn,
         shared_ffn=shape.shared_ffn,
+        units=triton.next_power_of_2(shape.units),
         block_n=plan.down_rows,
         block_k=block_k,
         depth=plan.down_depth,
-        group=plan.group,
         has_gate=layer.shared_gate is not None,
-        num_warps=plan.warps,
+        num_warps=plan.down_warps,
         **launch_options(rows),
     )
     return out, routing

@@ -3,8 +3,8 @@
 The rule depends on the number of rows, the shape of the weight, the dtype and the device only, so a
 captured step and an eager one of as many rows agree. Its constants are measurements on an H200
 (docs/records/products.md): sweeps of SmolLM2's and Llama-3.1-8B's shapes at 1, 16 and 64 rows, and
-for resident weights of those of SmolLM2, Granite-4.0-H-350M, Qwen3-0.6B and Llama-3.2-1B at 2 to
-64.
+for weights that wait in registers or in shared memory of those of SmolLM2, Granite-4.0-H-350M,
+Qwen3-0.6B and Llama-3.2-1B at 2 to 64.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from functools import lru_cache
 import torch
 import triton
 from torch import Tensor
+
+from megatron_async.ops.linear.row_tiles import TILE_BYTES
 
 MAX_ROWS = 64
 """More rows go to cuBLAS."""
@@ -35,6 +37,11 @@ LEAST_SHARE = 192
 """Least inputs of a split product's share."""
 LEAST_SHARE_OF_MANY = 512
 """`LEAST_SHARE` for more than 16 rows and 1024 inputs or more."""
+LONG_ROW = 8192
+"""Most inputs of `long_row_kernel`; longer rows gain nothing by it. Rows of one or two whole tiles
+of `WHOLE_ROW` are `one_row_kernel`'s too."""
+LONG_ROW_TILES, LONG_ROW_TILES_GATED = 8, 4
+"""Most tiles of a weight row that `long_row_kernel` asks for at once."""
 PREFETCH = 2048
 """Bytes of each weight row that are asked for before the wait, where the row is not loaded then."""
 SHARED_MEMORY = 200_000
@@ -63,6 +70,15 @@ RESIDENT_ELEMENTS_OF_MANY = 3_200_000
 RESIDENT_ELEMENTS_OF_LONG = 2_100_000
 """`RESIDENT_ELEMENTS` for more than 8 rows of `WHOLE_ROW` inputs or more: a split product takes as
 long alone, and less beside others (Llama-3.2-1B's step at 16 rows: 0.96 and 1.00 ms)."""
+WARPGROUP_ROWS = 64
+"""Rows of a product of `warpgroup_kernel`: what a warpgroup multiplies at once."""
+WARPGROUP_INPUTS = 1024
+"""Most inputs of a program of that kernel: its weights, and most of its rows, are in shared
+memory."""
+WARPGROUP_LONGEST = 3072
+"""Most inputs of such a product that is split."""
+WARPGROUP_OUTPUTS = 32
+"""Outputs of a program of that kernel."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +91,16 @@ class OneRowPlan:
     warps: int
     ahead: int
     """Bytes of each weight row to prefetch."""
+
+
+@dataclass(frozen=True)
+class LongRowPlan:
+    """Layout of `long_row_kernel`: each program takes `block_n` outputs, each warp `depth` tiles of
+    a weight row at a time."""
+
+    block_n: int
+    warps: int
+    depth: int
 
 
 @dataclass(frozen=True)
@@ -105,7 +131,22 @@ class ResidentPlan:
     """Each takes a share of the inputs."""
 
 
-Plan = OneRowPlan | TilePlan | ResidentPlan
+@dataclass(frozen=True)
+class WarpgroupPlan:
+    """Layout of `warpgroup_kernel`: each program takes `block_n` outputs of up to `WARPGROUP_ROWS`
+    rows and one of `splits` shares of the inputs, in chunks."""
+
+    block_n: int
+    splits: int
+    chunk: int
+    """Inputs of a chunk, a multiple of 64."""
+    chunks: int
+    """Chunks of a program; the last ones of the last share may reach beyond the inputs."""
+    ring: int
+    """Chunks of the rows that are in shared memory at a time."""
+
+
+Plan = OneRowPlan | LongRowPlan | TilePlan | ResidentPlan | WarpgroupPlan
 
 
 def plan_product(
@@ -128,8 +169,19 @@ def plan_product(
         return None
     if not _is_measured(x.device.index):
         return None
-    outputs = weight.size(0) // 2 if gated else weight.size(0)
-    return choose_plan(x.size(0), outputs, weight.size(1), weight.dtype, gated, may_split, normed)
+    rows, (outputs, k) = x.size(0), weight.shape
+    if gated:
+        outputs //= 2
+    plan = choose_plan(rows, outputs, k, weight.dtype, gated, may_split, normed)
+    if isinstance(plan, WarpgroupPlan) and not (may_be_copied(x) and may_be_copied(weight)):
+        return _tile(rows, outputs, k, weight.itemsize, gated, may_split)
+    return plan
+
+
+def may_be_copied(rows: Tensor) -> bool:
+    """Whether the copy engine takes these rows, `[rows, elements]`: each must begin at a multiple
+    of 16 bytes."""
+    return rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0
 
 
 def takes_unnormed(x: Tensor) -> bool:
@@ -180,10 +232,13 @@ def choose_plan(
     if not 0 < rows <= MAX_ROWS or k * itemsize % 16:
         return None
     # float16 would overflow where a row meets its norm's factors before it is normalised.
-    if dtype == torch.bfloat16 and (plan := _resident(rows, outputs, k, gated)) is not None:
-        return plan
+    if dtype == torch.bfloat16:
+        resident = _resident(rows, outputs, k, gated)
+        plan = resident or _warpgroup(rows, outputs, k, itemsize, gated, may_split)
+        if plan is not None:
+            return plan
     if rows == 1:
-        return _one_row(outputs, k, itemsize, gated, normed)
+        return _long_row(k, itemsize, gated) or _one_row(outputs, k, itemsize, gated, normed)
     if outputs >= WIDE and k < WHOLE_ROW:
         return None
     if itemsize > 2 and rows > MAX_ROWS_FLOAT32:
@@ -215,6 +270,34 @@ def _resident(rows: int, outputs: int, k: int, gated: bool) -> ResidentPlan | No
     in_eights = triton.cdiv(outputs, block_n) * triton.cdiv(rows, 8)
     in_eights_fit = k <= 1536 and in_eights <= ONE_WAVE
     return ResidentPlan(8 if rows <= 8 or in_eights_fit else 16, block_n, warps)
+
+
+def _warpgroup(
+    rows: int, outputs: int, k: int, itemsize: int, gated: bool, may_split: bool
+) -> WarpgroupPlan | None:
+    """For more rows than a thread can load. Up to `RESIDENT_ROWS` rows resident weights come first:
+    the products after them can include a norm, which partial sums forbid (Granite's step at 32 rows
+    1.010 -> 1.088 ms with this kernel)."""
+    if not 16 < rows <= WARPGROUP_ROWS or outputs >= WIDE:
+        return None
+    if k > (WARPGROUP_LONGEST if may_split else WARPGROUP_INPUTS):
+        return None
+    chunk = 256 if k >= 1024 and k % 256 == 0 else 128
+    total = triton.cdiv(k, chunk)
+    chunks = triton.cdiv(total, max(2, triton.cdiv(k, WARPGROUP_INPUTS)) if may_split else 1)
+    weights = chunks * (2 if gated else 1) * WARPGROUP_OUTPUTS * chunk * itemsize
+    ring = min(chunks, (SHARED_MEMORY - weights) // (WARPGROUP_ROWS * chunk * itemsize))
+    if ring < 2 <= chunks:
+        return None
+    return WarpgroupPlan(WARPGROUP_OUTPUTS, triton.cdiv(total, chunks), chunk, chunks, ring)
+
+
+def _long_row(k: int, itemsize: int, gated: bool) -> LongRowPlan | None:
+    if not WHOLE_ROW < k <= LONG_ROW or k == 2 * WHOLE_ROW:
+        return None
+    tiles = triton.cdiv(k * itemsize, TILE_BYTES)
+    rounds = triton.cdiv(tiles, LONG_ROW_TILES_GATED if gated else LONG_ROW_TILES)
+    return LongRowPlan(4, 4, triton.cdiv(tiles, rounds))
 
 
 def _one_row(outputs: int, k: int, itemsize: int, gated: bool, normed: bool) -> OneRowPlan:

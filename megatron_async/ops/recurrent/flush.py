@@ -33,7 +33,11 @@ ENTRIES = 16
 STATE_TILE = 4096
 """Elements of the state that a program holds."""
 PROGRAMS = 16
-"""For each row and layer. Most rows are not due, and what is launched for them costs a little."""
+"""For each layer and each group of rows."""
+ROWS, GROUPS = 16, 4
+"""Most rows that a program looks after, and into how many groups rows are divided at least. Most
+rows are not due. With a program for each row, a step of 64 in which none was due took 35 us of
+Granite-4.0-H-350M's 1.36 ms (an H200, 2026-11-24)."""
 
 
 def flush(
@@ -63,7 +67,8 @@ def flush(
         return
     lanes = max(min(STATE_TILE // columns, triton.next_power_of_2(size)), 16)
     parts = min(PROGRAMS, heads)
-    _flush_kernel[(layers * parts, rows)](
+    block = min(triton.next_power_of_2(triton.cdiv(rows, GROUPS)), ROWS)
+    _flush_kernel[(layers * parts, triton.cdiv(rows, block))](
         pools.state,
         *pools.state.stride()[:2],
         pools.ring_xb,
@@ -76,6 +81,7 @@ def flush(
         base_after if saves is None else saves,
         pools.conv,
         *pools.conv.stride()[:2],
+        rows,
         heads=heads,
         head_dim=size,
         columns=columns,
@@ -89,6 +95,7 @@ def flush(
         inputs=pools.conv.size(2) * pools.conv.size(3),
         has_saves=saves is not None,
         is_exact=pools.ring_xb.dtype == torch.float32,
+        block=block,
         num_warps=4,
         **launch_options(row_index),
     )
@@ -127,8 +134,91 @@ def _flush_rows(pools: RecurrentPools, row: Tensor, before: Tensor, after: Tenso
         state[row] = (kept + added).to(state.dtype)
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_index", "base_before", "base_after", "saves"])
+@triton.jit(
+    do_not_specialize=["rows"],
+    do_not_specialize_on_alignment=["row_index", "base_before", "base_after", "saves"],
+)
 def _flush_kernel(
+    state: tl.tensor,
+    state_layer: tl.tensor,
+    state_row: tl.tensor,
+    ring_xb: tl.tensor,
+    xb_layer: tl.tensor,
+    xb_row: tl.tensor,
+    ring_gates: tl.tensor,
+    gates_layer: tl.tensor,
+    gates_row: tl.tensor,
+    row_index: tl.tensor,
+    base_before: tl.tensor,
+    base_after: tl.tensor,
+    saves: tl.tensor,
+    conv: tl.tensor,
+    conv_layer: tl.tensor,
+    conv_row: tl.tensor,
+    rows: tl.tensor,
+    heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    columns: tl.constexpr,
+    channels: tl.constexpr,
+    ring: tl.constexpr,
+    gates: tl.constexpr,
+    parts: tl.constexpr,
+    lanes: tl.constexpr,
+    entries: tl.constexpr,
+    turns: tl.constexpr,
+    inputs: tl.constexpr,
+    has_saves: tl.constexpr,
+    is_exact: tl.constexpr,
+    block: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    wait_for_previous(overlap)
+    first = tl.program_id(1) * block
+    each = first + tl.arange(0, block)
+    begin = tl.load(base_before + each, mask=each < rows, other=0)
+    end = tl.load(base_after + each, mask=each < rows, other=0)
+    wanted = end > begin
+    if has_saves:
+        wanted = wanted | (tl.load(saves + each, mask=each < rows, other=-1) >= 0)
+    last = tl.max(tl.where(wanted, each + 1, 0))
+    for row in range(first, last):
+        _flush_row(
+            row,
+            state,
+            state_layer,
+            state_row,
+            ring_xb,
+            xb_layer,
+            xb_row,
+            ring_gates,
+            gates_layer,
+            gates_row,
+            row_index,
+            base_before,
+            base_after,
+            saves,
+            conv,
+            conv_layer,
+            conv_row,
+            heads,
+            head_dim,
+            columns,
+            channels,
+            ring,
+            gates,
+            parts,
+            lanes,
+            entries,
+            turns,
+            inputs,
+            has_saves,
+            is_exact,
+        )
+
+
+@triton.jit
+def _flush_row(
+    row: tl.tensor,
     state: tl.tensor,
     state_layer: tl.tensor,
     state_row: tl.tensor,
@@ -158,10 +248,8 @@ def _flush_kernel(
     inputs: tl.constexpr,
     has_saves: tl.constexpr,
     is_exact: tl.constexpr,
-    overlap: tl.constexpr,
 ) -> None:
-    wait_for_previous(overlap)
-    row = tl.program_id(1)
+    """A program's part of a row, if the row is due or is to be kept."""
     before, after = tl.load(base_before + row), tl.load(base_after + row)
     save_row = tl.full((), -1, tl.int64)
     if has_saves:

@@ -18,11 +18,11 @@ from megatron_async.ops.experts.few_tokens import ExpertLayer, few_token_experts
 from megatron_async.ops.experts.shared_gate import add_shared_expert
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.linear.skinny_linear import (
-    Unnormed,
     linear,
     linear_squared_relu,
     linear_swiglu,
 )
+from megatron_async.ops.linear.unnormed import Unnormed
 
 EPS = 1e-5
 

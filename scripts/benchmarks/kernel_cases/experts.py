@@ -61,8 +61,8 @@ def few_candidates(base: FewTokenPlan) -> Iterator[FewTokenPlan]:
     ):
         up = {"up_rows": warps * rows, "up_depth": depth, "turns": turns}
         yield replace(base, warps=warps, **up)
-    for rows, depth, group in itertools.product((4, 8, 16), (3, 4, 6, 8), (1, 2, 4)):
-        yield replace(base, down_rows=rows, down_depth=depth, group=group)
+    for rows, warps, depth in itertools.product((1, 2, 4), (2, 4, 8), (2, 3, 4, 8)):
+        yield replace(base, down_rows=rows, down_warps=warps, down_depth=depth)
     for experts in (1, 2, 4, 8):
         yield replace(base, block_experts=experts)
 

@@ -22,9 +22,10 @@ from kernel_cases.tensors import random
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops.linear.rms_norm import add_rms_norm
-from megatron_async.ops.linear.skinny_linear import Unnormed, linear, linear_swiglu
+from megatron_async.ops.linear.skinny_linear import linear, linear_swiglu
 from megatron_async.ops.linear.skinny_plan import takes_unnormed
 from megatron_async.ops.linear.swiglu import swiglu
+from megatron_async.ops.linear.unnormed import Unnormed
 
 EPS = 1e-5
 ROWS = (1, 4, 16, 64)

@@ -11,12 +11,12 @@ from triton.compiler import ASTSource
 from triton_interpreter import INTERPRETED
 
 from megatron_async.ops.experts.expert_plan import (
-    TILE_BYTES,
     UP_REGISTERS,
     LayerShape,
     plan_few_tokens,
 )
 from megatron_async.ops.experts.few_token_kernels import few_down_kernel, few_up_kernel
+from megatron_async.ops.linear.row_tiles import TILE_BYTES
 
 HOPPER = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -77,8 +77,10 @@ def test_all_weights_are_asked_for_before_the_first_product(shape, tmp_path):
     parts = 2 if shape.shared_ffn else 1
     assert loads_before_products(code) == [plan.up_depth * (1 + shape.gated)] * parts
     assert spilled == 0
-    down = {"block_n": plan.down_rows, "depth": plan.down_depth, "group": plan.group}
-    code, spilled = compiled(few_down_kernel, same | down | {"has_gate": False}, {}, tmp_path)
-    each_row = plan.down_rows // plan.warps
-    assert loads_before_products(code) == [plan.group * plan.down_depth * each_row] * parts
+    units = triton.next_power_of_2(shape.units)
+    down = {"block_n": plan.down_rows, "depth": plan.down_depth, "units": units}
+    options = {"num_warps": plan.down_warps}
+    code, spilled = compiled(few_down_kernel, same | down | {"has_gate": False}, options, tmp_path)
+    each_warp = plan.down_rows * units // plan.down_warps
+    assert loads_before_products(code) == [plan.down_depth * each_warp]
     assert spilled == 0

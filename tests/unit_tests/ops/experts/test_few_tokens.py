@@ -12,6 +12,7 @@ from triton_interpreter import INTERPRETED
 from megatron_async.ops.experts.expert_plan import (
     FEW_TOKENS,
     MOST_FEW_TOKENS,
+    MOST_UNITS,
     PROCESSORS,
     UP_PROGRAMS,
     FewTokenPlan,
@@ -25,7 +26,7 @@ from megatron_async.ops.experts.few_tokens import (
     few_token_experts_reference,
 )
 from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
-from megatron_async.ops.linear.skinny_linear import Unnormed
+from megatron_async.ops.linear.unnormed import Unnormed
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 NANO = LayerShape(128, 6, 2688, 1856, 3712, False, 2)
@@ -66,7 +67,7 @@ def plan_of(tokens, layer):
     plan = plan_few_tokens(tokens, layer.shape, MOST_FEW_TOKENS)
     assert plan is not None
     if INTERPRETED:  # fewer programs: they run one after the other
-        wide = {"block_experts": 16, "up_rows": 16, "turns": 2, "down_rows": 32}
+        wide = {"block_experts": 16, "up_rows": 16, "turns": 2, "down_rows": 8}
         plan = dataclasses.replace(plan, **wide)
     return plan
 
@@ -123,11 +124,11 @@ def test_any_layout(device):
     layer = make_layer(shape, torch.float32, device, gate=True)
     x = make_tokens(2, 280, torch.float32, device)
     found = [
-        check(x, layer, FewTokenPlan(block_experts, warps, up, depth, turns, down, deep, group))[0]
-        for block_experts, warps, up, depth, turns, down, deep, group in (
-            (1, 4, 64, 2, 3, 32, 2, 1),
-            (4, 4, 32, 5, 1, 64, 3, 2),
-            (2, 2, 16, 1, 9, 128, 4, 3),
+        check(x, layer, FewTokenPlan(*numbers))[0]
+        for numbers in (
+            (1, 4, 64, 2, 3, 32, 4, 2),
+            (4, 4, 32, 5, 1, 8, 8, 3),
+            (2, 2, 16, 1, 9, 1, 1, 1),
         )
     ]
     # Only the order of float32 sums may differ.
@@ -229,9 +230,10 @@ def test_the_rule():
         assert plan_few_tokens(FEW_TOKENS + 1, shape) is None
         assert plan_few_tokens(0, shape) is None
     nano, mixtral = plan_few_tokens(1, NANO), plan_few_tokens(1, MIXTRAL)
-    assert (nano.up_depth, nano.turns, nano.down_depth, nano.group) == (11, 8, 4, 1)
-    assert (mixtral.up_depth, mixtral.down_depth, mixtral.group) == (8, 4, 1)
-    assert plan_few_tokens(1, QWEN3_NEXT).group == 6
+    assert (nano.up_depth, nano.turns, nano.down_depth, nano.down_rows) == (11, 8, 8, 1)
+    assert (mixtral.up_depth, mixtral.down_depth, mixtral.down_rows) == (8, 8, 4)
+    assert plan_few_tokens(1, QWEN3_NEXT).down_rows == 1
+    assert plan_few_tokens(1, dataclasses.replace(QWEN3_NEXT, shared_ffn=4096)) is None
     assert plan_few_tokens(1, dataclasses.replace(NANO, ffn=1858)) is None  # not of 16 bytes
     assert plan_few_tokens(1, dataclasses.replace(NANO, hidden=16384)) is None
 
@@ -271,10 +273,11 @@ def test_random_shapes(tokens, dtype):
         return int(torch.randint(low, high + 1, (), generator=generator))
 
     for _ in range(8):
-        experts = draw(1, 600)
+        experts, ffn = draw(1, 600), 8 * draw(1, 200)
+        shared = min(8 * draw(0, 300), (MOST_UNITS - 10) * ffn)
         shape = LayerShape(
-            experts, draw(1, min(experts, 10)), 8 * draw(2, 400), 8 * draw(1, 200),
-            8 * draw(0, 300), bool(draw(0, 1)), dtype.itemsize,
+            experts, draw(1, min(experts, 10)), 8 * draw(2, 400), ffn, shared, bool(draw(0, 1)),
+            dtype.itemsize,
         )  # fmt: skip
         layer = make_layer(shape, dtype, "cuda", bool(shape.shared_ffn) and bool(draw(0, 1)))
         x = make_tokens(tokens, shape.hidden, dtype, "cuda")

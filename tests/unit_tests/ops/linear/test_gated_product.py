@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from test_skinny_linear import BRAIN, WHOLE, assert_close, expected_product, random, weight_of
 
 from megatron_async.ops.linear import skinny_linear as ops
-from megatron_async.ops.linear.skinny_linear import Unnormed
 from megatron_async.ops.linear.skinny_plan import takes_gated
+from megatron_async.ops.linear.unnormed import Unnormed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -5,21 +5,25 @@ import torch
 import torch.nn.functional as F
 
 from megatron_async.ops.linear import skinny_linear as ops
-from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_reference
-from megatron_async.ops.linear.skinny_linear import (
-    Unnormed,
+from megatron_async.ops.linear.planned_products import (
+    long_row_product,
     one_row_product,
     resident_product,
     tile_product,
+    warpgroup_product,
 )
+from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_reference
 from megatron_async.ops.linear.skinny_plan import (
     MAX_ROWS,
+    LongRowPlan,
     OneRowPlan,
     ResidentPlan,
     TilePlan,
+    WarpgroupPlan,
     choose_plan,
     takes_unnormed,
 )
+from megatron_async.ops.linear.unnormed import Unnormed
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SHAPES = {
@@ -83,6 +87,28 @@ def test_one_row(n, k, plan, activation, dtype, device):
     if not activation:
         bias = random(n, dtype=dtype, device=device)
         found = one_row_product(x, weight, bias, "", plan)
+        assert_close(found, expected_product(x, weight, bias), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("n", "k", "plan"),
+    [
+        (37, 1000, LongRowPlan(4, 4, 2)),  # the last round has fewer tiles, the last tile less
+        (3, 64, LongRowPlan(4, 4, 3)),  # a part of one tile, fewer outputs than a program takes
+        (50, 2688, LongRowPlan(8, 4, 6)),
+    ],
+)
+@pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
+def test_long_row(n, k, plan, activation, dtype, device):
+    weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, device)
+    x = random(1, k, dtype=dtype, device=device)
+    found = long_row_product(x, weight, None, activation, plan)
+    assert found.dtype == dtype
+    assert_close(found, expected_product(x, weight, activation=activation), dtype)
+    if not activation:
+        bias = random(n, dtype=dtype, device=device)
+        found = long_row_product(x, weight, bias, "", plan)
         assert_close(found, expected_product(x, weight, bias), dtype)
 
 
@@ -198,7 +224,26 @@ TILE = TilePlan(16, 16, 64, 1, 1, 2, False, 0)
             ),
             r"gate is \(1, 7\)",
         ),
+        (lambda: long_row_product(torch.ones(2, 8), torch.ones(4, 8), None, "", None), "2 rows"),
         (lambda: resident_product(ROW, torch.ones(4, 8), None, "", None), "float32; use"),
+        (lambda: warpgroup_product(ROW, torch.ones(4, 8), None, "", None), "1 rows of"),
+        (
+            lambda: warpgroup_product(ROW.half(), torch.ones(4, 9).half()[:, :8], None, "", None),
+            "contiguous",
+        ),
+        (
+            lambda: warpgroup_product(
+                torch.ones(3, 9).half()[:, :8], torch.ones(4, 8).half(), None, "", None
+            ),
+            "multiples of 16 bytes",
+        ),
+        (
+            lambda: warpgroup_product(
+                ROW.half(), torch.ones(4, 8).half(), torch.ones(4).half(), "",
+                WarpgroupPlan(32, 2, 128, 1, 1),
+            ),
+            "neither bias nor activation",
+        ),
         (lambda: tile_product(torch.ones(17, 8), torch.ones(4, 8), None, "", TILE), "17 rows"),
         (
             lambda: tile_product(
@@ -246,6 +291,20 @@ def test_plans_are_possible(rows, outputs, k, dtype):
             weights = plan.block_n * padded * (1 + gated) // 64
             assert weights <= 128
             assert weights + plan.block_m * padded // 64 <= 192
+        elif isinstance(plan, WarpgroupPlan):
+            assert dtype == BRAIN
+            assert 16 < rows <= 64
+            weights = plan.chunks * plan.block_n * (1 + gated)
+            memory = (weights + plan.ring * 64) * plan.chunk * itemsize + 8 * (plan.chunks + 1)
+            assert memory <= 227 * 1024
+            assert 0 < plan.ring <= plan.chunks
+            assert plan.splits == 1 or may_split
+            share = plan.chunks * plan.chunk
+            assert (plan.splits - 1) * share < k <= plan.splits * share
+        elif isinstance(plan, LongRowPlan):
+            assert rows == 1
+            # Registers of a thread: tiles in flight, 4 each.
+            assert plan.block_n // plan.warps * plan.depth * (1 + gated) * 4 <= 64
         elif plan is not None:
             assert rows == 1
             assert plan.ahead % 16 == 0
@@ -274,7 +333,8 @@ def test_which_weights_are_resident():
     def is_resident(rows, outputs, k, gated=False, dtype=BRAIN):
         return isinstance(choose_plan(rows, outputs, k, dtype, gated, True), ResidentPlan)
 
-    assert all(is_resident(rows, 960, 576) for rows in (2, 8, 16, 32))
+    assert all(is_resident(rows, 960, 576) for rows in (2, 8, 16))
+    assert isinstance(choose_plan(32, 960, 576, BRAIN, False, False), ResidentPlan)
     assert not is_resident(1, 960, 576)
     assert is_resident(1, 1536, 576, gated=True)
     assert not is_resident(33, 960, 576)
@@ -316,6 +376,47 @@ class TestOnGpu:
         assert_close(found, expected_product(x, weight, activation="swiglu"), dtype)
         found = ops.linear_squared_relu(x, weight)
         assert_close(found, expected_product(x, weight, activation="squared_relu"), dtype)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(
+        ("rows", "n", "k", "plan"),
+        [
+            (64, 100, 576, WarpgroupPlan(32, 1, 128, 5, 5)),
+            (17, 33, 768, WarpgroupPlan(16, 1, 128, 6, 2)),  # a ring that is filled three times
+            (1, 64, 64, WarpgroupPlan(64, 1, 128, 1, 1)),
+            (50, 72, 1024, WarpgroupPlan(32, 1, 256, 4, 3)),
+        ],
+    )
+    @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
+    def test_warpgroups(self, rows, n, k, plan, activation, dtype):
+        weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, "cuda")
+        wide = random(rows, k + 24, dtype=dtype, device="cuda")
+        x = wide[:, 8 : k + 8]  # rows that are not adjacent
+        found = warpgroup_product(x, weight, None, activation, plan)
+        assert_close(found, expected_product(x, weight, activation=activation), dtype)
+        assert torch.equal(found, warpgroup_product(x, weight, None, activation, plan))
+        if not activation:
+            bias = random(n, dtype=dtype, device="cuda")
+            found = warpgroup_product(x, weight, bias, "", plan)
+            assert_close(found, expected_product(x, weight, bias), dtype)
+
+    @pytest.mark.parametrize(("k", "splits", "chunks"), [(768, 2, 3), (1500, 3, 4), (200, 2, 1)])
+    def test_partial_sums_of_warpgroups(self, k, splits, chunks):
+        x = random(40, k, dtype=BRAIN, device="cuda")
+        weight = weight_of(72, k, BRAIN, "cuda")
+        plan = WarpgroupPlan(32, splits, 128, chunks, min(chunks, 3))
+        if k % 8:
+            with pytest.raises(ValueError, match="16 bytes"):
+                warpgroup_product(x, weight, None, "", plan)
+            return
+        parts = warpgroup_product(x, weight, None, "", plan)
+        assert parts.shape == (splits, 40, 72)
+        assert_close(parts.sum(0), expected_product(x, weight), BRAIN)
+
+    def test_rows_that_the_copy_engine_does_not_take(self):
+        x = random(40, 577, dtype=BRAIN, device="cuda")[:, 1:]
+        weight = weight_of(72, 576, BRAIN, "cuda")
+        assert_close(ops.linear(x, weight), expected_product(x, weight), BRAIN)
 
     @pytest.mark.parametrize(
         ("rows", "n", "k", "plan"),

@@ -1,0 +1,120 @@
+"""Kernel of a product of 17 to 64 rows whose weights are in shared memory before the rows are
+there.
+
+All rows meet a program's weights on the matrix units of one warpgroup (Hopper's `wgmma`), so each
+program loads all rows: at 64 rows they are more bytes than its weights. Triton's own loop loads
+both behind the wait, and takes a turn for each tile. Here the copy engine brings all weights before
+the wait, and behind it the rows, chunk by chunk, each multiplied when it is there.
+
+Written in Gluon, the form of Triton in which a program states the place of each element.
+"""
+# mypy does not know that a loop over constants is unrolled.
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+"""How the copy engine stores a chunk, and the matrix units read it."""
+
+
+def chunks_of(rows: Tensor, block: int, chunk: int) -> TensorDescriptor:
+    """What the copy engine must know of `[rows, elements]`, of which it brings `block` rows of
+    `chunk` elements at a time; zeros for what is outside."""
+    return TensorDescriptor.from_tensor(rows, [block, chunk], IN_SHARED_MEMORY)
+
+
+@gluon.jit
+def warpgroup_kernel(
+    x_chunks: tma.tensor_descriptor,
+    weight_chunks: tma.tensor_descriptor,
+    bias: gl.tensor,
+    out: gl.tensor,
+    rows: gl.tensor,
+    n: gl.tensor,
+    chunks: gl.constexpr,
+    ring: gl.constexpr,
+    gated: gl.constexpr,
+    squared: gl.constexpr,
+    has_bias: gl.constexpr,
+    overlap: gl.constexpr,
+) -> None:
+    """All rows times a block of weight rows, or of two halves of the weight if `gated`, over one
+    share of the inputs: `chunks` of them, of which `ring` are in shared memory at a time."""
+    if overlap:
+        gdc_launch_dependents()
+    dtype: gl.constexpr = x_chunks.dtype
+    block_m: gl.constexpr = x_chunks.block_shape[0]
+    block_n: gl.constexpr = weight_chunks.block_shape[0]
+    chunk: gl.constexpr = x_chunks.block_shape[1]
+    halves: gl.constexpr = 2 if gated else 1
+    x_bytes: gl.constexpr = x_chunks.block_type.nbytes
+    weight_bytes: gl.constexpr = weight_chunks.block_type.nbytes
+    first = gl.program_id(0) * block_n
+    part = gl.program_id(1)
+    begin = part * (chunks * chunk)
+    weights = gl.allocate_shared_memory(
+        dtype, [chunks * halves, block_n, chunk], weight_chunks.layout
+    )
+    x = gl.allocate_shared_memory(dtype, [ring, block_m, chunk], x_chunks.layout)
+    # One barrier a chunk of x, and the last one for all weights.
+    arrived = gl.allocate_shared_memory(gl.int64, [chunks + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(chunks + 1):
+        mbarrier.init(arrived.index(i), count=1)
+    mbarrier.expect(arrived.index(chunks), chunks * halves * weight_bytes)
+    for i in gl.static_range(chunks * halves):
+        place = [first + i // chunks * n, begin + i % chunks * chunk]
+        tma.async_copy_global_to_shared(
+            weight_chunks, place, arrived.index(chunks), weights.index(i)
+        )
+    for i in gl.static_range(chunks):
+        mbarrier.expect(arrived.index(i), x_bytes)
+    if overlap:
+        gdc_wait()
+    for i in gl.static_range(ring):
+        place = [0, begin + i * chunk]
+        tma.async_copy_global_to_shared(x_chunks, place, arrived.index(i), x.index(i))
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 16])
+    zeros = gl.zeros([block_m, block_n], gl.float32, layout=layout)
+    sums = warpgroup_mma_init(zeros)
+    up_sums = warpgroup_mma_init(zeros)
+    mbarrier.wait(arrived.index(chunks), 0)
+    for i in gl.static_range(chunks):
+        mbarrier.wait(arrived.index(i), 0)
+        values = x.index(i % ring)
+        weight = weights.index(i).permute((1, 0))
+        sums = warpgroup_mma(values, weight, sums, is_async=True)
+        if gated:
+            weight = weights.index(chunks + i).permute((1, 0))
+            up_sums = warpgroup_mma(values, weight, up_sums, is_async=True)
+        if i + ring < chunks:
+            # The products have read this chunk before the next one takes its place.
+            done, up_done = warpgroup_mma_wait(0, deps=(sums, up_sums))
+            sums = warpgroup_mma_init(done)
+            up_sums = warpgroup_mma_init(up_done)
+            place = [0, begin + (i + ring) * chunk]
+            tma.async_copy_global_to_shared(x_chunks, place, arrived.index(i + ring), values)
+    y, up = warpgroup_mma_wait(0, deps=(sums, up_sums))
+    row = gl.arange(0, block_m, layout=gl.SliceLayout(1, layout))[:, None]
+    column = first + gl.arange(0, block_n, layout=gl.SliceLayout(0, layout))[None, :]
+    if has_bias:
+        y = y + gl.load(bias + column, mask=column < n, other=0.0).to(gl.float32)
+    if gated:
+        y = y / (1.0 + gl.exp(-y)) * up
+    elif squared:
+        y = gl.maximum(y, 0.0)
+        y = y * y
+    target = out + (part * rows + row) * n + column
+    gl.store(target, y.to(out.dtype.element_ty), mask=(row < rows) & (column < n))
