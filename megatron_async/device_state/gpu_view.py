@@ -24,6 +24,7 @@ from megatron_async.device_state.step_view import StepView
 from megatron_async.device_state.unpack_step import unpack_step
 from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
+from megatron_async.ops.recurrent.mamba_pools import MambaParams
 from megatron_async.ops.sampling.sampling import SamplingMode
 
 
@@ -200,6 +201,29 @@ class ContextGPUView(StepView):
         """
         assert self._recurrent is not None, "the context was made for a model without such layers"
         return self._recurrent.run(self, layer, projected, params)
+
+    def recurrent_gated(
+        self, layer: int, projected: Tensor, params: MambaParams, norm_weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`recurrent` of a Mamba-2 layer, gated and multiplied by the norm's weight; only where
+        `may_gate`.
+
+        Args:
+            layer: index among the recurrent layers.
+            projected: `[tokens, ...]`, the output of the layer's first product.
+            params: of the layer.
+            norm_weight: `[channels]`.
+
+        Returns:
+            `[tokens, channels]`, and the squares for `Unnormed`.
+        """
+        assert self._recurrent is not None, "the context was made for a model without such layers"
+        return self._recurrent.run_gated(self, layer, projected, params, norm_weight)
+
+    @property
+    def may_gate(self) -> bool:
+        """Whether all rows of the step decode one query token."""
+        return self.dims.is_decode_only and self.dims.width == 1
 
     def last_token_logits(self, hidden_states: Tensor) -> Tensor:
         """Hidden states that logits are made of: `[1, tokens, hidden]` -> `[sample rows,

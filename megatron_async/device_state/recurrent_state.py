@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_async.device_state.recurrences import Recurrence
+from megatron_async.device_state.recurrences import MambaRecurrence, Recurrence
 from megatron_async.device_state.slot_states import PerSlotState
 from megatron_async.device_state.state_table import StateTable
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.recurrent.mamba_pools import Gating, MambaParams, make_gating
 from megatron_async.ops.recurrent.recurrent_pools import (
     FlushRule,
     PrefillRows,
@@ -160,33 +161,75 @@ class RecurrentState(PerSlotState):
         Returns:
             `[tokens, channels]`, before the gated norm.
         """
-        after, kind, pools = self._after, self._kinds[layer], self._layers[layer]
-        assert after is not None, "a layer before its step has begun"
+        kind, pools = self._kinds[layer], self._layers[layer]
+        assert self._after is not None, "a layer before its step has begun"
         dims, ops = view.dims, kernels_for(projected)
         shape = (len(projected), kind.channels)
         out = torch.empty(shape, dtype=projected.dtype, device=projected.device)
-        rows, tokens = dims.decode_rows, dims.decode_tokens
-        if rows:
-            kind.decode(ops)(
-                projected[:tokens],
-                params,
-                pools,
-                self._decode_rows,
-                view.step.positions,
-                after,
-                dims.width,
-                self.rule,
-                out[:tokens],
-            )
+        tokens = dims.decode_tokens
+        if tokens:
+            self._decode(view, layer, projected[:tokens], params, out[:tokens])
         if self._prefill is not None:
             kind.prefill(ops)(
                 projected[tokens:],
                 params,
                 pools,
                 self._prefill,
-                after[rows:],
+                self._after[dims.decode_rows :],
                 self.rule,
                 out[tokens:],
                 self._chunk_dest,
             )
         return out
+
+    def run_gated(
+        self,
+        view: ContextGPUView,
+        layer: int,
+        projected: Tensor,
+        params: MambaParams,
+        norm_weight: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """`run` of a Mamba-2 layer in a step of decode rows of one query token, with the gate and
+        the weight of the norm after it; the product after that norm divides.
+
+        Args:
+            view: the step.
+            layer: index among the recurrent layers.
+            projected: `[tokens, ...]`, the output of the layer's first product.
+            params: of the layer.
+            norm_weight: `[channels]`.
+
+        Returns:
+            `[tokens, channels]`, and `Unnormed.squares` of it.
+        """
+        kind = self._kinds[layer]
+        assert isinstance(kind, MambaRecurrence), "other layers' gates are of other norms"
+        sizes, rows = kind.sizes, view.dims.decode_rows
+        gating = make_gating(norm_weight, rows, sizes.groups, sizes.heads, sizes.head_dim)
+        shape = (len(projected), kind.channels)
+        out = torch.empty(shape, dtype=projected.dtype, device=projected.device)
+        self._decode(view, layer, projected, params, out, gating)
+        return out, gating.squares
+
+    def _decode(
+        self,
+        view: ContextGPUView,
+        layer: int,
+        projected: Tensor,
+        params: Any,
+        out: Tensor,
+        *gating: Gating,
+    ) -> None:
+        self._kinds[layer].decode(kernels_for(projected))(
+            projected,
+            params,
+            self._layers[layer],
+            self._decode_rows,
+            view.step.positions,
+            self._after,
+            view.dims.width,
+            self.rule,
+            out,
+            *gating,
+        )

@@ -27,7 +27,7 @@ from megatron_async.errors import OutOfMemoryError
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.eight_bit import EightBitWeight
 from megatron_async.ops.linear.partial_sums import add_partial_sums
-from megatron_async.ops.linear.skinny_plan import takes_gated, takes_unnormed
+from megatron_async.ops.linear.skinny_plan import takes_squares, takes_unnormed
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, Unreduced, collectives_of
 
@@ -66,7 +66,8 @@ def linear(
     if packed is not None:
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     if isinstance(x, Unnormed):
-        return kernels_for(x.x).linear(x, weight, bias)[:, None]
+        output = kernels_for(x.x).linear(x, weight, bias, may_split)
+        return output.unsqueeze(-2)
     if x.is_cuda:
         rows = x.flatten(0, -2)
         output = kernels_for(x).linear(rows, weight, bias, may_split)
@@ -149,16 +150,18 @@ class InferenceRowParallelLinear(RowParallelLinear):
         """Collectives of the ranks that share this layer."""
         return collectives_of(self.tp_group)
 
-    def takes_gated(self, rows: Tensor) -> bool:
-        """Whether `forward` should be given the arguments of the gated norm before it, which is
-        over all of `rows`, `[tokens, in]`."""
-        alone = get_pg_size(self.tp_group) == 1
-        return alone and self.packed_weight is None and takes_gated(rows, self.weight)
+    def takes_squares(self, rows: Tensor, groups: int) -> bool:
+        """Whether `forward` takes an `Unnormed` with squares of such `rows`, `[tokens, in]`, in so
+        many groups."""
+        if not rows.is_cuda or get_pg_size(self.tp_group) > 1:
+            return False
+        may_split = self.may_split and self.bias is None
+        return takes_squares(rows, self.weight, groups, may_split)
 
     def forward(self, input_: Tensor | Unnormed) -> tuple[Tensor | Unreduced, Tensor | None]:
         """`[..., in of this rank]` -> `[..., out]`, and the bias where the caller adds it later.
 
-        Where `takes_gated`, the input may be the arguments of the gated norm before this layer.
+        Where `takes_squares`, the input may be one that this layer has to divide.
         """
         alone = get_pg_size(self.tp_group) == 1
         may_split = self.may_split and self.bias is None
@@ -168,7 +171,7 @@ class InferenceRowParallelLinear(RowParallelLinear):
         output: Tensor | Unreduced
         output = linear(input_, self.weight, bias, self.packed_weight, may_split)
         if not alone:
-            assert isinstance(input_, Tensor), "see takes_gated"
+            assert isinstance(input_, Tensor), "see takes_squares"
             output = self._reduced(output, input_.dtype)
             if self.bias is not None and not self.skip_bias_add:
                 assert isinstance(output, Tensor), "a sum with a bias is done here"

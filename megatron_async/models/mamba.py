@@ -167,14 +167,23 @@ class Mamba2Mixer(RecurrentMixer):
         projected, _unused = self.in_proj(hidden_states)
         # With sequence parallelism rows of padding stand behind the step's tokens.
         zxbcdt = projected.squeeze(1)[: inference_context.dims.tokens]
-        y = inference_context.recurrent(self.state_layer_index, zxbcdt, self.recurrence)
-        gate = zxbcdt[:, : self.sizes.inner]
-        norm = self.norm
-        if norm.groups == 1 and norm.tp_group is None and self.out_proj.takes_gated(y):
-            output, bias = self.out_proj(Unnormed(y, None, norm.weight, norm.eps, gate=gate))
+        gate, layer, norm = zxbcdt[:, : self.sizes.inner], self.state_layer_index, self.norm
+        if self._divides(gate, inference_context):
+            y, squares = inference_context.recurrent_gated(
+                layer, zxbcdt, self.recurrence, norm.weight
+            )
+            output, bias = self.out_proj(Unnormed(y, None, norm.weight, norm.eps, squares))
         else:
+            y = inference_context.recurrent(layer, zxbcdt, self.recurrence)
             output, bias = self.out_proj(norm(y, gate)[:, None])
         return output, bias
+
+    def _divides(self, rows: Tensor, view: ContextGPUView) -> bool:
+        """Whether out_proj divides by the norm's root mean squares, so that the norm has no kernel
+        of its own."""
+        if self.norm.tp_group is not None:
+            return False
+        return self.out_proj.takes_squares(rows, self.norm.groups) and view.may_gate
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

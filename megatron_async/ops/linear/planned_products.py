@@ -50,6 +50,7 @@ def one_row_product(
     if row.size(0) != 1:
         raise ValueError(f"one_row_product: x has {row.size(0)} rows; use tile_product.")
     residual, total = _residual_and_total(x)
+    squares, parts = _squares(x, activation)
     out = torch.empty((1, n), dtype=row.dtype, device=row.device)
     one_row_kernel[(triton.cdiv(n, plan.block_n),)](
         row,
@@ -58,15 +59,18 @@ def one_row_product(
         total,
         weight,
         weight if bias is None else bias,
+        squares,
         out,
         n,
         0.0 if norm is None else norm.eps,
         k=row.size(1),
         block_n=plan.block_n,
         block_k=plan.block_k,
+        parts=parts,
+        block_parts=triton.next_power_of_2(parts),
         gated=activation == "swiglu",
         squared=activation == "squared_relu",
-        has_norm=norm is not None,
+        has_norm=norm is not None and not parts,
         has_residual=norm is not None and norm.residual is not None,
         has_bias=bias is not None,
         ahead=plan.ahead,
@@ -125,20 +129,20 @@ def resident_product(
     if inputs.dtype != torch.bfloat16:
         raise ValueError(f"resident_product: x is {inputs.dtype}; use tile_product.")
     residual, total = _residual_and_total(x)
-    gate = None if norm is None else norm.gate
-    before = residual if gate is None else gate
+    squares, parts = _squares(x, activation)
     rows, k = inputs.shape
     out = torch.empty((rows, n), dtype=inputs.dtype, device=inputs.device)
     resident_kernel[(triton.cdiv(n, plan.block_n), triton.cdiv(rows, plan.block_m))](
         inputs,
-        before,
+        residual,
         weight if norm is None else norm.weight,
         total,
         weight,
         weight if bias is None else bias,
+        squares,
         out,
         inputs.stride(0),
-        before.stride(0),
+        residual.stride(0),
         rows,
         n,
         0.0 if norm is None else norm.eps,
@@ -149,9 +153,10 @@ def resident_product(
         block_n=plan.block_n,
         gated=activation == "swiglu",
         squared=activation == "squared_relu",
-        has_norm=norm is not None,
+        has_norm=norm is not None and not parts,
         has_residual=norm is not None and norm.residual is not None,
-        has_gate=gate is not None,
+        parts=parts,
+        block_parts=triton.next_power_of_2(parts),
         has_bias=bias is not None,
         num_warps=plan.warps,
         **launch_options(inputs),
@@ -204,17 +209,27 @@ def tile_product(
 
 
 def warpgroup_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, plan: WarpgroupPlan
+    x: Tensor | Unnormed,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    plan: WarpgroupPlan,
 ) -> Tensor:
     """`linear`, or with the activation after it, by a given plan; partial sums if it splits;
     bfloat16 or float16, on a GPU with warpgroups (Hopper).
+
+    An `Unnormed` must have squares, of one group.
 
     Raises:
         ValueError: shapes, dtypes, strides or alignment do not fit; more rows than a warpgroup
             takes; a plan that splits what cannot be added up later.
     """
+    squares, parts = _squares(x, activation)
+    eps = 0.0
+    if isinstance(x, Unnormed):
+        eps, x = x.eps, x.x
     n = _outputs(x, weight, bias, activation)
-    rows = x.size(0)
+    rows, k = x.shape
     if rows > WARPGROUP_ROWS or x.itemsize != 2:
         raise ValueError(
             f"warpgroup_product: x is {rows} rows of {x.dtype}; it is for 16-bit numbers and at "
@@ -235,13 +250,18 @@ def warpgroup_product(
         chunks_of(x, WARPGROUP_ROWS, plan.chunk),
         chunks_of(weight, plan.block_n, plan.chunk),
         weight if bias is None else bias,
+        squares,
         out,
         rows,
         n,
+        k,
+        eps,
         chunks=plan.chunks,
         ring=plan.ring,
         gated=activation == "swiglu",
         squared=activation == "squared_relu",
+        parts=parts,
+        block_parts=triton.next_power_of_2(parts),
         has_bias=bias is not None,
         num_warps=4,
         **launch_options(x),
@@ -260,14 +280,6 @@ def _residual_and_total(x: Tensor | Unnormed) -> tuple[Tensor, Tensor]:
             f"skinny_linear: the norm's weight is {tuple(weight.shape)}, strides "
             f"{weight.stride()}; it must be ({rows.size(1)},), contiguous."
         )
-    gate = x.gate
-    if gate is not None and (
-        gate.shape != rows.shape or gate.stride(1) != 1 or x.residual is not None
-    ):
-        raise ValueError(
-            f"skinny_linear: gate is {tuple(gate.shape)}; it must be like x, {tuple(rows.shape)}, "
-            "its elements adjacent, and there can be no residual beside it."
-        )
     if x.residual is None:
         x.total = rows
         return rows, rows
@@ -278,6 +290,25 @@ def _residual_and_total(x: Tensor | Unnormed) -> tuple[Tensor, Tensor]:
         )
     x.total = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     return x.residual, x.total
+
+
+def _squares(x: Tensor | Unnormed, activation: Activation) -> tuple[Tensor, int]:
+    """Sums of squares, and the parts of a row's; x and 0 where there are none. Raises on what would
+    read the wrong memory."""
+    if not isinstance(x, Unnormed):
+        return x, 0
+    squares, rows = x.squares, x.x
+    if squares is None:
+        return rows, 0
+    fits = squares.dim() == 3 and squares.shape[:2] == (rows.size(0), 1) and squares.is_contiguous()
+    if not fits or squares.dtype != torch.float32 or x.residual is not None or activation:
+        raise ValueError(
+            f"skinny_linear: squares must be float32 [{rows.size(0)}, 1, parts], contiguous, "
+            "without a residual or an activation; found "
+            f"{squares.dtype} {tuple(squares.shape)}, residual {x.residual is not None}, "
+            f"activation {activation!r}."
+        )
+    return squares, squares.size(2)
 
 
 def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> int:

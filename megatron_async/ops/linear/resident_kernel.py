@@ -3,8 +3,8 @@
 After its wait such a kernel only has latency. So before the wait each program loads all weights of
 its outputs into registers, as fragments of the matrix units. After it, one round of loads reads the
 rows in the same form. The warps divide the inputs, and their sums are added once in shared memory.
-The kernel also computes the norm before the product: it sums the rows' squares beside the products
-and applies the factor to the sums. It also applies Mamba-2's gate before its norm.
+The kernel also computes the norm before the product: it sums the rows' squares beside the products,
+or takes the sums that the kernel before has made, and applies the factor to its own sums.
 
 Written in Gluon, the form of Triton in which a program states the place of each element. Triton's
 own choice loads the weights in another order, and moves them through shared memory after the wait.
@@ -107,14 +107,15 @@ def _lines(
 @gluon.jit
 def resident_kernel(
     x: gl.tensor,
-    before: gl.tensor,
+    residual: gl.tensor,
     norm_weight: gl.tensor,
     total: gl.tensor,
     weight: gl.tensor,
     bias: gl.tensor,
+    squares: gl.tensor,
     out: gl.tensor,
     x_stride: gl.tensor,
-    before_stride: gl.tensor,
+    residual_stride: gl.tensor,
     rows: gl.tensor,
     n: gl.tensor,
     eps: gl.tensor,
@@ -127,14 +128,13 @@ def resident_kernel(
     squared: gl.constexpr,
     has_norm: gl.constexpr,
     has_residual: gl.constexpr,
-    has_gate: gl.constexpr,
+    parts: gl.constexpr,
+    block_parts: gl.constexpr,
     has_bias: gl.constexpr,
     overlap: gl.constexpr,
 ) -> None:
-    """`block_m` rows times `block_n` weight rows, or twice as many if `gated`.
-
-    `before` is the residual that is added to the rows before the norm, or their gate.
-    """
+    """`block_m` rows times `block_n` weight rows, or twice as many if `gated`; divided by the root
+    mean square that follows from `squares`, if a row has `parts` of them."""
     if overlap:
         gdc_launch_dependents()
     first = gl.program_id(0) * block_n
@@ -165,13 +165,19 @@ def resident_kernel(
         row = first_row + _lines(segments, s, 1, warps, block_m)
         inside = (row < rows) & (column < k)
         values = values + (gl.load(x + row * x_stride + column, mask=inside, other=0.0),)
-        if has_residual or has_gate:
-            its = gl.load(before + row * before_stride + column, mask=inside, other=0.0)
+        if has_residual:
+            its = gl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
             befores = befores + (its,)
+    if parts > 0:
+        given: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
+        line = first_row + gl.arange(0, block_m, layout=gl.SliceLayout(1, given))[:, None]
+        piece = gl.arange(0, block_parts, layout=gl.SliceLayout(0, given))[None, :]
+        there = (line < rows) & (piece < parts)
+        whole = gl.sum(gl.load(squares + line * parts + piece, mask=there, other=0.0), 1)
     sums = gl.zeros([warps, block_n, block_m], gl.float32, layout=_products(warps))
     up_sums = gl.zeros([warps, block_n, block_m], gl.float32, layout=_products(warps))
     kept: gl.constexpr = gl.SliceLayout(1, _layout(segments, 0, 1, warps))
-    squares = gl.zeros([warps, block_m], gl.float32, layout=kept)
+    own_squares = gl.zeros([warps, block_m], gl.float32, layout=kept)
     totals = ()
     for s in gl.static_range(len(segments)):
         v = values[s]
@@ -180,10 +186,7 @@ def resident_kernel(
             totals = totals + (v,)
         if has_norm:
             exact = v.to(gl.float32)
-            if has_gate:
-                gate = befores[s].to(gl.float32)
-                exact = exact * (gate / (1.0 + gl.exp(-gate)))
-            squares += gl.convert_layout(gl.sum(exact * exact, 1), kept)
+            own_squares += gl.convert_layout(gl.sum(exact * exact, 1), kept)
             v = (exact * scales[s].to(gl.float32)).to(v.dtype)
         sums = mma_v2(weights[s], v, sums)
         if gated:
@@ -197,7 +200,8 @@ def resident_kernel(
     if gated:
         up = gl.sum(gl.convert_layout(up_sums, joined), 0)
     if has_norm:
-        whole = gl.sum(gl.convert_layout(squares, gl.SliceLayout(1, joined)), 0)
+        whole = gl.sum(gl.convert_layout(own_squares, gl.SliceLayout(1, joined)), 0)
+    if has_norm or parts > 0:
         whole = gl.convert_layout(whole, gl.SliceLayout(0, flat))[None, :]
         factor = gl.rsqrt(whole / k + eps)
         y = y * factor

@@ -21,12 +21,15 @@ def one_row_kernel(
     total: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
+    squares: tl.tensor,
     out: tl.tensor,
     n: tl.tensor,
     eps: tl.tensor,
     k: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
+    parts: tl.constexpr,
+    block_parts: tl.constexpr,
     gated: tl.constexpr,
     squared: tl.constexpr,
     has_norm: tl.constexpr,
@@ -37,8 +40,9 @@ def one_row_kernel(
 ) -> None:
     """One row times `block_n` weight rows, on the CUDA cores.
 
-    The norm's factor is a number, so it is applied to the sums: inputs need not be read twice. A
-    weight row that fits `block_k` is loaded before the wait.
+    The norm's factor is a number, so it is applied to the sums: inputs need not be read twice. It
+    follows from the inputs, or from `parts` sums of squares, if there are any. A weight row that
+    fits `block_k` is loaded before the wait.
     """
     let_next_start(overlap)
     program = tl.program_id(0)
@@ -70,7 +74,10 @@ def one_row_kernel(
     await_previous(overlap)
     sums = tl.zeros((block_n, block_k), tl.float32)
     up_sums = tl.zeros((block_n, block_k), tl.float32)
-    squares = tl.zeros((1 if whole else block_n, block_k), tl.float32)
+    own_squares = tl.zeros((1 if whole else block_n, block_k), tl.float32)
+    if parts > 0:
+        piece = tl.arange(0, block_parts)
+        given = tl.load(squares + piece, mask=piece < parts, other=0.0)
     for at in range(0, k, block_k):
         left = place < k - at
         if not whole:
@@ -89,14 +96,16 @@ def one_row_kernel(
                     own = left if whole else left & (line == 0)[:, None]
                     tl.store(total + at + place, rounded, mask=own)
                 v = rounded.to(tl.float32)
-            squares += v * v
+            own_squares += v * v
             v = v * scale
         sums += w * v
         if gated:
             up_sums += u * v
     y = tl.sum(sums, 1)
+    if parts > 0:
+        y = y * tl.rsqrt(tl.sum(given, 0) / k + eps)
     if has_norm:
-        factor = tl.rsqrt(tl.sum(squares, 1) / k + eps)
+        factor = tl.rsqrt(tl.sum(own_squares, 1) / k + eps)
         y = y * factor
     if has_bias:
         y = y + shift

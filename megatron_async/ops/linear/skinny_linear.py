@@ -3,7 +3,7 @@
 cuBLAS does not use programmatic dependent launch, so memory idles before and after each of its
 kernels. The kernels here load their first weights early (`ops/linear/skinny_kernels.py`), small
 products all weights (`ops/linear/resident_kernel.py`). Products include the operations around them:
-before, RMSNorm of one or few rows, with Mamba-2's gate; after, an MLP's activation. A larger
+before, RMSNorm of one or few rows; after, an MLP's activation. A larger
 product with fewer outputs than fill the device is split along its inputs. The next kernel adds the
 partial sums in order (`ops/linear/rms_norm.py`), so that results are the same in every run.
 
@@ -35,10 +35,6 @@ from megatron_async.ops.linear.skinny_plan import (
 from megatron_async.ops.linear.squared_relu import squared_relu, squared_relu_reference
 from megatron_async.ops.linear.swiglu import swiglu, swiglu_reference
 from megatron_async.ops.linear.unnormed import Unnormed
-from megatron_async.ops.recurrent.gated_rms_norm import (
-    gated_rms_norm,
-    gated_rms_norm_reference,
-)
 
 
 def linear(
@@ -95,8 +91,8 @@ def linear_reference(
     """`linear` in plain torch, unsplit."""
     if not isinstance(x, Unnormed):
         return F.linear(x, weight, bias)
-    if x.gate is not None:
-        return F.linear(gated_rms_norm_reference(x.x, x.gate, x.weight, 1, x.eps), weight, bias)
+    if x.squares is not None:
+        return F.linear(x.divided(), weight, bias)
     normed, x.total = add_rms_norm_reference(x.x, x.residual, x.weight, x.eps)
     return F.linear(normed, weight, bias)
 
@@ -119,16 +115,21 @@ def _product(
     may_split: bool,
 ) -> Tensor:
     inputs = x.x if isinstance(x, Unnormed) else x
-    norm = isinstance(x, Unnormed)
+    norm = isinstance(x, Unnormed) and x.squares is None
     gated = activation == "swiglu"
     plan = plan_product(inputs, weight, gated, may_split and bias is None, norm)
-    if isinstance(x, Unnormed) and x.gate is not None and not isinstance(plan, ResidentPlan):
-        x = inputs = gated_rms_norm(x.x, x.gate, x.weight, 1, x.eps)
     if isinstance(plan, OneRowPlan):
         return one_row_product(x, weight, bias, activation, plan)
     if isinstance(plan, ResidentPlan):
         return resident_product(x, weight, bias, activation, plan)
+    if isinstance(plan, WarpgroupPlan) and isinstance(x, Unnormed) and x.squares is not None:
+        return warpgroup_product(x, weight, bias, activation, plan)
     if isinstance(x, Unnormed):
+        if x.squares is not None:
+            raise ValueError(
+                f"skinny_linear: a product of {tuple(inputs.shape)} by {tuple(weight.shape)} does "
+                "not take squares: ask takes_squares first."
+            )
         inputs, x.total = add_rms_norm(x.x, x.residual, x.weight, x.eps)
     if isinstance(plan, LongRowPlan):
         return long_row_product(inputs, weight, bias, activation, plan)

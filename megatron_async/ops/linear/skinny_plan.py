@@ -57,12 +57,6 @@ RESIDENT_INPUTS = 3072
 RESIDENT_GATED_INPUTS = 1024
 """`RESIDENT_INPUTS` for two weights, for products as wide as `WIDE`, and for products that include
 a norm of several rows."""
-RESIDENT_GATED_NORM_INPUTS = 1536
-"""`RESIDENT_INPUTS` for products that include a gate and a norm of several rows
-(Granite-4.0-H-350M's Mamba-2 layers; more was not measured)."""
-RESIDENT_GATED_NORM_ROWS = 16
-"""Most rows of that: each program reads the gates anew (Granite's step at 16 rows 0.767 -> 0.749
-ms, at 32 0.995 -> 1.053)."""
 RESIDENT_ELEMENTS = 7_000_000
 """Most weights of such a product: more programs than fit the device begin after the wait."""
 RESIDENT_ELEMENTS_OF_MANY = 3_200_000
@@ -199,17 +193,17 @@ def takes_unnormed(x: Tensor) -> bool:
     return resident and x.is_cuda and _is_measured(x.device.index)
 
 
-def takes_gated(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product of `x` by `weight` should be given an `Unnormed` with a gate.
+def takes_squares(x: Tensor, weight: Tensor, groups: int, may_split: bool) -> bool:
+    """Whether the product of such an `x` by `weight` takes an `Unnormed` with squares.
 
     Args:
-        x: `[rows, k]`, whose rows are normalised whole.
+        x: `[rows, k]`.
         weight: `[outputs, k]`.
+        groups: of elements that are normalised together, in each row.
+        may_split: the caller can take partial sums.
     """
-    rows, k = x.shape
-    if not 2 <= rows <= RESIDENT_GATED_NORM_ROWS or k > RESIDENT_GATED_NORM_INPUTS:
-        return False
-    return isinstance(plan_product(x, weight), ResidentPlan)
+    plan = plan_product(x, weight, may_split=may_split)
+    return groups == 1 and isinstance(plan, OneRowPlan | ResidentPlan | WarpgroupPlan)
 
 
 @lru_cache

@@ -41,18 +41,25 @@ def warpgroup_kernel(
     x_chunks: tma.tensor_descriptor,
     weight_chunks: tma.tensor_descriptor,
     bias: gl.tensor,
+    squares: gl.tensor,
     out: gl.tensor,
     rows: gl.tensor,
     n: gl.tensor,
+    k: gl.tensor,
+    eps: gl.tensor,
     chunks: gl.constexpr,
     ring: gl.constexpr,
     gated: gl.constexpr,
     squared: gl.constexpr,
+    parts: gl.constexpr,
+    block_parts: gl.constexpr,
     has_bias: gl.constexpr,
     overlap: gl.constexpr,
 ) -> None:
     """All rows times a block of weight rows, or of two halves of the weight if `gated`, over one
-    share of the inputs: `chunks` of them, of which `ring` are in shared memory at a time."""
+    share of the inputs: `chunks` of them, of which `ring` are in shared memory at a time. The sums
+    are divided by the root mean square that follows from `squares`, if a row has `parts` of them.
+    """
     if overlap:
         gdc_launch_dependents()
     dtype: gl.constexpr = x_chunks.dtype
@@ -86,6 +93,12 @@ def warpgroup_kernel(
     for i in gl.static_range(ring):
         place = [0, begin + i * chunk]
         tma.async_copy_global_to_shared(x_chunks, place, arrived.index(i), x.index(i))
+    if parts > 0:
+        given: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+        line = gl.arange(0, block_m, layout=gl.SliceLayout(1, given))[:, None]
+        piece = gl.arange(0, block_parts, layout=gl.SliceLayout(0, given))[None, :]
+        there = (line < rows) & (piece < parts)
+        whole = gl.sum(gl.load(squares + line * parts + piece, mask=there, other=0.0), 1)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 16])
     zeros = gl.zeros([block_m, block_n], gl.float32, layout=layout)
     sums = warpgroup_mma_init(zeros)
@@ -109,6 +122,9 @@ def warpgroup_kernel(
     y, up = warpgroup_mma_wait(0, deps=(sums, up_sums))
     row = gl.arange(0, block_m, layout=gl.SliceLayout(1, layout))[:, None]
     column = first + gl.arange(0, block_n, layout=gl.SliceLayout(0, layout))[None, :]
+    if parts > 0:
+        whole = gl.convert_layout(whole, gl.SliceLayout(1, layout))[:, None]
+        y = y * gl.rsqrt(whole / k + eps)
     if has_bias:
         y = y + gl.load(bias + column, mask=column < n, other=0.0).to(gl.float32)
     if gated:

@@ -21,12 +21,16 @@ from torch import Tensor
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.mamba_inputs import take_inputs, window_of
 from megatron_async.ops.recurrent.mamba_outputs import MAX_STATE, outputs_by_matrix_units
-from megatron_async.ops.recurrent.mamba_pools import MambaParams, shape_of
+from megatron_async.ops.recurrent.mamba_pools import (
+    LANES,
+    Gating,
+    MambaParams,
+    check_gating,
+    shape_of,
+)
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
 from megatron_async.ops.recurrent.step_arguments import check_decode_rows, output_for
 
-LANES = 16
-"""Elements of a head that a program processes: with more, fewer bytes are in flight at a time."""
 WARPS = 2
 
 
@@ -40,6 +44,7 @@ def mamba_decode(
     width: int,
     rule: FlushRule,
     out: Tensor | None = None,
+    gating: Gating | None = None,
 ) -> Tensor:
     """Convolution and recurrence of a step's decode rows.
 
@@ -58,9 +63,11 @@ def mamba_decode(
         width: query tokens of a row, 1 to 8.
         rule: when inputs move into the state; that of `next_bases`.
         out: `[decode rows * width, d_inner]`, adjacent elements; None: made here.
+        gating: gate the outputs; of rows of one query token.
 
     Returns:
-        y `[decode rows * width, d_inner]`, dtype of `zxbcdt`: before gate and norm.
+        y `[decode rows * width, d_inner]`, dtype of `zxbcdt`: before gate and norm, or as `gating`
+        says.
 
     Raises:
         ValueError: sizes, dtypes or layouts do not fit each other.
@@ -69,15 +76,20 @@ def mamba_decode(
     check_decode_rows(op, zxbcdt, row_index, positions, base, width)
     shape, rows = shape_of(op, zxbcdt, params, pools, rule, width), row_index.numel()
     out = output_for(op, out, zxbcdt, rows * width, shape.d_inner)
+    if gating is not None:
+        check_gating(op, gating, shape, rows, width)
     if not rows:
         return out
-    inputs = take_inputs(zxbcdt, params, pools, row_index, positions, base, width, rule, shape)
+    step = row_index, positions, base, width, rule
+    inputs = take_inputs(zxbcdt, params, pools, *step, shape, gating is not None)
     by_matrix_units = width > 1 and shape.d_state <= MAX_STATE
     if by_matrix_units and zxbcdt.is_cuda and zxbcdt.dtype == torch.bfloat16:
         outputs_by_matrix_units(inputs, pools, row_index, positions, base, width, shape, out)
         return out
     _outputs_kernel[(shape.heads * triton.cdiv(shape.head_dim, LANES), rows)](
-        *inputs,
+        inputs.c,
+        inputs.weights,
+        inputs.decays,
         pools.ring_xb,
         pools.ring_xb.stride(0),
         pools.state,
@@ -85,6 +97,9 @@ def mamba_decode(
         row_index,
         positions,
         base,
+        inputs.decays if gating is None else inputs.gates,
+        out if gating is None else gating.weight,
+        out if gating is None else gating.squares,
         out,
         out.stride(0),
         width=width,
@@ -96,6 +111,7 @@ def mamba_decode(
         bc_dim=shape.bc_dim,
         tile=LANES,
         window=window_of(rule, width),
+        is_gated=gating is not None,
         num_warps=WARPS,
         **launch_options(zxbcdt),
     )
@@ -114,6 +130,9 @@ def _outputs_kernel(
     row_index: tl.tensor,
     positions: tl.tensor,
     bases: tl.tensor,
+    gates: tl.tensor,
+    norm_weight: tl.tensor,
+    squares: tl.tensor,
     out: tl.tensor,
     out_stride: tl.tensor,
     width: tl.constexpr,
@@ -125,6 +144,7 @@ def _outputs_kernel(
     bc_dim: tl.constexpr,
     tile: tl.constexpr,
     window: tl.constexpr,
+    is_gated: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     tiles: tl.constexpr = (head_dim + tile - 1) // tile
@@ -143,6 +163,9 @@ def _outputs_kernel(
     place = place + lane[:, None] * d_state + column[None, :]
     s = tl.load(place, mask=inside[:, None] & (first > 0), other=0.0, cache_modifier=".cg")
     s = s.to(tl.float32)
+    channel = head * head_dim + lane
+    if is_gated:
+        scale = tl.load(norm_weight + channel, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(overlap)
 
     # Query tokens that count: the first ones.
@@ -156,12 +179,19 @@ def _outputs_kernel(
     place = ring_xb + pool_row * xb_stride + (position % ring)[:, None] * xb_dim
     place = place + (head * head_dim + lane)[None, :]
     x = tl.load(place, mask=exists[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    if is_gated:
+        gate = tl.load(gates + row * (heads * head_dim) + channel, mask=inside, other=0.0)
     for query in tl.static_range(width):
         token = row * width + query
         c = tl.load(c_in + token * bc_dim + group * d_state + column).to(tl.float32)
         weight = tl.load(weights + (token * heads + head) * window + since)
         y = tl.sum(s * c[None, :], 1) * tl.load(decays + token * heads + head)
         y += tl.sum(x * weight[:, None], 0)
-        y = tl.where(query < count, y, 0.0)
-        target = out + token * out_stride + head * head_dim + lane
+        if is_gated:
+            y *= gate
+        y = tl.where((query < count) & inside, y, 0.0)
+        if is_gated:
+            tl.store(squares + (row * heads + head) * tiles + part, tl.sum(y * y, 0))
+            y = y * scale
+        target = out + token * out_stride + channel
         tl.store(target, y.to(out.dtype.element_ty), mask=inside)

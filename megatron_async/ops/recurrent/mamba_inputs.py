@@ -29,6 +29,8 @@ CHANNELS = 256
 """Channels of x that a program takes."""
 HEADS = 8
 """Heads of a group that a program takes: each makes B and C again, the first one keeps them."""
+WARPS = 4
+"""Warps of a program."""
 
 
 class DecodeInputs(NamedTuple):
@@ -40,6 +42,8 @@ class DecodeInputs(NamedTuple):
     """float32 `[tokens, heads, window]`: of the ring's inputs from the base on."""
     decays: Tensor
     """float32 `[tokens, heads]`: what is left of the state at the query token."""
+    gates: Tensor
+    """float32 `[tokens, d_inner]`: SiLU of z; empty where outputs are not gated."""
 
 
 def window_of(rule: FlushRule, width: int) -> int:
@@ -57,6 +61,7 @@ def take_inputs(
     width: int,
     rule: FlushRule,
     shape: MambaShape,
+    is_gated: bool = False,
 ) -> DecodeInputs:
     """Put the inputs of a step's query tokens into the pools, and make what their outputs need.
 
@@ -71,12 +76,15 @@ def take_inputs(
         width: query tokens of a row.
         rule: when inputs move into the state.
         shape: sizes of the layer.
+        is_gated: make gates too; of rows of one query token. Here a thread makes one or two of
+            them. The second kernel would make each in 32 threads.
     """
     rows, window = row_index.numel(), window_of(rule, width)
     tokens, device = rows * width, zxbcdt.device
     c = torch.empty((tokens, shape.bc_dim), dtype=zxbcdt.dtype, device=device)
     weights = torch.empty((tokens, shape.heads, window), dtype=torch.float32, device=device)
     decays = torch.empty((tokens, shape.heads), dtype=torch.float32, device=device)
+    gates = decays.new_empty((tokens if is_gated else 0, shape.d_inner))
     group_heads = shape.heads // shape.groups
     heads_tile = min(triton.next_power_of_2(group_heads), HEADS)
     parts = shape.groups * triton.cdiv(group_heads, heads_tile)
@@ -96,6 +104,7 @@ def take_inputs(
         c,
         weights,
         decays,
+        gates if is_gated else decays,
         width=width,
         heads=shape.heads,
         groups=shape.groups,
@@ -106,10 +115,11 @@ def take_inputs(
         conv_ring=pools.conv.size(1),
         window=window,
         tile=CHANNELS,
-        num_warps=4,
+        is_gated=is_gated,
+        num_warps=WARPS,
         **launch_options(zxbcdt),
     )
-    return DecodeInputs(c, weights, decays)
+    return DecodeInputs(c, weights, decays, gates)
 
 
 @triton.jit
@@ -184,8 +194,13 @@ def _take_group(
     b_all = tl.load(b_place, mask=is_old[:, None], other=0.0).to(tl.float32)
     gate_place = gates_row + entry[None, :] * (2 * heads) + head[:, None]
     has_gate = is_old[None, :] & has_head[:, None]
-    g_all = tl.load(gate_place, mask=has_gate, other=0.0)
-    dt_all = tl.load(gate_place + heads, mask=has_gate, other=0.0)
+    decay = tl.load(gate_place, mask=has_gate, other=0.0)
+    share = tl.load(gate_place + heads, mask=has_gate, other=0.0)
+    # What is left now of each input, times its dt, and of the state: a query token's own decay
+    # multiplies both.
+    left = tl.sum(decay, 1)
+    share *= tl.exp(left[:, None] - tl.cumsum(decay, 1))
+    left = tl.exp(left)
     wait_for_previous(overlap)
     for query in tl.static_range(width):
         token = row * width + query
@@ -217,19 +232,15 @@ def _take_group(
 
         own = (at == position) & brought
         b_all = tl.where(own[:, None], b.to(tl.float32)[None, :], b_all)
-        dt_all = tl.where(own[None, :], dt[:, None], dt_all)
-        g_all = tl.where(own[None, :], g[:, None], g_all)
-        decay = tl.cumsum(g_all, 1)
-        here = tl.sum(tl.where(own[None, :], decay, 0.0), 1)
-        seen = is_old | ((at >= first) & (at <= position) & brought)
+        kept_share = tl.exp(g)
+        share = tl.where(own[None, :], dt[:, None], share * kept_share[:, None])
+        left *= kept_share
         score = tl.sum(b_all * c.to(tl.float32)[None, :], 1)
-        weight = tl.exp(tl.where(seen[None, :], here[:, None] - decay, 0.0))
-        weight = tl.where(seen[None, :], score[None, :] * dt_all * weight, 0.0)
-        weight = tl.where(own[None, :], weight + through[:, None], weight)
+        weight = score[None, :] * share + tl.where(own[None, :], through[:, None], 0.0)
         target = token * heads + head
         place = weights + target[:, None] * window + place_in[None, :]
         tl.store(place, weight, mask=has_head[:, None])
-        tl.store(decays + target, tl.exp(here), mask=has_head)
+        tl.store(decays + target, left, mask=has_head)
 
 
 # Before its wait this kernel reads what steps before have left in the pools, and what the step's
@@ -256,6 +267,7 @@ def _inputs_kernel(
     c_out: tl.tensor,
     weights: tl.tensor,
     decays: tl.tensor,
+    gates: tl.tensor,
     width: tl.constexpr,
     heads: tl.constexpr,
     groups: tl.constexpr,
@@ -266,6 +278,7 @@ def _inputs_kernel(
     conv_ring: tl.constexpr,
     window: tl.constexpr,
     tile: tl.constexpr,
+    is_gated: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -333,3 +346,8 @@ def _inputs_kernel(
             tile,
             overlap,
         )
+        if is_gated:
+            channel = (part - group_parts) * tile + tl.arange(0, tile)
+            inside = channel < d_inner
+            z = tl.load(zxbcdt + row * input_stride + channel, mask=inside, other=0.0)
+            tl.store(gates + row * d_inner + channel, silu(z.to(tl.float32)), mask=inside)

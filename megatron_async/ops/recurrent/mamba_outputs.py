@@ -57,7 +57,9 @@ def outputs_by_matrix_units(
     """
     tiles = triton.cdiv(shape.head_dim, 16 * warps)
     _products_kernel[(shape.heads * tiles, row_index.numel())](
-        *inputs,
+        inputs.c,
+        inputs.weights,
+        inputs.decays,
         pools.ring_xb,
         pools.ring_xb.stride(0),
         pools.state,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_async.ops.recurrent.recurrent_pools import (
@@ -18,6 +19,9 @@ LEAST_STATE = 16
 """The least d_state, which must be a power of two."""
 GATES = 2
 """Numbers of a token and head in the ring: the logarithm of its decay, and dt."""
+LANES = 16
+"""Elements of a head that a program of the second decode kernel processes: with more, fewer bytes
+are in flight at a time."""
 
 
 class MambaParams(NamedTuple):
@@ -33,6 +37,33 @@ class MambaParams(NamedTuple):
     """`[heads]`, float32: the decay rate is exp(a_log)."""
     d: Tensor
     """`[heads]`, float32: the share of its input that a token adds to its output."""
+
+
+class Gating(NamedTuple):
+    """Gate and norm after decode rows of one query token, as far as a row's own lanes go.
+
+    The outputs are gated and multiplied by the norm's weight; the product after them divides by the
+    root mean squares (`Unnormed.squares`), which are of all heads of a group.
+    """
+
+    weight: Tensor
+    """`[d_inner]`, the norm's."""
+    squares: Tensor
+    """float32 `[decode rows, groups, parts]`, written: sums of the squares of gated outputs, one
+    for `LANES` elements of a head."""
+
+
+def make_gating(weight: Tensor, rows: int, groups: int, heads: int, head_dim: int) -> Gating:
+    """A gating of so many decode rows, its squares not yet written.
+
+    Args:
+        weight: `[heads * head_dim]`, the norm's.
+        rows: decode rows.
+        groups, heads, head_dim: sizes of the layer.
+    """
+    parts = heads // groups * -(-head_dim // LANES)
+    shape = (rows, groups, parts)
+    return Gating(weight, torch.empty(shape, dtype=torch.float32, device=weight.device))
 
 
 class MambaShape(NamedTuple):
@@ -57,6 +88,24 @@ class MambaShape(NamedTuple):
     def conv_dim(self) -> int:
         """Channels of the convolution: x, B and C."""
         return self.d_inner + 2 * self.bc_dim
+
+
+def check_gating(op: str, gating: Gating, shape: MambaShape, rows: int, width: int) -> None:
+    """Refuse a gating that does not fit a layer's decode rows.
+
+    Raises:
+        ValueError: rows of several query tokens, or other sizes.
+    """
+    if width != 1:
+        raise ValueError(f"{op}: rows of {width} query tokens are not gated here; of 1 they are.")
+    parts = shape.heads // shape.groups * -(-shape.head_dim // LANES)
+    wanted = ((shape.d_inner,), (rows, shape.groups, parts))
+    found = tuple(gating.weight.shape), tuple(gating.squares.shape)
+    if found != wanted or not all(tensor.is_contiguous() for tensor in gating):
+        raise ValueError(
+            f"{op}: a gating's weight and squares must be {wanted[0]} and {wanted[1]}, contiguous; "
+            f"found {found[0]} and {found[1]}."
+        )
 
 
 def shape_of(

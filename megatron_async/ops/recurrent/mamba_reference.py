@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape, shape_of
+from megatron_async.ops.recurrent.mamba_pools import (
+    LANES,
+    Gating,
+    MambaParams,
+    MambaShape,
+    check_gating,
+    shape_of,
+)
 from megatron_async.ops.recurrent.recurrent_pools import (
     CONV_WIDTH,
     GRID,
@@ -34,10 +41,13 @@ def mamba_decode_reference(
     width: int,
     rule: FlushRule,
     out: Tensor | None = None,
+    gating: Gating | None = None,
 ) -> Tensor:
     """`mamba_decode` in plain torch."""
     shape = shape_of("mamba_decode", zxbcdt, params, pools, rule, width)
     rows = row_index.numel()
+    if gating is not None:
+        check_gating("mamba_decode", gating, shape, rows, width)
     row = row_index.to(torch.int64)[:, None]
     given = positions[: rows * width].view(rows, width)
     first = given[:, :1]
@@ -72,8 +82,18 @@ def mamba_decode_reference(
     y += torch.einsum("rhpn,rjhn->rjhp", state, c) * here.exp()[..., None]
     own = xb[..., : shape.d_inner].unflatten(2, (shape.heads, -1)).to(wide)
     y = (y + own * params.d[:, None]).flatten(2)
-    y = torch.where(brought[..., None], y, 0).flatten(0, 1).to(zxbcdt.dtype)
+    y = torch.where(brought[..., None], y, 0).flatten(0, 1)
+    if gating is not None:
+        y = _gate(y, zxbcdt[:rows, : shape.d_inner], gating, shape)
+    y = y.to(zxbcdt.dtype)
     return y if out is None else out.copy_(y)
+
+
+def _gate(y: Tensor, gate: Tensor, gating: Gating, shape: MambaShape) -> Tensor:
+    y = y * F.silu(gate.to(y.dtype))
+    parts = [part.sum(2) for part in y.square().unflatten(1, (shape.heads, -1)).split(LANES, 2)]
+    gating.squares.copy_(torch.stack(parts, 2).view(gating.squares.shape))
+    return y * gating.weight.to(y.dtype)
 
 
 def mamba_prefill_reference(

@@ -1,49 +1,111 @@
-"""Products that take Mamba-2's gate and norm along, against torch."""
+"""Products that end Mamba-2's norm: they divide by root mean squares that they are given."""
 
 import pytest
 import torch
-import torch.nn.functional as F
-from test_skinny_linear import BRAIN, WHOLE, assert_close, expected_product, random, weight_of
+from test_skinny_linear import BRAIN, HALF, WHOLE, assert_close, expected_product, random, weight_of
 
 from megatron_async.ops.linear import skinny_linear as ops
-from megatron_async.ops.linear.skinny_plan import takes_gated
+from megatron_async.ops.linear.planned_products import (
+    one_row_product,
+    resident_product,
+    warpgroup_product,
+)
+from megatron_async.ops.linear.skinny_plan import (
+    OneRowPlan,
+    ResidentPlan,
+    WarpgroupPlan,
+    takes_squares,
+)
 from megatron_async.ops.linear.unnormed import Unnormed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+EPS = 1e-5
 
 
-def gated_product(rows, k, dtype, device, product):
-    """Found and expected of a product behind Mamba-2's gate and norm."""
-    x, gate = random(2, rows, k, dtype=dtype, device=device)
-    scale, weight = random(k, dtype=dtype, device=device), weight_of(24, k, dtype, device)
-    values = x.double() * F.silu(gate.double())
-    normed = F.rms_norm(values, (k,), scale.double(), 1e-5)
-    found = product(Unnormed(x, None, scale, 1e-5, gate), weight)
-    return found, expected_product(normed, weight)
+def divided_product(rows, k, groups, parts, dtype, device, product, outputs=24):
+    """Found and expected of a product that divides; squares are of other values than x, as they are
+    before the norm's weight."""
+    x, weight = random(rows, k, dtype=dtype, device=device), weight_of(outputs, k, dtype, device)
+    squares = 2 * k / groups / parts * torch.rand(rows, groups, parts, device=device)
+    root = (squares.double().sum(2) / (k // groups) + EPS).sqrt()
+    divided = (x.double().unflatten(1, (groups, -1)) / root[..., None]).flatten(1)
+    found = product(Unnormed(x, None, weight[0], EPS, squares), weight)
+    return found, expected_product(divided, weight)
 
 
-def test_reference_of_a_gate():
-    found, expected = gated_product(3, 32, WHOLE, "cpu", ops.linear_reference)
+def test_reference():
+    found, expected = divided_product(3, 32, 2, 3, WHOLE, "cpu", ops.linear_reference)
     assert_close(found, expected, WHOLE)
-    assert not takes_gated(torch.ones(2, 8, dtype=BRAIN), torch.ones(4, 8, dtype=BRAIN))  # no GPU
+    ones = torch.ones(2, 8, dtype=BRAIN)
+    assert not takes_squares(ones, ones, 1, False)  # no GPU
 
 
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("rows", [1, 16, 33, 100])
-@pytest.mark.parametrize("k", [1536, 2048])
-def test_a_gate_whatever_the_plan(rows, k, dtype):
-    """Taken along by resident weights, and by a kernel of its own otherwise."""
-    found, expected = gated_product(rows, k, dtype, "cuda", ops.linear)
+@pytest.mark.parametrize("dtype", [WHOLE, HALF])
+@pytest.mark.parametrize(
+    ("k", "parts", "plan"),
+    [(200, 5, OneRowPlan(4, 256, 2, 0)), (512, 16, OneRowPlan(2, 128, 4, 0))],
+)
+def test_one_row(k, parts, plan, dtype, device):
+    def product(x, weight):
+        return one_row_product(x, weight, None, "", plan)
+
+    found, expected = divided_product(1, k, 1, parts, dtype, device, product, 37)
     assert_close(found, expected, dtype)
 
 
+@pytest.mark.parametrize(
+    ("squares", "residual", "activation"),
+    [
+        (torch.ones(2, 1, 4), None, ""),
+        (torch.ones(1, 1, 4).half(), None, ""),
+        (torch.ones(1, 4), None, ""),
+        (torch.ones(1, 1, 4), torch.ones(1, 8), ""),
+        (torch.ones(1, 1, 4), None, "squared_relu"),
+    ],
+)
+def test_bad_squares(squares, residual, activation):
+    x = Unnormed(torch.ones(1, 8), residual, torch.ones(8), EPS, squares)
+    with pytest.raises(ValueError, match="squares must be float32"):
+        one_row_product(x, torch.ones(4, 8), None, activation, OneRowPlan(4, 64, 2, 0))
+
+
+def test_products_that_take_none():
+    x = Unnormed(torch.ones(2, 8), None, torch.ones(8), EPS, torch.ones(2, 2, 4))
+    with pytest.raises(ValueError, match="does not take squares"):
+        ops.linear(x, torch.ones(4, 8))  # there is no plan without a GPU
+    half = Unnormed(x.x.to(BRAIN), None, x.weight, EPS, x.squares)
+    for product, plan in (
+        (resident_product, ResidentPlan(8, 16, 4)),
+        (warpgroup_product, WarpgroupPlan(32, 1, 128, 1, 1)),
+    ):
+        with pytest.raises(ValueError, match="squares must be"):
+            product(half, torch.ones(4, 8, dtype=BRAIN), None, "", plan)
+
+
 @pytest.mark.gpu
 @needs_gpu
-def test_which_product_takes_the_gate():
-    weight = torch.ones(768, 1536, dtype=BRAIN, device="cuda")
-    wide = torch.ones(768, 4096, dtype=BRAIN, device="cuda")
-    for rows, taken in ((1, False), (2, True), (16, True), (17, False)):
-        assert takes_gated(weight[:rows], weight) is taken
-        assert not takes_gated(wide[:rows], wide)
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("k", [1536, 2048])
+def test_one_group(rows, k):
+    """By each kernel that the plan may choose."""
+    weight = torch.ones(768, k, dtype=BRAIN, device="cuda")
+    assert takes_squares(weight[:rows], weight, 1, True)
+
+    def product(x, weight):
+        y = ops.linear(x, weight, may_split=True)
+        return y if y.dim() == 2 else y.sum(0)
+
+    found, expected = divided_product(rows, k, 1, 96, BRAIN, "cuda", product, 768)
+    assert_close(found, expected, BRAIN)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_which_products_divide():
+    narrow = torch.ones(768, 1536, dtype=BRAIN, device="cuda")
+    wide = torch.ones(2688, 4096, dtype=BRAIN, device="cuda")
+    for rows, groups, weight, taken in (
+        (1, 1, narrow, True), (64, 1, narrow, True), (65, 1, narrow, False), (8, 2, narrow, False),
+        (1, 8, wide, False), (1, 1, wide, True), (2, 1, wide, False),
+    ):  # fmt: skip
+        assert takes_squares(weight[:rows], weight, groups, True) is taken

@@ -14,8 +14,6 @@ from triton_interpreter import INTERPRETED
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops.linear.resident_kernel import resident_kernel, segments_of
 from megatron_async.ops.linear.skinny_plan import (
-    RESIDENT_GATED_NORM_INPUTS,
-    RESIDENT_GATED_NORM_ROWS,
     RESIDENT_ROWS,
     ResidentPlan,
     choose_plan,
@@ -23,16 +21,17 @@ from megatron_async.ops.linear.skinny_plan import (
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-NUMBERS = {"x_stride", "before_stride", "rows", "n"}
+NUMBERS = {"x_stride", "residual_stride", "rows", "n"}
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")
 
 
-def compiled(k, plan, *, gated=False, normed=False, gate=False):
+def compiled(k, plan, *, gated=False, normed=False, parts=0):
     segments = segments_of(k, plan.warps)
     constants = {
         "k": k, "segments": segments, "warps": plan.warps, "block_m": plan.block_m,
-        "block_n": plan.block_n, "gated": gated, "squared": False, "has_norm": normed or gate,
-        "has_residual": normed, "has_gate": gate, "has_bias": False, "overlap": True,
+        "block_n": plan.block_n, "gated": gated, "squared": False, "has_norm": normed,
+        "has_residual": normed, "parts": parts, "block_parts": triton.next_power_of_2(parts),
+        "has_bias": False, "overlap": True,
     }  # fmt: skip
     signature, attributes = {}, {}
     for place, name in enumerate(resident_kernel.arg_names):
@@ -40,6 +39,7 @@ def compiled(k, plan, *, gated=False, normed=False, gate=False):
             signature[name] = "constexpr"
             continue
         signature[name] = "fp32" if name == "eps" else "i32" if name in NUMBERS else "*bf16"
+        signature[name] = "*fp32" if name == "squares" else signature[name]
         if name not in ("eps", "rows"):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(resident_kernel, signature, constants, attributes)
@@ -102,16 +102,14 @@ def test_weights_come_before_the_wait(k, plan, gated, normed, tmp_path):
     assert spilled_bytes(asm, tmp_path) == 0
 
 
-@pytest.mark.parametrize("rows", [2, RESIDENT_GATED_NORM_ROWS])
-def test_a_gate_is_read_with_the_rows(rows, tmp_path):
-    """out_proj of Granite's Mamba-2 layers: the gate costs no round of its own, and fits."""
+@pytest.mark.parametrize("rows", [2, RESIDENT_ROWS])
+def test_squares_are_read_with_the_rows(rows, tmp_path):
+    """out_proj of Granite's Mamba-2 layers: dividing costs no round of its own, and fits."""
     shape = DUMMY_SHAPES["granite-4.0-h-350m"]
     inner = shape.mamba_num_heads * shape.mamba_head_dim
     plan = choose_plan(rows, shape.hidden_size, inner, torch.bfloat16, False, False)
-    assert inner <= RESIDENT_GATED_NORM_INPUTS
-    asm = compiled(inner, plan, gate=True)
+    asm = compiled(inner, plan, parts=96)
     assert spilled_bytes(asm, tmp_path) == 0
-    before, behind = asm["ptx"].split("griddepcontrol.wait")
-    assert "ex2" not in before
-    first_use = min(behind.index("mma.sync"), behind.index("ex2"))
+    behind = asm["ptx"].split("griddepcontrol.wait")[1]
+    first_use = behind.index("mma.sync")
     assert len(re.findall("ld.global", behind)) == len(re.findall("ld.global", behind[:first_use]))

@@ -217,13 +217,6 @@ TILE = TilePlan(16, 16, 64, 1, 1, 2, False, 0)
             ),
             "norm's weight",
         ),
-        (
-            lambda: one_row_product(
-                Unnormed(ROW, None, torch.ones(8), 0.0, torch.ones(1, 7)), torch.ones(4, 8),
-                None, "", None,
-            ),
-            r"gate is \(1, 7\)",
-        ),
         (lambda: long_row_product(torch.ones(2, 8), torch.ones(4, 8), None, "", None), "2 rows"),
         (lambda: resident_product(ROW, torch.ones(4, 8), None, "", None), "float32; use"),
         (lambda: warpgroup_product(ROW, torch.ones(4, 8), None, "", None), "1 rows of"),

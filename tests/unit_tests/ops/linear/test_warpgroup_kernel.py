@@ -16,12 +16,13 @@ from megatron_async.ops.linear.warpgroup_kernel import IN_SHARED_MEMORY, warpgro
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")
 
 
-def compiled(plan, gated):
+def compiled(plan, gated, parts=0):
     constants = {"chunks": plan.chunks, "ring": plan.ring, "gated": gated, "squared": False}
+    constants |= {"parts": parts, "block_parts": triton.next_power_of_2(parts)}
     constants |= {"has_bias": False, "overlap": True}
     types = {"x_chunks": f"tensordesc<bf16[64, {plan.chunk}],{IN_SHARED_MEMORY!r}>"}
     types["weight_chunks"] = types["x_chunks"].replace("[64", f"[{plan.block_n}")
-    types |= {"rows": "i32", "n": "i32"}
+    types |= {"rows": "i32", "n": "i32", "k": "i32", "eps": "fp32", "squares": "*fp32"}
     signature = {
         name: "constexpr" if name in constants else types.get(name, "*bf16")
         for name in warpgroup_kernel.arg_names
@@ -50,3 +51,15 @@ def test_weights_come_before_the_wait(plan, gated, tmp_path):
     assert "wgmma" not in before
     assert kernel.metadata.shared <= 227 * 1024
     assert spilled_bytes(kernel.asm, tmp_path) == 0
+
+
+def test_squares_are_read_before_the_first_product(tmp_path):
+    """out_proj of Granite's Mamba-2 layers."""
+    shape = DUMMY_SHAPES["granite-4.0-h-350m"]
+    inner = shape.mamba_num_heads * shape.mamba_head_dim
+    plan = choose_plan(64, shape.hidden_size, inner, torch.bfloat16, False, True)
+    kernel = compiled(plan, False, parts=96)
+    assert spilled_bytes(kernel.asm, tmp_path) == 0
+    behind = kernel.asm["ptx"].split("griddepcontrol.wait")[1]
+    assert "ld.global" in behind[: behind.index("wgmma")]
+    assert "ld.global" not in behind[behind.index("wgmma") :]

@@ -6,6 +6,9 @@ import torch
 from mamba_cases import KERNELS, REFERENCES, Layer
 from triton_interpreter import INTERPRETED
 
+from megatron_async.ops.linear.unnormed import Unnormed
+from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm_reference
+from megatron_async.ops.recurrent.mamba_pools import MambaShape, check_gating, make_gating
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -114,6 +117,45 @@ def test_resumed_scan_is_bit_identical(layer):
 def test_snapshots(layer):
     checks.check_snapshots(layer, KERNELS, steps=3)
     checks.check_saves(layer, KERNELS, steps=3, cases=((28, 32), (32, 32)))
+
+
+def gated(op, layer):
+    """`op`, and its outputs gated, compared with gate and norm after it."""
+    weight = torch.linspace(0.5, 2, layer.d_inner).to(layer.device, layer.dtype)
+    sizes = layer.groups, layer.heads, layer.head_dim
+    limit = 1e-5 if layer.dtype == torch.float32 else 2e-2
+
+    def decode(zxbcdt, params, pools, row_index, *step, out=None):
+        y = op(zxbcdt, params, pools, row_index, *step, out=out)
+        rows = row_index.numel()
+        gating = make_gating(weight, rows, *sizes)
+        # A step run again gives the same bits.
+        found = op(zxbcdt, params, pools, row_index, *step, gating=gating)
+        gate = zxbcdt[:rows, : layer.d_inner]
+        expected = gated_rms_norm_reference(y[:rows], gate, weight, layer.groups, 1e-5)
+        divided = Unnormed(found, None, weight, 1e-5, gating.squares).divided()
+        torch.testing.assert_close(divided, expected, rtol=limit, atol=limit)
+        return y
+
+    return decode
+
+
+@pytest.mark.parametrize("head_dim", [16, 20])
+def test_gated_outputs(head_dim, device):
+    for dtype in (torch.float32, SIXTEEN_BITS):
+        layer = Layer(heads=4, groups=2, head_dim=head_dim, dtype=dtype, device=device)
+        for decode in (KERNELS.decode, REFERENCES.decode):
+            checks.check_packed(layer, REFERENCES._replace(decode=gated(decode, layer)), steps=3)
+
+
+def test_a_gating_that_does_not_fit(device):
+    layer = Layer(device=device)
+    shape = MambaShape(4, 16, 2, 16)
+    gating = make_gating(torch.ones(layer.d_inner, device=device), 3, 2, 4, 16)
+    check_gating("op", gating, shape, 3, 1)
+    for rows, width, message in ((3, 2, "2 query tokens"), (4, 1, r"\(4, 2, 2\)")):
+        with pytest.raises(ValueError, match=message):
+            check_gating("op", gating, shape, rows, width)
 
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
