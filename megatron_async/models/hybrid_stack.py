@@ -89,33 +89,48 @@ class PagedHybridStack(HybridStack):
         """The layers, without the norm at the end.
 
         The residual stream is kept separate from the blocks' outputs, so that each addition is
-        fused with the next norm, and both, where this is faster, with the next product.
+        fused with the next norm, and both, where this is faster, with the next product. A block
+        whose last product adds its output to the stream (of one row) leaves the stream alone.
 
         Args:
             hidden_states: `[tokens, 1, hidden]`.
             inference_context: the device view of the step.
 
         Returns:
-            the last layer's output and the residual stream that it belongs to, for `add_norm`.
+            the last layer's output and the residual stream that it belongs to, for `add_norm`; None
+            where the output is the whole stream.
         """
         output: Any = hidden_states
         residual: Tensor | None = None
         for layer, character in zip(self.layers, self.layer_type_list, strict=True):
             kind = LAYER_KINDS[character]
             norm, block, product = kind.norm(layer), kind.block(layer), kind.first_product(layer)
-            if isinstance(output, Tensor) and product.takes_unnormed(output):
+            last, is_total = kind.last_product(layer), residual is None
+            if isinstance(output, Tensor) and product.takes_unnormed(output, is_total):
                 before = None if residual is None else residual.flatten(0, 1)
                 assert norm.eps is not None, "make_norm sets it"
                 unnormed = Unnormed(output.flatten(-3, -2), before, factors_of(norm), norm.eps)
+                # A new total has its place only once the first product is launched.
+                adds = self._adds(last, unnormed.x if is_total else None)
                 output, bias = block(unnormed, inference_context=inference_context)
                 assert unnormed.total is not None
                 residual = unnormed.total[:, None]
             else:
                 output, residual = add_norm(output, residual, norm)
+                adds = self._adds(last, residual.flatten(0, 1))
                 output, bias = block(output, inference_context=inference_context)
             if bias is not None:
                 output = output + bias
+            residual = None if adds else residual
         return output, residual
+
+    @staticmethod
+    def _adds(last: Any, stream: Tensor | None) -> bool:
+        """Whether a block's last product will add its output to the stream, `[tokens, hidden]`; it
+        is told."""
+        adds = stream is not None and stream.dim() == 2 and last.adds_residual(stream)
+        last.residual = stream if adds else None
+        return bool(adds)
 
 
 def add_norm(

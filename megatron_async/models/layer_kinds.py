@@ -18,9 +18,10 @@ BLOCK_ITSELF = "."
 class TakesUnnormed(Protocol):
     """A module that may compute the norm before it too."""
 
-    def takes_unnormed(self, hidden_states: Tensor) -> bool:
+    def takes_unnormed(self, hidden_states: Tensor, is_total: bool) -> bool:
         """Whether the module should get an `Unnormed` of `[tokens, 1, hidden]`, or of partial sums,
-        `[splits, tokens, 1, hidden]`."""
+        `[splits, tokens, 1, hidden]`; `is_total`: nothing is to be added to them before the norm.
+        """
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class LayerKind:
         return product
 
     def last_product(self, layer: Any) -> Any:
-        """The product that has `may_split`."""
+        """The product that has `may_split`, `adds_residual` and `residual`."""
         return self._inside(layer, self.last_name)
 
     def _inside(self, layer: Any, name: str) -> Any:

@@ -27,7 +27,11 @@ from megatron_async.errors import OutOfMemoryError
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.eight_bit import EightBitWeight
 from megatron_async.ops.linear.partial_sums import add_partial_sums
-from megatron_async.ops.linear.skinny_plan import takes_squares, takes_unnormed
+from megatron_async.ops.linear.skinny_plan import (
+    adds_residual,
+    takes_squares,
+    takes_unnormed,
+)
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, Unreduced, collectives_of
 
@@ -46,6 +50,7 @@ def linear(
     bias: Tensor | None,
     packed: PackedWeight | None,
     may_split: bool = False,
+    added: Tensor | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias`.
 
@@ -56,6 +61,7 @@ def linear(
         bias: `[out]` or None.
         packed: the weight from `pack_weights`, or None.
         may_split: partial sums may be returned.
+        added: `[tokens, out]`, to be added to the product, on a GPU.
 
     Returns:
         `[tokens, 1, out]`; or partial sums `[splits, tokens, 1, out]`.
@@ -66,11 +72,11 @@ def linear(
     if packed is not None:
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     if isinstance(x, Unnormed):
-        output = kernels_for(x.x).linear(x, weight, bias, may_split)
+        output = kernels_for(x.x).linear(x, weight, bias, may_split, added)
         return output.unsqueeze(-2)
     if x.is_cuda:
         rows = x.flatten(0, -2)
-        output = kernels_for(x).linear(rows, weight, bias, may_split)
+        output = kernels_for(x).linear(rows, weight, bias, may_split, added)
         shape = (*output.shape[:-2], *x.shape[:-1], output.size(-1))
         return output.view(shape)
     return kernels_for(x).linear(x, weight, bias)
@@ -120,10 +126,12 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
         product = ops.linear_swiglu if gated else ops.linear_squared_relu
         return product(rows, self.weight)[:, None]
 
-    def takes_unnormed(self, hidden_states: Tensor) -> bool:
-        """Whether `forward` should be given the arguments of the norm before it."""
-        whole = hidden_states.is_cuda and not self.sequence_parallel
-        return whole and takes_unnormed(hidden_states.flatten(0, -2))
+    def takes_unnormed(self, hidden_states: Tensor, is_total: bool) -> bool:
+        """Whether `forward` should be given the arguments of the norm before it; `is_total`:
+        nothing is added before this norm."""
+        if not hidden_states.is_cuda or self.sequence_parallel:
+            return False
+        return takes_unnormed(hidden_states.flatten(0, -2), is_total)
 
     def _all_rows(self, input_: Tensor | Unnormed) -> Tensor | Unnormed:
         if not self.sequence_parallel or isinstance(input_, Unnormed):
@@ -140,15 +148,23 @@ class InferenceRowParallelLinear(RowParallelLinear):
     Attributes:
         may_split: set by a caller that takes partial sums: `[splits, tokens, 1, out]` of a layer
             that is alone in its group, `Unreduced` of one that is not.
+        residual: `[tokens, out]`, set by a caller for the next `forward` where `adds_residual`: the
+            product is added to it.
     """
 
     packed_weight: PackedWeight | None = None
     may_split: bool = False
+    residual: Tensor | None = None
 
     @property
     def collectives(self) -> TensorCollectives:
         """Collectives of the ranks that share this layer."""
         return collectives_of(self.tp_group)
+
+    def adds_residual(self, rows: Tensor) -> bool:
+        """Whether the product can be added to `rows`, `[tokens, out]`."""
+        alone = get_pg_size(self.tp_group) == 1 and self.bias is None
+        return alone and adds_residual(rows, self.weight)
 
     def takes_squares(self, rows: Tensor, groups: int) -> bool:
         """Whether `forward` takes an `Unnormed` with squares of such `rows`, `[tokens, in]`, in so
@@ -168,8 +184,9 @@ class InferenceRowParallelLinear(RowParallelLinear):
         bias = self.bias if alone and not self.skip_bias_add else None
         # Among ranks, partial sums are added up on their way into the sum over the ranks.
         may_split = may_split or not alone
+        residual, self.residual = self.residual, None
         output: Tensor | Unreduced
-        output = linear(input_, self.weight, bias, self.packed_weight, may_split)
+        output = linear(input_, self.weight, bias, self.packed_weight, may_split, residual)
         if not alone:
             assert isinstance(input_, Tensor), "see takes_squares"
             output = self._reduced(output, input_.dtype)

@@ -97,11 +97,14 @@ class MoELayer(MegatronModule):
 
     Attributes:
         may_split: set by a caller that takes an `Unreduced` output.
+        residual: `[tokens, hidden]`, set by a caller for the next `forward` where `adds_residual`:
+            the output is added to it.
         on_routing: called with the routing of this rank's tokens after the kernels that write it
             have been launched; or None.
     """
 
     may_split: bool = False
+    residual: Tensor | None = None
     on_routing: Callable[[Routing], None] | None = None
 
     def __init__(
@@ -145,12 +148,21 @@ class MoELayer(MegatronModule):
             return Unreduced(output, collectives.all_reduce_add_rms_norm), None
         return collectives.all_reduce(output), None
 
-    def takes_unnormed(self, hidden_states: Tensor) -> bool:
+    def adds_residual(self, rows: Tensor) -> bool:
+        """Whether the output can be added to `rows`, `[tokens, hidden]`."""
+        return not self._is_scattered and self._alone and self._planned(rows) is not None
+
+    @property
+    def _alone(self) -> bool:
+        return collectives_of(self.tp_group).size == 1
+
+    def takes_unnormed(self, hidden_states: Tensor, is_total: bool = False) -> bool:
         """Whether `forward` should be given the arguments of the norm before it.
 
         Args:
             hidden_states: `[tokens, 1, hidden]`, or partial sums of that, `[splits, tokens, 1,
                 hidden]`.
+            is_total: whether nothing is added before the norm; here that is the same.
         """
         return not self._is_scattered and self._planned(hidden_states.flatten(-3, -2)) is not None
 
@@ -194,7 +206,8 @@ class MoELayer(MegatronModule):
         if planned is None:
             return None
         op = kernels_for(rows).few_token_experts
-        output, routing = op(x, *planned, *real_tokens(view))
+        residual, self.residual = self.residual, None
+        output, routing = op(x, *planned, *real_tokens(view), residual)
         if self.on_routing is not None:
             self.on_routing(routing)
         return output[:, None]

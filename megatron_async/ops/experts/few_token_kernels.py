@@ -175,7 +175,9 @@ def few_down_kernel(
     experts: tl.tensor,
     weights: tl.tensor,
     logits: tl.tensor,
+    added: tl.tensor,
     out: tl.tensor,
+    added_stride: tl.tensor,
     tokens: tl.constexpr,
     topk: tl.constexpr,
     width: tl.constexpr,
@@ -187,9 +189,11 @@ def few_down_kernel(
     block_k: tl.constexpr,
     depth: tl.constexpr,
     has_gate: tl.constexpr,
+    has_added: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    """`block_n` outputs of one token: the sum over its experts, then the shared one.
+    """`block_n` outputs of one token: the sum over its experts, then the shared one; `added` is
+    added to the rounded sum.
 
     The inputs of such an output are units of `ffn` elements: one of each expert, and as many of the
     shared expert as it has. Each is a line of the tile, so that programs are many and short: long
@@ -229,4 +233,7 @@ def few_down_kernel(
     y = tl.reshape(tl.sum(sums, 1) * share, (block_n, units))
     target = first + tl.arange(0, block_n)
     y = tl.sum(y, 1).to(out.dtype.element_ty)
+    if has_added:
+        stream = tl.load(added + token * added_stride + target, mask=target < hidden, other=0.0)
+        y = (y.to(tl.float32) + stream.to(tl.float32)).to(out.dtype.element_ty)
     tl.store(out + token * hidden + target, y, mask=target < hidden)

@@ -112,6 +112,7 @@ def few_token_experts(
     plan: FewTokenPlan,
     places: Tensor | None = None,
     limit: int = 0,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Routing]:
     """For each token the weighted sum of its experts, and the shared expert.
 
@@ -121,6 +122,7 @@ def few_token_experts(
         layer: weights, and how experts are chosen.
         plan: from `find_plan`.
         places, limit: which tokens go to no expert, as for `route`. The shared expert meets all.
+        added: `[tokens, hidden]`, elements of a row adjacent: added to the rounded result.
 
     Returns:
         `[tokens, hidden]`, and the routing, written on the device by the time of the sum.
@@ -129,7 +131,7 @@ def few_token_experts(
         ValueError: shapes, dtypes or strides do not fit, or there are too many tokens.
     """
     rows = x.x if isinstance(x, Unnormed) else x
-    _check(x, layer)
+    _check(x, layer, added)
     shape = layer.shape
     tokens, hidden = rows.shape[-2:]
     dtype, device = layer.fc1.dtype, rows.device
@@ -192,7 +194,9 @@ def few_token_experts(
         routing.experts,
         routing.weights,
         logits,
+        out if added is None else added,
         out,
+        0 if added is None else added.stride(0),
         tokens=tokens,
         topk=shape.topk,
         width=width,
@@ -204,6 +208,7 @@ def few_token_experts(
         block_k=block_k,
         depth=plan.down_depth,
         has_gate=layer.shared_gate is not None,
+        has_added=added is not None,
         num_warps=plan.down_warps,
         **launch_options(rows),
     )
@@ -216,8 +221,12 @@ def few_token_experts_reference(
     plan: FewTokenPlan | None,
     places: Tensor | None = None,
     limit: int = 0,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Routing]:
     """`few_token_experts` in plain torch; the plan is not read."""
+    if added is not None:
+        out, routing = few_token_experts_reference(x, layer, plan, places, limit)
+        return out + added, routing
     _check(x, layer)
     if isinstance(x, Unnormed):
         normed, x.total = add_rms_norm_reference(x.x, x.residual, x.weight, x.eps)
@@ -277,10 +286,18 @@ def _norm_and_logits(
     return normed
 
 
-def _check(x: Tensor | Unnormed, layer: ExpertLayer) -> None:
+def _check(x: Tensor | Unnormed, layer: ExpertLayer, added: Tensor | None = None) -> None:
     _check_weights(layer)
     rows = x.x if isinstance(x, Unnormed) else x
     hidden, dtype = layer.fc2.size(1), layer.fc1.dtype
+    if added is not None:
+        fits = added.shape == rows.shape[-2:] and added.dtype == dtype and added.stride(1) == 1
+        if not fits:
+            raise ValueError(
+                f"few_token_experts: what is added must be {tuple(rows.shape[-2:])} of {dtype}, "
+                f"its rows adjacent elements; found {tuple(added.shape)}, {added.dtype}, strides "
+                f"{added.stride()}."
+            )
     parts = isinstance(x, Unnormed) and rows.dim() == 3
     if (rows.dim() != 2 and not parts) or rows.size(-1) != hidden or rows.stride(-1) != 1:
         raise ValueError(

@@ -38,8 +38,11 @@ def one_row_product(
     bias: Tensor | None,
     activation: Activation,
     plan: OneRowPlan,
+    added: Tensor | None = None,
 ) -> Tensor:
     """`linear` of one row, or with the activation after it, by a given plan.
+
+    `added`, `[1, outputs]`, is added to the rounded outputs.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
@@ -51,6 +54,7 @@ def one_row_product(
         raise ValueError(f"one_row_product: x has {row.size(0)} rows; use tile_product.")
     residual, total = _residual_and_total(x)
     squares, parts = _squares(x, activation)
+    _check_added(added, n, row)
     out = torch.empty((1, n), dtype=row.dtype, device=row.device)
     one_row_kernel[(triton.cdiv(n, plan.block_n),)](
         row,
@@ -60,6 +64,7 @@ def one_row_product(
         weight,
         weight if bias is None else bias,
         squares,
+        row if added is None else added,
         out,
         n,
         0.0 if norm is None else norm.eps,
@@ -73,6 +78,7 @@ def one_row_product(
         has_norm=norm is not None and not parts,
         has_residual=norm is not None and norm.residual is not None,
         has_bias=bias is not None,
+        has_added=added is not None,
         ahead=plan.ahead,
         num_warps=plan.warps,
         **launch_options(row),
@@ -81,30 +87,54 @@ def one_row_product(
 
 
 def long_row_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, plan: LongRowPlan
+    x: Tensor | Unnormed,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    plan: LongRowPlan,
+    added: Tensor | None = None,
 ) -> Tensor:
     """`linear` of one row, or with the activation after it, by a given plan.
+
+    `added`, `[1, outputs]`, is added to the rounded outputs. An `Unnormed` is one without residual
+    and squares, and without SwiGLU after the product.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
     """
+    norm = x if isinstance(x, Unnormed) else None
+    if norm is not None:
+        _residual_and_total(norm)
+        x = norm.x
+        if norm.residual is not None or norm.squares is not None or activation == "swiglu":
+            raise ValueError(
+                "long_row_product: a norm with a residual, with squares or before SwiGLU is not "
+                "computed here: use add_rms_norm."
+            )
+    assert isinstance(x, Tensor)
     n = _outputs(x, weight, bias, activation)
+    _check_added(added, n, x)
     if x.size(0) != 1:
         raise ValueError(f"long_row_product: x has {x.size(0)} rows; use tile_product.")
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     long_row_kernel[(triton.cdiv(n, plan.block_n),)](
         x,
+        x if norm is None else norm.weight,
         weight,
         weight if bias is None else bias,
+        x if added is None else added,
         out,
         n,
+        0.0 if norm is None else norm.eps,
         k=x.size(1),
         block_n=plan.block_n,
         block_k=TILE_BYTES // x.itemsize,
         depth=plan.depth,
         gated=activation == "swiglu",
         squared=activation == "squared_relu",
+        has_norm=norm is not None,
         has_bias=bias is not None,
+        has_residual=added is not None,
         num_warps=plan.warps,
         **launch_options(x),
     )
@@ -309,6 +339,16 @@ def _squares(x: Tensor | Unnormed, activation: Activation) -> tuple[Tensor, int]
             f"activation {activation!r}."
         )
     return squares, squares.size(2)
+
+
+def _check_added(added: Tensor | None, n: int, row: Tensor) -> None:
+    if added is None:
+        return
+    if added.shape != (1, n) or added.dtype != row.dtype or added.stride(1) != 1:
+        raise ValueError(
+            f"skinny_linear: what is added must be (1, {n}) of {row.dtype}, its elements adjacent; "
+            f"found {tuple(added.shape)} of {added.dtype}, strides {added.stride()}."
+        )
 
 
 def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> int:

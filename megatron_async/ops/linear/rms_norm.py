@@ -17,6 +17,8 @@ from megatron_async.ops.dependent_launch import launch_options, wait_for_previou
 
 MAX_HIDDEN = 16384
 """A row is held in the registers of one program."""
+PER_WARP = 512
+"""Elements of a row that a warp takes."""
 
 
 def add_rms_norm(
@@ -80,7 +82,7 @@ def add_rms_norm(
             block=block,
             has_residual=residual is not None,
             parts=parts,
-            num_warps=min(max(block // 512, 1), 16),
+            num_warps=min(max(block // PER_WARP, 1), 16),
             **launch_options(x),
         )
     return normed, total

@@ -22,6 +22,7 @@ def one_row_kernel(
     weight: tl.tensor,
     bias: tl.tensor,
     squares: tl.tensor,
+    added: tl.tensor,
     out: tl.tensor,
     n: tl.tensor,
     eps: tl.tensor,
@@ -35,6 +36,7 @@ def one_row_kernel(
     has_norm: tl.constexpr,
     has_residual: tl.constexpr,
     has_bias: tl.constexpr,
+    has_added: tl.constexpr,
     ahead: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
@@ -42,7 +44,8 @@ def one_row_kernel(
 
     The norm's factor is a number, so it is applied to the sums: inputs need not be read twice. It
     follows from the inputs, or from `parts` sums of squares, if there are any. A weight row that
-    fits `block_k` is loaded before the wait.
+    fits `block_k` is loaded before the wait. `residual` is added to the row before the norm,
+    `added` to the outputs.
     """
     let_next_start(overlap)
     program = tl.program_id(0)
@@ -117,6 +120,9 @@ def one_row_kernel(
     elif squared:
         y = tl.maximum(y, 0.0)
         y = y * y
+    if has_added:
+        stream = tl.load(added + first + line, mask=inside, other=0.0).to(tl.float32)
+        y = y.to(out.dtype.element_ty).to(tl.float32) + stream
     tl.store(out + first + line, y.to(out.dtype.element_ty), mask=inside)
 
 

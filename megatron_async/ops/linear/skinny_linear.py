@@ -38,7 +38,11 @@ from megatron_async.ops.linear.unnormed import Unnormed
 
 
 def linear(
-    x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None = None, may_split: bool = False
+    x: Tensor | Unnormed,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    may_split: bool = False,
+    added: Tensor | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias`.
 
@@ -48,11 +52,13 @@ def linear(
         weight: `[n, k]`, same dtype.
         bias: `[n]` or None.
         may_split: partial sums may be returned.
+        added: `[rows, n]`, added to the rounded product; only where `adds_residual` of
+            `skinny_plan` says so.
 
     Returns:
         `[rows, n]`; or partial sums `[splits, rows, n]`, float32, to be added in order.
     """
-    return _product(x, weight, bias, "", may_split)
+    return _product(x, weight, bias, "", may_split, added)
 
 
 def linear_swiglu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
@@ -86,9 +92,15 @@ def linear_squared_relu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
 
 
 def linear_reference(
-    x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None = None, may_split: bool = False
+    x: Tensor | Unnormed,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    may_split: bool = False,
+    added: Tensor | None = None,
 ) -> Tensor:
     """`linear` in plain torch, unsplit."""
+    if added is not None:
+        return linear_reference(x, weight, bias) + added
     if not isinstance(x, Unnormed):
         return F.linear(x, weight, bias)
     if x.squares is not None:
@@ -113,13 +125,24 @@ def _product(
     bias: Tensor | None,
     activation: Activation,
     may_split: bool,
+    added: Tensor | None = None,
 ) -> Tensor:
     inputs = x.x if isinstance(x, Unnormed) else x
     norm = isinstance(x, Unnormed) and x.squares is None
     gated = activation == "swiglu"
     plan = plan_product(inputs, weight, gated, may_split and bias is None, norm)
     if isinstance(plan, OneRowPlan):
-        return one_row_product(x, weight, bias, activation, plan)
+        return one_row_product(x, weight, bias, activation, plan, added)
+    if isinstance(plan, LongRowPlan):
+        if isinstance(x, Unnormed) and (gated or x.residual is not None):
+            inputs, x.total = add_rms_norm(x.x, x.residual, x.weight, x.eps)
+            return long_row_product(inputs, weight, bias, activation, plan, added)
+        return long_row_product(x, weight, bias, activation, plan, added)
+    if added is not None:
+        raise ValueError(
+            f"skinny_linear: a product of {tuple(inputs.shape)} by {tuple(weight.shape)} adds "
+            "nothing: ask adds_residual first."
+        )
     if isinstance(plan, ResidentPlan):
         return resident_product(x, weight, bias, activation, plan)
     if isinstance(plan, WarpgroupPlan) and isinstance(x, Unnormed) and x.squares is not None:
@@ -131,8 +154,6 @@ def _product(
                 "not take squares: ask takes_squares first."
             )
         inputs, x.total = add_rms_norm(x.x, x.residual, x.weight, x.eps)
-    if isinstance(plan, LongRowPlan):
-        return long_row_product(inputs, weight, bias, activation, plan)
     if isinstance(plan, WarpgroupPlan):
         return warpgroup_product(inputs, weight, bias, activation, plan)
     if isinstance(plan, TilePlan):

@@ -26,7 +26,14 @@ pytestmark = [
 ]
 NANO = LayerShape(128, 6, 2688, 1856, 3712, False, 2)
 QWEN3 = LayerShape(128, 8, 2048, 768, 0, True, 2)
-TYPES = {"num_places": "i32", "limit": "i32", "x_stride": "i32", "scale": "fp32", "places": "*i64"}
+TYPES = {
+    "num_places": "i32",
+    "limit": "i32",
+    "x_stride": "i32",
+    "added_stride": "i32",
+    "scale": "fp32",
+    "places": "*i64",
+}
 TYPES |= dict.fromkeys(("logits", "bias", "out_weights", "weights"), "*fp32")
 TYPES |= dict.fromkeys(("experts", "out_experts"), "*i32")
 UNALIGNED = {"num_places", "limit", "scale"}
@@ -79,8 +86,9 @@ def test_all_weights_are_asked_for_before_the_first_product(shape, tmp_path):
     assert spilled == 0
     units = triton.next_power_of_2(shape.units)
     down = {"block_n": plan.down_rows, "depth": plan.down_depth, "units": units}
+    down |= {"has_gate": False, "has_added": True}
     options = {"num_warps": plan.down_warps}
-    code, spilled = compiled(few_down_kernel, same | down | {"has_gate": False}, options, tmp_path)
+    code, spilled = compiled(few_down_kernel, same | down, options, tmp_path)
     each_warp = plan.down_rows * units // plan.down_warps
     assert loads_before_products(code) == [plan.down_depth * each_warp]
     assert spilled == 0

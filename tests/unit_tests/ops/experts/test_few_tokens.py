@@ -100,6 +100,19 @@ def test_equals_torch(tokens, shared, gate, gated, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_added_to_the_residual(dtype, device):
+    layer = make_layer(sizes(shared=40, dtype=dtype), dtype, device)
+    x, stream = make_tokens(2, 64, dtype, device), make_tokens(2, 64, dtype, device)
+    out, _routing = few_token_experts(x, layer, plan_of(2, layer))
+    found, _routing = few_token_experts(x, layer, plan_of(2, layer), added=stream)
+    assert torch.equal(found, (out.float() + stream.float()).to(dtype))
+    reference, _routing = few_token_experts_reference(x, layer, None, added=stream)
+    torch.testing.assert_close(found, reference, rtol=LIMITS[dtype], atol=LIMITS[dtype])
+    with pytest.raises(ValueError, match="what is added"):
+        few_token_experts(x, layer, plan_of(2, layer), added=stream[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_of_routing(rule, has_bias, dtype, device):

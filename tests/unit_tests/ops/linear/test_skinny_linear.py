@@ -20,6 +20,7 @@ from megatron_async.ops.linear.skinny_plan import (
     ResidentPlan,
     TilePlan,
     WarpgroupPlan,
+    adds_residual,
     choose_plan,
     takes_unnormed,
 )
@@ -88,6 +89,35 @@ def test_one_row(n, k, plan, activation, dtype, device):
         bias = random(n, dtype=dtype, device=device)
         found = one_row_product(x, weight, bias, "", plan)
         assert_close(found, expected_product(x, weight, bias), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("k", "plan"), [(200, LongRowPlan(4, 4, 2)), (1500, LongRowPlan(4, 4, 3))])
+@pytest.mark.parametrize("activation", ["", "squared_relu"])
+def test_long_row_with_norm(k, plan, activation, dtype, device):
+    weight = weight_of(37, k, dtype, device)
+    x, norm = random(1, k, dtype=dtype, device=device), random(k, dtype=dtype, device=device)
+    unnormed = Unnormed(x, None, norm, 1e-5)
+    found = long_row_product(unnormed, weight, None, activation, plan)
+    normed = F.rms_norm(x.double(), (k,), norm.double(), 1e-5)
+    assert unnormed.total is x
+    assert_close(found, expected_product(normed, weight, activation=activation), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("product", "plan"),
+    [(one_row_product, OneRowPlan(4, 128, 2, 0)), (long_row_product, LongRowPlan(4, 4, 2))],
+)
+def test_added_to_the_residual(product, plan, dtype, device):
+    """As a product and the next norm's kernel: the product is rounded, then the sum."""
+    weight, x = weight_of(37, 200, dtype, device), random(1, 200, dtype=dtype, device=device)
+    stream = random(1, 40, dtype=dtype, device=device)[:, :37]
+    rounded = product(x, weight, None, "", plan)
+    found = product(x, weight, None, "", plan, stream)
+    assert torch.equal(found, (rounded.float() + stream.float()).to(dtype))
+    with pytest.raises(ValueError, match=r"must be \(1, 37\)"):
+        product(x, weight, None, "", plan, stream[:, :36])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -218,6 +248,18 @@ TILE = TilePlan(16, 16, 64, 1, 1, 2, False, 0)
             "norm's weight",
         ),
         (lambda: long_row_product(torch.ones(2, 8), torch.ones(4, 8), None, "", None), "2 rows"),
+        (
+            lambda: long_row_product(
+                Unnormed(ROW, ROW, ROW[0], 0.0), torch.ones(4, 8), None, "", None
+            ),
+            "a norm with a residual",
+        ),
+        (
+            lambda: ops._product(
+                torch.ones(2, 8), torch.ones(4, 8), None, "", False, torch.ones(2, 4)
+            ),
+            "adds nothing",
+        ),
         (lambda: resident_product(ROW, torch.ones(4, 8), None, "", None), "float32; use"),
         (lambda: warpgroup_product(ROW, torch.ones(4, 8), None, "", None), "1 rows of"),
         (
@@ -346,6 +388,8 @@ def test_partial_sums_are_normed_before():
     assert not takes_unnormed(torch.ones(1, 1, 8))
     assert not takes_unnormed(torch.ones(2, 8, dtype=BRAIN))  # no GPU
     assert not takes_unnormed(torch.ones(1, 4096))
+    assert takes_unnormed(torch.ones(1, 4096), is_total=True)
+    assert not adds_residual(torch.ones(1, 4), torch.ones(4, 8))  # no GPU
 
 
 @pytest.mark.gpu
@@ -405,6 +449,16 @@ class TestOnGpu:
         parts = warpgroup_product(x, weight, None, "", plan)
         assert parts.shape == (splits, 40, 72)
         assert_close(parts.sum(0), expected_product(x, weight), BRAIN)
+
+    @pytest.mark.parametrize("k", [576, 2688, 4096, 8192, 14336])
+    def test_a_row_that_is_added(self, k):
+        x, stream = random(1, k, dtype=BRAIN, device="cuda"), random(1, 96, device="cuda").to(BRAIN)
+        weight = weight_of(96, k, BRAIN, "cuda")
+        assert adds_residual(stream, weight)
+        assert not adds_residual(stream.repeat(2, 1), weight)
+        rounded = ops.linear(x, weight, may_split=True)
+        found = ops.linear(x, weight, None, True, stream)
+        assert torch.equal(found, rounded + stream)
 
     def test_rows_that_the_copy_engine_does_not_take(self):
         x = random(40, 577, dtype=BRAIN, device="cuda")[:, 1:]
