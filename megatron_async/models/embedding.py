@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from megatron_async.models.linear import InferenceColumnParallelLinear
 from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.linear.skinny_plan import plan_product
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, collectives_of
 from megatron_async.ops.ranks.vocabulary_shard import VocabularyShard
@@ -42,9 +44,8 @@ class InferenceEmbedding(LanguageModelEmbedding):
         """
         words, collectives = self.word_embeddings, self.collectives
         lookup = kernels_for(words.weight).vocab_embedding
-        rows = lookup(input_ids.flatten(), words.weight, words.vocab_start_index)[:, None]
-        if self.config.use_mup and self.config.mup_embedding_mult != 1:
-            rows = rows * self.config.mup_embedding_mult
+        scale = self.config.mup_embedding_mult if self.config.use_mup else 1.0
+        rows = lookup(input_ids.flatten(), words.weight, words.vocab_start_index, scale)[:, None]
         if collectives.size == 1:
             return rows
         if self.config.sequence_parallel:
@@ -86,6 +87,23 @@ class InferenceOutputLayer(InferenceColumnParallelLinear):
         Megatron's models ask for gathered logits during inference; this argument is ignored.
         """
         return super().forward(input_, weight, runtime_gather_output=False)
+
+    def scaled(self, rows: Tensor, weight: Tensor | None, scale: float) -> Tensor | None:
+        """The logits times `scale`, where the product's own kernel can do that; else None.
+
+        Args:
+            rows: hidden states `[rows, hidden]`.
+            weight: `[columns of this rank, hidden]`; None: the layer's.
+            scale: by which logits are multiplied, before they are rounded.
+
+        Returns:
+            `[rows, columns of this rank]`.
+        """
+        weight = self.weight if weight is None else weight
+        if not rows.is_cuda or self.bias is not None or plan_product(rows, weight) is not None:
+            return None
+        # The first argument is not read: beta is 0.
+        return torch.addmm(rows.new_empty(1), rows, weight.t(), beta=0, alpha=scale)
 
 
 def shard_vocabulary(model: HybridModel, vocab_size: int) -> None:

@@ -106,7 +106,7 @@ class PagedHybridStack(HybridStack):
             kind = LAYER_KINDS[character]
             norm, block, product = kind.norm(layer), kind.block(layer), kind.first_product(layer)
             last, is_total = kind.last_product(layer), residual is None
-            if isinstance(output, Tensor) and product.takes_unnormed(output, is_total):
+            if isinstance(output, Tensor) and product.takes_unnormed(output):
                 before = None if residual is None else residual.flatten(0, 1)
                 assert norm.eps is not None, "make_norm sets it"
                 unnormed = Unnormed(output.flatten(-3, -2), before, factors_of(norm), norm.eps)

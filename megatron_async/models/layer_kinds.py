@@ -18,10 +18,9 @@ BLOCK_ITSELF = "."
 class TakesUnnormed(Protocol):
     """A module that may compute the norm before it too."""
 
-    def takes_unnormed(self, hidden_states: Tensor, is_total: bool) -> bool:
+    def takes_unnormed(self, hidden_states: Tensor) -> bool:
         """Whether the module should get an `Unnormed` of `[tokens, 1, hidden]`, or of partial sums,
-        `[splits, tokens, 1, hidden]`; `is_total`: nothing is to be added to them before the norm.
-        """
+        `[splits, tokens, 1, hidden]`."""
 
 
 @dataclass(frozen=True)

@@ -126,12 +126,10 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
         product = ops.linear_swiglu if gated else ops.linear_squared_relu
         return product(rows, self.weight)[:, None]
 
-    def takes_unnormed(self, hidden_states: Tensor, is_total: bool) -> bool:
-        """Whether `forward` should be given the arguments of the norm before it; `is_total`:
-        nothing is added before this norm."""
-        if not hidden_states.is_cuda or self.sequence_parallel:
-            return False
-        return takes_unnormed(hidden_states.flatten(0, -2), is_total)
+    def takes_unnormed(self, hidden_states: Tensor) -> bool:
+        """Whether `forward` should be given the arguments of the norm before it."""
+        whole = hidden_states.is_cuda and not self.sequence_parallel
+        return whole and takes_unnormed(hidden_states.flatten(0, -2))
 
     def _all_rows(self, input_: Tensor | Unnormed) -> Tensor | Unnormed:
         if not self.sequence_parallel or isinstance(input_, Unnormed):

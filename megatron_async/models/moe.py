@@ -24,6 +24,7 @@ from megatron_async.ops.experts.expert_plan import FEW_TOKENS, FewTokenPlan
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.experts.few_tokens import ExpertLayer, find_plan
 from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.linear.skinny_plan import NORM_WIDTH
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.ranks.tensor_collectives import Unreduced, collectives_of
 
@@ -150,19 +151,15 @@ class MoELayer(MegatronModule):
 
     def adds_residual(self, rows: Tensor) -> bool:
         """Whether the output can be added to `rows`, `[tokens, hidden]`."""
-        return not self._is_scattered and self._alone and self._planned(rows) is not None
+        alone = collectives_of(self.tp_group).size == 1
+        return alone and rows.size(1) <= NORM_WIDTH and self._planned(rows) is not None
 
-    @property
-    def _alone(self) -> bool:
-        return collectives_of(self.tp_group).size == 1
-
-    def takes_unnormed(self, hidden_states: Tensor, is_total: bool = False) -> bool:
+    def takes_unnormed(self, hidden_states: Tensor) -> bool:
         """Whether `forward` should be given the arguments of the norm before it.
 
         Args:
             hidden_states: `[tokens, 1, hidden]`, or partial sums of that, `[splits, tokens, 1,
                 hidden]`.
-            is_total: whether nothing is added before the norm; here that is the same.
         """
         return not self._is_scattered and self._planned(hidden_states.flatten(-3, -2)) is not None
 

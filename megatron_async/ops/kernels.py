@@ -43,7 +43,7 @@ from megatron_async.ops.sampling import (
 class Kernels:
     """Ops of a step other than attention; the modules with their names describe the shapes."""
 
-    vocab_embedding: Callable[[Tensor, Tensor, int], Tensor]
+    vocab_embedding: Callable[..., Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rope_append: Callable[..., Tensor]
     output_gate: Callable[[Tensor, Tensor, int], Tensor]

@@ -155,6 +155,11 @@ class GPTInferenceWrapper:
         weight = None
         if model.share_embeddings_and_output_weights:
             weight = model.shared_embedding_or_output_weight()
+        config = self.inference_context.model_config
+        if tokens is None and config.use_mup and config.mup_output_mult != 1:
+            scaled = model.output_layer.scaled(hidden_states, weight, config.mup_output_mult)
+            if scaled is not None:
+                return scaled
         if tokens is not None:
             weight = model.output_layer.weight if weight is None else weight
             logits = linear(hidden_states[:, None], weight[:tokens], None, None)
@@ -163,7 +168,7 @@ class GPTInferenceWrapper:
                 logits, _ = model.output_layer(
                     hidden_states[:, None], weight=weight, runtime_gather_output=True
                 )
-        if self.inference_context.model_config.use_mup:
+        if config.use_mup:
             logits = model._scale_logits(logits)
         return logits[:, 0]
 

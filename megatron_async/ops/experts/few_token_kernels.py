@@ -206,7 +206,10 @@ def few_down_kernel(
     row, unit = first + line // units, line % units
     is_pair = unit < topk
     pair = token * topk + unit
+    target = first + tl.arange(0, block_n)
     await_previous(overlap)
+    if has_added:  # early: at the end, every program would wait for it
+        stream = tl.load(added + token * added_stride + target, mask=target < hidden, other=0.0)
     expert = tl.load(experts + pair, mask=is_pair, other=-1)
     share = tl.load(weights + pair, mask=is_pair, other=0.0)
     # What a pair without an expert has activated was never written.
@@ -231,9 +234,7 @@ def few_down_kernel(
         ask_first(overlap)
         sums = add_products(sums, tiles, inputs, column, length, at, block_k)
     y = tl.reshape(tl.sum(sums, 1) * share, (block_n, units))
-    target = first + tl.arange(0, block_n)
     y = tl.sum(y, 1).to(out.dtype.element_ty)
     if has_added:
-        stream = tl.load(added + token * added_stride + target, mask=target < hidden, other=0.0)
         y = (y.to(tl.float32) + stream.to(tl.float32)).to(out.dtype.element_ty)
     tl.store(out + token * hidden + target, y, mask=target < hidden)

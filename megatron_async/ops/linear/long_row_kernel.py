@@ -11,38 +11,29 @@ import triton
 import triton.language as tl
 
 from megatron_async.ops.dependent_launch import await_previous, let_next_start
-from megatron_async.ops.linear.row_tiles import (
-    add_normed_products,
-    add_products,
-    ask_first,
-    load_tiles,
-)
+from megatron_async.ops.linear.row_tiles import add_products, ask_first, load_tiles
 
 
 @triton.jit
 def long_row_kernel(
     x: tl.tensor,
-    norm_weight: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     residual: tl.tensor,
     out: tl.tensor,
     n: tl.tensor,
-    eps: tl.tensor,
     k: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     depth: tl.constexpr,
     gated: tl.constexpr,
     squared: tl.constexpr,
-    has_norm: tl.constexpr,
     has_bias: tl.constexpr,
     has_residual: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     """One row times `block_n` weight rows, or twice as many if `gated`; the first tiles are asked
-    for before the wait. The row's norm is computed by every warp; its factor is a number, so it is
-    applied to the sums. The outputs are added to the residual, if there is one.
+    for before the wait. The outputs are added to the residual, if there is one.
     """
     let_next_start(overlap)
     first = tl.program_id(0) * block_n
@@ -51,8 +42,7 @@ def long_row_kernel(
     length = tl.where(inside, k, 0)
     cells = weight + (first.to(tl.int64) + line[:, None]) * k + column[None, :]
     up_cells = cells + n.to(tl.int64) * k
-    place = line[:, None] * 0 + column[None, :]
-    inputs, factors = x + place, norm_weight + place
+    inputs = x + line[:, None] * 0 + column[None, :]
     tiles = load_tiles(cells, column, length, 0, k, block_k, depth)
     if gated:
         up_tiles = load_tiles(up_cells, column, length, 0, k, block_k, depth)
@@ -60,15 +50,11 @@ def long_row_kernel(
         shift = tl.load(bias + first + line, mask=inside, other=0.0).to(tl.float32)
     ask_first(overlap)
     await_previous(overlap)
+    if has_residual:  # early: at the end, every program would wait for it
+        before = tl.load(residual + first + line, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros((block_n, block_k), tl.float32)
     up_sums = tl.zeros((block_n, block_k), tl.float32)
-    squares = tl.zeros((block_n, block_k), tl.float32)
-    if has_norm:
-        sums, squares = add_normed_products(
-            sums, squares, tiles, inputs, factors, column, length, 0, block_k
-        )
-    else:
-        sums = add_products(sums, tiles, inputs, column, length, 0, block_k)
+    sums = add_products(sums, tiles, inputs, column, length, 0, block_k)
     if gated:
         up_sums = add_products(up_sums, up_tiles, inputs, column, length, 0, block_k)
     for at in tl.static_range(depth * block_k, k, depth * block_k):
@@ -76,17 +62,10 @@ def long_row_kernel(
         if gated:
             up_tiles = load_tiles(up_cells, column, length, at, k - at, block_k, depth)
         ask_first(overlap)
-        if has_norm:
-            sums, squares = add_normed_products(
-                sums, squares, tiles, inputs, factors, column, length, at, block_k
-            )
-        else:
-            sums = add_products(sums, tiles, inputs, column, length, at, block_k)
+        sums = add_products(sums, tiles, inputs, column, length, at, block_k)
         if gated:
             up_sums = add_products(up_sums, up_tiles, inputs, column, length, at, block_k)
     y = tl.sum(sums, 1)
-    if has_norm:
-        y = y * tl.rsqrt(tl.sum(squares, 1) / k + eps)
     if has_bias:
         y = y + shift
     if gated:
@@ -95,6 +74,5 @@ def long_row_kernel(
         y = tl.maximum(y, 0.0)
         y = y * y
     if has_residual:
-        before = tl.load(residual + first + line, mask=inside, other=0.0).to(tl.float32)
         y = y.to(out.dtype.element_ty).to(tl.float32) + before
     tl.store(out + first + line, y.to(out.dtype.element_ty), mask=inside)

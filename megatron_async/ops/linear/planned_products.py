@@ -87,7 +87,7 @@ def one_row_product(
 
 
 def long_row_product(
-    x: Tensor | Unnormed,
+    x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     activation: Activation,
@@ -96,22 +96,11 @@ def long_row_product(
 ) -> Tensor:
     """`linear` of one row, or with the activation after it, by a given plan.
 
-    `added`, `[1, outputs]`, is added to the rounded outputs. An `Unnormed` is one without residual
-    and squares, and without SwiGLU after the product.
+    `added`, `[1, outputs]`, is added to the rounded outputs.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
     """
-    norm = x if isinstance(x, Unnormed) else None
-    if norm is not None:
-        _residual_and_total(norm)
-        x = norm.x
-        if norm.residual is not None or norm.squares is not None or activation == "swiglu":
-            raise ValueError(
-                "long_row_product: a norm with a residual, with squares or before SwiGLU is not "
-                "computed here: use add_rms_norm."
-            )
-    assert isinstance(x, Tensor)
     n = _outputs(x, weight, bias, activation)
     _check_added(added, n, x)
     if x.size(0) != 1:
@@ -119,20 +108,17 @@ def long_row_product(
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     long_row_kernel[(triton.cdiv(n, plan.block_n),)](
         x,
-        x if norm is None else norm.weight,
         weight,
         weight if bias is None else bias,
         x if added is None else added,
         out,
         n,
-        0.0 if norm is None else norm.eps,
         k=x.size(1),
         block_n=plan.block_n,
         block_k=TILE_BYTES // x.itemsize,
         depth=plan.depth,
         gated=activation == "swiglu",
         squared=activation == "squared_relu",
-        has_norm=norm is not None,
         has_bias=bias is not None,
         has_residual=added is not None,
         num_warps=plan.warps,

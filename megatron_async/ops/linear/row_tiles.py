@@ -80,26 +80,3 @@ def add_products(
         v = tl.load(inputs + (at + step * block_k), mask=mask, other=0.0).to(tl.float32)
         sums += tiles[step].to(tl.float32) * v
     return sums
-
-
-@triton.jit
-def add_normed_products(
-    sums: tl.tensor,
-    squares: tl.tensor,
-    tiles: tl.tuple,
-    inputs: tl.tensor,
-    factors: tl.tensor,
-    column: tl.tensor,
-    length: tl.tensor,
-    at: tl.tensor,
-    block_k: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """`add_products` with inputs that are multiplied by a norm's weight, at `factors`, and
-    `squares`, `[rows, block_k]`, with the squares of the inputs before."""
-    for step in tl.static_range(len(tiles)):
-        mask = column[None, :] < (length - at - step * block_k)[:, None]
-        v = tl.load(inputs + (at + step * block_k), mask=mask, other=0.0).to(tl.float32)
-        factor = tl.load(factors + (at + step * block_k), mask=mask, other=0.0).to(tl.float32)
-        squares += v * v
-        sums += tiles[step].to(tl.float32) * (v * factor)
-    return sums, squares

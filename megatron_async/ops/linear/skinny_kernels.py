@@ -75,6 +75,8 @@ def one_row_kernel(
     if has_bias:
         shift = tl.load(bias + first + line, mask=inside, other=0.0).to(tl.float32)
     await_previous(overlap)
+    if has_added:  # early: at the end, every program would wait for it
+        stream = tl.load(added + first + line, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros((block_n, block_k), tl.float32)
     up_sums = tl.zeros((block_n, block_k), tl.float32)
     own_squares = tl.zeros((1 if whole else block_n, block_k), tl.float32)
@@ -121,7 +123,6 @@ def one_row_kernel(
         y = tl.maximum(y, 0.0)
         y = y * y
     if has_added:
-        stream = tl.load(added + first + line, mask=inside, other=0.0).to(tl.float32)
         y = y.to(out.dtype.element_ty).to(tl.float32) + stream
     tl.store(out + first + line, y.to(out.dtype.element_ty), mask=inside)
 

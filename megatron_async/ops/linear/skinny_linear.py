@@ -134,10 +134,9 @@ def _product(
     if isinstance(plan, OneRowPlan):
         return one_row_product(x, weight, bias, activation, plan, added)
     if isinstance(plan, LongRowPlan):
-        if isinstance(x, Unnormed) and (gated or x.residual is not None):
+        if isinstance(x, Unnormed):
             inputs, x.total = add_rms_norm(x.x, x.residual, x.weight, x.eps)
-            return long_row_product(inputs, weight, bias, activation, plan, added)
-        return long_row_product(x, weight, bias, activation, plan, added)
+        return long_row_product(inputs, weight, bias, activation, plan, added)
     if added is not None:
         raise ValueError(
             f"skinny_linear: a product of {tuple(inputs.shape)} by {tuple(weight.shape)} adds "

@@ -31,8 +31,6 @@ WHOLE_ROW = 2048
 NORM_WIDTH = 2048
 """Longest input that every program of the one-row kernel normalises again. At 4096 that costs
 2 us a product, and a kernel of its own 1 us."""
-TOTAL_WIDTH = 4096
-"""`NORM_WIDTH` where nothing is added before the norm: each program reads half as much."""
 A_WAVE_AND_SOME = 144
 """Most programs of a split product."""
 LEAST_SHARE = 192
@@ -180,30 +178,32 @@ def may_be_copied(rows: Tensor) -> bool:
     return rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0
 
 
-def takes_unnormed(x: Tensor, is_total: bool = False) -> bool:
+def takes_unnormed(x: Tensor) -> bool:
     """Whether products of `x` should be given an `Unnormed`: their norm is cheaper inside.
 
     Args:
         x: `[rows, k]`; or partial sums of that, `[parts, rows, k]`, whose norm is not.
-        is_total: x is the residual stream, to which nothing is added before the norm.
     """
     if x.dim() > 2:
         return False
     rows, k = x.shape
     if rows == 1:
-        return k <= (TOTAL_WIDTH if is_total else NORM_WIDTH)
+        return k <= NORM_WIDTH
     resident = rows <= RESIDENT_ROWS and k <= RESIDENT_GATED_INPUTS and x.dtype == torch.bfloat16
     return resident and x.is_cuda and _is_measured(x.device.index)
 
 
 def adds_residual(rows: Tensor, weight: Tensor) -> bool:
-    """Whether a product by `weight` takes `added`.
+    """Whether a product by `weight` should be added to `rows`: where every program of the product
+    after it normalises them again, and reads half as much if nothing is to be added.
 
     Args:
-        rows: `[rows, outputs]`, to which the product would be added.
+        rows: `[rows, outputs]`.
         weight: `[outputs, k]`.
     """
-    if not rows.is_cuda or rows.size(0) != 1 or not _is_measured(rows.device.index):
+    if not rows.is_cuda or not (rows.size(0) == 1 and rows.size(1) <= NORM_WIDTH):
+        return False
+    if not _is_measured(rows.device.index):
         return False
     plan = choose_plan(1, *weight.shape, weight.dtype, False, True)
     return weight.is_contiguous() and isinstance(plan, OneRowPlan | LongRowPlan)

@@ -17,13 +17,14 @@ from megatron_async.ops.dependent_launch import launch_options, wait_for_previou
 BLOCK = 1024
 
 
-def vocab_embedding(token_ids: Tensor, weight: Tensor, first: int) -> Tensor:
+def vocab_embedding(token_ids: Tensor, weight: Tensor, first: int, scale: float = 1.0) -> Tensor:
     """Look tokens up.
 
     Args:
         token_ids: int64 `[tokens]` on a GPU.
         weight: `[rows, hidden]`, contiguous: the embeddings of tokens from `first` on.
         first: token id of the first row.
+        scale: embeddings are multiplied by it.
 
     Returns:
         `[tokens, hidden]`, the weight's dtype.
@@ -37,17 +38,29 @@ def vocab_embedding(token_ids: Tensor, weight: Tensor, first: int) -> Tensor:
     out = torch.empty((tokens, hidden), dtype=weight.dtype, device=weight.device)
     if tokens:
         _vocab_embedding_kernel[(tokens, triton.cdiv(hidden, BLOCK))](
-            token_ids, weight, out, first, rows, hidden=hidden, block=BLOCK, **launch_options(out)
+            token_ids,
+            weight,
+            out,
+            first,
+            rows,
+            float(scale),
+            hidden=hidden,
+            block=BLOCK,
+            is_scaled=scale != 1,
+            **launch_options(out),
         )
     return out
 
 
-def vocab_embedding_reference(token_ids: Tensor, weight: Tensor, first: int) -> Tensor:
+def vocab_embedding_reference(
+    token_ids: Tensor, weight: Tensor, first: int, scale: float = 1.0
+) -> Tensor:
     """`vocab_embedding` in plain torch."""
     row = token_ids - first
     elsewhere = (row < 0) | (row >= len(weight))
     found = F.embedding(row.masked_fill(elsewhere, 0), weight)
-    return found.masked_fill_(elsewhere[:, None], 0.0)
+    found = found.masked_fill_(elsewhere[:, None], 0.0)
+    return found if scale == 1 else found * scale
 
 
 @triton.jit
@@ -57,8 +70,10 @@ def _vocab_embedding_kernel(
     out: tl.tensor,
     first: tl.tensor,
     rows: tl.tensor,
+    scale: tl.tensor,
     hidden: tl.constexpr,
     block: tl.constexpr,
+    is_scaled: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -68,4 +83,6 @@ def _vocab_embedding_kernel(
     here = (row >= 0) & (row < rows)
     inside = column < hidden
     value = tl.load(weight + row * hidden + column, mask=inside & here, other=0.0)
+    if is_scaled:
+        value = (value.to(tl.float32) * scale).to(value.dtype)
     tl.store(out + token * hidden + column, value, mask=inside)

@@ -92,19 +92,6 @@ def test_one_row(n, k, plan, activation, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("k", "plan"), [(200, LongRowPlan(4, 4, 2)), (1500, LongRowPlan(4, 4, 3))])
-@pytest.mark.parametrize("activation", ["", "squared_relu"])
-def test_long_row_with_norm(k, plan, activation, dtype, device):
-    weight = weight_of(37, k, dtype, device)
-    x, norm = random(1, k, dtype=dtype, device=device), random(k, dtype=dtype, device=device)
-    unnormed = Unnormed(x, None, norm, 1e-5)
-    found = long_row_product(unnormed, weight, None, activation, plan)
-    normed = F.rms_norm(x.double(), (k,), norm.double(), 1e-5)
-    assert unnormed.total is x
-    assert_close(found, expected_product(normed, weight, activation=activation), dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("product", "plan"),
     [(one_row_product, OneRowPlan(4, 128, 2, 0)), (long_row_product, LongRowPlan(4, 4, 2))],
@@ -249,12 +236,6 @@ TILE = TilePlan(16, 16, 64, 1, 1, 2, False, 0)
         ),
         (lambda: long_row_product(torch.ones(2, 8), torch.ones(4, 8), None, "", None), "2 rows"),
         (
-            lambda: long_row_product(
-                Unnormed(ROW, ROW, ROW[0], 0.0), torch.ones(4, 8), None, "", None
-            ),
-            "a norm with a residual",
-        ),
-        (
             lambda: ops._product(
                 torch.ones(2, 8), torch.ones(4, 8), None, "", False, torch.ones(2, 4)
             ),
@@ -388,7 +369,6 @@ def test_partial_sums_are_normed_before():
     assert not takes_unnormed(torch.ones(1, 1, 8))
     assert not takes_unnormed(torch.ones(2, 8, dtype=BRAIN))  # no GPU
     assert not takes_unnormed(torch.ones(1, 4096))
-    assert takes_unnormed(torch.ones(1, 4096), is_total=True)
     assert not adds_residual(torch.ones(1, 4), torch.ones(4, 8))  # no GPU
 
 

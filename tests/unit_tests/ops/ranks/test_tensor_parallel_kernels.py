@@ -27,6 +27,8 @@ def test_lookup_gives_own_rows_and_zeros(hidden, device):
         share = whole[first : first + 4]
         found = vocab_embedding(tokens, share, first)
         assert torch.equal(found, vocab_embedding_reference(tokens, share, first))
+        found = vocab_embedding(tokens, share, first, 4.0)
+        assert torch.equal(found, vocab_embedding_reference(tokens, share, first, 4.0))
         total += found
     assert torch.equal(total, whole[tokens])
 
