@@ -74,7 +74,6 @@ class Ranks:
     ) -> None:
         self.world_size = world_size
         self._results: Any = _context.Queue()
-        self._start = time.monotonic()
         port = str(free_port())
         call = pickle.dumps((function, args))
         self.processes = []
@@ -94,6 +93,8 @@ class Ranks:
             )
             process.start()
             self.processes.append(process)
+        # The first start imports torch for all, which takes seconds on a busy machine.
+        self._start = time.monotonic()
 
     def kill(self, rank: int) -> None:
         """SIGKILL, as `kill -9` would."""

@@ -27,9 +27,10 @@ def test_lookup_gives_own_rows_and_zeros(hidden, device):
         share = whole[first : first + 4]
         found = vocab_embedding(tokens, share, first)
         assert torch.equal(found, vocab_embedding_reference(tokens, share, first))
-        found = vocab_embedding(tokens, share, first, 4.0)
-        assert torch.equal(found, vocab_embedding_reference(tokens, share, first, 4.0))
         total += found
+        scaled = vocab_embedding(tokens, share, first, 4.0)
+        assert torch.equal(scaled, vocab_embedding_reference(tokens, share, first, 4.0))
+        assert torch.equal(scaled, 4 * found)
     assert torch.equal(total, whole[tokens])
 
 
