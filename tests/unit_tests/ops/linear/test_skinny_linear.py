@@ -430,7 +430,7 @@ class TestOnGpu:
         assert parts.shape == (splits, 40, 72)
         assert_close(parts.sum(0), expected_product(x, weight), BRAIN)
 
-    @pytest.mark.parametrize("k", [576, 2688, 4096, 8192, 14336])
+    @pytest.mark.parametrize("k", [576, 4096, 8192, 14336])
     def test_a_row_that_is_added(self, k):
         x, stream = random(1, k, dtype=BRAIN, device="cuda"), random(1, 96, device="cuda").to(BRAIN)
         weight = weight_of(96, k, BRAIN, "cuda")
