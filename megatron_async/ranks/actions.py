@@ -29,6 +29,7 @@ class Add(msgspec.Struct, tag="add", array_like=True):
     params: SamplingParams
     """Complete: values that follow from the tokenizer are filled in."""
     priority: int
+    traceparent: str = ""
 
     @property
     def tokens(self) -> np.ndarray:

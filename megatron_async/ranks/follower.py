@@ -195,8 +195,9 @@ def _replay(engine: DynamicInferenceEngine, group: Follower, action: Action) -> 
             # Compiled since the leader began it, so this wait is short if it is one.
             wait([engine.grammars.begin(action.params.structured_output)])
         future = engine.add_request(
-            action.request_id, action.tokens, action.params, action.priority
-        )
+            action.request_id, action.tokens, action.params, action.priority,
+            traceparent=action.traceparent,
+        )  # fmt: skip
         if future.done():
             failed = future.result()
             raise RanksDisagree(

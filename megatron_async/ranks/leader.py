@@ -74,7 +74,8 @@ class Leader(ConnectedGroup):
     def added(self, request: DynamicInferenceRequest) -> None:
         tokens = request.prompt_tokens.astype("int32").tobytes()
         params = request.sampling_params
-        self._pending.append(Add(request.request_id, tokens, params, request.priority))
+        trace = request.traceparent
+        self._pending.append(Add(request.request_id, tokens, params, request.priority, trace))
 
     def aborted(self, request_id: int) -> None:
         self._pending.append(Abort(request_id))

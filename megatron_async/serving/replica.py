@@ -16,6 +16,7 @@ from megatron_async.errors import ConfigurationError, CoordinatorLost, JobFailed
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.requests.trace_context import named
 from megatron_async.serving.connection import Connection
 from megatron_async.serving.engine_verbs import do_verb
 from megatron_async.serving.messages import (
@@ -290,7 +291,9 @@ class Replica:
             ValueError, one of `UNREADABLE`: it cannot be given.
         """
         params = _read_params(run.params)
-        future = self._engine.add_request(run.number, run.prompt, params, run.priority)
+        future = self._engine.add_request(
+            run.number, run.prompt, params, run.priority, traceparent=run.traceparent
+        )
         return params, future
 
     def ended(self, request: DynamicInferenceRequest, tells_prompt: bool) -> Ended:
@@ -321,6 +324,8 @@ class Replica:
         except (*UNREADABLE, ValueError) as error:
             text = f"sampling_params: {error}" if isinstance(error, UNREADABLE) else error
             failure = ("RequestError", str(text))
+            if run.traceparent:
+                logger.warning("%s is refused: %s", named(number, run.traceparent), text)
             self._emitter.end(Ended(number, "error", failure, replica=self.info.name))
             return
         if params.return_log_probs:

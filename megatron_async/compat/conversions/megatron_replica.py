@@ -80,7 +80,7 @@ class MegatronReplica(Replica):
         else:
             theirs = MegatronParams.deserialize(given)
             params = SamplingParams()  # log probs go with the record
-        entry = self._served.add_for(run.number, run.prompt, theirs, run.priority)
+        entry = self._served.add_for(run.number, run.prompt, theirs, run.priority, run.traceparent)
         future = entry.own_future
         assert future is not None
         if given is not None:

@@ -316,3 +316,13 @@ def test_a_follower_is_told_in_order_and_the_leader_can_wait_for_it(pair_of: Any
     with pytest.raises(RankLost):
         asyncio.run(pair.leader.group.until_told())
     pair.leader.close()
+
+
+def test_followers_know_the_trace_of_a_request(pair_of: Any) -> None:
+    pair = pair_of()
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"
+    pair.leader.add_request(1, PROMPTS[0], PARAMS[0], traceparent=trace)
+    pair.leader.add_request(2, PROMPTS[1], PARAMS[1])
+    drain(pair.leader)
+    pair.end()
+    assert [pair.following.ended[number].traceparent for number in (1, 2)] == [trace, ""]
