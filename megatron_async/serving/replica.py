@@ -155,7 +155,7 @@ class Replica:
                 await self._serve(runner)
                 return
             except CoordinatorLost as error:
-                if self._requests or self._runs_seen:
+                if (self._requests or self._runs_seen) and not self._must_go:
                     logger.warning("%s Waiting for it.", error)
                     lost_at, warn_after = time.monotonic(), WARN_AFTER_S
                 self._forget_all()

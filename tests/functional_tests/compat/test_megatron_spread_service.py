@@ -30,11 +30,13 @@ from megatron_async.models.parallel_state import ParallelSizes
 TP = ParallelSizes(tensor_model_parallel=2)
 PP = ParallelSizes(pipeline_model_parallel=2)
 EP = ParallelSizes(expert_model_parallel=2)
+BOTH = ParallelSizes(tensor_model_parallel=2, expert_model_parallel=2)
 CASES = {
     "tensor": ("dummy:tiny", TP, 2),
     "pipeline": ("dummy:tiny", PP, 2),
     "experts": ("dummy:tiny-moe", EP, 2),
     "two replicas of two": ("dummy:tiny", TP, 4),
+    "two of two that share experts": ("dummy:tiny-moe", BOTH, 4),
 }
 ENGINE = {"device": "cpu", "block_size_tokens": 16, "num_kv_blocks": 64, "max_requests": 8}
 GRACE_S = 1.0
