@@ -23,6 +23,7 @@ from megatron_async.compat.conversions.service_ranks import (
 from megatron_async.compat.inference.data_parallel_inference_coordinator.coordinator import (
     DataParallelInferenceCoordinator,
 )
+from megatron_async.errors import JobFailed
 from megatron_async.ranks.finishing import finish_together
 from megatron_async.ranks.rank_group import RankGroup
 
@@ -109,7 +110,7 @@ class CoordinatorService:
             raise
         finally:
             engine.group.release()
-            if error is None:  # else the ranks are lost, and the engine with them
+            if not isinstance(error, JobFailed):  # or the engine is lost with the ranks
                 engine.group = RankGroup()
             self._states.stop(error)
 

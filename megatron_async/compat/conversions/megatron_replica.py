@@ -141,7 +141,7 @@ class MegatronReplica(Replica):
                 engine.suspend()
             case Signal.RESUME:
                 engine.resume()
-        engine.group.tell(signal.value)  # behind what the engine did: followers have done it, too
+        engine.group.tell(signal.value)  # after the engine: so followers have done it, too
 
 
 def tokenizer_for_clients(tokenizer: Any) -> Tokenizer | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,16 @@ from spread_service import (
     lose_while_paused,
     serve_and_lose,
     serve_spread,
+    start_where_refused,
     start_with_other_settings,
 )
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.parallel_state import ParallelSizes
+from megatron_async.serving.client import CoordinatorClient
+from megatron_async.serving.coordinator import Coordinator
+from megatron_async.serving.replica import Replica
 
 TP = ParallelSizes(tensor_model_parallel=2)
 PP = ParallelSizes(pipeline_model_parallel=2)
@@ -103,6 +108,31 @@ def test_ranks_with_other_settings_are_refused_on_all_of_them() -> None:
         assert said.startswith("ConfigurationError")
         assert "max_sequence_length" in said
         assert "64" in said
+
+
+def test_all_ranks_learn_that_the_coordinator_refuses_one(tiny_model: torch.nn.Module) -> None:
+    coordinator = Coordinator("tcp://127.0.0.1:*")
+    with compat_engine(tiny_model) as engine:
+        replica = Replica(engine, coordinator.address, "other", "dp-0")
+        threads = [
+            threading.Thread(target=coordinator.run, daemon=True),
+            threading.Thread(target=lambda: asyncio.run(replica.run()), daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        with CoordinatorClient(coordinator.address) as client:
+            while not client.stats()["replicas"]:
+                time.sleep(0.02)
+            port = int(coordinator.address.rpartition(":")[2])
+            first, second = run_ranks(2, start_where_refused, port, TP, timeout_s=100)
+            client.remove_replica("dp-0")
+        threads[1].join(10)
+        coordinator.stop()
+        threads[0].join(10)
+    assert "a replica named 'dp-0' is there" in first["error"]
+    assert "rank 0 could not come behind the coordinator: " in second["error"]
+    assert first["error"] in second["error"]
+    assert first["answers"] == second["answers"] == alone("dummy:tiny")[: len(PROMPTS)]
 
 
 @pytest.mark.parametrize("name", ["tensor", "experts"])

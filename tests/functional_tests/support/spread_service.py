@@ -16,7 +16,7 @@ from megatron_async.checkpoints.registry import open_model
 from megatron_async.compat.inference.apis import MegatronLLM
 from megatron_async.compat.inference.engines import DynamicInferenceEngine
 from megatron_async.compat.inference.inference_client import InferenceClient
-from megatron_async.errors import JobFailed
+from megatron_async.errors import ConfigurationError, JobFailed
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
 
@@ -189,6 +189,22 @@ def start_with_other_settings(sizes: ParallelSizes) -> str:
     finally:
         engine.close()
     return ""
+
+
+def start_where_refused(port: int, sizes: ParallelSizes) -> dict[str, Any]:
+    """What the start raises where the coordinator refuses a replica of the job; and whether each
+    rank drives its own engine again."""
+    engine = spread_engine("dummy:tiny", sizes)
+    start = engine.start_listening_to_data_parallel_coordinator
+    try:
+        asyncio.run(start(port, launch_inference_coordinator=False))
+    except ConfigurationError as error:
+        records = engine.generate(PROMPTS, params())  # by all ranks alike, as Megatron's scripts do
+        tokens = [list(record.merge().generated_tokens) for record in records]
+        return {"error": str(error), "answers": tokens}
+    finally:
+        engine.close()
+    raise AssertionError("it was not refused")
 
 
 def generate_by_megatron_llm(model: str, sizes: ParallelSizes) -> dict[str, Any]:
