@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.observe.generation_bar import GenerationBar
 from megatron_async.observe.timeline import Timeline
 from megatron_async.other_names import ENGINE_NAMES, meant_by
+from megatron_async.ranks.finishing import finish_together
 from megatron_async.ranks.join_group import join_group
 from megatron_async.requests.defaults import default_sampling_params
 from megatron_async.requests.inference_request import DynamicInferenceRequest
@@ -251,6 +251,12 @@ class LLM:
         return self._place.data_parallel_size
 
     @property
+    def needed_ranks(self) -> tuple[int, ...]:
+        """Ranks of the job without which this one cannot step: those of its replica, and those that
+        share its experts."""
+        return self._place.needed_ranks
+
+    @property
     def shares_experts(self) -> bool:
         """Whether the model's experts are spread over replicas, which then step together."""
         return self.engine.context.model_config.expert_model_parallel_size > 1
@@ -282,10 +288,7 @@ class LLM:
         Raises:
             RankLost, CommunicationTimeout: a primary rank has died, or has not called in time.
         """
-        exchange, ranks = join_job().exchange, self._place.primary_ranks
-        await asyncio.to_thread(exchange, "the end of serving", "", ranks, timeout_s)
-        while self.engine.has_unfinished_requests():
-            await asyncio.sleep(1e-3)
+        await finish_together(self.engine, self._place, timeout_s)
 
     def _generate(
         self,

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -86,12 +86,15 @@ class DeathWatch:
         end_process_after_s: seconds after a loss at which the watch ends this process, because it
             hangs in a collective, which nothing else can interrupt. None for processes that handle
             losses themselves. From MEGATRON_ASYNC_LOSS_GRACE_S.
+        needed: the ranks whose loss ends this process; None: any. A service sets those without
+            which it cannot step: other replicas of its job may be lost, and it goes on.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._silence_s = _seconds(SILENCE_VARIABLE, "4") or 4.0
         self.end_process_after_s = _seconds(GRACE_VARIABLE, "5")
+        self.needed: Collection[int] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._links: dict[int, Link] = {}
         self._stopped = StoppedProcesses(self._silence_s)
@@ -226,7 +229,9 @@ class DeathWatch:
 
     def _watch(self) -> None:
         while self._goodbye is None:
-            first = next(iter(self._losses.values()), None)
+            needed = self.needed
+            lost = self._losses.values()
+            first = next((x for x in lost if needed is None or x.rank in needed), None)
             grace = self.end_process_after_s
             left_s = self._stopped.interval_s
             if first is not None and grace is not None:

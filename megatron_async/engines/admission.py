@@ -77,10 +77,12 @@ class Admission:
         sampling_params: SamplingParams | None,
         priority: int,
         group: RankGroup,
+        traceparent: str = "",
     ) -> asyncio.Future[DynamicInferenceRequest]:
         """Add a request (`DynamicInferenceEngine.add_request`) and log it in `group`."""
         controller = self._controller
-        request = new_request(check_request_id(request_id), prompt, controller.tokenizer)
+        checked_id = check_request_id(request_id)
+        request = new_request(checked_id, prompt, controller.tokenizer, traceparent)
         entry = self._requests.new_entry(request)
         try:
             self._job.check()

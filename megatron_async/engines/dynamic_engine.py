@@ -78,7 +78,8 @@ class DynamicInferenceEngine:
         self.thread = EngineThread()
         self.job = JobLoss(context.slots, self.requests)
         self.pausing, self.tracer = Pausing(), controller.tracer
-        self.listeners: list[EngineListener] = [StepLog(context, self.statistics)]
+        steps = StepLog(context, self.statistics, self.requests.traces)
+        self.listeners: list[EngineListener] = [steps]
         vocabulary = controller.tokenizer, controller.vocab_size
         self.grammars, watch = GrammarCompiler(*vocabulary), TokenWatch(*vocabulary)
         self.launching = StepLaunching(
@@ -102,6 +103,7 @@ class DynamicInferenceEngine:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         priority: int = 0,
+        traceparent: str = "",
     ) -> asyncio.Future[DynamicInferenceRequest]:
         """Queue a request. It joins the next step with room; a request with a grammar joins when
         the grammar is compiled.
@@ -113,9 +115,9 @@ class DynamicInferenceEngine:
             request_id: the caller's number, unique among unfinished requests.
             prompt: text or token ids.
             sampling_params: copied; defaults when None.
-            priority: requests of higher priority are admitted first, get blocks first when blocks
-                are short, and are evicted last; of equal ones, the earlier request comes first.
-                An admission never preempts running requests.
+            priority: higher ones are admitted first, get blocks first when these are short, and are
+                evicted last; of equal ones, the earlier first. Admissions never preempt.
+            traceparent: of the trace that the log names; see `requests/trace_context.py`.
 
         Returns:
             a future of the finished (or failed) request, for `await`.
@@ -129,7 +131,8 @@ class DynamicInferenceEngine:
         """
         self.thread.check()
         self.pausing.check_is_open()
-        return self.admission.add(request_id, prompt, sampling_params, priority, self.group)
+        group, trace = self.group, traceparent
+        return self.admission.add(request_id, prompt, sampling_params, priority, group, trace)
 
     def abort_request(self, request_id: int) -> None:
         """End an unfinished request now; its rows in flight are dropped when they arrive.
@@ -146,11 +149,8 @@ class DynamicInferenceEngine:
         return self.requests.get(request_id).request
 
     def stream(self, request_id: int) -> RequestStream:
-        """The tokens and text of an unfinished request as they are booked, for `async for`.
-
-        Raises:
-            KeyError: no unfinished request has this id.
-        """
+        """The tokens and text of an unfinished request as they are booked, for `async for`
+        (KeyError if there is none)."""
         self.thread.check()
         return self.requests.stream(request_id, self.context.slots, self.controller.tokenizer)
 

@@ -33,8 +33,10 @@ INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledErr
 """Exceptions that go to the caller and do not fail the request that is being prepared."""
 
 
-def new_request(request_id: int, prompt: Any, tokenizer: Any) -> DynamicInferenceRequest:
-    """A request that nothing is known of yet but its id."""
+def new_request(
+    request_id: int, prompt: Any, tokenizer: Any, traceparent: str = ""
+) -> DynamicInferenceRequest:
+    """A request that nothing is known of yet but its id and its trace."""
     request = DynamicInferenceRequest(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
@@ -42,6 +44,7 @@ def new_request(request_id: int, prompt: Any, tokenizer: Any) -> DynamicInferenc
         # The tokenizer's method, not the controller's: a request that led back to the engine would
         # keep the engine's memory until Python looks for cycles.
         detokenizer=None if tokenizer is None else tokenizer.detokenize,
+        traceparent=traceparent,
     )
     request.add_event(DynamicInferenceEventType.ADD_ENGINE)
     return request

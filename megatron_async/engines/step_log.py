@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron_async.devices import Event
 from megatron_async.engines.listener import EngineListener
 from megatron_async.observe.timeline import NO_OVERLAP, Span
+from megatron_async.requests.trace_context import named
 
 if TYPE_CHECKING:
     from megatron_async.contexts.dynamic_context import DynamicInferenceContext
     from megatron_async.contexts.step_plan import StepPlan
     from megatron_async.engines.statistics import EngineStatistics
+    from megatron_async.requests.inference_request import DynamicInferenceRequest
+    from megatron_async.requests.trace_log import TraceLog
 
 logger = logging.getLogger("megatron_async")
 
@@ -39,17 +42,27 @@ class StepLog(EngineListener):
     Args:
         context: of the engine; its occupancy is logged.
         statistics: of the engine.
+        traces: of its requests; a line names those that are sampled.
     """
 
-    def __init__(self, context: DynamicInferenceContext, statistics: EngineStatistics) -> None:
+    def __init__(
+        self, context: DynamicInferenceContext, statistics: EngineStatistics, traces: TraceLog
+    ) -> None:
         self._interval = context.config.logging_step_interval
         self._context = context
         self._statistics = statistics
+        self._traces = traces
         self._last = self._counts()
         self._start: Event | None = None
         if self._interval:
             # A GPU's first timed event sets its clock, which waits for it: better now.
             context.device.event(timing=True)
+
+    def added(self, request: DynamicInferenceRequest) -> None:
+        """Note in the timeline when a request with a trace came."""
+        if request.traceparent:
+            name = named(request.request_id, request.traceparent)
+            self._context.tracer.note(name, self._context.next_step)
 
     def launching(self, plan: StepPlan) -> None:
         """Mark where a step's device work begins, if the step is due for a line."""
@@ -79,6 +92,7 @@ class StepLog(EngineListener):
             f"{context.max_requests - context.slots.num_free}/{context.max_requests}",
             f"{total - context.blocks.allocatable}/{total}",
             len(context.waiting),
+            self._traces.names(),
         )
         end = context.tracer.timed_event(context.device.compute)
         write = partial(_write, figures)
@@ -99,7 +113,7 @@ def _write(figures: tuple[object, ...], span: Span) -> None:
     """Log one step: its own figures, and rates since the line before."""
     logger.info(
         "step %d: device %.2f ms, %d rows, %.0f tokens/s, overlap %.2f, slots %s, KV blocks %s, "
-        "%d waiting",
+        "%d waiting%s",
         span.step,
         (span.end_us - span.start_us) / 1e3,
         *figures,

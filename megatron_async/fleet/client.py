@@ -114,9 +114,10 @@ class FleetClient:
         priority: int = 0,
         owner: str = "",
         label: str = "",
+        traceparent: str = "",
     ) -> int:
         """Send one request; arguments, result and errors are those of `TokenClient.send`."""
-        asked = request_message(prompt, params, priority, owner, label)
+        asked = request_message(prompt, params, priority, owner, label, traceparent)
         asked.number = number = next(self._numbers)
         self._counters["received"] += 1
         top_n = params.top_n_logprobs if params.return_log_probs else 0

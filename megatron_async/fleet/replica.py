@@ -82,7 +82,7 @@ class FleetReplica(Replica):
         if channel is None:
             channel = self._channels[ingress] = FleetChannel(self.info.name, self._batch_s)
         calls = channel.carry(asked.number, run.attempt)
-        self._take(Run(asked.number, asked.prompt, asked.params, asked.priority))
+        self._take(Run(asked.number, asked.prompt, asked.params, asked.priority, asked.traceparent))
         try:
             async for batch in calls:
                 yield batch

@@ -29,6 +29,7 @@ class Add(msgspec.Struct, tag="add", array_like=True):
     params: SamplingParams
     """Complete: values that follow from the tokenizer are filled in."""
     priority: int
+    traceparent: str = ""
 
     @property
     def tokens(self) -> np.ndarray:
@@ -67,8 +68,18 @@ class Control(msgspec.Struct, tag="control", array_like=True):
     argument: bool | None = None
 
 
+class Tell(msgspec.Struct, tag="tell", array_like=True):
+    """News for the service that a follower belongs to, beside steps: the states of Megatron's
+    engines. A follower reports `Told`."""
+
+    number: int
+    what: str
+    value: Any = None
+    """What msgpack can hold."""
+
+
 class Release(msgspec.Struct, tag="release", array_like=True):
-    """The leader's `generate` has returned: `follow` returns too."""
+    """The leader's `generate`, or its service, has ended: `follow` returns too."""
 
 
 class Close(msgspec.Struct, tag="close", array_like=True):
@@ -78,7 +89,7 @@ class Close(msgspec.Struct, tag="close", array_like=True):
     """The error for which it gave up; None: it was closed in order."""
 
 
-Action = Compile | Add | Abort | Launch | Resolve | Control | Release | Close
+Action = Compile | Add | Abort | Launch | Resolve | Control | Tell | Release | Close
 
 
 class Turn(msgspec.Struct, array_like=True):
@@ -101,7 +112,13 @@ class Digests(msgspec.Struct, tag="digests", array_like=True):
     fields: dict[str, int]
 
 
-Report = Failed | Digests
+class Told(msgspec.Struct, tag="told", array_like=True):
+    """A follower has taken in a `Tell`, and replayed all actions before it."""
+
+    number: int
+
+
+Report = Failed | Digests | Told
 """What a follower tells its leader."""
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.contexts.step_shape import StepShape
@@ -24,6 +24,8 @@ from megatron_async.ranks.actions import (
     Launch,
     Release,
     Resolve,
+    Tell,
+    Told,
 )
 from megatron_async.ranks.plan_digest import plan_digest, sample_digest
 from megatron_async.ranks.rank_group import WATCH_EVERY_S, Channel, ConnectedGroup
@@ -49,6 +51,8 @@ class Follower(ConnectedGroup):
     Attributes:
         shape: shape of the step that is planned next, if the leader agreed on it with other ranks.
         prefill_limit: most prompt tokens of that step beside decode rows.
+        on_told: called with the leader's news of the service, on the thread that follows; None:
+            nobody here wants them.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Follower(ConnectedGroup):
         super().__init__(channel, check_alive, check_agreement)
         self.shape: StepShape | None = None
         self.prefill_limit = 0
+        self.on_told: Callable[[str, Any], None] | None = None
         self._received: deque[Action] = deque()
         self._reported = -1
 
@@ -104,6 +109,12 @@ class Follower(ConnectedGroup):
         if step > self._reported:
             self._reported = step
             self._channel.report(Failed(step, repr(error)))
+
+    def told(self, news: Tell) -> None:
+        """Take in the leader's news of the service, and report that."""
+        if self.on_told is not None:
+            self.on_told(news.what, news.value)
+        self._channel.report(Told(news.number))
 
     def resolving(self, step: LaunchedStep) -> None:
         if step.error is not None:
@@ -184,8 +195,9 @@ def _replay(engine: DynamicInferenceEngine, group: Follower, action: Action) -> 
             # Compiled since the leader began it, so this wait is short if it is one.
             wait([engine.grammars.begin(action.params.structured_output)])
         future = engine.add_request(
-            action.request_id, action.tokens, action.params, action.priority
-        )
+            action.request_id, action.tokens, action.params, action.priority,
+            traceparent=action.traceparent,
+        )  # fmt: skip
         if future.done():
             failed = future.result()
             raise RanksDisagree(
@@ -195,6 +207,8 @@ def _replay(engine: DynamicInferenceEngine, group: Follower, action: Action) -> 
             )
     elif isinstance(action, Abort):
         engine.abort_request(action.request_id)
+    elif isinstance(action, Tell):
+        group.told(action)
     elif isinstance(action, Control):
         assert action.method in METHODS, action.method
         arguments = () if action.argument is None else (action.argument,)

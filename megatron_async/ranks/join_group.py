@@ -30,6 +30,9 @@ class RankPlace:
     """Whether it is its replica's leader, which callers talk to."""
     primary_ranks: tuple[int, ...] = (0,)
     """On a leader: the leaders of all replicas, in order; else empty."""
+    needed_ranks: tuple[int, ...] = (0,)
+    """Ranks without which this one cannot step: those of its replica, and those that share its
+    experts."""
 
 
 def join_group(check_agreement: bool) -> tuple[RankGroup, RankPlace]:
@@ -45,15 +48,16 @@ def join_group(check_agreement: bool) -> tuple[RankGroup, RankPlace]:
     if job.world_size == 1:
         return RankGroup(), RankPlace()
     members = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
+    experts = dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())
+    # A rank's step ends only if those end of all ranks that hold a part of its experts.
+    needed = sorted({expert - job.rank + member for expert in experts for member in members})
     place = RankPlace(
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_data_parallel_world_size(),
         job.rank == members[0],
         tuple(dist.get_process_group_ranks(parallel_state.get_data_parallel_group())),
+        tuple(needed),
     )
-    experts = dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())
-    # A rank's step ends only if those end of all ranks that hold a part of its experts.
-    needed = sorted({expert - job.rank + member for expert in experts for member in members})
     check = partial(job.watch.check, needed, "a step")
     channel: StepChannel[Turn, Report] = StepChannel(job, members, Turn, Report, to_builtin)
     if not place.is_primary:

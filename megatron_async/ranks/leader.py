@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, override
 
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.contexts.step_shape import StepShape
@@ -21,6 +21,8 @@ from megatron_async.ranks.actions import (
     Launch,
     Release,
     Resolve,
+    Tell,
+    Told,
     Turn,
 )
 from megatron_async.ranks.expert_consensus import ExpertConsensus
@@ -32,6 +34,8 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 
 CONFIRMATION_TIMEOUT_S = 5.0
 """Seconds. Ranks launch a step together, so a failure on all ranks occurs within a step's time."""
+TOLD_EVERY_S = 1e-3
+"""Seconds between two looks whether followers have taken in what they were told."""
 
 
 class Leader(ConnectedGroup):
@@ -60,6 +64,9 @@ class Leader(ConnectedGroup):
         self._failed_since: dict[int, float] = {}
         self._is_closed = False
         self._prefill_limit = 0
+        self._tells = 0
+        self._told = dict.fromkeys(channel.members[1:], 0)
+        """Follower -> number of the last `Tell` that it has taken in."""
 
     def compiling(self, request: DynamicInferenceRequest) -> None:
         self._send(Compile(request.sampling_params))
@@ -67,7 +74,8 @@ class Leader(ConnectedGroup):
     def added(self, request: DynamicInferenceRequest) -> None:
         tokens = request.prompt_tokens.astype("int32").tobytes()
         params = request.sampling_params
-        self._pending.append(Add(request.request_id, tokens, params, request.priority))
+        trace = request.traceparent
+        self._pending.append(Add(request.request_id, tokens, params, request.priority, trace))
 
     def aborted(self, request_id: int) -> None:
         self._pending.append(Abort(request_id))
@@ -134,6 +142,19 @@ class Leader(ConnectedGroup):
         elif early := [failed for failed in self._failed if failed <= number]:
             self._raise_for(min(early))
 
+    @override
+    def tell(self, what: str, value: Any = None) -> None:
+        self._tells += 1
+        self._send(Tell(self._tells, what, value))
+
+    @override
+    async def until_told(self) -> None:
+        wanted = self._tells
+        while not self._is_closed and any(told < wanted for told in self._told.values()):
+            self._check_alive()
+            self._look()
+            await asyncio.sleep(TOLD_EVERY_S)
+
     def release(self) -> None:
         self._send(Release())
 
@@ -154,7 +175,9 @@ class Leader(ConnectedGroup):
 
     def _read_reports(self) -> None:
         for rank, report in self._channel.reports():
-            if isinstance(report, Failed):
+            if isinstance(report, Told):
+                self._told[rank] = report.number
+            elif isinstance(report, Failed):
                 self._failed.setdefault(report.step, {})[rank] = report.error
                 self._failed_since.setdefault(report.step, time.monotonic())
             elif not self._failed or report.step < min(self._failed):  # else it follows from that

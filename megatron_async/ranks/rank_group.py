@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol, override
 
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.contexts.step_shape import StepShape
@@ -62,6 +62,9 @@ class RankGroup:
 
     def check_leads(self) -> None:
         """Raise RanksDisagree if this rank is a follower, which takes no calls."""
+
+    def check_alive(self) -> None:
+        """Raise RankLost if a rank died that steps need; cheap."""
 
     def compiling(self, request: DynamicInferenceRequest) -> None:
         """A request's grammar is being compiled; it is queued when that is done."""
@@ -152,8 +155,19 @@ class RankGroup:
             RanksDisagree: the step failed on some ranks only, or plans or samples of ranks differ.
         """
 
+    def tell(self, what: str, value: Any = None) -> None:
+        """Give followers news of the service, in order with all actions."""
+
+    async def until_told(self) -> None:
+        """Wait until all followers have taken in what `tell` gave them.
+
+        Raises:
+            RanksDisagree: a follower has given up.
+            RankLost: a rank has died.
+        """
+
     def release(self) -> None:
-        """The leader's `generate` returns, so `follow` returns on followers."""
+        """The leader's `generate`, or its service, ends, so `follow` returns on followers."""
 
     def close(self, error: BaseException | None = None) -> None:
         """The engine is closed, or gives up for `error`."""
@@ -168,6 +182,10 @@ class ConnectedGroup(RankGroup):
         self._channel = channel
         self._check_alive = check_alive
         self._checks = check_agreement
+
+    @override
+    def check_alive(self) -> None:
+        self._check_alive()
 
     def wait(self, event: Event) -> None:
         try:

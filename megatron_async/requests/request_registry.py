@@ -19,6 +19,7 @@ from megatron_async.requests.inference_request import (
 from megatron_async.requests.signal import Signal
 from megatron_async.requests.stream_wakeups import StreamWakeups
 from megatron_async.requests.streaming import RequestStream
+from megatron_async.requests.trace_log import TraceLog
 from megatron_async.text.stop_words import StopWords
 from megatron_async.text.structured_output import TokenGrammar
 
@@ -51,6 +52,7 @@ class RequestRegistry:
     Attributes:
         news: notified when a request is added and when one ends.
         readers: of streams, who wait for tokens.
+        traces: logs requests that somebody traces.
         on_end: called with each request as it ends, when all its tokens are stored, and before its
             future and streams end; None: no call.
     """
@@ -67,6 +69,7 @@ class RequestRegistry:
         self._is_closed = False
         self.news = Signal()
         self.readers = StreamWakeups()
+        self.traces = TraceLog()
 
     @property
     def has_ended(self) -> bool:
@@ -94,6 +97,8 @@ class RequestRegistry:
         """
         self._check_is_free(entry.request.request_id)
         self._entries[entry.request.request_id] = entry
+        if entry.request.traceparent:
+            self.traces.added(entry.request)
         self._was_added = True
         self.news.notify()
 
@@ -102,6 +107,7 @@ class RequestRegistry:
         is_there = self._entries.get(entry.request.request_id) is entry
         if is_there:
             del self._entries[entry.request.request_id]
+            self.traces.withdrawn(entry.request.request_id)
         return is_there
 
     def _check_is_free(self, request_id: int) -> None:
@@ -142,6 +148,8 @@ class RequestRegistry:
         self._statistics.finished_requests += not failed
         self._ended.append(request)
         entry = self._entries.pop(request.request_id)
+        if request.traceparent:
+            self.traces.ended(request)
         if self.on_end is not None:
             self.on_end(request)
         if not entry.future.cancelled() and not entry.future.get_loop().is_closed():

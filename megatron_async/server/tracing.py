@@ -1,9 +1,12 @@
 """`RequestTracer`: OpenTelemetry spans of HTTP requests, sent by OTLP; an optional extra.
 
 Spans are made in the API process when a request has ended, from times that are booked anyway: the
-replica tells queue, first token and latency with each end. So no engine knows of them. Names and
-attributes are those of OpenTelemetry's semantic conventions for HTTP and generative AI (1.37); what
-these lack is called `megatron_async.*`. Headers are W3C's `traceparent` and `tracestate`.
+replica tells queue, first token and latency with each end. So no engine makes spans. A request's
+`traceparent` goes with it, for the logs of coordinator and replicas.
+
+Names and attributes are those of OpenTelemetry's semantic conventions for HTTP and generative AI
+(1.37); what these lack is called `megatron_async.*`. Headers are W3C's `traceparent` and
+`tracestate`.
 """
 
 from __future__ import annotations
@@ -160,6 +163,12 @@ class RequestTrace:
         self._feeds: Sequence[ChoiceFeed] = ()
         self._operation = "chat" if path.endswith("/chat/completions") else "text_completion"
         self._sent_ns = 0
+
+    @property
+    def traceparent(self) -> str:
+        """W3C's header for those who serve the request: the coordinator and the replicas."""
+        own = self._root.get_span_context()
+        return f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
 
     def sent(self, asked: Asked, feeds: Sequence[ChoiceFeed]) -> None:
         """The requests go to the coordinator now.

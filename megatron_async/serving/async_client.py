@@ -36,6 +36,7 @@ class AsyncCoordinatorClient(TokenClient):
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         priority: int = 0,
+        traceparent: str = "",
     ) -> RemoteRequest:
         """Send one request.
 
@@ -43,6 +44,7 @@ class AsyncCoordinatorClient(TokenClient):
             prompt: text or token ids.
             sampling_params: defaults when None.
             priority: requests of higher priority go first.
+            traceparent: of a trace; see `TokenClient.send`.
 
         Raises:
             CoordinatorLost: there is none.
@@ -51,7 +53,7 @@ class AsyncCoordinatorClient(TokenClient):
         """
         params = sampling_params or SamplingParams()
         given = prompt if isinstance(prompt, str) else _token_ids(prompt)
-        message = request_message(given, params, priority)
+        message = request_message(given, params, priority, traceparent=traceparent)
         await self._first_replica.wait(self.stats)
         card = await self.card()
         reader = RemoteRequest(given, params, await self._text_of(card), card.replica_makes_text)

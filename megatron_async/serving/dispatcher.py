@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from itertools import count
 
+from megatron_async.requests.trace_context import is_sampled, named
 from megatron_async.serving.card_shelf import CardShelf
 from megatron_async.serving.commands import find_replica, state_after
 from megatron_async.serving.messages import (
@@ -199,6 +200,8 @@ class Dispatcher(RequestBooks):
                 self._end_here(request, "RequestAborted", "aborted by its client")
             elif in_order or request.may_be_served_again(self._config):
                 self.counters["retried"] += 1
+                if trace := request.asked.traceparent:
+                    logger.warning("%s is served again.", named(request.number, trace))
                 del replica.requests[request.number]
                 if request.has_started:
                     self._send(request.client, Again(request.asked.number))
@@ -273,6 +276,8 @@ class Dispatcher(RequestBooks):
         self.counters["prefix_blocks"] += match
         request.give_to(replica)
         request.given_at = now
+        if is_sampled(trace := request.asked.traceparent):
+            logger.info("%s goes to replica %s.", named(request.number, trace), replica.name)
         if not replica.requests:
             replica.last_progress = now
         replica.given(request, hashes, match)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Raised when messages change: both ends must have the same."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises: no message, no UTF-8, nested too deeply."""
@@ -163,7 +163,7 @@ class ClientHello(Message):
     protocol: int
 
 
-class Generate(Message):
+class Generate(Message, omit_defaults=True):
     """A request.
 
     Attributes:
@@ -174,6 +174,8 @@ class Generate(Message):
         priority: higher goes first, here and in the replica.
         label: the name that people know it by, at most 128 characters; several may share one.
         owner: the owner whose limits count the request; "": none.
+        traceparent: of the trace that it belongs to, as `trace_context.read_traceparent` gives it;
+            "": none, and nothing is sent of it.
     """
 
     number: int
@@ -183,6 +185,7 @@ class Generate(Message):
     priority: int
     label: str = ""
     owner: str = ""
+    traceparent: str = ""
 
 
 class Abort(Message):
@@ -305,14 +308,15 @@ class Goodbye(Message):
     failure: str = ""
 
 
-class Run(Message):
+class Run(Message, omit_defaults=True):
     """To a replica: serve this request. Its number is the same on every replica, so its random
-    numbers are too."""
+    numbers are too. `traceparent` is as in `Generate`."""
 
     number: int
     prompt: str | list[int]
     params: msgspec.Raw
     priority: int
+    traceparent: str = ""
 
 
 class SetPaused(Message):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -18,9 +16,9 @@ from megatron_async.errors import ConfigurationError, CoordinatorLost, JobFailed
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.requests.trace_context import named
 from megatron_async.serving.connection import Connection
 from megatron_async.serving.engine_verbs import do_verb
-from megatron_async.serving.heap import frozen_heap
 from megatron_async.serving.messages import (
     PROTOCOL,
     UNREADABLE,
@@ -50,7 +48,6 @@ from megatron_async.serving.step_watch import StepWatch
 from megatron_async.serving.token_emitter import TokenEmitter
 
 if TYPE_CHECKING:
-    from megatron_async.llm import LLM
     from megatron_async.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("megatron_async")
@@ -59,7 +56,6 @@ RETRY_EVERY_S = 0.2
 WARN_AFTER_S = 5.0
 """Seconds after which a replica without a coordinator logs a warning, and again at each doubling
 of the time."""
-LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _read_params = msgspec.msgpack.Decoder(SamplingParams).decode
 
 
@@ -115,6 +111,8 @@ class Replica:
         self._texts: ReplicaTexts | None = None
         """Where clients cannot have the tokenizer."""
         self._runs_seen = 0
+        self._answering: set[asyncio.Task[None]] = set()
+        """Commands that other ranks of the model have yet to do."""
         self.joined = asyncio.Event()
         self._is_leaving = self._must_go = False
         self._failure: JobFailed | None = None
@@ -157,7 +155,7 @@ class Replica:
                 await self._serve(runner)
                 return
             except CoordinatorLost as error:
-                if self._requests or self._runs_seen:
+                if (self._requests or self._runs_seen) and not self._must_go:
                     logger.warning("%s Waiting for it.", error)
                     lost_at, warn_after = time.monotonic(), WARN_AFTER_S
                 self._forget_all()
@@ -237,9 +235,12 @@ class Replica:
         return self._helping
 
     async def _check(self, runner: asyncio.Task[None]) -> None:
-        """Raise what ended the engine, if it has ended before its time."""
+        """Raise what ended the engine, if it has ended before its time. An idle engine waits for
+        no rank: whether its ranks are alive is asked here, at each ping."""
         if self._failure is not None:
             raise self._failure
+        with self._engine.job.giving_up(self._engine.group):
+            self._engine.group.check_alive()
         if self._helping is not None and self._helping.done():
             await self._helping
         elif runner.done():
@@ -260,8 +261,7 @@ class Replica:
                 self._engine.unpause()
             case Do():
                 value, failure = self.do(message.what, message.fields)
-                if self._connection is not None:
-                    self._connection.send(Done(message.number, value, failure))
+                self._done(Done(message.number, value, failure))
 
     # ---- What replicas of another kind do otherwise --------------------------------------------
 
@@ -273,6 +273,14 @@ class Replica:
             return self._watch.look(), None
         return do_verb(self._engine, self.info.name, what, fields)
 
+    async def until_done(self) -> None:
+        """Wait until the other ranks of the model have done what `do` did, too.
+
+        Raises:
+            JobFailed: a rank is lost.
+        """
+        await self._engine.group.until_told()
+
     def add(self, run: Run) -> tuple[SamplingParams, asyncio.Future[DynamicInferenceRequest]]:
         """Give the engine a request.
 
@@ -283,12 +291,31 @@ class Replica:
             ValueError, one of `UNREADABLE`: it cannot be given.
         """
         params = _read_params(run.params)
-        future = self._engine.add_request(run.number, run.prompt, params, run.priority)
+        future = self._engine.add_request(
+            run.number, run.prompt, params, run.priority, traceparent=run.traceparent
+        )
         return params, future
 
     def ended(self, request: DynamicInferenceRequest, tells_prompt: bool) -> Ended:
         """What is told of a request that has ended; see `ended_of`."""
         return ended_of(request, self.info.name, tells_prompt)
+
+    def _done(self, done: Done) -> None:
+        """Answer a command, once all ranks of the model have done it."""
+        task = asyncio.ensure_future(self.until_done())
+        self._answering.add(task)
+
+        def answer(task: asyncio.Task[None]) -> None:
+            self._answering.discard(task)
+            if task.cancelled():
+                return
+            error = task.exception()
+            if error is not None:
+                done.failure = (type(error).__name__, str(error))
+            if self._connection is not None:
+                self._connection.send(done)
+
+        task.add_done_callback(answer)
 
     def _begin(self, run: Run) -> None:
         number = run.number
@@ -297,6 +324,8 @@ class Replica:
         except (*UNREADABLE, ValueError) as error:
             text = f"sampling_params: {error}" if isinstance(error, UNREADABLE) else error
             failure = ("RequestError", str(text))
+            if run.traceparent:
+                logger.warning("%s is refused: %s", named(number, run.traceparent), text)
             self._emitter.end(Ended(number, "error", failure, replica=self.info.name))
             return
         if params.return_log_probs:
@@ -356,45 +385,3 @@ class Replica:
 
     def _status(self) -> ReplicaStatus:
         return status_of(self._engine, self._runs_seen, dict(self._engine.stats()))
-
-
-def serve_replica(
-    llm: LLM, address: str, model: str, name: str | None = None, secret: bytes | None = None
-) -> None:
-    """Serve a coordinator with an LLM until it removes the replica; SIGTERM and Ctrl-C make the
-    replica leave in order.
-
-    Every rank of the job calls this function. Each primary rank is a replica; if there are several,
-    their names get a number as suffix.
-
-    Args:
-        llm: idle.
-        address: of the coordinator.
-        model: what is served, with its dtype: the coordinator takes replicas of one model only.
-        name: unique among the replicas; None: host and process id.
-        secret: the coordinator's, if it asks for one.
-
-    Raises:
-        ConfigurationError: the coordinator refuses the replica.
-    """
-    llm.engine.grammars.prepare()  # now it holds up nobody
-    if not llm.is_primary_rank:
-        # Whoever ends a job signals all of its ranks; when to end, the primary rank says.
-        for number in LEAVE_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        with frozen_heap():
-            llm.follow()
-        return
-    if name is not None and llm.data_parallel_size > 1:
-        name = f"{name}-{llm.data_parallel_rank}"
-    finish = partial(llm.finish_together, timeout_s=None) if llm.shares_experts else None
-    replica = Replica(llm.engine, address, model, name, finish, secret)
-
-    async def serve() -> None:
-        loop = asyncio.get_running_loop()
-        for number in LEAVE_SIGNALS:
-            loop.add_signal_handler(number, replica.leave)
-        await replica.run()
-
-    with frozen_heap():
-        asyncio.run(serve())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 
+from megatron_async.requests.trace_context import named
 from megatron_async.serving.limits import InFlight
 from megatron_async.serving.messages import Abort, Ended, Leave, StepTokens, ToClient, ToReplica
 from megatron_async.serving.records import (
@@ -18,6 +20,8 @@ from megatron_async.serving.request_queue import RequestQueue
 from megatron_async.serving.service_counters import ServiceCounters
 from megatron_async.serving.step_parts import as_told
 from megatron_async.serving.token_routes import TokenRoutes
+
+logger = logging.getLogger("megatron_async")
 
 
 class RequestBooks:
@@ -68,6 +72,9 @@ class RequestBooks:
     def _end_here(self, request: RoutedRequest, kind: str, text: str) -> None:
         """End a request of which no replica says more."""
         reason = "aborted" if kind == "RequestAborted" else "error"
+        if trace := request.asked.traceparent:
+            level = logging.INFO if reason == "aborted" else logging.WARNING
+            logger.log(level, "%s ended (%s): %s", named(request.number, trace), kind, text)
         ended = Ended(request.number, reason, (kind, text))
         self._finish(request, ended)
         if request.client in self.clients:

@@ -21,6 +21,7 @@ class RequestClient(Protocol):
         priority: int = 0,
         owner: str = "",
         label: str = "",
+        traceparent: str = "",
     ) -> int:
         """Send one request; see `TokenClient.send`."""
 

@@ -8,6 +8,7 @@ import msgspec
 
 from megatron_async.errors import RequestError
 from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.requests.trace_context import read_traceparent
 from megatron_async.serving.connection import check_sendable
 from megatron_async.serving.messages import UNSENDABLE, Generate, encode
 
@@ -21,6 +22,7 @@ def request_message(
     priority: int = 0,
     owner: str = "",
     label: str = "",
+    traceparent: str = "",
 ) -> Generate:
     """The message of a request, without a number; the arguments are those of `TokenClient.send`.
 
@@ -36,13 +38,30 @@ def request_message(
         )
     message = Generate(
         0, prompt if isinstance(prompt, str) else list(prompt), msgspec.Raw(_encoded(params)),
-        params.num_tokens_to_generate, priority, label, owner,
+        params.num_tokens_to_generate, priority, label, owner, checked_traceparent(traceparent),
     )  # fmt: skip
     try:
         check_sendable(message)
     except UNSENDABLE as error:
         raise RequestError(f"the prompt cannot be sent: {error}") from error
     return message
+
+
+def checked_traceparent(given: str) -> str:
+    """A caller's `traceparent`, as it is sent.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if not given:
+        return ""
+    found = read_traceparent(given) if isinstance(given, str) else ""
+    if not found:
+        raise RequestError(
+            f"traceparent={given!r} is not allowed: give W3C's header, as in "
+            '"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", or leave it out.'
+        )
+    return found
 
 
 def _encoded(params: SamplingParams) -> bytes:

@@ -93,6 +93,7 @@ class TokenClient:
         priority: int = 0,
         owner: str = "",
         label: str = "",
+        traceparent: str = "",
     ) -> int:
         """Send one request over the connection that is there; on the client's event loop.
 
@@ -103,6 +104,8 @@ class TokenClient:
             priority: requests of higher priority go first.
             owner: the owner whose limits count the request; "": none.
             label: name by which an administrator can abort it; at most 128 characters.
+            traceparent: W3C's, of the trace that it belongs to: logs of coordinator and replicas
+                name it; "": none.
 
         Returns:
             its number, for `abort`.
@@ -113,7 +116,8 @@ class TokenClient:
         """
         if self._connection is None:
             raise CoordinatorLost(f"there is no connection to the coordinator at {self._address}.")
-        return self._send(request_message(prompt, params, priority, owner, label), params, reader)
+        message = request_message(prompt, params, priority, owner, label, traceparent)
+        return self._send(message, params, reader)
 
     def abort(self, request: RemoteRequest | int) -> None:
         """End a request that `submit` or `send` returned; if it has ended, nothing happens."""

@@ -159,8 +159,21 @@ EXAMPLES = (
     Example(COORDINATED, ("--incoming-requests-per-step", "1")),
     # Two engines, each with the whole model.
     Example(COORDINATED, ("--suspend-resume-interval", "1"), ranks=2),
+    # Engines over ranks, and two of them.
+    Example(
+        COORDINATED,
+        ("--tensor-model-parallel-size", "3", "--suspend-resume-interval", "1"),
+        ranks=3,
+    ),
+    Example(
+        COORDINATED,
+        ("--pipeline-model-parallel-size", "2", "--suspend-resume-interval", "1"),
+        ranks=2,
+    ),
+    Example(COORDINATED, ("--pipeline-model-parallel-size", "2"), ranks=4),
     Example(OFFLINE, ("--use-coordinator",)),
     Example(OFFLINE, ("--use-coordinator", "--async-mode")),
+    Example(OFFLINE, ("--use-coordinator", "--pipeline-model-parallel-size", "2"), ranks=2),
 )
 """Every run that is compared."""
 

@@ -8,6 +8,7 @@ of states, and which of them may be waited for, are Megatron-Core 0.19's.
 from __future__ import annotations
 
 import asyncio
+from copy import copy
 from enum import Enum
 
 from megatron.core.inference.engines.dynamic_engine import EngineState
@@ -64,6 +65,7 @@ class CoordinatedStates:
         self.state = EngineState.RUNNING
         self._next: EngineState | None = None
         self._has_resumed = False
+        self._error: BaseException | None = None
         # Who waits for a state goes on even if the next signal ends it before the waiter runs.
         self._events = {state: asyncio.Event() for state in LASTING}
         self._tell()
@@ -100,19 +102,29 @@ class CoordinatedStates:
         self.state, self._next = self._next, None
         self._tell()
 
-    def stop(self) -> None:
-        """The engine has left its coordinator, told or not."""
-        self.state, self._next = EngineState.STOPPED, None
+    def stop(self, error: BaseException | None = None) -> None:
+        """The engine has left its coordinator, told or not.
+
+        Args:
+            error: why it could not stay; who waits for a state gets it.
+        """
+        self.state, self._next, self._error = EngineState.STOPPED, None, error
         self._tell()
 
     async def wait_until(self, state: EngineState) -> None:
-        """Wait for a lasting state."""
+        """Wait for a lasting state.
+
+        Raises:
+            Exception: what ended the engine before its time, such as RankLost.
+        """
         await self._events[state].wait()
+        if self._error is not None:
+            raise copy(self._error) from self._error
 
     def _tell(self) -> None:
         """Wake who waits for what is so now."""
         for state, event in self._events.items():
-            if self._is_in(state):
+            if self._error is not None or self._is_in(state):
                 event.set()
             else:
                 event.clear()

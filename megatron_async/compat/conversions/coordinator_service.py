@@ -5,17 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
 
+from megatron_async.communication.bootstrap import join_job
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates
 from megatron_async.compat.conversions.megatron_replica import MegatronReplica
 from megatron_async.compat.conversions.not_served import refuse
+from megatron_async.compat.conversions.service_ranks import (
+    FollowerTask,
+    ServiceRanks,
+    all_there,
+    place_in_job,
+)
 from megatron_async.compat.inference.data_parallel_inference_coordinator.coordinator import (
     DataParallelInferenceCoordinator,
 )
+from megatron_async.errors import JobFailed
+from megatron_async.ranks.finishing import finish_together
+from megatron_async.ranks.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from megatron_async.compat.inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -24,26 +34,55 @@ logger = logging.getLogger("megatron_async")
 
 
 class CoordinatorService:
-    """One rank's part: its replica, and on the first rank the coordinator, in a thread.
+    """One rank's part. The first rank of each model is a replica; the others follow it, and never
+    see the coordinator. On the first rank of all there is the coordinator, too, in a thread.
 
     Args:
-        engine: idle.
+        engine: idle; `group` is this rank's.
         address: of the coordinator.
         states: of the engine.
+        ranks: of the job.
     """
 
     def __init__(
-        self, engine: DynamicInferenceEngine, address: str, states: CoordinatedStates
+        self,
+        engine: DynamicInferenceEngine,
+        address: str,
+        states: CoordinatedStates,
+        ranks: ServiceRanks,
     ) -> None:
+        self._engine = engine
         self._states = states
-        self._replica = MegatronReplica(engine, address, "megatron", f"dp-{_place()[0]}", states)
+        self._ranks = ranks
+        self._replica: MegatronReplica | None = None
+        self._follower: FollowerTask | None = None
+        place = ranks.place
+        if not place.is_primary:
+            self._follower = FollowerTask(engine, states)
+            return
+        finish = None
+        if ranks.shares_experts:
+            finish = partial(finish_together, engine, place, None)
+        name = f"dp-{place.data_parallel_rank}"
+        self._replica = MegatronReplica(engine, address, "megatron", name, states, finish)
 
     async def joined(self, task: asyncio.Task[None]) -> None:
-        """Wait until the coordinator has taken this replica.
+        """Wait until the coordinator has taken all replicas of the job, where a model is spread
+        over ranks; else this one.
 
         Args:
             task: of `run`; what ends it early is raised.
         """
+        failure = None
+        try:
+            await self._joined(task)
+        except Exception as error:
+            failure = error
+        await all_there(self._ranks, failure)
+
+    async def _joined(self, task: asyncio.Task[None]) -> None:
+        if self._replica is None:
+            return
         waiting = asyncio.ensure_future(self._replica.joined.wait())
         await asyncio.wait({waiting, task}, return_when=asyncio.FIRST_COMPLETED)
         if not waiting.done():
@@ -53,40 +92,34 @@ class CoordinatorService:
 
     async def run(self) -> None:
         """Serve until the engines are told to stop."""
+        error: BaseException | None = None
+        engine = self._engine
+        engine.group = self._ranks.group
+        if self._ranks.is_spread:
+            # Others serve the requests of a lost replica that this one does not need.
+            join_job().watch.needed = self._ranks.place.needed_ranks
         try:
-            await self._replica.run()
+            if self._follower is not None:
+                await self._follower.run()
+            elif self._replica is not None:
+                await self._replica.run()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
-            self._states.stop()
-
-
-def check_ranks() -> None:
-    """Refuse what cannot come behind a coordinator here.
-
-    Raises:
-        ConfigurationError: a model that is spread over ranks.
-    """
-    if not parallel_state.model_parallel_is_initialized():
-        return
-    sizes = {
-        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-        "expert": parallel_state.get_expert_model_parallel_world_size(),
-    }
-    for name, size in sizes.items():
-        if size > 1:
-            refuse(
-                f"a coordinator before an engine of {name}_model_parallel_size={size}",
-                "a model over several ranks is served by `torchrun -m megatron_async replica`, "
-                "behind `megatron-async coordinator` (docs/serving.md); data-parallel ranks of "
-                "whole models are served here",
-            )
+            engine.group.release()
+            if not isinstance(error, JobFailed):  # or the engine is lost with the ranks
+                engine.group = RankGroup()
+            self._states.stop(error)
 
 
 def share_seed(engine: DynamicInferenceEngine) -> None:
     """Give all ranks' engines the first one's seed; collective. A request has its random numbers
     from the seed and its own number, wherever it is served, and again after a replica is lost; so
     `offset_sampling_seed_by_dp_rank` has no effect behind a coordinator."""
-    if _place()[1] > 1:
+    if place_in_job()[1] > 1:
         said = [engine.context.config.inference_sampling_seed]
         torch.distributed.broadcast_object_list(said, src=0)
         engine.controller.sampling_rng.manual_seed(said[0])
@@ -111,7 +144,7 @@ def find_address(port: int | None, launches: bool, hostname: str | None) -> str:
                 "say at which port the coordinator is",
             )
         return f"tcp://{host}:{port}"
-    rank, ranks = _place()
+    rank, ranks = place_in_job()
     said: list[Any] = [None]
     if rank == 0:
         try:
@@ -129,10 +162,3 @@ def _start(host: str, port: int | None) -> str:
     coordinator = DataParallelInferenceCoordinator.bound(host, port)
     threading.Thread(target=coordinator.run, name="coordinator", daemon=True).start()
     return coordinator.address
-
-
-def _place() -> tuple[int, int]:
-    """Rank and ranks of the job."""
-    if not torch.distributed.is_initialized():
-        return 0, 1
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -18,6 +18,7 @@ from megatron_async.engines.pausing import EngineState as OwnState
 
 if TYPE_CHECKING:
     from megatron_async.compat.conversions.coordinator_service import CoordinatorService
+    from megatron_async.compat.conversions.service_ranks import ServiceRanks
     from megatron_async.compat.inference.engines.dynamic_engine import (
         DynamicInferenceEngine as CompatEngine,
     )
@@ -48,6 +49,8 @@ class EngineControl(DynamicInferenceEngine):
     engine_loop_task: asyncio.Task[None] | None = None
     use_coordinator = False
     _service: CoordinatorService | None = None
+    _ranks: ServiceRanks | None = None
+    """Once it has come behind a coordinator."""
     context: DynamicInferenceContext
     book: RequestBook
 
@@ -148,6 +151,8 @@ class EngineControl(DynamicInferenceEngine):
     def close(self) -> None:
         """End the engine for good; unfinished requests fail."""
         super().close()
+        if self._ranks is not None:
+            self._ranks.group.close()
         self.requests.news.notify()
 
     async def shutdown(self) -> None:
@@ -166,7 +171,8 @@ class EngineControl(DynamicInferenceEngine):
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> str:
         """Come behind a coordinator, and serve its requests in the task `engine_loop_task` until
-        `InferenceClient.stop_engines`. Every rank of the job calls this (it is collective).
+        `InferenceClient.stop_engines`. Every rank of the job calls this (it is collective). The
+        first rank of each model gets the requests; the task of its other ranks does what it does.
 
         Args:
             inference_coordinator_port: of the coordinator; None, or one that is taken: another.
@@ -180,28 +186,31 @@ class EngineControl(DynamicInferenceEngine):
             the coordinator's address, "tcp://HOST:PORT".
 
         Raises:
-            ConfigurationError: the model is spread over ranks, no port can be bound, or an argument
-                is not served.
+            ConfigurationError: the ranks' settings differ, the model's groups are not those of
+                Megatron's `parallel_state`, no port can be bound, an argument is not served, or
+                another rank had such an error.
+            RankLost, CommunicationTimeout: a rank died, or did not call this.
             EngineStopped: the engine is closed.
         """
         from megatron_async.compat.conversions.coordinator_service import (
             CoordinatorService,
-            check_ranks,
             find_address,
             share_seed,
         )
+        from megatron_async.compat.conversions.service_ranks import join_ranks
 
         self.pausing.check_is_open()
-        check_ranks()
         if coordinator_schedule_output_path is not None:
             refuse("coordinator_schedule_output_path", "leave it out")
         if loop is not None and loop is not asyncio.get_running_loop():
             refuse("loop= with another loop than the running one", "leave it out")
-        address = find_address(inference_coordinator_port, launch_inference_coordinator, hostname)
-        self.coordinated = CoordinatedStates()
         engine = cast("CompatEngine", self)
         share_seed(engine)
-        self._service = CoordinatorService(engine, address, self.coordinated)
+        if self._ranks is None:
+            self._ranks = join_ranks(engine)
+        address = find_address(inference_coordinator_port, launch_inference_coordinator, hostname)
+        self.coordinated = CoordinatedStates()
+        self._service = CoordinatorService(engine, address, self.coordinated, self._ranks)
         self.use_coordinator = True
         task = self.engine_loop_task = asyncio.create_task(self.run_engine_with_coordinator())
         await self._service.joined(task)

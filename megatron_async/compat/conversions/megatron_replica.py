@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, override
 
 import msgspec
-import torch
 from megatron.core.inference.sampling_params import SamplingParams as MegatronParams
 
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates, Signal
 from megatron_async.compat.conversions.request_book import RequestEntry
+from megatron_async.compat.conversions.service_ranks import CONFIRM, tell_cuda_profiler
 from megatron_async.errors import EngineStopped, OutOfMemoryError
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
@@ -52,6 +52,7 @@ class MegatronReplica(Replica):
         model: what is served.
         name: unique among the replicas.
         states: of the engine.
+        finish_together: as of `Replica`.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class MegatronReplica(Replica):
         model: str,
         name: str,
         states: CoordinatedStates,
+        finish_together: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         tokenizer = tokenizer_for_clients(engine.controller.tokenizer)
-        super().__init__(engine, address, model, name, tokenizer=tokenizer)
+        super().__init__(engine, address, model, name, finish_together, tokenizer=tokenizer)
         self._served = engine
         self._states = states
         self._entries: dict[int, RequestEntry] = {}
@@ -78,7 +80,7 @@ class MegatronReplica(Replica):
         else:
             theirs = MegatronParams.deserialize(given)
             params = SamplingParams()  # log probs go with the record
-        entry = self._served.add_for(run.number, run.prompt, theirs, run.priority)
+        entry = self._served.add_for(run.number, run.prompt, theirs, run.priority, run.traceparent)
         future = entry.own_future
         assert future is not None
         if given is not None:
@@ -104,6 +106,7 @@ class MegatronReplica(Replica):
         """Do what the coordinator asks; "signal" and "confirm" are Megatron's words."""
         if what == "confirm":
             self._states.confirm()
+            self._served.group.tell(CONFIRM)
             if self._states.state.name == "STOPPED":
                 self.leave()
                 self.leave()  # at once: what is unfinished is the stopped engine's no more
@@ -121,9 +124,11 @@ class MegatronReplica(Replica):
         match signal:
             case Signal.SET_GENERATION_EPOCH:
                 engine.set_generation_epoch(value)
+                engine.group.tell(signal.value, value)
                 return
             case Signal.START_CUDA_PROFILER | Signal.STOP_CUDA_PROFILER:
-                _profile(signal is Signal.START_CUDA_PROFILER)
+                tell_cuda_profiler(starts=signal is Signal.START_CUDA_PROFILER)
+                engine.group.tell(signal.value)
                 return
         if not self._states.begin(signal):
             return
@@ -136,6 +141,7 @@ class MegatronReplica(Replica):
                 engine.suspend()
             case Signal.RESUME:
                 engine.resume()
+        engine.group.tell(signal.value)  # after the engine: so followers have done it, too
 
 
 def tokenizer_for_clients(tokenizer: Any) -> Tokenizer | None:
@@ -146,13 +152,3 @@ def tokenizer_for_clients(tokenizer: Any) -> Tokenizer | None:
         return None
     folder = Path(path)
     return Tokenizer.from_folder(folder) if Tokenizer.is_in(folder) else None
-
-
-def _profile(starts: bool) -> None:
-    """Tell CUDA's profiler. Raises ValueError without a GPU."""
-    if not torch.cuda.is_available():
-        raise ValueError("there is no GPU here, so no CUDA profiler can be started or stopped.")
-    if starts:
-        torch.cuda.profiler.start()
-    else:
-        torch.cuda.profiler.stop()

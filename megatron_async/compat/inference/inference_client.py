@@ -21,6 +21,7 @@ from megatron_async.requests.sampling_params import SamplingParams as OwnParams
 from megatron_async.serving.connection import check_sendable
 from megatron_async.serving.messages import UNSENDABLE, Generate, encode
 from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+from megatron_async.serving.request_message import checked_traceparent
 from megatron_async.serving.token_client import TokenClient
 
 logger = logging.getLogger("megatron_async")
@@ -122,13 +123,18 @@ class InferenceClient:
         self.listener_task = self._loop.create_task(self._send_all(self._wire))
 
     def add_request(
-        self, prompt: str | Sequence[int] | torch.Tensor, sampling_params: SamplingParams
+        self,
+        prompt: str | Sequence[int] | torch.Tensor,
+        sampling_params: SamplingParams,
+        *,
+        traceparent: str = "",
     ) -> asyncio.Future[Answer]:
         """Send a request.
 
         Args:
             prompt: text, token ids, or a tensor of them, int64 `[prompt length]`, host memory.
             sampling_params: Megatron's.
+            traceparent: ours: of a trace; see `TokenClient.send`.
 
         Returns:
             a future of the request at its end, FAILED if the engine refused it. It raises what the
@@ -141,6 +147,7 @@ class InferenceClient:
         self._check_is_started()
         request_id = self.next_request_id
         message = _message(prompt, sampling_params)
+        message.traceparent = checked_traceparent(traceparent)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         reply = _Reply(request_id, future, self.deserialize, time.perf_counter())
         self.next_request_id += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatron_async.requests.trace_context import read_traceparent
 from megatron_async.server.fields.asked import Caller
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.http.answer_connection import AnswerConnection
@@ -49,6 +50,14 @@ class Exchange:
         """The connection that the request came by."""
         found: AnswerConnection = self.scope["state"]["connection"]
         return found
+
+    @property
+    def traceparent(self) -> str:
+        """The trace of this request: of its span, or without spans the caller's; "" for none."""
+        if self.trace is not None:
+            return self.trace.traceparent
+        header = self.headers.get(b"traceparent")
+        return "" if header is None else read_traceparent(header.decode("latin-1").strip())
 
     async def body(self, most: int) -> bytes:
         """The whole body of the request.

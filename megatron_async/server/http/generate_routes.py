@@ -232,13 +232,14 @@ class GenerateRoutes:
         """Send an answer's requests; their numbers are put into `numbers` one by one."""
         if exchange.trace is not None:
             exchange.trace.sent(asked, readers)
+        traceparent = exchange.traceparent
         for choice, reader in zip(asked.choices, readers, strict=True):
             prompt = asked.prompts[choice.prompt]
             try:
                 numbers.append(
                     self._client.send(
                         prompt, choice.params, reader, asked.priority, exchange.caller.owner,
-                        asked.style.id,
+                        asked.style.id, traceparent,
                     )
                 )  # fmt: skip
             except RequestError as error:

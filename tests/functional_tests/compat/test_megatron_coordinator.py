@@ -13,7 +13,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequest, S
 
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates, Signal
 from megatron_async.compat.inference.inference_client import InferenceClient
-from megatron_async.errors import ConfigurationError
+from megatron_async.errors import ConfigurationError, RequestError
 
 LONGEST_S = 30
 
@@ -171,3 +171,25 @@ def test_who_waits_goes_on_though_the_next_signal_is_there() -> None:
             states.begin(Signal.RESUME)
 
     run(use())
+
+
+def test_a_trace_goes_with_a_request_to_the_engine(
+    tiny_model: torch.nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "megatron_async")
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+    async def use() -> None:
+        address = await engine.start_listening_to_data_parallel_coordinator()
+        client = InferenceClient(address)
+        client.start()
+        await client.add_request(
+            PROMPTS[0], greedy_params(4), traceparent=f"00-{trace}-00f067aa0ba902b7-01"
+        )
+        with pytest.raises(RequestError, match="traceparent='x'"):
+            client.add_request(PROMPTS[0], greedy_params(4), traceparent="x")
+        await stop(client, engine)
+
+    with compat_engine(tiny_model) as engine:
+        run(use())
+    assert f"(trace {trace}) ended (length): 4 tokens" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -283,3 +284,45 @@ def test_a_message_a_step_is_small(pair_of):
     sizes = [len(message) for message in pair.following.channel.sent]
     assert len(sizes) <= 2 * 52
     assert sorted(sizes)[len(sizes) // 2] <= 16
+
+
+def test_a_follower_is_told_in_order_and_the_leader_can_wait_for_it(pair_of: Any) -> None:
+    pair = pair_of()
+    heard: list[tuple[str, Any, bool]] = []
+    may_go_on = threading.Event()
+
+    def hear(what: str, value: Any) -> None:
+        assert may_go_on.wait(30)
+        heard.append((what, value, pair.follower.is_stopped))
+
+    pair.follower.group.on_told = hear
+    pair.leader.add_request(1, PROMPTS[0], PARAMS[0])
+    pair.leader.step_modern()
+    pair.leader.group.tell("before")
+    pair.leader.pause()
+    pair.leader.group.tell("after", {"a": 1})
+
+    async def wait() -> None:
+        told = asyncio.ensure_future(pair.leader.group.until_told())
+        await asyncio.sleep(0.05)
+        assert not told.done()
+        may_go_on.set()
+        await asyncio.wait_for(told, 30)
+
+    asyncio.run(wait())
+    assert heard == [("before", None, False), ("after", {"a": 1}, True)]
+    pair.leader.group.tell("never heard")
+    pair.following.channel.is_lost = True
+    with pytest.raises(RankLost):
+        asyncio.run(pair.leader.group.until_told())
+    pair.leader.close()
+
+
+def test_followers_know_the_trace_of_a_request(pair_of: Any) -> None:
+    pair = pair_of()
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"
+    pair.leader.add_request(1, PROMPTS[0], PARAMS[0], traceparent=trace)
+    pair.leader.add_request(2, PROMPTS[1], PARAMS[1])
+    drain(pair.leader)
+    pair.end()
+    assert [pair.following.ended[number].traceparent for number in (1, 2)] == [trace, ""]

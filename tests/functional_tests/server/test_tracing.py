@@ -98,6 +98,7 @@ def test_spans_of_a_request(
         assert served.request("/v1/completions", {"model": 1})[0] == 400
         eventually(lambda: len(collector.spans) == 1, "the span of a refusal")
         assert attributes(collector.spans[0])["http.response.status_code"] == 400
+    assert f"(trace {TRACE}) came" in (tmp_path / "log").read_text()
     assert collector.services == {"megatron-async"}
     assert {span.trace_id.hex() for span in spans} == {TRACE}
     (root,) = [span for span in spans if span.name == "POST /v1/completions"]
@@ -139,3 +140,22 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
     assert make_tracer(None, endpoint) is None
     assert "no spans are sent" in caplog.text
+
+
+def test_logs_name_the_callers_trace_without_the_extra(tmp_path: Path) -> None:
+    with Served(
+        tmp_path / "log", "dummy:tiny", "--device", "cpu", "--api-processes", "1"
+    ) as served:
+        eventually(lambda: served.request("/ready", key="")[0] == 200, "the service to be ready")
+        assert served.request("/v1/completions", completion(4))[0] == 200
+        assert "(trace " not in served.log.read_text()
+        for header in (f"00-{TRACE}-{PARENT}-01", "no trace"):
+            status, _ = served.request(
+                "/v1/completions", completion(4), headers={"traceparent": header}
+            )
+            assert status == 200  # an invalid header is as if it were not there
+        eventually(lambda: "ended (length)" in served.log.read_text(), "the log's line")
+    lines = [line for line in served.log.read_text().splitlines() if "(trace " in line]
+    assert [line.partition(f"(trace {TRACE}) ")[2].split()[0] for line in lines] == [
+        "goes", "came,", "ended",
+    ]  # fmt: skip

@@ -220,3 +220,33 @@ def test_texts_of_a_tokenizer_that_cannot_be_sent(
 
     next(run)(work)
     next(run, None)
+
+
+def test_a_trace_reaches_the_engine_and_the_logs(
+    with_client: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "megatron_async")
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    header = f"00-{trace}-00f067aa0ba902b7-01"
+
+    async def work(client: AsyncCoordinatorClient) -> None:
+        await (await client.submit([1, 2], greedy(4))).completion()
+        assert trace not in caplog.text
+        request = await client.submit([1, 2], greedy(4), traceparent=header)
+        completion = await request.completion()
+        assert completion.error is None
+        readers = [Reader(), Reader()]
+        client.send([1, 2], greedy(4, temperature=-1.0), readers[0], traceparent=header)
+        assert (await readers[0].end).failure is not None
+        for bad in ("x", header[:-1], 5):
+            with pytest.raises(RequestError, match="traceparent="):
+                client.send([1, 2], greedy(4), readers[1], traceparent=bad)  # type: ignore[arg-type]
+
+    with_client(work)
+    lines = [r.getMessage() for r in caplog.records if trace in r.getMessage()]
+    about = [line.partition(f"(trace {trace}) ")[2] for line in lines]
+    assert about[0] == "goes to replica a."
+    assert about[1] == "came, with 2 prompt tokens."
+    assert about[2].startswith("ended (length): 4 tokens")
+    assert about[3] == "goes to replica a."
+    assert "temperature=-1.0" in about[-1]

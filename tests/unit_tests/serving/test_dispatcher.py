@@ -26,6 +26,8 @@ from megatron_async.serving.messages import (
     SetPaused,
     StepTokens,
     Welcome,
+    decode_for_replica,
+    encode,
 )
 from megatron_async.serving.records import CoordinatorConfig
 from megatron_async.serving.routing import prompt_hashes
@@ -303,3 +305,41 @@ def test_what_is_found_is_no_load() -> None:
     assert replica.candidate().unfinished_tokens == tokens
     service.ask(1, prompt=prompt)
     assert replica.candidate().unfinished_tokens == 2 * tokens - 40
+
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
+
+
+def test_a_trace_goes_with_its_request_to_each_replica(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "megatron_async")
+    service = Service("a")
+    service.ask(0)
+    service.ask(1, traceparent=TRACEPARENT)
+    plain, traced = service.take("a")
+    assert plain == Run(0, [1, 2, 3], PARAMS, 0)
+    assert traced == Run(1, [1, 2, 3], PARAMS, 0, TRACEPARENT)
+    assert b"traceparent" not in encode(plain)  # a request without a trace is as long as ever
+    assert decode_for_replica(encode(plain)) == plain
+    assert decode_for_replica(encode(traced)) == traced
+    service.end("a", 0)  # or it would be the first suspect
+    service.lose("a")
+    assert Run(1, [1, 2, 3], PARAMS, 0, TRACEPARENT) in service.join("b")
+    service.lose("b")  # before its first token, once more: it is not served again
+    lines = [r.getMessage() for r in caplog.records if TRACE in r.getMessage()]
+    name = f"Request 1 (trace {TRACE})"
+    assert lines[:3] == [
+        f"{name} goes to replica a.", f"{name} is served again.", f"{name} goes to replica b.",
+    ]  # fmt: skip
+    assert lines[3].startswith(f"{name} ended (ReplicaLost): replica b")
+    assert not [r for r in caplog.records if "Request 0" in r.getMessage()]
+
+
+def test_the_protocol_has_the_version_of_its_messages() -> None:
+    """Whoever changes what is sent raises `PROTOCOL`, and says here what it is now."""
+    assert PROTOCOL == 7
+    assert Run.__struct_fields__ == ("number", "prompt", "params", "priority", "traceparent")
+    assert Generate.__struct_fields__ == (
+        "number", "prompt", "params", "max_new_tokens", "priority", "label", "owner",
+        "traceparent",
+    )  # fmt: skip

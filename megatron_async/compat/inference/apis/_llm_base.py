@@ -35,16 +35,15 @@ class _MegatronLLMBase:
         model: `GPTModel` or `HybridModel`, in eval mode.
         tokenizer: Megatron's, or any with its methods.
         inference_config: Megatron's; None takes its defaults.
-        use_coordinator: True: every data-parallel rank's engine comes behind one coordinator, and
-            the first rank generates. None (Megatron's default is True) and False: the engine is
+        use_coordinator: True: the engines of all ranks come behind one coordinator, and the first
+            rank generates. None (Megatron's default is True) and False: the engine is
             driven by the caller.
         coordinator_host: name or address of this host, for the coordinator; None: 127.0.0.1.
         coordinator_port: of the coordinator; None: any.
 
     Raises:
-        ConfigurationError: experts are spread over ranks, a coordinator is asked for before a model
-            over ranks, or the model or the configuration cannot be served; a ValueError, as
-            Megatron's is.
+        ConfigurationError: experts are spread over ranks without a coordinator, or the model or the
+            configuration cannot be served; a ValueError, as Megatron's is.
     """
 
     def __init__(
@@ -63,11 +62,10 @@ class _MegatronLLMBase:
                 f"{coordinator_host!r} and {coordinator_port!r}): set it, or leave them out."
             )
         experts = parallel_state.get_expert_model_parallel_world_size()
-        if experts > 1:
+        if experts > 1 and not use_coordinator:
             raise ConfigurationError(
-                f"expert_model_parallel_size > 1 (it is {experts}) needs a coordinator in "
-                "Megatron, since ranks that share experts step together: use "
-                "megatron_async.LLM(..., expert_model_parallel_size=...), which steps them so."
+                f"expert_model_parallel_size > 1 (it is {experts}) needs use_coordinator=True, "
+                "since ranks that share experts step together."
             )
         if inference_config is None:
             inference_config = InferenceConfig()

@@ -115,6 +115,7 @@ class DynamicInferenceEngine(NamesOfMegatron, EngineControl):
         prompt: Any,
         sampling_params: SamplingParams | OwnParams | None = None,
         priority: int = 0,
+        traceparent: str = "",
     ) -> asyncio.Future[Record]:
         """Queue a request.
 
@@ -126,7 +127,7 @@ class DynamicInferenceEngine(NamesOfMegatron, EngineControl):
             prompt: text, a list of token ids, or a tensor of them, int64 `[prompt length]`. One on
                 the device is copied, which waits for the caller's own stream.
             sampling_params: Megatron's or ours; copied; defaults when None.
-            priority: of our engine.
+            priority, traceparent: of our engine.
 
         Returns:
             a future of the record of the finished (or failed) request.
@@ -136,12 +137,17 @@ class DynamicInferenceEngine(NamesOfMegatron, EngineControl):
             EngineStopped: the engine is closed.
             WrongThread: another thread is at work in the engine.
         """
-        entry = self.add_for(request_id, prompt, sampling_params, priority)
+        entry = self.add_for(request_id, prompt, sampling_params, priority, traceparent)
         assert entry.future is not None
         return entry.future
 
     def add_for(
-        self, request_id: int, prompt: Any, sampling_params: Any, priority: int
+        self,
+        request_id: int,
+        prompt: Any,
+        sampling_params: Any,
+        priority: int,
+        traceparent: str = "",
     ) -> RequestEntry:
         """Queue a request as `add_request` does; its entry in the book, which has the futures of
         both forms of the request."""
@@ -152,7 +158,9 @@ class DynamicInferenceEngine(NamesOfMegatron, EngineControl):
         text = prompt if isinstance(prompt, str) else None
         entry = self.book.begin(request_id, text, params)
         try:
-            own_future = super().add_request(request_id, tokens, own_params, priority)
+            own_future = super().add_request(
+                request_id, tokens, own_params, priority, traceparent=traceparent
+            )
         except BaseException:
             self.book.drop(request_id)
             raise

@@ -1,0 +1,34 @@
+"""`finish_together`: leaders whose engines run as tasks end at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from megatron_async.communication.bootstrap import join_job
+from megatron_async.communication.job import FINISH_TIMEOUT_S
+from megatron_async.ranks.join_group import RankPlace
+
+if TYPE_CHECKING:
+    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+
+
+async def finish_together(
+    engine: DynamicInferenceEngine, place: RankPlace, timeout_s: float | None = FINISH_TIMEOUT_S
+) -> None:
+    """On a leader whose engine runs as a task: wait, before you cancel the task, until the leaders
+    of all replicas have called this. If replicas share experts, the others need this rank's until
+    then.
+
+    Args:
+        engine: of this rank.
+        place: of this rank.
+        timeout_s: seconds; None waits for ever.
+
+    Raises:
+        RankLost, CommunicationTimeout: a leader has died, or has not called in time.
+    """
+    exchange, ranks = join_job().exchange, place.primary_ranks
+    await asyncio.to_thread(exchange, "the end of serving", "", ranks, timeout_s)
+    while engine.has_unfinished_requests():
+        await asyncio.sleep(1e-3)
