@@ -173,7 +173,7 @@ def run_coordinator(arguments: argparse.Namespace) -> int:
 def run_replica(arguments: argparse.Namespace) -> int:
     """Serve until the coordinator or a signal ends it."""
     from megatron_async.llm import LLM
-    from megatron_async.serving.replica import serve_replica
+    from megatron_async.serving.replica_job import serve_replica
 
     options, secret = engine_options(arguments), _secret(arguments)
     _log_to_stderr()

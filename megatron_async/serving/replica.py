@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -20,7 +18,6 @@ from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.connection import Connection
 from megatron_async.serving.engine_verbs import do_verb
-from megatron_async.serving.heap import frozen_heap
 from megatron_async.serving.messages import (
     PROTOCOL,
     UNREADABLE,
@@ -50,16 +47,14 @@ from megatron_async.serving.step_watch import StepWatch
 from megatron_async.serving.token_emitter import TokenEmitter
 
 if TYPE_CHECKING:
-    from megatron_async.llm import LLM
     from megatron_async.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("megatron_async")
 
-RETRY_EVERY_S = 0.2
+RETRY_EVERY_S = LOOK_EVERY_S = 0.2
 WARN_AFTER_S = 5.0
 """Seconds after which a replica without a coordinator logs a warning, and again at each doubling
 of the time."""
-LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _read_params = msgspec.msgpack.Decoder(SamplingParams).decode
 
 
@@ -118,6 +113,9 @@ class Replica:
         self.joined = asyncio.Event()
         self._is_leaving = self._must_go = False
         self._failure: JobFailed | None = None
+        self._news = asyncio.Event()
+        self._error: Exception | None = None
+        """What has ended the connection."""
 
     async def run(self) -> None:
         """Serve until the coordinator removes this replica, `leave` is called, or the engine fails.
@@ -177,6 +175,7 @@ class Replica:
             return
         self._must_go = self._is_leaving or self._connection is None
         self._is_leaving = True
+        self._news.set()
         if self._connection is not None and not self._must_go:
             self._connection.send(Leaving())
 
@@ -184,6 +183,7 @@ class Replica:
         """One connection, from its beginning to an end in order."""
         connection = Connection(self._address, decode_for_replica, self._status, self._secret)
         self._runs_seen = 0
+        self._error = None
         try:
             hello = ReplicaHello(PROTOCOL, self.info)
             welcome = await connection.open(hello, WARN_AFTER_S)
@@ -194,13 +194,9 @@ class Replica:
             if self._is_leaving:
                 connection.send(Leaving())
             logger.info("Replica %s serves the coordinator at %s.", self.info.name, self._address)
+            connection.listen(self._hear, _nothing, self._end_connection)
             while not self._is_over:
-                message = await connection.receive()
-                await self._check(runner)
-                if isinstance(message, Leave):
-                    self._must_go = True
-                elif message is not None:
-                    self._take(message)
+                await self._wait_for_news(runner)
                 if self._must_go and self._finish_together is not None and self._helping is None:
                     self._emitter.flush()
                     connection.send(Helping())
@@ -214,6 +210,38 @@ class Replica:
         finally:
             self._connection = None
             connection.close()
+
+    def _hear(self, message: ToReplica) -> None:
+        """Follow a message at once: a request that waited for a turn of the loop could miss the
+        next step."""
+        if isinstance(message, Leave):
+            self._must_go = True
+            self._news.set()
+            return
+        try:
+            self._take(message)
+        except Exception as error:
+            self._end_connection(error)
+
+    def _end_connection(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._news.set()
+
+    async def _wait_for_news(self, runner: asyncio.Task[None]) -> None:
+        """Until there may be a reason to do something else than to serve.
+
+        Raises:
+            Exception: what ended the engine or the connection.
+        """
+        timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._news.set)
+        try:
+            await self._news.wait()
+        finally:
+            timer.cancel()
+        self._news.clear()
+        await self._check(runner)
+        if self._error is not None:
+            raise self._error
 
     @property
     def _is_over(self) -> bool:
@@ -358,43 +386,5 @@ class Replica:
         return status_of(self._engine, self._runs_seen, dict(self._engine.stats()))
 
 
-def serve_replica(
-    llm: LLM, address: str, model: str, name: str | None = None, secret: bytes | None = None
-) -> None:
-    """Serve a coordinator with an LLM until it removes the replica; SIGTERM and Ctrl-C make the
-    replica leave in order.
-
-    Every rank of the job calls this function. Each primary rank is a replica; if there are several,
-    their names get a number as suffix.
-
-    Args:
-        llm: idle.
-        address: of the coordinator.
-        model: what is served, with its dtype: the coordinator takes replicas of one model only.
-        name: unique among the replicas; None: host and process id.
-        secret: the coordinator's, if it asks for one.
-
-    Raises:
-        ConfigurationError: the coordinator refuses the replica.
-    """
-    llm.engine.grammars.prepare()  # now it holds up nobody
-    if not llm.is_primary_rank:
-        # Whoever ends a job signals all of its ranks; when to end, the primary rank says.
-        for number in LEAVE_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        with frozen_heap():
-            llm.follow()
-        return
-    if name is not None and llm.data_parallel_size > 1:
-        name = f"{name}-{llm.data_parallel_rank}"
-    finish = partial(llm.finish_together, timeout_s=None) if llm.shares_experts else None
-    replica = Replica(llm.engine, address, model, name, finish, secret)
-
-    async def serve() -> None:
-        loop = asyncio.get_running_loop()
-        for number in LEAVE_SIGNALS:
-            loop.add_signal_handler(number, replica.leave)
-        await replica.run()
-
-    with frozen_heap():
-        asyncio.run(serve())
+def _nothing() -> None:
+    pass

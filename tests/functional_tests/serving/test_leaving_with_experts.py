@@ -13,7 +13,7 @@ from serving_processes import CONFIG, ENGINE, eventually
 from megatron_async import LLM, SamplingParams
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
-from megatron_async.serving.replica import serve_replica
+from megatron_async.serving.replica_job import serve_replica
 
 TOKENS = 60
 

@@ -14,7 +14,7 @@ from megatron_async import LLM, SamplingParams
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.records import CoordinatorConfig
-from megatron_async.serving.replica import serve_replica
+from megatron_async.serving.replica_job import serve_replica
 
 ENGINE = {"device": "cpu", "block_size_tokens": 16, "num_kv_blocks": 128, "max_requests": 8}
 CONFIG = CoordinatorConfig(ping_interval_s=0.1, silence_s=4.0)

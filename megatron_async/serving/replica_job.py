@@ -1,0 +1,58 @@
+"""`serve_replica`: serve a coordinator with an `LLM`, on every rank of its job."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megatron_async.serving.heap import frozen_heap
+from megatron_async.serving.replica import Replica
+
+if TYPE_CHECKING:
+    from megatron_async.llm import LLM
+
+LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def serve_replica(
+    llm: LLM, address: str, model: str, name: str | None = None, secret: bytes | None = None
+) -> None:
+    """Serve a coordinator with an LLM until it removes the replica; SIGTERM and Ctrl-C make the
+    replica leave in order.
+
+    Every rank of the job calls this function. Each primary rank is a replica; if there are several,
+    their names get a number as suffix.
+
+    Args:
+        llm: idle.
+        address: of the coordinator.
+        model: what is served, with its dtype: the coordinator takes replicas of one model only.
+        name: unique among the replicas; None: host and process id.
+        secret: the coordinator's, if it asks for one.
+
+    Raises:
+        ConfigurationError: the coordinator refuses the replica.
+    """
+    llm.engine.grammars.prepare()  # now it holds up nobody
+    if not llm.is_primary_rank:
+        # Whoever ends a job signals all of its ranks; when to end, the primary rank says.
+        for number in LEAVE_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        with frozen_heap():
+            llm.follow()
+        return
+    if name is not None and llm.data_parallel_size > 1:
+        name = f"{name}-{llm.data_parallel_rank}"
+    finish = partial(llm.finish_together, timeout_s=None) if llm.shares_experts else None
+    replica = Replica(llm.engine, address, model, name, finish, secret)
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        for number in LEAVE_SIGNALS:
+            loop.add_signal_handler(number, replica.leave)
+        await replica.run()
+
+    with frozen_heap():
+        asyncio.run(serve())
