@@ -46,6 +46,7 @@ class TokenEmitter(EngineListener):
         self._last_s = 0.0
         self._top_n: dict[int, int] = {}
         """Alternatives of requests that ask for log probs, by number."""
+        self._same_counts = (0, 0), b""
         self._ones = np.ones(0, dtype=np.int32).tobytes()
 
     def wants_log_probs(self, number: int, top_n: int) -> None:
@@ -58,7 +59,7 @@ class TokenEmitter(EngineListener):
         if not count:
             return
         self._outputs.append(output)
-        is_urgent = count <= FEW or bool(output.is_first.any())
+        is_urgent = count <= FEW or np.count_nonzero(output.is_first) > 0
         if not is_urgent and time.monotonic() < self._last_s + EVERY_S:
             self._watch()
         elif output.ended.any():
@@ -121,14 +122,36 @@ class TokenEmitter(EngineListener):
                 output.request_ids.tobytes(), self._counts(output), output.tokens.tobytes(),
                 self._log_probs(outputs), [], ends,
             )  # fmt: skip
+        numbers = [output.request_ids.tobytes() for output in outputs]
+        tokens = b"".join(output.tokens.tobytes() for output in outputs)
+        if self._are_one_each(outputs) and numbers.count(numbers[0]) == len(numbers):
+            # One row a request, not one a token: all that follows costs Python for each row.
+            table = np.frombuffer(tokens, np.int32).reshape(len(outputs), -1)
+            return StepTokens(
+                numbers[0], self._times(len(outputs), table.shape[1]), table.T.tobytes(), None, [],
+                ends,
+            )  # fmt: skip
         return StepTokens(
-            b"".join(output.request_ids.tobytes() for output in outputs),
+            b"".join(numbers),
             b"".join(map(self._counts, outputs)),
-            b"".join(output.tokens.tobytes() for output in outputs),
+            tokens,
             self._log_probs(outputs),
             [],
             ends,
         )
+
+    def _are_one_each(self, outputs: list[StepOutput]) -> bool:
+        """Whether each row of the steps has one token, and none has log probs."""
+        return not self._top_n and all(
+            output.verified is None and len(output.tokens) == len(output.request_ids)
+            for output in outputs
+        )
+
+    def _times(self, count: int, rows: int) -> bytes:
+        """The counts of rows with `count` tokens each."""
+        if self._same_counts[0] != (count, rows):
+            self._same_counts = (count, rows), np.full(rows, count, np.int32).tobytes()
+        return self._same_counts[1]
 
     def _counts(self, output: StepOutput) -> bytes:
         rows, tokens = len(output.request_ids), len(output.tokens)
