@@ -124,7 +124,7 @@ class TokenEmitter(EngineListener):
             )  # fmt: skip
         numbers = [output.request_ids.tobytes() for output in outputs]
         tokens = b"".join(output.tokens.tobytes() for output in outputs)
-        if self._are_one_each(outputs) and numbers.count(numbers[0]) == len(numbers):
+        if outputs and self._are_one_each(outputs) and numbers.count(numbers[0]) == len(numbers):
             # One row a request, not one a token: all that follows costs Python for each row.
             table = np.frombuffer(tokens, np.int32).reshape(len(outputs), -1)
             return StepTokens(

@@ -100,8 +100,11 @@ def test_an_end_comes_at_once_behind_its_tokens(monkeypatch: Any) -> None:
         await turn()
         assert [ended.number for ended in sent[-1].ends] == [0]
         assert not sent[0].ends
+        emitter.end(Ended(1, "length"))  # an end alone
+        await turn()
+        assert [ended.number for ended in sent[-1].ends] == [1]
 
-    assert play(scene, monkeypatch) == [[0], [1, 2]]
+    assert play(scene, monkeypatch) == [[0], [1, 2], []]
 
 
 def test_what_is_flushed_or_forgotten_does_not_come_later(monkeypatch: Any) -> None:
