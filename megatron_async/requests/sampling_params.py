@@ -115,7 +115,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in (*NUMBERS, *NUMBERS_OR_NONE):
             value = getattr(self, name)
-            if not isinstance(value, numbers.Real) and (value is not None or name in NUMBERS):
+            if not _is_real(value) and (value is not None or name in NUMBERS):
                 raise RequestError(f"{name}={value!r} is not allowed: it must be a number.")
 
     @property
@@ -246,15 +246,21 @@ def _at_most(name: str, values: list[Any] | None, most: int, kind: str) -> None:
         raise RequestError(f"{name} has {len(values)} {kind}: at most {most} are served.")
 
 
+def _is_real(value: Any) -> bool:
+    """Whether it is a number. Python's own types first: the classes of `numbers` take ten times as
+    long, and a request's first token waits for some 70 such checks."""
+    return type(value) is float or type(value) is int or isinstance(value, numbers.Real)
+
+
 def _number(name: str, value: Any, allowed: str, fits: Any) -> None:
-    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    is_real = _is_real(value) and not isinstance(value, bool)
     if not is_real or not math.isfinite(value) or not fits(value):
         raise RequestError(f"{name}={value!r} is not allowed: it must be {allowed}.")
 
 
 def _integer(name: str, value: Any, allowed: str, fits: Any) -> None:
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integer or not fits(value):
+    is_integer = type(value) is int or isinstance(value, numbers.Integral)
+    if not is_integer or isinstance(value, bool) or not fits(value):
         raise RequestError(f"{name}={value!r} is not allowed: it must be an integer, {allowed}.")
 
 

@@ -72,8 +72,8 @@ class AnswerStream:
         if data := self._begin():
             connection.write_chunk(data)
         self._hub.add(self)
-        self._hub.due(self)
-        self._hub.flush()
+        if not self.write(self.written_at):
+            self._hub.due(self)
 
     def give_up(self) -> None:
         """Nobody reads any more, or the process ends: abort what is not ended."""
@@ -134,4 +134,5 @@ class AnswerStream:
         self.is_urgent |= is_urgent
         if not self.begun.done():
             self.begun.set_result(None)
+            self._hub.begins()
         self._hub.due(self)

@@ -97,6 +97,8 @@ def _uvicorn_config(app: App, config: ApiConfig) -> uvicorn.Config:
     tls = config.tls
     return uvicorn.Config(
         app,
+        interface="asgi3",
+        proxy_headers=False,  # nothing here looks at who the client says it is
         http=HttpProtocol,
         ws="none",
         lifespan="off",

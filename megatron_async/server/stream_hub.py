@@ -51,6 +51,8 @@ class StreamHub:
         self._looking: asyncio.TimerHandle | None = None
         self._write_s = 0.0
         """Seconds of a write: an exponential moving average."""
+        self._num_beginning = 0
+        """Streams that began since the last pass."""
         self._num_stalled = 0
         """Streams whose readers were too slow in the last pass."""
 
@@ -69,8 +71,23 @@ class StreamHub:
         """Something came for a stream."""
         self._due[stream] = None
 
+    def begins(self) -> None:
+        """A stream's first news are there; a task begins its answer in the loop's next turn.
+        Other streams are written after it."""
+        self._num_beginning += 1
+
     def flush(self) -> None:
         """Write due streams; called after each message of the coordinator."""
+        if self._num_beginning:
+            # A first token is an event of its own, and its reader waits longest: the task that
+            # begins the answer runs in the next turn, and its bytes leave at the turn's end.
+            self._num_beginning = 0
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._write_due)
+        else:
+            self._write_due()
+
+    def _write_due(self) -> None:
         if not self._due:
             return
         now = asyncio.get_running_loop().time()
@@ -95,7 +112,7 @@ class StreamHub:
 
     def _late(self) -> None:
         self._timer = None
-        self.flush()
+        self._write_due()
 
     def _look_later(self) -> None:
         self._looking = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -42,6 +42,16 @@ HOST_SILENCE_S = 4.0
 """Seconds of silence after which a coordinator's host counts as lost."""
 MOST_AT_ONCE = 64
 """Most messages that are read before other callbacks of the event loop run."""
+
+
+class Outlet(Protocol):
+    """Receives a replica's messages."""
+
+    def send(self, message: Message) -> None:
+        """Send; never waits.
+
+        Raises: one of `messages.UNSENDABLE`; nothing is sent.
+        """
 
 
 class Connection[Heard]:

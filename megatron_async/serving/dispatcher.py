@@ -276,12 +276,12 @@ class Dispatcher(RequestBooks):
         self.counters["prefix_blocks"] += match
         request.give_to(replica)
         request.given_at = now
+        self._send(replica.identity, request.run())  # before the books: it waits for nothing else
         if is_sampled(trace := request.asked.traceparent):
             logger.info("%s goes to replica %s.", named(request.number, trace), replica.name)
         if not replica.requests:
             replica.last_progress = now
         replica.given(request, hashes, match)
-        self._send(replica.identity, request.run())
 
     def _has_room(self, replica: ReplicaRecord, for_suspect: bool) -> bool:
         most = max(self._config.requests_per_slot * replica.info.slots, 1)

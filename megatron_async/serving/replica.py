@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,7 +17,7 @@ from megatron_async.ops.sampling.slot_records import MAX_TOP_N
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.requests.trace_context import named
-from megatron_async.serving.connection import Connection
+from megatron_async.serving.connection import Connection, Outlet
 from megatron_async.serving.engine_verbs import do_verb
 from megatron_async.serving.messages import (
     PROTOCOL,
@@ -32,7 +32,6 @@ from megatron_async.serving.messages import (
     Helping,
     Leave,
     Leaving,
-    Message,
     ReplicaHello,
     ReplicaStatus,
     Run,
@@ -52,21 +51,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("megatron_async")
 
-RETRY_EVERY_S = 0.2
+RETRY_EVERY_S = LOOK_EVERY_S = 0.2
 WARN_AFTER_S = 5.0
 """Seconds after which a replica without a coordinator logs a warning, and again at each doubling
 of the time."""
 _read_params = msgspec.msgpack.Decoder(SamplingParams).decode
-
-
-class Outlet(Protocol):
-    """Receives a replica's messages."""
-
-    def send(self, message: Message) -> None:
-        """Send; never waits.
-
-        Raises: one of `messages.UNSENDABLE`; nothing is sent.
-        """
 
 
 class Replica:
@@ -116,6 +105,9 @@ class Replica:
         self.joined = asyncio.Event()
         self._is_leaving = self._must_go = False
         self._failure: JobFailed | None = None
+        self._news = asyncio.Event()
+        self._error: Exception | None = None
+        """What has ended the connection."""
 
     async def run(self) -> None:
         """Serve until the coordinator removes this replica, `leave` is called, or the engine fails.
@@ -175,6 +167,7 @@ class Replica:
             return
         self._must_go = self._is_leaving or self._connection is None
         self._is_leaving = True
+        self._news.set()
         if self._connection is not None and not self._must_go:
             self._connection.send(Leaving())
 
@@ -182,6 +175,7 @@ class Replica:
         """One connection, from its beginning to an end in order."""
         connection = Connection(self._address, decode_for_replica, self._status, self._secret)
         self._runs_seen = 0
+        self._error = None
         try:
             hello = ReplicaHello(PROTOCOL, self.info)
             welcome = await connection.open(hello, WARN_AFTER_S)
@@ -192,13 +186,9 @@ class Replica:
             if self._is_leaving:
                 connection.send(Leaving())
             logger.info("Replica %s serves the coordinator at %s.", self.info.name, self._address)
+            connection.listen(self._hear, lambda: None, self._end_connection)
             while not self._is_over:
-                message = await connection.receive()
-                await self._check(runner)
-                if isinstance(message, Leave):
-                    self._must_go = True
-                elif message is not None:
-                    self._take(message)
+                await self._wait_for_news(runner)
                 if self._must_go and self._finish_together is not None and self._helping is None:
                     self._emitter.flush()
                     connection.send(Helping())
@@ -212,6 +202,38 @@ class Replica:
         finally:
             self._connection = None
             connection.close()
+
+    def _hear(self, message: ToReplica) -> None:
+        """Follow a message at once: a request that waited for a turn of the loop could miss the
+        next step."""
+        if isinstance(message, Leave):
+            self._must_go = True
+            self._news.set()
+            return
+        try:
+            self._take(message)
+        except Exception as error:
+            self._end_connection(error)
+
+    def _end_connection(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._news.set()
+
+    async def _wait_for_news(self, runner: asyncio.Task[None]) -> None:
+        """Until there may be a reason to do something else than to serve.
+
+        Raises:
+            Exception: what ended the engine or the connection.
+        """
+        timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._news.set)
+        try:
+            await self._news.wait()
+        finally:
+            timer.cancel()
+        self._news.clear()
+        await self._check(runner)
+        if self._error is not None:
+            raise self._error
 
     @property
     def _is_over(self) -> bool:

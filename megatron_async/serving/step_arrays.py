@@ -22,6 +22,7 @@ class StepArrays:
     """The arrays of a `StepTokens`.
 
     Attributes:
+        of_message: the message.
         numbers: int64 `[rows]`.
         counts: int32 `[rows]`, 0 or more.
         tokens: int32 `[sum of counts]`.
@@ -30,6 +31,7 @@ class StepArrays:
         top_n: alternatives at each token of these rows.
     """
 
+    of_message: StepTokens
     numbers: NDArray[np.int64]
     counts: NDArray[np.int32]
     tokens: NDArray[np.int32]
@@ -51,7 +53,7 @@ class StepArrays:
         if message.log_probs is None:
             if not fits:
                 raise ValueError("numbers, counts and tokens do not fit together")
-            return cls(numbers, counts, tokens)
+            return cls(message, numbers, counts, tokens)
         given = message.log_probs
         asking = np.frombuffer(given.rows, np.int32)
         fits = fits and 0 <= given.top_n <= MAX_TOP_N
@@ -63,7 +65,16 @@ class StepArrays:
         words = np.frombuffer(given.words, np.int32).reshape(_total(counts[asking]), -1)
         if words.shape[1] != 1 + 2 * given.top_n:
             raise ValueError("the log probs are of another shape than they say")
-        return cls(numbers, counts, tokens, asking, words, given.top_n)
+        return cls(message, numbers, counts, tokens, asking, words, given.top_n)
+
+    def renamed(self, numbers: NDArray[np.int64]) -> StepTokens:
+        """A message of all rows: no more than the numbers differ.
+
+        Args:
+            numbers: int64 `[rows]`: what the requests are called in it.
+        """
+        of = self.of_message
+        return StepTokens(numbers.tobytes(), of.counts, of.tokens, of.log_probs)
 
     def message(self, kept: NDArray[np.bool_], numbers: NDArray[np.int64]) -> StepTokens:
         """A message of some rows.

@@ -24,6 +24,8 @@ from megatron_async.serving.messages import Ended, LogProbRows, StepTokens
 EVERY_S = 0.004
 """Seconds between messages, for steps that have many tokens and no request's first token.
 API processes write such tokens at most every 5 ms (`server/stream_hub.py`)."""
+SLACK_S = 0.001
+"""Seconds that a message which is due waits for the next step to send it."""
 FEW = 16
 """Up to so many tokens of a step are sent at once, because API processes write them at once."""
 
@@ -39,11 +41,12 @@ class TokenEmitter(EngineListener):
         self._send = send
         self._outputs: list[StepOutput] = []
         self._ends: list[Ended] = []
-        self._due: asyncio.Handle | None = None
-        self._is_soon = False
+        self._soon: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._last_s = 0.0
         self._top_n: dict[int, int] = {}
         """Alternatives of requests that ask for log probs, by number."""
+        self._same_counts = (0, 0), b""
         self._ones = np.ones(0, dtype=np.int32).tobytes()
 
     def wants_log_probs(self, number: int, top_n: int) -> None:
@@ -53,14 +56,22 @@ class TokenEmitter(EngineListener):
     def booked(self, output: StepOutput) -> None:
         """Send the tokens of a booked step, then the requests that ended with it."""
         count = len(output.tokens)
-        if count:
-            self._outputs.append(output)
-            self._schedule(count <= FEW or bool(output.is_first.any()))
+        if not count:
+            return
+        self._outputs.append(output)
+        is_urgent = count <= FEW or np.count_nonzero(output.is_first) > 0
+        if not is_urgent and time.monotonic() < self._last_s + EVERY_S:
+            self._watch()
+        elif output.ended.any():
+            # The futures of these requests are told first: then their ends are here too.
+            self._send_soon()
+        else:
+            self.flush()
 
     def end(self, ended: Ended) -> None:
         """A request has ended, whose tokens were booked before."""
         self._ends.append(ended)
-        self._schedule(True)
+        self._send_soon()
 
     def forget(self) -> None:
         """Drop all unsent tokens and ends."""
@@ -70,9 +81,9 @@ class TokenEmitter(EngineListener):
 
     def flush(self) -> None:
         """Send now what there is."""
-        if self._due is not None:
-            self._due.cancel()
-        self._due, self._is_soon = None, False
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
         if not self._outputs and not self._ends:
             return
         outputs, self._outputs = self._outputs, []
@@ -83,18 +94,26 @@ class TokenEmitter(EngineListener):
         self._last_s = time.monotonic()
         self._send(message)
 
-    def _schedule(self, is_urgent: bool) -> None:
-        """Send soon: in the next turn of the event loop, or when a message is due again."""
-        if self._is_soon or (self._due is not None and not is_urgent):
+    def _send_soon(self) -> None:
+        """Send in the next turn of the event loop."""
+        if self._soon is None:
+            self._soon = asyncio.get_running_loop().call_soon(self.flush)
+
+    def _watch(self) -> None:
+        """Send what waits if no step does it: each step looks at the clock first, so that the
+        loop is not woken for each message."""
+        if self._timer is None:
+            wait_s = max(self._last_s + EVERY_S + SLACK_S - time.monotonic(), 0.0)
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self._outputs:
             return
-        if self._due is not None:
-            self._due.cancel()
-        loop = asyncio.get_running_loop()
-        wait_s = 0.0 if is_urgent else self._last_s + EVERY_S - time.monotonic()
-        self._is_soon = wait_s <= 0
-        # The futures of requests that a step ended are told first: then its ends are here too.
-        soon = self._is_soon
-        self._due = loop.call_soon(self.flush) if soon else loop.call_later(wait_s, self.flush)
+        if time.monotonic() < self._last_s + EVERY_S:  # a step was first, and these are new
+            self._watch()
+        else:
+            self.flush()
 
     def _message(self, outputs: list[StepOutput], ends: list[Ended]) -> StepTokens:
         if len(outputs) == 1:
@@ -103,14 +122,36 @@ class TokenEmitter(EngineListener):
                 output.request_ids.tobytes(), self._counts(output), output.tokens.tobytes(),
                 self._log_probs(outputs), [], ends,
             )  # fmt: skip
+        numbers = [output.request_ids.tobytes() for output in outputs]
+        tokens = b"".join(output.tokens.tobytes() for output in outputs)
+        if outputs and self._are_one_each(outputs) and numbers.count(numbers[0]) == len(numbers):
+            # One row a request, not one a token: all that follows costs Python for each row.
+            table = np.frombuffer(tokens, np.int32).reshape(len(outputs), -1)
+            return StepTokens(
+                numbers[0], self._times(len(outputs), table.shape[1]), table.T.tobytes(), None, [],
+                ends,
+            )  # fmt: skip
         return StepTokens(
-            b"".join(output.request_ids.tobytes() for output in outputs),
+            b"".join(numbers),
             b"".join(map(self._counts, outputs)),
-            b"".join(output.tokens.tobytes() for output in outputs),
+            tokens,
             self._log_probs(outputs),
             [],
             ends,
         )
+
+    def _are_one_each(self, outputs: list[StepOutput]) -> bool:
+        """Whether each row of the steps has one token, and none has log probs."""
+        return not self._top_n and all(
+            output.verified is None and len(output.tokens) == len(output.request_ids)
+            for output in outputs
+        )
+
+    def _times(self, count: int, rows: int) -> bytes:
+        """The counts of rows with `count` tokens each."""
+        if self._same_counts[0] != (count, rows):
+            self._same_counts = (count, rows), np.full(rows, count, np.int32).tobytes()
+        return self._same_counts[1]
 
     def _counts(self, output: StepOutput) -> bytes:
         rows, tokens = len(output.request_ids), len(output.tokens)

@@ -100,11 +100,11 @@ class TokenRoutes:
         known = (self._number[places] == step.numbers) & (self._replica[places] == replica)
         self.started[places[known & (step.counts > 0)]] = True
         clients, asked = self._client[places], self._asked[places]
-        all_known = bool(known.all())
-        first = int(clients[0]) if len(clients) else NOBODY
-        if all_known and bool((clients == first).all()):
-            if len(clients):
-                yield first, step.message(known, asked)
+        if not len(clients):
+            return
+        first = int(clients[0])
+        if known.all() and (clients == first).all():
+            yield first, step.renamed(asked)
             return
         for client in np.unique(clients[known]).tolist():
             yield client, step.message(known & (clients == client), asked)

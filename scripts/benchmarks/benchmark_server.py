@@ -1,10 +1,15 @@
 """Time an API process between a coordinator and sockets, without an engine.
 
-A mock replica says a step's message at a given rate; a coordinator passes it on; one API process
-makes events of it; one reader process, plain sockets and a selector, keeps what comes and takes it
-apart when the clock has stopped.
+A mock replica says a step's message at a given rate; a coordinator passes it on; an API process
+(`load`: several, `--api-processes`) makes events of it; a reader process, plain sockets and a
+selector, keeps what comes and takes it apart when the clock has stopped.
 
-`load`: CPU time of the API process a token while many streams run. Windows alternate with windows
+`load`: CPU time of the API processes a token while many streams run, and of the coordinator, in
+cores. One command for the target of 256,000 tokens/s, on a host of 16 cores or more:
+
+    python scripts/benchmarks/benchmark_server.py load --streams 256 --api-processes 1 2 4
+
+It needs a tokenizer, but no GPU and no model (`--tokenizer FOLDER`). Windows alternate with windows
 of a bare writer, a process that does nothing but write as many bytes as often to as many sockets:
 the ratio of both says what all but the sockets costs, whatever else the machine does.
 
@@ -33,16 +38,19 @@ from server_peers import (
     EVENT,
     FEW,
     GAP_S,
+    Served,
     answer_each,
     connected,
     read_all,
     read_half,
     request_bytes,
     serve,
+    served_model,
     stream_steps,
     write_bare,
 )
 
+from megatron_async.errors import ConfigurationError
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.server.stream_hub import EVERY_S
 
@@ -50,7 +58,7 @@ SETTLE_S = 0.3
 """What is under way when a window begins or ends is waited for so long."""
 
 
-def time_stall(args: argparse.Namespace) -> dict[str, float]:
+def time_stall(args: argparse.Namespace, served: Served) -> dict[str, float]:
     """Figures of `stall`."""
     half = args.streams // 2
     figures: dict[str, float] = {"streams": args.streams, "rate": args.rate}
@@ -58,7 +66,7 @@ def time_stall(args: argparse.Namespace) -> dict[str, float]:
         coordinator, told = spawn(coordinate)
         address = told.recv()[0]
         listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        replica, steps = spawn(stream_steps, address, half + stalled, args.rate)
+        replica, steps = spawn(stream_steps, address, half + stalled, args.rate, served)
         steps.recv()
         api, api_pipe = spawn(serve, address, listener, args.one_event_a_token)
         process = psutil.Process(api_pipe.recv())
@@ -83,40 +91,48 @@ def time_stall(args: argparse.Namespace) -> dict[str, float]:
     return figures
 
 
-def time_load(args: argparse.Namespace) -> dict[str, float]:
-    """Figures of `load`."""
+def time_load(args: argparse.Namespace, served: Served, processes: int) -> dict[str, float]:
+    """Figures of `load` with so many API processes; their CPU time counts together."""
     streams, rate = args.streams, args.rate
     coordinator, told = spawn(coordinate)
-    address = told.recv()[0]
+    address, coordinator_pid = told.recv()
     listeners = [socket.create_server(("127.0.0.1", 0), backlog=2048) for _ in range(2)]
     ports = [listener.getsockname()[1] for listener in listeners]
-    replica, steps = spawn(stream_steps, address, streams, rate)
+    replica, steps = spawn(stream_steps, address, streams, rate, served)
     steps.recv()
-    api, api_pipe = spawn(serve, address, listeners[0], args.one_event_a_token)
+    apis = [spawn(serve, address, listeners[0], args.one_event_a_token) for _ in range(processes)]
     every_s = max(EVERY_S, 1 / rate)
     bare, bare_pipe = spawn(write_bare, listeners[1], every_s)
-    api_pid, bare_pid = api_pipe.recv(), bare_pipe.recv()
-    readers, read = spawn(read_all, *ports, streams)
+    api_pids, bare_pid = [pipe.recv() for _, pipe in apis], bare_pipe.recv()
+    # A reader for each API process: one alone would be what is measured.
+    shares = [streams * (n + 1) // processes - streams * n // processes for n in range(processes)]
+    readers = [spawn(read_all, *ports, share) for share in shares]
     steps.recv()  # all requests have come
     rows: list[dict[str, float]] = []
 
-    def window(pid: int, start: Any, pipe: Pipe) -> tuple[float, float, Any, Any]:
-        read.send("clear")
-        read.recv()
-        before, begun = cpu_s(pid), time.perf_counter()
+    def told_by_readers(order: str) -> list[Any]:
+        for _, pipe in readers:
+            pipe.send(order)
+        return np.sum([pipe.recv() for _, pipe in readers], axis=0).tolist()
+
+    def window(pids: list[int], start: Any, pipe: Pipe) -> tuple[list[float], float, Any, Any]:
+        told_by_readers("clear")
+        before, begun = [cpu_s(pid) for pid in pids], time.perf_counter()
         pipe.send(start)
         time.sleep(args.seconds)
         pipe.send("stop")
         done, wall = pipe.recv(), time.perf_counter() - begun
         time.sleep(SETTLE_S)
-        used = cpu_s(pid) - before
-        read.send("tell")
-        return used, wall, done, read.recv()
+        used = [cpu_s(pid) - was for pid, was in zip(pids, before, strict=True)]
+        return used, wall, done, told_by_readers("tell")
 
     for pair in range(args.pairs + 1):
-        used, wall, sent, (reads, size, events, tokens) = window(api_pid, "go", steps)
+        pids = [*api_pids, coordinator_pid]
+        (*each_used, passed), wall, sent, told_all = window(pids, "go", steps)
+        reads, size, events, tokens = told_all
+        used = sum(each_used)
         bytes_a_write = round(size / max(reads, 1))
-        bare_used, bare_wall, writes, _ = window(bare_pid, bytes_a_write, bare_pipe)
+        (bare_used,), bare_wall, writes, _ = window([bare_pid], bytes_a_write, bare_pipe)
         if not pair:
             continue  # the first one has what happens once
         bare_us = 1e6 * bare_used / max(writes, 1)
@@ -124,7 +140,9 @@ def time_load(args: argparse.Namespace) -> dict[str, float]:
             {
                 "tokens_a_second": tokens / wall,
                 "delivered": tokens / max(sent * streams, 1),
-                "share_of_a_core": used / wall,
+                "cores": used / wall,
+                "busiest_process": max(each_used) / wall,
+                "coordinator": passed / wall,
                 "us_a_token": 1e6 * used / max(tokens, 1),
                 "tokens_an_event": tokens / max(events, 1),
                 "tokens_a_read": tokens / max(reads, 1),
@@ -135,24 +153,27 @@ def time_load(args: argparse.Namespace) -> dict[str, float]:
                 "to_bare": (used / max(reads, 1)) / (bare_us / 1e6) if bare_us else 0.0,
             }
         )
-    for pipe in (steps, read):
+    for pipe in (steps, *(pipe for _, pipe in readers)):
         pipe.send("end")
     bare_pipe.send(0)
-    for process in (readers, replica, api, bare, coordinator):
+    for process in (*(p for p, _ in readers), replica, *(p for p, _ in apis), bare, coordinator):
         process.join(1)
         process.kill()
     medians = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-    at_64k = medians["us_a_token"] * 64_000 / 1e6
-    return {"streams": streams, "rate": rate, **medians, "cores_at_64000": at_64k}
+    cores_at = {
+        f"cores_at_{rate}": medians["us_a_token"] * rate / 1e6 for rate in (64_000, 256_000)
+    }
+    begin = {"streams": streams, "rate": rate, "api_processes": processes}
+    return {**begin, **medians, **cores_at}
 
 
-def time_idle(args: argparse.Namespace) -> dict[str, float]:
+def time_idle(args: argparse.Namespace, served: Served) -> dict[str, float]:
     """Figures of `idle`."""
     requests = args.requests + 5  # the first ones have what happens once
     coordinator, told = spawn(coordinate)
     address = told.recv()[0]
     listener = socket.create_server(("127.0.0.1", 0))
-    replica, pipe = spawn(answer_each, address, requests)
+    replica, pipe = spawn(answer_each, address, requests, served)
     pipe.recv()
     api, api_pipe = spawn(serve, address, listener, False)
     api_pipe.recv()
@@ -202,7 +223,7 @@ def _events_of_one(connection: socket.socket) -> Sequence[float]:
     return times
 
 
-WHAT = {"load": time_load, "stall": time_stall, "idle": time_idle}
+WHAT = ("load", "stall", "idle")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -210,7 +231,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="+", choices=tuple(WHAT))
+    parser.add_argument("what", nargs="+", choices=WHAT)
+    parser.add_argument("--tokenizer", metavar="FOLDER",
+        help="with a tokenizer.json (default: the demo model's, whose package must be "
+        "installed)")  # fmt: skip
+    parser.add_argument("--api-processes", type=int, nargs="+", default=[1], metavar="N",
+        help="of `load`, a measurement each (default 1)")  # fmt: skip
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rate", type=float, default=1000.0, help="steps/s (default 1000)")
     parser.add_argument("--one-event-a-token", action="store_true")
@@ -219,14 +245,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=100, help="of `idle` (default 100)")
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
+    served = served_model(args.tokenizer)  # before anything is started
     figures: list[dict[str, Any]] = []
-    for what in args.what:
-        found = WHAT[what](args)
+
+    def tell(what: str, found: dict[str, float]) -> None:
         figures.append({"what": what, **found})
         print(what, " ".join(f"{key}={value:.4g}" for key, value in found.items()), flush=True)
+
+    for what in args.what:
+        if what == "load":
+            for processes in args.api_processes:
+                tell(what, time_load(args, served, processes))
+        else:
+            tell(what, (time_stall if what == "stall" else time_idle)(args, served))
     if args.json:
         write_record(args.json, "server", vars(args) | {"device": "cpu"}, figures)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ConfigurationError as error:
+        raise SystemExit(str(error)) from error

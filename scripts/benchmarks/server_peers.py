@@ -10,13 +10,16 @@ import re
 import selectors
 import socket
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
 from child_processes import Pipe
 
 from megatron_async.checkpoints import open_model
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.model_names import DEMO
+from megatron_async.errors import ConfigurationError
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.api_process import run_api_process
 from megatron_async.serving.messages import (
@@ -34,12 +37,17 @@ from megatron_async.serving.messages import (
     encode,
 )
 from megatron_async.serving.model_card import ModelCard
+from megatron_async.text.tokenizer import Tokenizer
 
-MODEL = "smollm2"
 CONTEXT = 1_000_000
 """Tokens of a sequence: no request ends while it is measured."""
 LETTERS = 4
 """Characters of each token: so the text says how many tokens it is of."""
+WORD = re.compile("[a-z ][a-z]{3}")
+FOLDER_REMEDY = (
+    "--tokenizer FOLDER, a folder with a tokenizer.json (scripts/clients/save_tokenizer.py writes "
+    "one where the demo model is installed)"
+)
 STEPS = 64
 """Different messages of steps, which come again and again."""
 FEW = 6
@@ -50,24 +58,54 @@ TEXT = re.compile(rb'"text":"((?:[^"\\]|\\.)*)"')
 EVENT = b"data: {"
 
 
-def card_and_tokens() -> tuple[bytes, list[int]]:
-    """The demo model's card, and its tokens of a space and three letters."""
-    tokenizer = open_model(MODEL).tokenizer
-    assert tokenizer is not None
-    words = [
-        token for token in range(49152) if re.fullmatch(" [a-z]{3}", tokenizer.detokenize([token]))
-    ]
+class Served(NamedTuple):
+    """A model that mock replicas have.
+
+    Attributes:
+        card: encoded.
+        words: its tokens of `LETTERS` characters.
+    """
+
+    card: bytes
+    words: list[int]
+
+
+def served_model(folder: str | None) -> Served:
+    """A card without a model.
+
+    Args:
+        folder: with a `tokenizer.json`; None: the demo model's tokenizer is taken.
+
+    Raises:
+        ConfigurationError: there is no tokenizer, or one without words.
+    """
+    if folder is not None:
+        tokenizer = Tokenizer.from_folder(folder)
+    else:
+        try:
+            found = open_model(DEMO).tokenizer
+        except CheckpointError as error:
+            raise ConfigurationError(f"{error}, or give {FOLDER_REMEDY}.") from error
+        assert found is not None
+        tokenizer = found
+    size = tokenizer.vocab_size
+    words = [token for token in range(size) if WORD.fullmatch(tokenizer.detokenize([token]))]
+    if not words:
+        raise ConfigurationError(
+            f"the tokenizer of {folder or DEMO} has no tokens of {LETTERS} small letters, by which "
+            f"tokens are counted: give {FOLDER_REMEDY}."
+        )
     card = ModelCard(
-        model=MODEL,
+        model="mock",
         tokenizer_json=tokenizer.backend.to_str().encode(),
         tokenizer_config=tokenizer.config,
         eos_ids=list(tokenizer.eos_ids),
         max_sequence_length=CONTEXT,
-        vocab_size=49152,
+        vocab_size=size,
         block_size_tokens=16,
         digest="a",
     )
-    return card.encode(), words
+    return Served(card.encode(), words)
 
 
 class MockReplica:
@@ -76,14 +114,15 @@ class MockReplica:
     Args:
         address: of the coordinator.
         slots: requests that it takes at once.
+        served: its model.
     """
 
-    def __init__(self, address: str, slots: int) -> None:
+    def __init__(self, address: str, slots: int, served: Served) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = context.socket(zmq.DEALER)
         self.socket.connect(address)
         self._slots = slots
-        self._card, self.words = card_and_tokens()
+        self._card, self.words = served
         info = ReplicaInfo(
             name="a", instance="a", model={}, card="a", slots=slots, kv_blocks=10**6,
             block_size_tokens=16,
@@ -103,9 +142,9 @@ class MockReplica:
         return None
 
 
-def stream_steps(address: str, streams: int, rate: float, pipe: Pipe) -> None:
+def stream_steps(address: str, streams: int, rate: float, served: Served, pipe: Pipe) -> None:
     """A mock replica that says steps of all streams while it is told to."""
-    replica = MockReplica(address, streams)
+    replica = MockReplica(address, streams, served)
     chance = np.random.default_rng(0)
     pipe.send("ready")
     numbers: list[int] = []
@@ -135,9 +174,9 @@ def stream_steps(address: str, streams: int, rate: float, pipe: Pipe) -> None:
         pipe.send(sent)
 
 
-def answer_each(address: str, requests: int, pipe: Pipe) -> None:
+def answer_each(address: str, requests: int, served: Served, pipe: Pipe) -> None:
     """A mock replica that answers each request with a few tokens; tells when it heard and spoke."""
-    replica = MockReplica(address, 4)
+    replica = MockReplica(address, 4, served)
     pipe.send("ready")
     heard: list[float] = []
     spoken: list[list[float]] = []

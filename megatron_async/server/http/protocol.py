@@ -8,6 +8,7 @@ until a deadline.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,9 @@ from megatron_async.server.fields.refusal import Refusal
 
 WRITE_BUFFER_BYTES = 256 << 10
 """Bytes that may wait for a reader in the transport before its stream holds tokens back."""
+
+_errors = logging.getLogger("megatron_async.http")
+_errors.setLevel(logging.ERROR)
 
 
 class HttpLimits(NamedTuple):
@@ -54,6 +58,7 @@ class HttpProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.logger = _errors  # what strangers send is no news, and must not fill the log
         self._deadline: asyncio.TimerHandle | None = None
         self._refusal: Refusal | None = None
         self._head_bytes = 0
@@ -111,7 +116,7 @@ class HttpProtocol(HttpToolsProtocol):
         """The first byte of a request."""
         super().on_message_begin()
         self.scope["state"]["connection"] = self
-        self._has_chunks = True
+        self._has_chunks, self.has_body_to_come = True, False
         self._head_bytes = 0
         self._expect("the request's headers", self.limits.head_s)
 
@@ -121,12 +126,17 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header."""
+        """A header, or a trailer behind a chunked body: a trailer is dropped. (uvicorn takes it
+        for a header, so that it would replace a Host, a key or an id that a proxy has checked.)"""
         self._count_head(len(name) + len(value))
+        if self.has_body_to_come:
+            return
         if len(self.headers) >= self.limits.headers:
             raise self._refused(
                 f"the request has more than {self.limits.headers} headers: send fewer.", 431
             )
+        if name.lower() == b"host" and any(known == b"host" for known, _ in self.headers):
+            raise self._refused("the request has two Host headers: send one.", 400)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -145,10 +155,14 @@ class HttpProtocol(HttpToolsProtocol):
         """Input that is no HTTP, or beyond a limit, gets an error, and the connection ends."""
         refusal = self._refusal or Refusal(f"{msg} Send HTTP/1.1.")
         self._expect(None)
-        body = refusal.body()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()  # in the middle of another answer, there is no place for one
-            return
+        body, cycle = refusal.body(), self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if not self.has_body_to_come or cycle.response_started or self.pipeline:
+                self.transport.close()  # in the middle of another answer, there is no place for one
+                return
+            cycle.disconnected = True  # whoever waits for the rest of this body waits no longer
+            cycle.response_complete = True
+            cycle.message_event.set()
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
         self.transport.write(STATUS_LINE[refusal.status] + head % len(body) + body)
         self.transport.close()
@@ -180,8 +194,4 @@ class HttpProtocol(HttpToolsProtocol):
         if self.is_gone:
             return
         self._refused(f"{what} did not come within {seconds:g} s: send it sooner.", 408)
-        if self.has_body_to_come and self.cycle is not None:
-            self.cycle.disconnected = True  # whoever waits for the body waits no longer
-            self.cycle.response_complete = True
-            self.cycle.message_event.set()
         self.send_400_response("")

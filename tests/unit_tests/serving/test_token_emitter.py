@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,15 @@ def output(token: int, rows: int = MANY, first: int = -1) -> StepOutput:
 
 
 def tokens(message: StepTokens) -> list[int]:
-    """Of row 0."""
-    numbers = np.frombuffer(message.numbers, np.int64)
-    return np.frombuffer(message.tokens, np.int32)[numbers == 0].tolist()
+    """Of request 0."""
+    return of_request(message, 0)
+
+
+def of_request(message: StepTokens, number: int) -> list[int]:
+    """Its tokens, in their order."""
+    counts = np.frombuffer(message.counts, np.int32)
+    owners = np.repeat(np.frombuffer(message.numbers, np.int64), counts)
+    return np.frombuffer(message.tokens, np.int32)[owners == number].tolist()
 
 
 def play(scene: Scene, monkeypatch: Any) -> list[list[int]]:
@@ -93,8 +100,11 @@ def test_an_end_comes_at_once_behind_its_tokens(monkeypatch: Any) -> None:
         await turn()
         assert [ended.number for ended in sent[-1].ends] == [0]
         assert not sent[0].ends
+        emitter.end(Ended(1, "length"))  # an end alone
+        await turn()
+        assert [ended.number for ended in sent[-1].ends] == [1]
 
-    assert play(scene, monkeypatch) == [[0], [1, 2]]
+    assert play(scene, monkeypatch) == [[0], [1, 2], []]
 
 
 def test_what_is_flushed_or_forgotten_does_not_come_later(monkeypatch: Any) -> None:
@@ -106,3 +116,48 @@ def test_what_is_flushed_or_forgotten_does_not_come_later(monkeypatch: Any) -> N
         await asyncio.sleep(0.3)
 
     assert play(scene, monkeypatch) == [[0], [1]]
+
+
+def test_first_tokens_leave_before_the_step_is_over(monkeypatch: Any) -> None:
+    """They wait for no turn of the loop, but with an end, which comes in the next turn.
+
+    Break it: `_send_soon` for all of them.
+    """
+
+    async def scene(emitter: TokenEmitter, sent: list[StepTokens]) -> None:
+        emitter.booked(output(1, first=0))
+        assert len(sent) == 2
+        ended = replace(output(2, first=1), ended=np.arange(MANY) == 3)
+        emitter.booked(ended)
+        assert len(sent) == 2
+        emitter.end(Ended(3, "length"))
+        await turn()
+        assert [end.number for end in sent[2].ends] == [3]
+
+    assert play(scene, monkeypatch) == [[0], [1], [2]]
+
+
+def test_steps_of_the_same_requests_are_rows_of_several_tokens(monkeypatch: Any) -> None:
+    """Who reads the message pays for each row.
+
+    Break it: `_are_one_each` returns False; or send the table without its `.T`.
+    """
+
+    async def scene(emitter: TokenEmitter, sent: list[StepTokens]) -> None:
+        for step in (1, 2, 3):
+            tokens_ = np.arange(MANY, dtype=np.int32) + 100 * step
+            emitter.booked(replace(output(step), tokens=tokens_))
+        emitter.flush()
+        assert len(sent[1].numbers) == 8 * MANY
+        assert [of_request(sent[1], 5), of_request(sent[1], MANY - 1)] == [
+            [105, 205, 305],
+            [100 * step + MANY - 1 for step in (1, 2, 3)],
+        ]
+        emitter.booked(output(4))
+        emitter.booked(output(5, rows=MANY + 1))  # another request has joined
+        emitter.flush()
+        assert len(sent[2].numbers) == 8 * (2 * MANY + 1)
+        assert of_request(sent[2], 0) == [4, 5]
+        assert of_request(sent[2], MANY) == [5]
+
+    play(scene, monkeypatch)

@@ -130,6 +130,13 @@ def test_a_connection_serves_one_request_after_the_other(served):
         (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Content-Length: 2\r\n\r\n{}", 415, "missing"),
         (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Content-Type: text/plain\r\n"
          b"Content-Length: 2\r\n\r\n{}", 415, "text/plain"),
+        (b"GET /stream HTTP/1.1\r\n" + HEAD + HEAD + b"\r\n", 400, "two Host"),
+        (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n",
+         400, "HTTP/1.1"),
+        (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: gzip\r\n\r\n{}",
+         400, "HTTP/1.1"),
+        (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n"
+         + b"A: %b\r\n" % (b"b" * 50) * 50, 431, "2000 bytes"),
         (b"GET /stream HTTP/1.1\r\nHost: loc", 408, "headers did not come within 0.3 s"),
         (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Content-Length: 10\r\n\r\n{}", 408, "body did"),
     ],
@@ -155,6 +162,53 @@ def test_errors_are_objects(served, request_bytes, status, text):
         writer.close()
 
     served(test)
+
+
+def test_trailers_are_no_headers(served):
+    """A proxy checks headers; what comes behind the body must not replace them.
+
+    Break it: `on_header` without `has_body_to_come`.
+    """
+
+    async def test(port, _):
+        reader, writer = await connect(port)
+        writer.write(b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Content-Type: application/json\r\n"
+                     b"X-Request-Id: a.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+                     b"Host: evil.org\r\nX-Request-Id: b.2\r\n\r\n")  # fmt: skip
+        status, headers, _ = await answer(reader)
+        assert (status, headers["x-request-id"]) == (200, "a.1")
+        writer.close()
+
+    served(test)
+
+
+def test_a_broken_body_is_not_answered_into_another_answer(served):
+    """The second request's body is broken while the first waits: the connection ends."""
+
+    async def test(port, handlers):
+        reader, writer = await connect(port)
+        writer.write(b"GET /wait HTTP/1.1\r\n" + HEAD + b"\r\n"
+                     b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+                     b"ZZ\r\n")  # fmt: skip
+        assert await reader.read() == b""
+        while not handlers.lost:
+            await asyncio.sleep(0.01)
+        writer.close()
+
+    served(test)
+
+
+def test_odd_input_does_not_fill_the_log(served, caplog):
+    async def test(port, _):
+        upgrade = b"Upgrade: websocket\r\nConnection: Upgrade\r\n"
+        for sent in (b"nonsense\r\n\r\n", b"GET /stream HTTP/1.1\r\n" + HEAD + upgrade + b"\r\n"):
+            reader, writer = await connect(port)
+            writer.write(sent)
+            await answer(reader)
+            writer.close()
+
+    served(test)
+    assert not [r for r in caplog.records if "HTTP" in r.message or "WebSocket" in r.message]
 
 
 def test_a_silent_connection_ends(served):

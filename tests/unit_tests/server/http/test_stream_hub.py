@@ -128,3 +128,26 @@ def test_silent_streams_are_looked_at(monkeypatch: pytest.MonkeyPatch):
         assert streams[1].looks == seen
 
     played(play)
+
+
+def test_a_stream_that_begins_is_written_before_others():
+    """Its task begins the answer in the next turn, and the bytes leave at that turn's end.
+
+    Break it: `flush` without its first branch; or `_write_due` that asks for beginnings again.
+    """
+
+    async def play(hub):
+        old, news, loop = Stream(), [], asyncio.get_running_loop()
+        hub.due(old)
+        hub.begins()
+        hub.flush()
+        assert not old.writes
+        loop.call_soon(lambda: news.append(len(old.writes)))  # the task
+        await asyncio.sleep(0)
+        assert news == [0]
+        hub.begins()  # others that begin meanwhile do not hold it up again
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(old.writes) == 1
+
+    played(play)
