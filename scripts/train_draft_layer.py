@@ -132,7 +132,7 @@ def train(
     total = args.epochs * sum(map(len, texts))
     optimizer = torch.optim.AdamW(layer.parameters(), betas=(0.9, 0.95))
     seen: list[tuple[float, float]] = []
-    with tqdm(total=total, unit="token", unit_scale=True, desc="training") as bar:
+    with tqdm(total=total, unit="token", unit_scale=True, desc="training", disable=None) as bar:
         for epoch in range(args.epochs):
             for batch in batches(store, texts, args.batch_tokens, args.seed + epoch):
                 moved = Batch(

@@ -1,5 +1,5 @@
 """The command line: `megatron-async chat`, `generate`, `convert`, `info`, `profile`, `replay`,
-`simulate`, `simulate-fleet`, `serve`, `coordinator`, `replica` and `replicas`.
+`simulate`, `simulate-fleet`, `serve`, `coordinator`, `replica`, `replicas` and `completion`.
 
 Everything heavy (torch, Megatron-Core) is imported inside the commands, so that `--help` and a
 mistyped option answer at once. A user's error ends in one line on stderr and exit status 2; with
@@ -22,6 +22,7 @@ from megatron_async import __version__
 from megatron_async.cli.answers import print_as_it_is_made, printer_of_ended
 from megatron_async.cli.bench import add_bench
 from megatron_async.cli.chat import add_chat
+from megatron_async.cli.completion import add_completion, complete
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_writable, written_as
@@ -90,6 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_simulate_fleet(commands, common, HelpFormatter)
     add_serve(commands, common, HelpFormatter)
     add_serving(commands, common, HelpFormatter)
+    add_completion(commands, common, HelpFormatter)
     return parser
 
 
@@ -331,6 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         exit status: 0 done, 1 a request failed, 2 an error, 130 interrupted.
     """
     parser = build_parser()
+    complete(parser)
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help()
         return 2

@@ -250,7 +250,9 @@ def simulate_one(
     title = f"{rate:g}/s, lookahead {lookahead}"
     if target_tpot_ms is not None:
         title += f", target {target_tpot_ms:g} ms"
-    with tqdm(total=count, unit="request", desc=title, disable=arguments.no_progress) as bar:
+    with tqdm(
+        total=count, unit="request", desc=title, disable=arguments.no_progress or None
+    ) as bar:
         result = simulate(trace, shape, config, machine, bar.update, chances)
     setting = {"rate": rate, "lookahead": lookahead, "target_tpot_ms": target_tpot_ms}
     return {**setting, "requests": count, **result.figures()}

@@ -121,7 +121,7 @@ def run_simulate_fleet(arguments: argparse.Namespace) -> int:
     first = next(iter(ceilings.values()))
     jobs = make_jobs(arguments, source, first.longest)
     bar = tqdm(run_jobs(jobs, arguments.processes), total=len(jobs), unit="row",
-               disable=arguments.no_progress)  # fmt: skip
+               disable=arguments.no_progress or None)  # fmt: skip
     figures = [{**row, "ceiling": ceilings[row["block_size_tokens"]].found_ratio} for row in bar]
     print(
         f"{first.requests} requests, {first.prompt_tokens / max(first.requests, 1):.0f} prompt "

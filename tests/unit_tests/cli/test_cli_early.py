@@ -93,3 +93,14 @@ def test_a_grammar_that_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) -
     schema = '{"not": {}}'
     told = fails(capsys, "generate", "smollm2", "-p", "x", "--json-schema", schema)
     assert '--json-schema: Unimplemented keys: ["not"]' in told
+
+
+def test_help_needs_no_large_library() -> None:
+    """`--help`, and a TAB, which parses too, take 0.1 s; NumPy alone would add 0.2 s."""
+    code = (
+        "import sys; from megatron_async.cli.main import build_parser; build_parser()\n"
+        "print([name for name in ('numpy', 'torch', 'zmq', 'huggingface_hub', 'argcomplete') "
+        "if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
