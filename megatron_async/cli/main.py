@@ -16,9 +16,11 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megatron_async import __version__
+from megatron_async.checkpoints.target_folder import check_target
 from megatron_async.cli.answers import print_as_it_is_made, printer_of_ended
 from megatron_async.cli.bench import add_bench
 from megatron_async.cli.chat import add_chat
@@ -294,6 +296,9 @@ def print_replicas(replicas: Sequence[Mapping[str, Any]], as_json: bool, is_show
 
 def run_convert(arguments: argparse.Namespace) -> int:
     """Convert a checkpoint."""
+    check_early(arguments.source, {})
+    check_target(Path(arguments.target).expanduser().absolute(), arguments.overwrite)
+
     from megatron_async.checkpoints.convert import convert
 
     convert(
@@ -311,6 +316,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
 
 def run_info(arguments: argparse.Namespace) -> int:
     """Print what a model is and needs."""
+    check_early(arguments.model, {"device": arguments.device})
+
     from megatron_async.checkpoints.info import format_info, model_info
 
     info = model_info(
