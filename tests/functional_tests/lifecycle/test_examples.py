@@ -18,7 +18,7 @@ def test_stream_prints_lines_of_text(
     monkeypatch.setattr(sys, "argv", ["stream.py", "--prompt", "1, 2, 3,", "--max-new-tokens", "4"])
     asyncio.run(runpy.run_path(str(EXAMPLES / "stream.py"))["main"]())
     first, last = capsys.readouterr().out.splitlines()
-    assert first == "[0] 1, 2, 3, 4,"
+    assert first.rstrip() == "[0] 1, 2, 3, 4,"
     assert last.startswith("[0] ended after ")
 
 
