@@ -43,7 +43,7 @@ def convert(
         to: "torch_dist" or "huggingface".
         dtype: convert the weights; None keeps them bit for bit in the stored dtype, but for those
             that a residual multiplier (Granite's) becomes part of: they are rounded once more. So
-            is the norm behind Gated DeltaNet, which Megatron stores less 1, where it is float32.
+            is the norm after Gated DeltaNet, which Megatron stores less 1, where it is float32.
         progress: show progress bars on stderr.
         overwrite: replace a model that is there; anything else there is refused all the same.
         with_mtp: write the layers of multi-token prediction too; None: where the source has them.

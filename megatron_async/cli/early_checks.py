@@ -35,7 +35,7 @@ def check_early(model: str, engine: Mapping[str, Any]) -> None:
 
 
 def check_structure(option: str, structure: StructuredOutput) -> None:
-    """Check what answers are to be held to: each prompt would fail of it, behind the loading.
+    """Check what answers are to be held to: each prompt would fail, after the model is loaded.
 
     Args:
         option: it was given by.

@@ -243,7 +243,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         **parallel_sizes(arguments),
         **options,
     )
-    # The answers are what was asked for: a file beside them that fails is told behind them.
+    # The answers are what was asked for: the failure of another file is told after them.
     lost_file: Exception | None = None
     is_shown = False
     try:

@@ -95,7 +95,7 @@ def print_answer(result: Mapping[str, Any]) -> None:
 
 
 def print_end(result: Mapping[str, Any], has_begun: bool) -> None:
-    """Print what stands behind an answer's text: how it ended, or its error.
+    """Print the line after an answer's text: how the answer ended, or its error.
 
     Args:
         result: from `as_record`.

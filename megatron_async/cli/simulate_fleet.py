@@ -10,7 +10,7 @@ from typing import Any
 from megatron_async.cli.simulate import MACHINE_HELP, load_machine
 
 TRACE_HELP = """requests, and which prompts begin alike (default: chats):
-  chats       made up: users who come back, behind a few system prompts
+  chats       made up: users who come back; a few system prompts come first
   agents      made up: programs with tools, on contexts that grow
   PATH.jsonl  a file in the format of Mooncake's public traces"""
 
