@@ -91,6 +91,10 @@ def test_a_cause_is_one_line_and_nothing_is_said_twice(cause: Exception, told: s
         (["generate", "smollm2", "--temprature=1"], "(see `megatron-async generate --help`)"),
         (["bench", "latency", "--batchsize", "1"], "`megatron-async bench latency --help`"),
         (["serv"], "Did you mean serve?"),
+        (
+            ["generate", "smollm2", "-p", "x", "--json-schema", '{"not": {"type": "null"}}'],
+            '["not"] (llguidance cannot hold an answer to these keywords: leave them out)',
+        ),
         (["bench", "latancy"], "Did you mean latency?"),
         (["generate", "smollm2", "extra", "-p", "x"], "unrecognized arguments: extra"),
     ],
