@@ -133,13 +133,14 @@ def train(
     total = args.epochs * sum(map(len, texts))
     optimizer = torch.optim.AdamW(layer.parameters(), betas=(0.9, 0.95))
     seen: list[tuple[float, float]] = []
+    done = 0
     with tqdm(total=total, unit="token", unit_scale=True, desc="training", disable=None) as bar:
         for epoch in range(args.epochs):
             for batch in batches(store, texts, args.batch_tokens, args.seed + epoch):
                 moved = Batch(
                     batch.tokens.to(device), batch.hidden.to(device), batch.lengths.to(device)
                 )
-                optimizer.param_groups[0]["lr"] = args.lr * rate(bar.n / total)
+                optimizer.param_groups[0]["lr"] = args.lr * rate(done / total)
                 loss, agreed = loss_of(layer, moved, embedding, head, args.passes)
                 optimizer.zero_grad()
                 loss.backward()
@@ -147,6 +148,8 @@ def train(
                 optimizer.step()
                 seen.append((float(loss.detach()), float(agreed)))
                 bar.set_postfix(loss=f"{seen[-1][0]:.3f}", agrees=f"{seen[-1][1]:.3f}")
+                # Not `bar.n`: a bar off a terminal counts nothing.
+                done += int(batch.lengths.sum())
                 bar.update(int(batch.lengths.sum()))
     last = seen[-max(len(seen) // 10, 1) :]
     losses, agreements = zip(*last, strict=True)

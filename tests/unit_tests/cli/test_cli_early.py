@@ -91,10 +91,6 @@ def test_a_cause_is_one_line_and_nothing_is_said_twice(cause: Exception, told: s
         (["generate", "smollm2", "--temprature=1"], "(see `megatron-async generate --help`)"),
         (["bench", "latency", "--batchsize", "1"], "`megatron-async bench latency --help`"),
         (["serv"], "Did you mean serve?"),
-        (
-            ["generate", "smollm2", "-p", "x", "--json-schema", '{"not": {"type": "null"}}'],
-            '["not"] (llguidance cannot hold an answer to these keywords: leave them out)',
-        ),
         (["bench", "latancy"], "Did you mean latency?"),
         (["generate", "smollm2", "extra", "-p", "x"], "unrecognized arguments: extra"),
     ],
@@ -133,7 +129,7 @@ def test_log_probs_that_nobody_would_see(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_grammar_that_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) -> None:
     schema = '{"not": {}}'
     told = fails(capsys, "generate", "smollm2", "-p", "x", "--json-schema", schema)
-    assert '--json-schema: Unimplemented keys: ["not"]' in told
+    assert '--json-schema: Unimplemented keys: ["not"] (llguidance cannot hold' in told
 
 
 def test_help_needs_no_large_library() -> None:
