@@ -5,6 +5,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 RUNTIME = [
+    # Completion of shells: it asks the parser itself, so it is never older than the options.
+    "argcomplete>=3.5,<4",
     # One torch series: results are compared bit for bit, and kernels change between series.
     "torch==2.11.*",
     # Exact: layer specs are ours, and saving a checkpoint uses private helpers of this version.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import Any
 
 import openai
@@ -38,7 +39,12 @@ def main() -> None:
     arguments = parser.parse_args()
     key = os.environ.get("MEGATRON_ASYNC_API_KEY", "none")
     client = openai.OpenAI(base_url=arguments.url, api_key=key)
-    model = client.models.list().data[0].id
+    try:
+        model = client.models.list().data[0].id
+    except openai.APIConnectionError:
+        sys.exit(
+            f"no server answers at {arguments.url}: start `megatron-async serve smollm2` first"
+        )
     stream = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": arguments.question}],

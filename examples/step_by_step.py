@@ -4,6 +4,10 @@
 
 This is a Megatron-Core script with the import changed: the same three objects, made in the same
 order, with the same method names.
+
+With lookahead 1, a call of `step_modern` launches a step and then reports the step before it. So
+the first call reports nothing, and the tokens of a new request are in the report of the call after
+the one that launched its first step.
 """
 
 import torch
@@ -32,22 +36,23 @@ def make_engine(model_name: str) -> DynamicInferenceEngine:
 
 
 def main() -> None:
-    """Two requests, and a third that joins the sixth step."""
+    """Two requests, and a third that joins the step of the sixth call."""
     engine = make_engine("smollm2")
     sampling = SamplingParams(num_tokens_to_generate=16, temperature=0.0)
     engine.add_request(0, "The capital of France is", sampling)
     engine.add_request(1, "The opposite of cold is", sampling)
 
-    step = 0
+    call = 0
     while engine.has_unfinished_requests():
-        if step == 5:
+        if call == 5:
             engine.add_request(2, "One, two, three,", sampling)
-            print("-- request 2 added; it joins the very next step")
+            print("-- request 2 added: this call launches its first step, the next one reports it")
         report = engine.step_modern()
-        print(f"step {step:2}: tokens for requests {report['active_request_ids'].tolist()}")
+        reported = report["active_request_ids"].tolist()
+        print(f"call {call:2} reports tokens of requests {reported}")
         for request in report["finished_request_records"]:
             print(f"-- request {request.request_id}: {request.prompt!r} {request.generated_text!r}")
-        step += 1
+        call += 1
     engine.close()
 
 

@@ -1,6 +1,8 @@
 """Stream answers while they are made: several requests, one engine task, text as it settles.
 
-python examples/stream.py --model smollm2 --prompt "Once upon a time" --prompt "The sea"
+    python examples/stream.py --model smollm2 --prompt "Once upon a time" --prompt "The sea"
+
+A line is printed for each line of an answer, as soon as it is whole.
 """
 
 from __future__ import annotations
@@ -12,10 +14,20 @@ from megatron_async import LLM, SamplingParams
 
 
 async def show(llm: LLM, request_id: int, prompt: str, sampling: SamplingParams) -> None:
-    """Add a request and print what comes, a line a chunk."""
-    llm.engine.add_request(request_id, prompt, sampling)
+    """Add a request and print its text by lines, each with the request's number."""
+    answer = llm.engine.add_request(request_id, prompt, sampling)
+    if answer.done():
+        print(f"[{request_id}] refused: {answer.result().error}")
+        return
+    text, chunks = prompt, 0
     async for chunk in llm.engine.stream(request_id):
-        print(f"[{request_id}] {chunk.text!r}")
+        chunks += 1
+        # Without a tokenizer (dummy:tiny) a chunk has tokens alone.
+        text += " ".join(["", *map(str, chunk.tokens)]) if chunk.text is None else chunk.text
+        *lines, text = text.split("\n")
+        for line in lines:
+            print(f"[{request_id}] {line}", flush=True)
+    print(f"[{request_id}] {text}\n[{request_id}] ended after {chunks} chunks", flush=True)
 
 
 async def main() -> None:

@@ -248,7 +248,7 @@ class InferenceConfig:
         if self.invalidation == "rollback" and self.enable_prefix_caching:
             raise ConfigurationError(
                 "invalidation='rollback' is not served with enable_prefix_caching=True: others may "
-                "have begun behind blocks of a step that is taken back. Use 'reconcile'."
+                "have begun after blocks of a step that is taken back. Use 'reconcile'."
             )
         if self.invalidation == "rollback" and self.decode_width > 1:
             raise ConfigurationError(

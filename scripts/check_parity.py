@@ -5,14 +5,14 @@ with a reference: this engine on one rank, serial (lookahead 0), in float32 on -
 or `transformers` in float32 (--reference transformers, which needs the dev extra). Both compute
 with the weights as --dtype holds them, so what may differ is the arithmetic alone.
 
-Where a request parts from the reference, the reference's logits are computed again from the tokens
-before, which both share: a near tie (megatron_async/parity/divergence.py says how near) is printed
-and passes, unless --exact is given; anything else is a FAIL, and the exit code is 1.
+Where a request's tokens part from the reference's, the reference's logits are computed again from
+the tokens before, which both share. A near tie (megatron_async/parity/divergence.py says how near)
+is printed and passes, unless --exact is given. Anything else is a FAIL, and the exit code is 1.
 
     python scripts/check_parity.py --model smollm2 --device cuda --dtype bfloat16
 
 On several ranks every replica generates for all prompts, and is judged; the reference then runs
-alone, in a process behind them:
+alone, in a process after them:
 
     torchrun --nproc-per-node 4 scripts/check_parity.py --model dummy:llama-3.1-8b --device cuda \
         --dtype bfloat16 --tensor-model-parallel-size 4 --reference-device cuda

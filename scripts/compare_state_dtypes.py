@@ -1,11 +1,11 @@
 """What do bfloat16 states of Mamba-2 layers change? Log probs beside those of float32 states.
 
-The same weights and the same tokens, decoded one by one: each request is told what to say
-(`megatron_async/parity/forced_tokens.py`), so that errors of the states add up while nothing else
-differs. Tokens are those of --text, where the model has a tokenizer, or random ones. Reported over
+Both runs have the same weights and the same tokens, decoded one by one. The tokens of a request are
+forced (`megatron_async/parity/forced_tokens.py`), so errors of the states add up and nothing else
+differs. The tokens come from --text, where the model has a tokenizer, or are random. Reported over
 all places and requests: differences of log probs of the forced tokens and of the whole vocabulary,
-how often the most likely token is the same, and both perplexities; the first and the last quarter
-of the places by themselves, to see errors grow.
+how often the most likely token is the same, and both perplexities. The first and the last quarter
+of the places are reported by themselves, to see errors grow.
 
     python scripts/compare_state_dtypes.py --model dummy:granite-4.0-h-350m --tokens 256
 """

@@ -156,7 +156,8 @@ launch() {
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
     ! $cpu || export CUDA_VISIBLE_DEVICES=
     unset PYTHONDONTWRITEBYTECODE # compiled modules halve the time that torch and Megatron-Core import
-    printf '%q ' "${command[@]}" >&2
-    echo >&2
+    local shown
+    printf -v shown '%q ' "${command[@]}"
+    printf '%s\n' "${shown% }" >&2
     $dry || exec "${command[@]}"
 }

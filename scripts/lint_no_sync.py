@@ -5,16 +5,16 @@
 
 On the step path (`STEP_PATH`) a call that reads a device tensor on the CPU, or uploads a Python
 value, makes the CPU wait for everything launched before: the GPU then idles while the next step is
-prepared. Such calls are errors, but in files that run on a CPU and nowhere else (`HOST_ONLY`).
-Where one is right (the tensor is in host memory, or the code does not run in a step) say so on its
-line, with the reason:
+prepared. Such calls are errors, except in files that run on a CPU and nowhere else (`HOST_ONLY`).
+Where a call is right (the tensor is in host memory, or the code does not run in a step), its line
+says so, with the reason:
 
     rows = mask.nonzero()  # sync-ok: NumPy array, never on the device
 
-Everywhere in the package: a public function, method or class has a docstring (a method may inherit
-it from a base class of the package) that does not begin with a pronoun or send its reader elsewhere
-(`EMPTY_BEGINNING`), and a file has at most `MAX_LINES` lines. The lint reads
-syntax, not types, so it cannot know an array from a tensor; that is what the reason is for.
+Everywhere in the package, a public function, method or class has a docstring; a method may inherit
+the docstring from a base class of the package. A docstring does not begin with a pronoun and does
+not send its reader elsewhere (`EMPTY_BEGINNING`). A file has at most `MAX_LINES` lines. The lint
+reads syntax, not types, so it cannot tell an array from a tensor: the reason on the line does.
 """
 
 from __future__ import annotations

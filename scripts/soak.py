@@ -170,7 +170,7 @@ class Soak:
         """
         args, process = self._args, psutil.Process()
         rss_start, rss_warm, start = process.memory_info().rss, 0, time.perf_counter()
-        with tqdm(total=args.requests, unit="request", disable=args.no_progress) as bar:
+        with tqdm(total=args.requests, unit="request", disable=args.no_progress or None) as bar:
             while self._requests.added < args.requests or self._engine.has_unfinished_requests():
                 self._add()
                 self._step()

@@ -1,7 +1,8 @@
 """torchrun for the launch scripts: takes torchrun's arguments, starts the same ranks.
 
-When a rank fails, it says which one in one line instead of a page, since ranks say themselves what
-was wrong, and it ends with that rank's exit status (128 + N for signal N) instead of always 1.
+Ranks print their own errors. So when a rank fails, this script prints one line with the rank's
+number where torchrun prints a page. The script's exit status is that of the rank (128 + N for
+signal N); torchrun's is always 1.
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 
     python scripts/stress_job_ends.py --jobs 500
 
-Ranks of a job agree a few times and then leave all at once, one after another, or with an error; in
-some jobs one is killed at a random moment, or stops itself (not before it has joined: until then
-torch waits for it). Whatever happens, a rank ends in order, with an error of ours, or by the signal
-that it was sent: any other end (libzmq's assertions are SIGABRT), and a rank that hangs, fails the
-run.
+Ranks of a job agree a few times and then leave all at once, one after another, or with an error. In
+some jobs one rank is killed at a random moment, or stops itself (after it has joined: until then
+torch waits for the rank). A rank may end in order, with an error of ours, or by the signal that it
+was sent. Any other end (libzmq's assertions are SIGABRT), and a rank that hangs, fails the run.
 """
 
 from __future__ import annotations

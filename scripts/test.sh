@@ -6,7 +6,7 @@
 #   bash scripts/test.sh tests/unit_tests/cli/test_cli.py -k help   lints, types, and these tests
 #
 # Times on 2 idle cores: everything under 20 minutes, --quick under 4. --quick is for between two
-# edits; before a change is handed in, all must pass. Other arguments go to pytest, behind --quick
+# edits; before a change is handed in, all must pass. Other arguments go to pytest, after --quick
 # too (`--quick -x`).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,19 +1,20 @@
 #!/usr/bin/env python
 """Train a layer for multi-token prediction for a model that came without one: self-distillation.
 
-The model makes up conversations (scripts/draft_layer/texts.py), its own hidden states are taken
-from the engine's prefill (trunk.py), and a layer that begins as a copy of the model's last one
-(layer.py) learns to say, from the hidden state before a token and from that token, what the model
-says behind it: the loss is the divergence of the two distributions, not of the sampled token
-(sampled tokens teach less: ../docs/speculation.md). Embedding and output layer stay the model's.
+1. The model makes up conversations (scripts/draft_layer/texts.py).
+2. The engine's prefill gives the model's hidden states of them (trunk.py).
+3. A layer begins as a copy of the model's last layer (layer.py). From a token and the hidden state
+   before the token, the layer learns to predict the model's distribution of the next token. The
+   loss is the divergence of the two distributions: sampled tokens teach less
+   (../docs/speculation.md). Embedding and output layer stay the model's.
 
     python scripts/train_draft_layer.py --model smollm2 --out smollm2-draft.safetensors
     megatron-async generate --model smollm2 --speculative-method mtp \
         --draft-layer smollm2-draft.safetensors --chat --prompt "Why is the sky blue?"
 
-At the end it measures on conversations that were held out how many drafts are accepted, at
-temperature 0 and 1. The first draft is what the layer is trained for; with --passes 2 it also
-learns from its own output, as it makes the second draft.
+At the end the script measures how many drafts are accepted at temperature 0 and 1, on
+conversations that were held out. The layer is trained for the first draft. With --passes 2 the
+layer also learns from its own output, from which it makes the second draft.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Batch:
 
     Attributes:
         tokens: int64 `[texts, length]`.
-        hidden: `[texts, length, hidden]`, the model's behind its last norm.
+        hidden: `[texts, length, hidden]`, the model's hidden states after its last norm.
         lengths: int64 `[texts]`.
     """
 
@@ -132,13 +133,14 @@ def train(
     total = args.epochs * sum(map(len, texts))
     optimizer = torch.optim.AdamW(layer.parameters(), betas=(0.9, 0.95))
     seen: list[tuple[float, float]] = []
-    with tqdm(total=total, unit="token", unit_scale=True, desc="training") as bar:
+    done = 0
+    with tqdm(total=total, unit="token", unit_scale=True, desc="training", disable=None) as bar:
         for epoch in range(args.epochs):
             for batch in batches(store, texts, args.batch_tokens, args.seed + epoch):
                 moved = Batch(
                     batch.tokens.to(device), batch.hidden.to(device), batch.lengths.to(device)
                 )
-                optimizer.param_groups[0]["lr"] = args.lr * rate(bar.n / total)
+                optimizer.param_groups[0]["lr"] = args.lr * rate(done / total)
                 loss, agreed = loss_of(layer, moved, embedding, head, args.passes)
                 optimizer.zero_grad()
                 loss.backward()
@@ -146,6 +148,8 @@ def train(
                 optimizer.step()
                 seen.append((float(loss.detach()), float(agreed)))
                 bar.set_postfix(loss=f"{seen[-1][0]:.3f}", agrees=f"{seen[-1][1]:.3f}")
+                # Not `bar.n`: a bar off a terminal counts nothing.
+                done += int(batch.lengths.sum())
                 bar.update(int(batch.lengths.sum()))
     last = seen[-max(len(seen) // 10, 1) :]
     losses, agreements = zip(*last, strict=True)

@@ -14,11 +14,12 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron_async.checkpoints.dtypes import parse_dtype
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.huggingface import CONFIG, save_huggingface
+from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.checkpoints.huggingface_config import write_config
 from megatron_async.checkpoints.registry import open_model
 from megatron_async.checkpoints.source import ModelSource
-from megatron_async.checkpoints.torch_dist import METADATA, save_torch_dist
+from megatron_async.checkpoints.target_folder import check_target
+from megatron_async.checkpoints.torch_dist import save_torch_dist
 
 FORMATS = ("torch_dist", "huggingface")
 
@@ -42,7 +43,7 @@ def convert(
         to: "torch_dist" or "huggingface".
         dtype: convert the weights; None keeps them bit for bit in the stored dtype, but for those
             that a residual multiplier (Granite's) becomes part of: they are rounded once more. So
-            is the norm behind Gated DeltaNet, which Megatron stores less 1, where it is float32.
+            is the norm after Gated DeltaNet, which Megatron stores less 1, where it is float32.
         progress: show progress bars on stderr.
         overwrite: replace a model that is there; anything else there is refused all the same.
         with_mtp: write the layers of multi-token prediction too; None: where the source has them.
@@ -58,7 +59,7 @@ def convert(
             f"to={to!r} is not a format to write: use one of {', '.join(FORMATS)}"
         )
     target = Path(target_folder).expanduser().absolute()
-    _check_target(target, overwrite)
+    check_target(target, overwrite)
     source = source if isinstance(source, ModelSource) else open_model(source)
     architecture, tokenizer = source.architecture, source.tokenizer
     dtype = source.dtype if dtype is None else parse_dtype(dtype)
@@ -75,19 +76,6 @@ def convert(
             save_torch_dist(model, architecture, tokenizer, folder)
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target}: is a file; name a folder to write to")
-    if not target.exists() or not any(target.iterdir()):
-        return
-    if not overwrite:
-        raise CheckpointError(
-            f"{target}: is not empty; choose another folder, or ask to overwrite it (--overwrite)"
-        )
-    if not any((target / name).is_file() for name in (CONFIG, METADATA)):
-        raise CheckpointError(f"{target}: holds something other than a model; not overwritten")
-
-
 @contextmanager
 def _whole_folder(target: Path) -> Iterator[Path]:
     """A folder to write to, which becomes `target` if the block ends well and vanishes if not."""
@@ -100,15 +88,20 @@ def _whole_folder(target: Path) -> Iterator[Path]:
             target.rename(old)
         partial.rename(target)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {target}: {error}") from error
+        raise CheckpointError(f"cannot write {target}: {_reason(error)}") from error
     except CheckpointException as error:  # torch's, of what failed on each rank; no Exception
         first, _ = next(iter(error.failures.values()))
         free = shutil.disk_usage(partial.parent).free / 2**20
         raise CheckpointError(
-            f"cannot write {target}: {first} ({free:,.0f} MiB of the disk are free)"
+            f"cannot write {target}: {_reason(first)} ({free:,.0f} MiB of the disk are free)"
         ) from error
     finally:
         if old.exists() and not target.exists():
             old.rename(target)
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _reason(error: BaseException) -> str:
+    """What is wrong; of the system's errors without its number."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -2,7 +2,7 @@
 Qwen3.5 and Qwen3.5-MoE.
 
 Their layers are two of the pattern: Gated DeltaNet or attention, and an MLP or experts. All have
-norms of 1 + weight, q/k norms, a gate behind attention, and, with experts, one behind the shared
+norms of 1 + weight, q/k norms, a gate after attention, and, with experts, one after the shared
 expert; rope turns a quarter of a head.
 
 Models with a vision tower (`...ForConditionalGeneration`) hold the language model's configuration

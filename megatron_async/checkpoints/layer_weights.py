@@ -82,8 +82,8 @@ def _attention(layer: Layer) -> Iterator[Weight]:
 
 
 def _with_gates(weight: Weight, a: ModelArchitecture) -> Weight:
-    """`linear_qkv` with gates: Hugging Face has each query head's gate behind it, Megatron those of
-    a KV head's query heads behind all of them."""
+    """`linear_qkv` with gates: Hugging Face has each query head's gate after the head, Megatron the
+    gates of a KV head's query heads after all these heads."""
     q = next(iter(weight.parts))
     queries, *rest = weight.parts[q]
     dim, group = a.kv_channels, a.num_attention_heads // a.num_query_groups

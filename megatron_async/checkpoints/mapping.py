@@ -4,7 +4,7 @@
 | --- | --- |
 | model | parameters of our `HybridModel`: layer i is character i of the pattern |
 | Hugging Face | the family's (`checkpoints/family_names.py`), also its layers; so GGUF's |
-| Megatron checkpoint | as the model, but a norm bears the name of the linear layer behind it |
+| Megatron checkpoint | as the model, but a norm bears the name of the linear layer after it |
 | Megatron checkpoint of a `GPTModel` | the family's layers, or all stacked in one tensor |
 """
 

@@ -12,14 +12,14 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 DEMO = "smollm2"
 DUMMY = "dummy:"
 UNIFORM = "uniform"
-"""Behind a dummy shape's name: tokens are spread over experts evenly."""
+"""After a dummy shape's name: tokens are spread over experts evenly."""
 HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 ACCEPTED = (
     f"{DEMO} (the demo model), a .gguf file, a Hugging Face folder (config.json and safetensors), "
     "a model's id on the Hugging Face Hub (Qwen/Qwen3-0.6B), "
     f"a Megatron torch_dist folder, or {DUMMY}SHAPE (SHAPE: {', '.join(DUMMY_SHAPES)}; with "
-    f":{UNIFORM} behind it, tokens are spread evenly over experts)"
+    f":{UNIFORM} after it, tokens are spread evenly over experts)"
 )
 
 

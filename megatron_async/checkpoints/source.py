@@ -259,8 +259,10 @@ def total_bytes(parameters: Mapping[str, Tensor]) -> int:
 
 
 def byte_bar(total: int, show: bool, label: str = "loading weights") -> Any:
-    """A progress bar on stderr over `total` bytes of weights, with bytes a second, if `show`.
+    """A progress bar over `total` bytes of weights, with bytes a second, if `show` and stderr is a
+    terminal.
 
     It is a context manager; call `update` on it with the bytes that are done.
     """
-    return tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=not show, leave=False)
+    disable = None if show else True  # None: tqdm itself asks whether there is a terminal
+    return tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=disable, leave=False)

@@ -154,7 +154,7 @@ class Weight:
     @property
     def fused_name(self) -> str | None:
         """The parameter of a model of TransformerEngine layers, which hold a norm's weight in the
-        linear layer behind it, as Megatron's checkpoints do."""
+        linear layer after it, as Megatron's checkpoints do."""
         return self.shard.local_name(self.stored)
 
     @property

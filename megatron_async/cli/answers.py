@@ -68,7 +68,7 @@ async def _print_stream(
                                  else chunk.text)  # fmt: skip
         except Exception:
             if not answer.done() or answer.result().error is None:
-                raise  # no failure of the request's, which is printed behind its text
+                raise  # no failure of the request's, which is printed after its text
 
     reading = asyncio.create_task(read())
     done, _ = await asyncio.wait({running, reading}, return_when=asyncio.FIRST_COMPLETED)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from megatron_async.checkpoints.model_names import DEMO, DUMMY
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.files import check_writable
 from megatron_async.cli.options import (
@@ -57,7 +58,7 @@ def add_chat(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     chat.set_defaults(run=run_chat)
     source = chat.add_argument_group("model")
-    source.add_argument("model", nargs="?", default="smollm2", metavar="MODEL", help=MODEL_HELP)
+    source.add_argument("model", nargs="?", default=DEMO, metavar="MODEL", help=MODEL_HELP)
     source.add_argument("--system", metavar="TEXT", help="system message")
     source.add_argument("--draft-layer", metavar="FILE", help=DRAFT_LAYER_HELP)
     add_sampling_options(chat)
@@ -81,6 +82,11 @@ def run_chat(arguments: argparse.Namespace) -> int:
     sampling = sampling_params(arguments)
     options = {"block_size_tokens": BLOCK_SIZE_TOKENS, **engine_options(arguments)}
     check_early(arguments.model, options)
+    if arguments.model.startswith(DUMMY):
+        raise ValueError(
+            f"{arguments.model} has no tokenizer, so nobody can talk to it: `{PROGRAM} chat "
+            f"{DEMO}`, or `{PROGRAM} generate {arguments.model} -p '1 2 3'`."
+        )
 
     from megatron_async.cli.chat_session import ChatSession
     from megatron_async.llm import LLM

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_async.requests.sampling_params import SamplingParams
 
 LEAST_ANSWER = 64
-"""Tokens that must fit behind a prompt, or the oldest turns are left out."""
+"""Tokens that must fit after a prompt, or the oldest turns are left out."""
 
 
 class TurnDoesNotFit(ValueError):
@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens behind the first, a second."""
+        """Tokens a second, after the first."""
         return max(self.tokens - 1, 0) / max(self.seconds - self.first_s, 1e-9)
 
 

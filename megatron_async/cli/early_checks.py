@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_async.text.structured_output import StructuredOutput
 
+UNIMPLEMENTED = "Unimplemented keys"
+"""llguidance's words for keywords of JSON Schema that it does not know."""
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
@@ -35,7 +37,7 @@ def check_early(model: str, engine: Mapping[str, Any]) -> None:
 
 
 def check_structure(option: str, structure: StructuredOutput) -> None:
-    """Check what answers are to be held to: each prompt would fail of it, behind the loading.
+    """Check what answers are to be held to: each prompt would fail, after the model is loaded.
 
     Args:
         option: it was given by.
@@ -47,4 +49,7 @@ def check_structure(option: str, structure: StructuredOutput) -> None:
     from llguidance import LLMatcher
 
     if reason := LLMatcher.validate_grammar(structure.source()):
-        raise ValueError(f"{option}: {reason.strip()}")
+        hint = ""
+        if UNIMPLEMENTED in reason:
+            hint = " (llguidance cannot hold an answer to these keywords: leave them out)"
+        raise ValueError(f"{option}: {reason.strip()}{hint}")

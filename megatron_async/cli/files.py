@@ -25,7 +25,25 @@ def read_text(option: str, file: str) -> str:
         raise ValueError(
             f"{option} {file}, line {line}: byte 0x{data[error.start]:02x} is no UTF-8: convert "
             "the file, for example with `iconv -f latin1 -t utf-8`."
-        ) from error
+        ) from None
+
+
+def check_readable(option: str, file: str) -> None:
+    """Check that a file is there and can be read, before anything long is begun.
+
+    Raises:
+        ValueError: it is not.
+    """
+    path = Path(file)
+    why = ""
+    if not path.exists():
+        why = "no such file or directory"
+    elif path.is_dir():
+        why = "that is a folder; name a file"
+    elif not os.access(path, os.R_OK):
+        why = "no permission to read it"
+    if why:
+        raise ValueError(f"{option} {file}: {why}.")
 
 
 def check_writable(option: str, file: str) -> None:

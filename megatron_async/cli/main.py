@@ -1,5 +1,5 @@
 """The command line: `megatron-async chat`, `generate`, `convert`, `info`, `profile`, `replay`,
-`simulate`, `simulate-fleet`, `serve`, `coordinator`, `replica` and `replicas`.
+`simulate`, `simulate-fleet`, `serve`, `coordinator`, `replica`, `replicas` and `completion`.
 
 Everything heavy (torch, Megatron-Core) is imported inside the commands, so that `--help` and a
 mistyped option answer at once. A user's error ends in one line on stderr and exit status 2; with
@@ -16,12 +16,15 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megatron_async import __version__
+from megatron_async.checkpoints.target_folder import check_target
 from megatron_async.cli.answers import print_as_it_is_made, printer_of_ended
 from megatron_async.cli.bench import add_bench
 from megatron_async.cli.chat import add_chat
+from megatron_async.cli.completion import add_completion, complete
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_writable, written_as
@@ -90,6 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_simulate_fleet(commands, common, HelpFormatter)
     add_serve(commands, common, HelpFormatter)
     add_serving(commands, common, HelpFormatter)
+    add_completion(commands, common, HelpFormatter)
     return parser
 
 
@@ -239,7 +243,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         **parallel_sizes(arguments),
         **options,
     )
-    # The answers are what was asked for: a file beside them that fails is told behind them.
+    # The answers are what was asked for: the failure of another file is told after them.
     lost_file: Exception | None = None
     is_shown = False
     try:
@@ -292,6 +296,9 @@ def print_replicas(replicas: Sequence[Mapping[str, Any]], as_json: bool, is_show
 
 def run_convert(arguments: argparse.Namespace) -> int:
     """Convert a checkpoint."""
+    check_early(arguments.source, {})
+    check_target(Path(arguments.target).expanduser().absolute(), arguments.overwrite)
+
     from megatron_async.checkpoints.convert import convert
 
     convert(
@@ -309,6 +316,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
 
 def run_info(arguments: argparse.Namespace) -> int:
     """Print what a model is and needs."""
+    check_early(arguments.model, {"device": arguments.device})
+
     from megatron_async.checkpoints.info import format_info, model_info
 
     info = model_info(
@@ -331,6 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         exit status: 0 done, 1 a request failed, 2 an error, 130 interrupted.
     """
     parser = build_parser()
+    complete(parser)
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help()
         return 2

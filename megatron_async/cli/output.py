@@ -27,14 +27,26 @@ STATISTICS_WHEN_NOT_ZERO = (("pauses", "pauses", "{}"), ("evictions", "evictions
 
 
 def describe(error: BaseException) -> str:
-    """An error's message with that of its cause; its class name where it has no message. Of the
-    system's errors it is the file and what is wrong, without a number."""
+    """An error's message, and the first line of its cause's unless the message says as much; its
+    class name where it has no message. Of the system's errors it is the file and what is wrong,
+    without a number."""
     text = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:
         text = reason(error) if error.filename is None else f"{error.filename}: {reason(error)}"
-    if error.__cause__ is not None and str(error.__cause__) not in text:
-        text += f" (cause: {type(error.__cause__).__name__}: {error.__cause__})"
+    cause = error.__cause__
+    if cause is not None and not _says(text, cause):
+        first, *_ = str(cause).splitlines() or [""]
+        text += f" (cause: {type(cause).__name__}: {first})"
     return text
+
+
+def _says(text: str, cause: BaseException) -> bool:
+    """Whether a message says what its cause says, in the same words or by a system error's."""
+    if isinstance(cause, OSError) and cause.strerror:
+        return reason(cause) in text.lower()
+    # A cause of many lines is a traceback of torch's, whose last lines have the reason.
+    lines = [line.partition("Error: ")[2] or line for line in str(cause).splitlines()]
+    return any(line.strip() in text for line in lines if len(line.strip()) > 3)
 
 
 def as_record(prompt: str, result: DynamicInferenceRequest) -> dict[str, Any]:
@@ -83,7 +95,7 @@ def print_answer(result: Mapping[str, Any]) -> None:
 
 
 def print_end(result: Mapping[str, Any], has_begun: bool) -> None:
-    """Print what stands behind an answer's text: how it ended, or its error.
+    """Print the line after an answer's text: how the answer ended, or its error.
 
     Args:
         result: from `as_record`.

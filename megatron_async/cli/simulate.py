@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.chances import parse_chances
+from megatron_async.cli.files import check_readable, check_writable
 
 if TYPE_CHECKING:
+    from megatron_async.config import InferenceConfig
+    from megatron_async.profiling.arrival_trace import LengthDistribution
     from megatron_async.simulation.device_times import Machine
     from megatron_async.simulation.model_shape import ModelShape
     from megatron_async.simulation.reach import Reach
+
+Setting = tuple[float, int, float | None]
+"""Arrivals a second, lookahead, and `target_tpot_ms`."""
 
 MACHINE_HELP = """how long steps take:
   h200:smollm2-135m    measured on one H200, bfloat16
@@ -152,13 +158,17 @@ def add_record_option(output: Any) -> None:
 
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Print the tables and, with --json, write the figures."""
+    settings = list(
+        itertools.product(arguments.rate, arguments.lookahead, arguments.target_tpot_ms)
+    )
+    check_settings(arguments, settings)
+
     from megatron_async.profiling.benchmark_record import write_record
     from megatron_async.profiling.trace_summary import latency_lines, setting_cells
 
     shape, machine = load_machine(arguments.machine)
     if arguments.draft_us:
         machine = replace(machine, device=replace(machine.device, draft_us=arguments.draft_us))
-    settings = itertools.product(arguments.rate, arguments.lookahead, arguments.target_tpot_ms)
     figures = [simulate_one(arguments, shape, machine, *setting) for setting in settings]
     print(f"steps take the time of: {machine.source}")
     if machine.reach is not None:
@@ -178,6 +188,47 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def check_settings(arguments: argparse.Namespace, settings: Sequence[Setting]) -> None:
+    """Check all settings before torch is imported, which takes seconds.
+
+    Raises:
+        ConfigurationError: a value out of range.
+        ValueError: a machine that is none, or an option without effect.
+    """
+    from megatron_async.errors import ConfigurationError
+
+    for rate in arguments.rate:
+        if not rate > 0:  # nan too
+            raise ConfigurationError(f"--rate {rate:g} must be above 0 (inf: all at once).")
+    if arguments.num_requests < 1:
+        raise ConfigurationError(f"--num-requests {arguments.num_requests} must be 1 or more.")
+    if arguments.draft_us < 0:
+        raise ConfigurationError(f"--draft-us {arguments.draft_us:g} must be 0 or more.")
+    if arguments.draft_us and not arguments.forced_acceptance:
+        raise ValueError("--draft-us is the time of drafts: give --forced-acceptance too.")
+    if arguments.json is not None:
+        check_writable("--json", arguments.json)
+    trace_lengths(arguments)
+    for _, lookahead, target_tpot_ms in settings:
+        engine_config(arguments, lookahead, target_tpot_ms)
+    check_machine(arguments.machine)
+
+
+def check_machine(name: str) -> None:
+    """Check what `--machine` names; a recording is not read.
+
+    Raises:
+        ValueError: neither built in nor a file.
+    """
+    from megatron_async.simulation.device_times import MACHINES
+
+    if name not in MACHINES and not Path(name).is_file():
+        raise ValueError(
+            f"--machine {name} is neither a file nor one of {', '.join(MACHINES)}: make a "
+            "recording with `megatron-async generate --record FILE`, or take a built-in one."
+        )
+
+
 def warn_of_guesses(reach: Reach, figures: Sequence[Mapping[str, Any]]) -> None:
     """Say on stderr which figures are of steps that the recording has nothing of."""
     for row in figures:
@@ -194,8 +245,11 @@ def load_machine(name: str) -> tuple[ModelShape, Machine]:
     """The model and the times that `--machine` asks for.
 
     Raises:
-        ValueError: neither built in nor a recording.
+        ValueError: neither built in nor a file.
+        RecordingError: the file is no recording, or too short to fit times to.
     """
+    check_machine(name)
+
     from megatron_async.models.dummy_shapes import DUMMY_SHAPES
     from megatron_async.simulation.device_times import MACHINES
     from megatron_async.simulation.model_shape import ModelShape
@@ -203,11 +257,6 @@ def load_machine(name: str) -> tuple[ModelShape, Machine]:
     if name in MACHINES:
         architecture = DUMMY_SHAPES[name.partition(":")[2]]
         return ModelShape.of_architecture(architecture, "bfloat16"), MACHINES[name]
-    if not Path(name).is_file():
-        raise ValueError(
-            f"--machine {name} is neither a file nor one of {', '.join(MACHINES)}: make a "
-            "recording with `megatron-async generate --record FILE`, or take a built-in one."
-        )
     from megatron_async.simulation.fit import fit_machine
     from megatron_async.simulation.recording import load_recording
 
@@ -226,15 +275,51 @@ def simulate_one(
     """Figures of one setting."""
     from tqdm import tqdm
 
-    from megatron_async.config import DEFAULT_MAX_REQUESTS, InferenceConfig
-    from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
+    from megatron_async.profiling.arrival_trace import poisson_trace
     from megatron_async.simulation.simulator import simulate
 
-    sigma = arguments.length_sigma
-    prompts = LengthDistribution(arguments.prompt_mean, arguments.max_prompt_tokens, sigma)
-    outputs = LengthDistribution(arguments.output_mean, arguments.max_output_tokens, sigma)
+    prompts, outputs = trace_lengths(arguments)
     count, seed = arguments.num_requests, arguments.seed
     trace = poisson_trace(rate, count, prompts, outputs, shape.vocab_size, seed)
+    config = engine_config(arguments, lookahead, target_tpot_ms)
+    title = f"{rate:g}/s, lookahead {lookahead}"
+    if target_tpot_ms is not None:
+        title += f", target {target_tpot_ms:g} ms"
+    with tqdm(
+        total=count, unit="request", desc=title, disable=arguments.no_progress or None
+    ) as bar:
+        result = simulate(trace, shape, config, machine, bar.update, arguments.forced_acceptance)
+    setting = {"rate": rate, "lookahead": lookahead, "target_tpot_ms": target_tpot_ms}
+    return {**setting, "requests": count, **result.figures()}
+
+
+def trace_lengths(
+    arguments: argparse.Namespace,
+) -> tuple[LengthDistribution, LengthDistribution]:
+    """Lengths of prompts and of answers.
+
+    Raises:
+        ConfigurationError: a mean beyond the longest, or a deviation below 0.
+    """
+    from megatron_async.profiling.arrival_trace import LengthDistribution
+
+    sigma = arguments.length_sigma
+    return (
+        LengthDistribution(arguments.prompt_mean, arguments.max_prompt_tokens, sigma),
+        LengthDistribution(arguments.output_mean, arguments.max_output_tokens, sigma),
+    )
+
+
+def engine_config(
+    arguments: argparse.Namespace, lookahead: int, target_tpot_ms: float | None
+) -> InferenceConfig:
+    """Settings of the engine that serves a trace.
+
+    Raises:
+        ConfigurationError: a value out of range.
+    """
+    from megatron_async.config import DEFAULT_MAX_REQUESTS, InferenceConfig
+
     longest = arguments.max_prompt_tokens + arguments.max_output_tokens
     options = {name: getattr(arguments, name) for name, *_ in ENGINE_OPTIONS}
     if options["num_kv_blocks"] is None:
@@ -242,22 +327,16 @@ def simulate_one(
         blocks = -(-longest // max(options["block_size_tokens"], 1))
         slots = options["max_requests"] or min(DEFAULT_MAX_REQUESTS, options["max_tokens"])
         options["num_kv_blocks"] = max(slots, 1) * blocks
-    chances = arguments.forced_acceptance
-    if chances:
+    if chances := arguments.forced_acceptance:
         options |= {"speculative_method": "ngram", "num_speculative_tokens": len(chances)}
     options |= {"lookahead": lookahead, "target_tpot_ms": target_tpot_ms}
-    config = InferenceConfig(max_sequence_length=longest, **options)
-    title = f"{rate:g}/s, lookahead {lookahead}"
-    if target_tpot_ms is not None:
-        title += f", target {target_tpot_ms:g} ms"
-    with tqdm(total=count, unit="request", desc=title, disable=arguments.no_progress) as bar:
-        result = simulate(trace, shape, config, machine, bar.update, chances)
-    setting = {"rate": rate, "lookahead": lookahead, "target_tpot_ms": target_tpot_ms}
-    return {**setting, "requests": count, **result.figures()}
+    return InferenceConfig(max_sequence_length=longest, **options)
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
     """Replay a recording and say how it went."""
+    check_readable("FILE", arguments.file)
+
     from megatron_async.simulation.recording import load_recording
     from megatron_async.simulation.replay import Replay
     from megatron_async.simulation.state_report import describe_state

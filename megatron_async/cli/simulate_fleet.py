@@ -10,7 +10,7 @@ from typing import Any
 from megatron_async.cli.simulate import MACHINE_HELP, load_machine
 
 TRACE_HELP = """requests, and which prompts begin alike (default: chats):
-  chats       made up: users who come back, behind a few system prompts
+  chats       made up: users who come back; a few system prompts come first
   agents      made up: programs with tools, on contexts that grow
   PATH.jsonl  a file in the format of Mooncake's public traces"""
 
@@ -121,7 +121,7 @@ def run_simulate_fleet(arguments: argparse.Namespace) -> int:
     first = next(iter(ceilings.values()))
     jobs = make_jobs(arguments, source, first.longest)
     bar = tqdm(run_jobs(jobs, arguments.processes), total=len(jobs), unit="row",
-               disable=arguments.no_progress)  # fmt: skip
+               disable=arguments.no_progress or None)  # fmt: skip
     figures = [{**row, "ceiling": ceilings[row["block_size_tokens"]].found_ratio} for row in bar]
     print(
         f"{first.requests} requests, {first.prompt_tokens / max(first.requests, 1):.0f} prompt "

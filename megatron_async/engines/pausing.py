@@ -99,7 +99,7 @@ class Pausing:
         if self._cache_is_released:
             context, device = engine.context, engine.context.device
             cache, states = context.gpu_view.kv_cache, context.gpu_view.states
-            cache.release()  # of an attempt that failed behind this point
+            cache.release()  # of an attempt that failed after this point
             states.release()
             needed, free = (
                 cache.num_bytes + states.num_bytes(context.max_requests),

@@ -83,7 +83,7 @@ class StepBooking:
         for listener in self._listeners:
             listener.resolved(step)
         if step.error is not None and self._in_flight:
-            # The failed step may not have told the device whose blocks are whose. Steps behind it
+            # The failed step may not have told the device whose blocks are whose. Steps after it
             # then wrote keys and values by tables of former owners, into blocks of anybody. Their
             # samples are dropped, and all requests are prefilled again, to the same tokens.
             self._context.evict_all()
@@ -117,7 +117,7 @@ class StepBooking:
         """Stamp first tokens and end what has ended: Python per event, not per token.
 
         Returns:
-            the output, without tokens behind a request's end.
+            the output, without tokens after a request's end.
         """
         slots, statistics = self._context.slots, self._statistics
         if np.count_nonzero(output.is_first):

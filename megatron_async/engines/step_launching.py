@@ -88,7 +88,7 @@ class StepLaunching:
         return None if plan is None else self.launch(plan, group, lookahead)
 
     def launch(self, plan: StepPlan, group: RankGroup, lookahead: int) -> LaunchedStep:
-        """Enqueue the step of a plan behind those in flight, and tell `group` how that went; the
+        """Enqueue the step of a plan after those in flight, and tell `group` how that went; the
         engine's `lookahead` says whether it could have been launched ahead.
 
         A launch that raises becomes a step that failed: its resolve ends its requests and no

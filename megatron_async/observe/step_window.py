@@ -20,7 +20,7 @@ class StepWindow(Timeline):
     """Collects the spans of `STEPS` steps.
 
     Args:
-        full: called on the engine's thread behind the last of them. (Spans of the device that come
+        full: called on the engine's thread after the last of them. (Spans of the device that come
             later are kept all the same.)
     """
 

@@ -71,7 +71,7 @@ class _AlwaysSome:
 
 
 class _Forced:
-    """A sampler's `sample`, and the coin behind it."""
+    """A sampler's `sample`, and then the coin."""
 
     def __init__(
         self,

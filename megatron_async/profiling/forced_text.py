@@ -46,7 +46,7 @@ class ForcedText:
         """From now on every request says this.
 
         Args:
-            tokens: of prompt and answer, one behind the other.
+            tokens: of prompt and answer, one after the other.
 
         Raises:
             ConfigurationError: more than the engine's `max_sequence_length`.
@@ -60,7 +60,7 @@ class ForcedText:
 
 
 class _Forced:
-    """A sampler's `sample`, and the text behind it."""
+    """A sampler's `sample`, and then the text."""
 
     def __init__(
         self, sample: Callable[[Tensor, SamplingMode], Tensor], view: ContextGPUView, texts: Tensor

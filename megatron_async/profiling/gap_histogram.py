@@ -18,6 +18,8 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 44
 BINS_PER_DECADE = 6
 SHORTEST_US = 0.1
 """Shorter gaps, and none at all, are counted here."""
+LABEL = 140
+"""Room for a percentile's label."""
 MARKS = {"median": "p50", "99 %": "p99"}
 
 
@@ -102,17 +104,22 @@ class _Histogram:
         yield f'<text class="tick start" x="0" y="{TOP - 20}">steps</text>'
 
     def _marks(self) -> Iterator[str]:
-        """Lines at the percentiles; labels of lines that are close go to either side."""
+        """Lines at the percentiles. Labels of lines that are close go to either side, and at the
+        picture's edge, where both have to go to the same side, to two rows."""
+        labels: list[tuple[float, str]] = []
         for (name, key), side in zip(MARKS.items(), ("end", "start"), strict=True):
             time = self._percentiles[key]
             assert time is not None  # there is a gap
             x = self._x(math.log10(time))
-            side = "start" if side == "end" and x < LEFT + 140 else side
-            side = "end" if side == "start" and x > WIDTH - RIGHT - 140 else side
+            side = "start" if side == "end" and x < LEFT + LABEL else side
+            side = "end" if side == "start" and x > WIDTH - RIGHT - LABEL else side
+            is_taken = any(there == side and abs(x - other) < LABEL for other, there in labels)
+            labels.append((x, side))
             shift = -6 if side == "end" else 6
-            yield f'<path class="mark" d="M{x:.1f} {TOP - 12}V{HEIGHT - BOTTOM}"/>'
+            y = TOP - 3 - (14 if is_taken else 0)
+            yield f'<path class="mark" d="M{x:.1f} {y - 9}V{HEIGHT - BOTTOM}"/>'
             label = f"{name} {time_text(time, 'µs')}"
-            yield f'<text class="mark-name {side}" x="{x + shift:.1f}" y="{TOP - 3}">{label}</text>'
+            yield f'<text class="mark-name {side}" x="{x + shift:.1f}" y="{y}">{label}</text>'
 
 
 def _edge_text(decades: float) -> str:

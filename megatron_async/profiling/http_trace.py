@@ -25,7 +25,7 @@ import uvloop
 from megatron_async.profiling.arrival_trace import TraceRequest
 
 CHOICE_EVENT = re.compile(rb'data: \{[^\n]*"choices":\s*\[\{[^\n]*\n\r?\n')
-"""An event with a choice, to the blank line behind it; the one with usage alone has none."""
+"""An event with a choice, to the blank line after it; the one with usage alone has none."""
 USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
 START_S = 0.5
 """Readers agree on a start so long after the last of them is there."""

@@ -173,14 +173,23 @@ class RequestRegistry:
         return ended
 
     def stream(self, request_id: int, slots: RequestSlots, tokenizer: Any) -> RequestStream:
-        """A new stream of an unfinished request (KeyError if there is none).
+        """A new stream of an unfinished request.
 
         Args:
             request_id: of the request.
             slots: hold its tokens while it runs.
             tokenizer: makes the text; None without one.
+
+        Raises:
+            KeyError: no unfinished request has this id.
         """
-        return RequestStream(self._entries[request_id].request, slots, self.readers, tokenizer)
+        entry = self._entries.get(request_id)
+        if entry is None:
+            raise KeyError(
+                f"no unfinished request has the id {request_id}: it was never added, was refused, "
+                "or has ended; the future of `add_request` tells which."
+            )
+        return RequestStream(entry.request, slots, self.readers, tokenizer)
 
     def free_id(self) -> int:
         """The next number that no unfinished request has."""

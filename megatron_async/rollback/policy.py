@@ -93,7 +93,7 @@ class Rollback(Invalidation):
         if (known := known_tokens(books, served)) is not None:
             compute.launch(partial(view.states.rebuild, known))
         if any(step.error is not None for step in self._discarded):
-            # One that failed before it had updated the block tables lets the steps behind it write
+            # One that failed before it had updated the block tables lets the steps after it write
             # into blocks of others: prefill all again.
             context.evict_all()
         self._first, self._discarded = None, []

@@ -7,10 +7,10 @@ from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigurationError
 from megatron_async.simulation.controller import ModelLessController, TokenSource
-from megatron_async.simulation.cpu_times import VirtualTracer
 from megatron_async.simulation.device_times import Machine
 from megatron_async.simulation.model_shape import ModelShape
 from megatron_async.simulation.virtual_device import VirtualDevice
+from megatron_async.simulation.virtual_tracer import VirtualTracer
 
 
 class ModelLessEngine(DynamicInferenceEngine):

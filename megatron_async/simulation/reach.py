@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_async.contexts.step_plan import StepPlan
+if TYPE_CHECKING:
+    from megatron_async.contexts.step_plan import StepPlan
 
 Work = tuple[int, int, int]
 """Work of a step: prefill tokens, query tokens of decode rows (padding included) and KV tokens."""

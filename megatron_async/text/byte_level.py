@@ -1,4 +1,4 @@
-"""Bytes of byte-level BPE tokens: the text of some tokens is their bytes one behind the other.
+"""Bytes of byte-level BPE tokens: the text of some tokens is their bytes one after the other.
 
 In the vocabulary each byte is written as a printable character, after GPT-2's table.
 """

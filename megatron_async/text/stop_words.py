@@ -140,6 +140,6 @@ def first_stop_word(text: str, words: Sequence[str], counts_from: int = 0) -> tu
 
 
 def find_word(text: str, word: str, behind: int) -> int:
-    """Where `word` first begins in a text, of the places where it ends behind `behind` characters;
+    """Where `word` first begins in a text, of the places where it ends after `behind` characters;
     -1 if there is none."""
     return text.find(word, max(behind - len(word) + 1, 0))

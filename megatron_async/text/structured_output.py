@@ -12,10 +12,7 @@ import reprlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import RequestError
 from megatron_async.text.grammar_limits import (
@@ -25,6 +22,10 @@ from megatron_async.text.grammar_limits import (
     check_schema,
     check_size,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 ALLOWANCE_S = 0.005
 """CPU seconds of a request's grammar for each token: to make its mask, and to advance by it."""

@@ -86,7 +86,7 @@ class TokenText:
 
         Args:
             finish_reason: of the request.
-            stop_words_from: likewise; characters of the text behind which stop words count.
+            stop_words_from: likewise; characters of the text after which stop words count.
         """
         if self._keeps_stop or finish_reason not in ENDED_BY_TOKEN:
             self._settle(self._held)

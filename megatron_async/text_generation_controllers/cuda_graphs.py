@@ -70,7 +70,7 @@ class CaptureReport:
     mixed_sizes: tuple[int, ...] = ()
     """Prefill token counts for which mixed steps are captured."""
     eager_steps: tuple[EagerStep, ...] = ()
-    """The measurements behind that: launching a larger mixed step takes the CPU little of the time
+    """The measurements: launching a larger mixed step takes the CPU little of the time
     for which it keeps the GPU busy (`LAUNCH_SHARE`), so it runs eagerly."""
 
     def __str__(self) -> str:

@@ -213,7 +213,7 @@ class TextGenerationController:
 
     def sample_constrained(self, launched: LaunchedStep, count: int, *, is_last: bool) -> None:
         """Enqueue the sampling of the `count` rows of a step whose masks were filled last, and,
-        behind the last of them, the sample copy. Nothing here waits."""
+        after the last of them, the sample copy. Nothing here waits."""
         device, first = self.device, launched.num_constrained
         if count:
             plan, part = launched.plan, slice(first, first + count)

@@ -1,4 +1,4 @@
-"""Time the sums over tensor-parallel ranks, with the residual add and norm behind them: start it by
+"""Time the sums over tensor-parallel ranks, with the residual add and norm after them: start it by
 
     torchrun --nproc-per-node=4 scripts/benchmarks/benchmark_all_reduce.py
 

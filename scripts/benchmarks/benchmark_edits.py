@@ -1,9 +1,9 @@
 """What looked-up drafts are worth where the answer is an edit of the prompt.
 
-With --edit BEFORE AFTER the prompt is a file as it was and the answer the same file as it became:
-a real edit, forced on the model (`megatron_async/profiling/forced_text.py`), so random weights can
-say it. Without --edit the model says what it wants: give it prompts with --prompts FILE, a JSON
-list of texts. Decode alone is timed, from the first token of an answer to its last; engines with
+With --edit BEFORE AFTER the prompt is a file before a real edit, and the answer is the file after
+the edit. The answer is forced on the model (`megatron_async/profiling/forced_text.py`), so random
+weights serve too. Without --edit the model answers freely the prompts of --prompts FILE, a JSON
+list of texts. Decode alone is timed, from the first token of an answer to its last. Engines with
 and without drafts take turns.
 
     git show REV^:FILE > before.py; git show REV:FILE > after.py

@@ -2,12 +2,13 @@
 
 `engine`: a replica around an engine that computes nothing, a step every millisecond, whose requests
 come from N clients through a coordinator, each in a process of its own. Windows of steps with and
-without the emitter alternate; the CPU time of the engine's thread a step is compared pair by pair,
-so that what else the machine does, and what the engine itself does, falls out.
+without the emitter alternate. The CPU time of the engine's thread a step is compared pair by pair,
+so that other work of the machine, and the engine's own, falls out.
 
 `coordinator`: one coordinator in a process, mock replicas in others that say a step's message at a
-given rate, and clients that read. Reports its CPU time a message (all its threads), what share of a
-core 8 replicas of 1,000 steps a second would take by that, and how many messages it passed on.
+given rate, and clients that read. Reports the coordinator's CPU time a message (all its
+threads), the share of a core that 8 replicas of 1,000 steps a second would take, and the number of
+messages passed on.
 
 `client`: CPU time of `TokenClient` a row, from a step's message to the reader's call.
 """

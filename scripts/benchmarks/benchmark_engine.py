@@ -27,7 +27,7 @@ LOADS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a load with the options behind its name."""
+    """Run a load with the options after its name."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     loads = "\n".join(f"  {name:<14}{about}" for name, about in LOADS.items())
     parser = argparse.ArgumentParser(

@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     source = TraceSource(args.trace, args.rate, args.num_requests, args.seed)
     ceilings = {size: hit_ceiling(source.open(), size) for size in args.block_size_tokens}
     jobs = make_jobs(args, source, max(ceiling.longest for ceiling in ceilings.values()))
-    figures = list(tqdm(run_jobs(jobs, args.processes), total=len(jobs), unit="fleet"))
+    figures = list(
+        tqdm(run_jobs(jobs, args.processes), total=len(jobs), unit="fleet", disable=None)
+    )
     for row in figures:
         row["ceiling"] = ceilings[row["block_size_tokens"]].found_ratio
     print("\n".join(table(figures, args.ttft_ms)))

@@ -215,7 +215,7 @@ def _events_of_one(connection: socket.socket) -> Sequence[float]:
     while not data.endswith(b"0\r\n\r\n"):
         new = connection.recv(1 << 16)
         if not new:
-            raise ConnectionError(f"the server ended the connection behind {data[-300:]!r}")
+            raise ConnectionError(f"the server ended the connection after {data[-300:]!r}")
         data += new
         times += [time.monotonic()] * (data.count(EVENT) - len(times))
     if b"200 OK" not in data[:20]:

@@ -5,7 +5,7 @@ generate --output-tokens each. Prefill lasts from the first arrival until all ha
 token; its steps are those launched until the last prompt token is launched, decode rows among them.
 Decode is the steps after it that have a row of every request. (There are none where the first
 requests end before the last are prefilled: allow more output tokens, or a larger --max-tokens.)
-Each load is served once, behind a short warm-up.
+Each load is served once, after a short warm-up.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def open_engine(model: str, lookahead: int, args: argparse.Namespace) -> LLM:
 
 
 def start(engine: DynamicInferenceEngine, args: argparse.Namespace) -> EqualTrace:
-    """The trace of the command line, behind a warm-up."""
+    """The trace of the command line, after a warm-up."""
     few = min(WARM_UP_REQUESTS, args.requests)
     EqualTrace(engine, few, args.prompt_tokens, WARM_UP_TOKENS, 1, seed=1).finish()
     while engine.has_unfinished_requests():

@@ -66,7 +66,7 @@ async def measure(engine: DynamicInferenceEngine, args: argparse.Namespace) -> d
         await one_round(engine, watch, "alone", args, looks)
     order = random.Random(0)
     for _ in range(args.rounds):
-        for kind in order.sample(KINDS, len(KINDS)):  # none is always behind the same other
+        for kind in order.sample(KINDS, len(KINDS)):  # none always follows the same other
             found[kind].append(await one_round(engine, watch, kind, args, looks))
     figures: dict[str, Any] = {"look_cpu_us": statistics.median(looks)}
     for kind, values in found.items():

@@ -26,7 +26,8 @@ BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE, GREY = (
     "#8C8C8C",
 )
 LOOKAHEAD_STYLES = ((ORANGE, "s"), (BLUE, "o"), (GREEN, "^"), (PURPLE, "v"))
-OTHERS_STYLES = ((VERMILION, "D"), (PURPLE, "v"))
+OTHERS_STYLES = {"vLLM": (VERMILION, "D"), "Megatron-Core": (PURPLE, "v"), "bytes": (GREY, "")}
+"""By the first word of a name in `others.json`, the same in every plot."""
 
 
 def panels(count: int, rows: int = 1, height: float = 3.2, **options: Any) -> tuple[Figure, Any]:
@@ -37,15 +38,18 @@ def panels(count: int, rows: int = 1, height: float = 3.2, **options: Any) -> tu
     )  # fmt: skip
 
 
-def legend_below(figure: Figure, axes: Iterable[Axes], columns: int = 3) -> None:
-    """One legend for all axes, each name once."""
+def legend_below(
+    figure: Figure, axes: Iterable[Axes], columns: int = 3, note: str | None = None
+) -> None:
+    """One legend for all axes, each name once; a note of some lines above it."""
     entries: dict[str, Any] = {}
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
     figure.legend(
-        entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False
-    )
+        entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False,
+        title=note, title_fontsize="small",
+    )  # fmt: skip
 
 
 def batch_axis(axis: Axes, batches: Sequence[int], label: str = "batch size") -> None:
@@ -64,11 +68,10 @@ def plot_step_time(figures: Figures) -> Figure:
         batches = sorted({row["batch"] for row in figures.select(model=model)})
         if figures.beside_others:
             found = others()["step_ms"]["by_model"].get(model, {})
-            for place, (name, values) in enumerate(found.items()):
+            for name, values in found.items():
                 shown = by_batch(values, batches)
-                is_floor = name.startswith("bytes")
-                colour, marker = (GREY, "") if is_floor else OTHERS_STYLES[place % 2]
-                style = "--" if is_floor else "-"
+                colour, marker = OTHERS_STYLES[name.split()[0]]
+                style = "-" if marker else "--"
                 axis.plot(
                     list(shown), list(shown.values()), style, color=colour, marker=marker,
                     label=name,
@@ -102,6 +105,9 @@ def plot_step_time(figures: Figures) -> Figure:
     return figure
 
 
+LATER_REPLAY = "Below 1: the replay is timed after the steps, when more tokens are cached."
+
+
 def plot_lookahead(figures: Figures) -> Figure:
     """What launching ahead brings: step time over its replay (or over lookahead 0) by batch."""
     models = figures.values("model")
@@ -130,13 +136,17 @@ def plot_lookahead(figures: Figures) -> Figure:
         axis.set_title(model)
     beside = "its replay" if has_replay else "lookahead 0"
     axes[0][0].set_ylabel(f"decode step over {beside}")
-    legend_below(figure, axes[0])
+    legend_below(figure, axes[0], note=LATER_REPLAY if has_replay else None)
     return figure
 
 
 def plot_churn(figures: Figures) -> Figure:
     """Steps of steady decode and of churn, by lookahead; the dots are the slowest of 100."""
-    cases = sorted({(row["model"], row["batch"]) for row in figures.rows})
+    order = figures.values("model")
+    cases = sorted(
+        {(row["model"], row["batch"]) for row in figures.rows},
+        key=lambda case: (order.index(case[0]), case[1]),
+    )
     figure, axes = panels(len(cases))
     for axis, (model, batch) in zip(axes[0], cases, strict=True):
         rows = sorted(figures.select(model=model, batch=batch), key=lambda row: row["lookahead"])
@@ -167,35 +177,80 @@ def plot_churn(figures: Figures) -> Figure:
     return figure
 
 
+LATER_FIRST_TOKEN = (
+    "With lookahead 1, one step more is in flight when a request arrives. So its first token comes "
+    "up to one step later;\neach later token comes sooner, since the next step is launched early."
+)
+MOST_BESIDE_OURS = 4.0
+"""Figures of others that are as many times ours are written into the plot instead of drawn: our
+curves would lie flat at its bottom."""
+
+
 def plot_throughput(figures: Figures) -> Figure:
-    """Time to first token and time per output token by arrival rate, a column for each model, since
-    models of different sizes serve different rates: medians, and dashed the 99th percentiles."""
+    """Time to first token and time per output token by arrival rate: medians, and dashed the 99th
+    percentiles. Each model has a column with axes of its own, since models of different sizes serve
+    different rates."""
     metrics = {"ttft_ms": "time to first token, ms", "tpot_ms": "time per output token, ms"}
     models = figures.values("model")
-    figure, axes = panels(len(models), rows=len(metrics), height=2.6, sharex="col")
+    figure, axes = panels(len(models), rows=len(metrics), height=2.7, sharex="col")
     for line, (metric, title) in zip(axes, metrics.items(), strict=True):
         for axis, model in zip(line, models, strict=True):
+            rates = sorted({row["rate"] for row in figures.select(model=model)})
+            most = 0.0
             for lookahead in figures.values("lookahead"):
-                colour, marker = LOOKAHEAD_STYLES[lookahead % 4]
-                for percentile, style, name in (("p50", "-", "median"), ("p99", "--", "99 %")):
-                    rows = figures.select(model=model, lookahead=lookahead)
-                    points = {
-                        row["rate"]: row[metric][percentile]
-                        for row in sorted(rows, key=lambda row: row["rate"])
-                        if row[metric][percentile] is not None
-                    }
-                    axis.plot(
-                        list(points), list(points.values()), style, color=colour, marker=marker,
-                        label=f"lookahead {lookahead}, {name}",
-                    )  # fmt: skip
+                rows = figures.select(model=model, lookahead=lookahead)
+                found = {row["rate"]: row[metric] for row in rows}
+                style = LOOKAHEAD_STYLES[lookahead % 4]
+                most = max(most, _plot_percentiles(axis, found, f"lookahead {lookahead}", style))
+            if figures.beside_others:
+                _plot_others(axis, model, metric, rates, MOST_BESIDE_OURS * most)
             axis.set_ylim(bottom=0)
+            axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+            axis.margins(x=0.12)
             if metric == "ttft_ms":
                 axis.set_title(model)
             else:
                 axis.set_xlabel("arrivals, requests/s")
         line[0].set_ylabel(title)
-    legend_below(figure, axes.flat, columns=2)
+    notes = [LATER_FIRST_TOKEN] if len(figures.values("lookahead")) > 1 else []
+    if figures.beside_others:
+        notes.append(others()["serving"]["note"])
+    legend_below(figure, axes.flat, columns=3, note="\n".join(notes))
     return figure
+
+
+def _plot_percentiles(
+    axis: Axes, by_rate: dict[float, dict[str, float | None]], name: str, style: tuple[str, str]
+) -> float:
+    """Draw medians and 99th percentiles; return the highest of them."""
+    colour, marker = style
+    most = 0.0
+    for percentile, dashes, words in (("p50", "-", "median"), ("p99", "--", "99 %")):
+        points = {rate: value for rate in sorted(by_rate) if (value := by_rate[rate][percentile])}
+        axis.plot(
+            list(points), list(points.values()), dashes, color=colour, marker=marker,
+            label=f"{name}, {words}",
+        )  # fmt: skip
+        most = max(most, *points.values()) if points else most
+    return most
+
+
+def _plot_others(axis: Axes, model: str, metric: str, rates: Sequence[float], limit: float) -> None:
+    """Draw other engines' figures at our rates; write down those above the limit."""
+    engines = others()["serving"]["by_model"].get(model, {})
+    for name, by_rate in engines.items():
+        short, style = name.split(",")[0], OTHERS_STYLES[name.split()[0]]
+        found = {rate: by_rate[f"{rate:g}"][metric] for rate in rates if f"{rate:g}" in by_rate}
+        drawn = {rate: value for rate, value in found.items() if value["p99"] <= limit}
+        if drawn:
+            _plot_percentiles(axis, drawn, short, style)
+        for rate in found.keys() - drawn.keys():
+            median, late = found[rate]["p50"], found[rate]["p99"]
+            axis.annotate(
+                f"{short} at {rate:g}/s: {median:,g}, 99 %: {late:,g}\n(saturated, not drawn)",
+                (0.97, 0.05), xycoords="axes fraction", ha="right", fontsize="small",
+                color=style[0],
+            )  # fmt: skip
 
 
 def plot_decode_attention(figures: Figures) -> Figure:

@@ -2,8 +2,9 @@
 
 Reads every *.json of a folder (the `--json` output of benchmark_engine.py under the loads steady,
 churn and throughput, and of benchmark_kernels.py --family decode_attention) and writes one picture
-for each kind of plot that it finds figures for (`PLOTS`). Of figures for the same case the newest
-record's count. Other engines' figures come from `others.json`, which says where they are from.
+for each kind of plot that it finds figures for (`PLOTS`). Of
+figures for the same case the newest record's count. Other engines' figures come from `others.json`,
+which names their source.
 Needs matplotlib, which the dev extra brings.
 """
 

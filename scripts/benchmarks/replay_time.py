@@ -31,10 +31,10 @@ def replay_ms(
 ) -> float | None:
     """Milliseconds a step, the median of windows; None where nothing is captured.
 
-    Requests in flight lose their meaning: use the engine for nothing else behind it. With several
+    Requests in flight lose their meaning: use the engine for nothing else after it. With several
     ranks each of them calls it, because a step's collectives are replayed too. A replay makes
     sequences longer, as a step does: each window begins again at the present lengths, and has no
-    more replays than the requests have tokens left, behind which rows would do nothing.
+    more replays than the requests have tokens left, after which rows would do nothing.
 
     Args:
         engine: with steps in flight, or none.
@@ -83,7 +83,7 @@ def call_us(device: Device, call: Callable[[], object], calls: int = 64, repeats
         device: a GPU.
         call: enqueues work on its compute stream.
         calls: in the graph.
-        repeats: replays that are measured, each behind another, so that ranks begin it together.
+        repeats: replays that are measured, each after another, so that ranks begin it together.
     """
 
     def all_calls() -> None:

@@ -80,7 +80,7 @@ class DraftLayer(nn.Module):
         return torch.ones(shape)
 
     def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states behind the final norm, `[texts, entries, hidden]`.
+        """Hidden states after the final norm, `[texts, entries, hidden]`.
 
         Args:
             embedded: `[texts, entries, hidden]`, of the tokens at the entries' places.

@@ -31,7 +31,7 @@ class HiddenStates(EngineListener):
         llm.engine.listeners.append(self)
 
     def of(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Hidden states behind the last norm, `[tokens, hidden]` of each text, on the host."""
+        """Hidden states after the last norm, `[tokens, hidden]` of each text, on the host."""
         self.found = {}
         self._llm.generate(
             [list(text) for text in texts],

@@ -38,7 +38,7 @@ def run_server(
         checkout, folder, flags, cpu: as of `command`.
         script: its path in the checkout.
         timeout_s: until it answers.
-        expected: texts of `LLM` behind the prompts, greedy.
+        expected: texts of `LLM` after the prompts, greedy.
 
     Returns:
         what is wrong.
@@ -73,7 +73,7 @@ def run_server(
 
 
 def _ask(server: subprocess.Popen[bytes], port: int, prompt: str, timeout_s: float) -> str:
-    """The text behind a prompt, once the server is there."""
+    """The text after a prompt, once the server is there."""
     fields = {"model": "megatron", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",

@@ -78,37 +78,96 @@ def decode_attention(
     most = np.int64(0)
     for token in range(first_row * width, end_row * width):
         most = max(most, positions[token])
-    scores = np.empty((group, most + 1), dtype=np.float32)
+    scores = np.empty((heads, most + 1), dtype=np.float32)
     for row in range(first_row, end_row):
         for token in range(row * width, (row + 1) * width):
             length = positions[token] + 1
             begin = min(positions[token], first_key)
             first_block, end_block = begin // block_size, (length - 1) // block_size + 1
-            for head in range(kv_heads):
-                for block in range(first_block, end_block):
-                    place, start = tables[row, block] * block_size, block * block_size
-                    for j in range(max(begin, start), min(length, start + block_size)):
-                        key = keys[place + j - start, head]
-                        for g in range(group):
-                            one = query[token, head * group + g]
-                            dot = np.float32(0.0)
-                            for i in range(dim):
-                                dot += one[i] * key[i]
-                            scores[g, j] = dot * scale
-                for g in range(group):
-                    _softmax(scores[g], begin, length)
-                    target = out[token, head * group + g]
-                    for i in range(dim):
-                        target[i] = np.float32(0.0)
-                for block in range(first_block, end_block):
-                    place, start = tables[row, block] * block_size, block * block_size
-                    for j in range(max(begin, start), min(length, start + block_size)):
-                        value = values[place + j - start, head]
-                        for g in range(group):
-                            weight = scores[g, j]
-                            target = out[token, head * group + g]
-                            for i in range(dim):
-                                target[i] += weight * value[i]
+            one, target = query[token], out[token]
+            # All heads of a key before the next key: memory is read in its own order.
+            for block in range(first_block, end_block):
+                start = block * block_size
+                place = tables[row, block] * block_size - start
+                j, end = max(begin, start), min(length, start + block_size)
+                while j + KEYS <= end:
+                    for head in range(kv_heads):
+                        first, second = keys[place + j, head], keys[place + j + 1, head]
+                        third, fourth = keys[place + j + 2, head], keys[place + j + 3, head]
+                        for h in range(head * group, (head + 1) * group):
+                            _dot4(one[h], first, second, third, fourth, scale, scores[h], j)
+                    j += KEYS
+                while j < end:
+                    for head in range(kv_heads):
+                        for h in range(head * group, (head + 1) * group):
+                            scores[h, j] = _dot(one[h], keys[place + j, head]) * scale
+                    j += 1
+            for h in range(heads):
+                _softmax(scores[h], begin, length)
+                for i in range(dim):
+                    target[h, i] = np.float32(0.0)
+            for block in range(first_block, end_block):
+                start = block * block_size
+                place = tables[row, block] * block_size - start
+                j, end = max(begin, start), min(length, start + block_size)
+                while j + KEYS <= end:
+                    for head in range(kv_heads):
+                        first, second = values[place + j, head], values[place + j + 1, head]
+                        third, fourth = values[place + j + 2, head], values[place + j + 3, head]
+                        for h in range(head * group, (head + 1) * group):
+                            _add4(target[h], first, second, third, fourth, scores[h], j)
+                    j += KEYS
+                while j < end:
+                    for head in range(kv_heads):
+                        for h in range(head * group, (head + 1) * group):
+                            _add(target[h], values[place + j, head], scores[h, j])
+                    j += 1
+
+
+KEYS = 4
+"""Keys that are multiplied at once: a query is read, and an output written, once for them. Which
+keys stand together depends on the row's own positions alone."""
+
+
+@njit(inline="always", fastmath=REORDERS)
+def _dot(one: Any, key: Any) -> Any:  # pragma: no cover - compiled
+    total = np.float32(0.0)
+    for i in range(one.shape[0]):
+        total += one[i] * key[i]
+    return total
+
+
+@njit(inline="always", fastmath=REORDERS)
+def _dot4(
+    one: Any, first: Any, second: Any, third: Any, fourth: Any, scale: Any, scores: Any, j: Any
+) -> None:  # pragma: no cover - compiled
+    """Four `_dot`s, times scale, into `scores[j]` to `scores[j + 3]`."""
+    a = b = c = d = np.float32(0.0)
+    for i in range(one.shape[0]):
+        a += one[i] * first[i]
+        b += one[i] * second[i]
+        c += one[i] * third[i]
+        d += one[i] * fourth[i]
+    scores[j] = a * scale
+    scores[j + 1] = b * scale
+    scores[j + 2] = c * scale
+    scores[j + 3] = d * scale
+
+
+@njit(inline="always", fastmath=REORDERS)
+def _add(target: Any, value: Any, weight: Any) -> None:  # pragma: no cover - compiled
+    for i in range(target.shape[0]):
+        target[i] += weight * value[i]
+
+
+@njit(inline="always", fastmath=REORDERS)
+def _add4(
+    target: Any, first: Any, second: Any, third: Any, fourth: Any, weights: Any, j: Any
+) -> None:  # pragma: no cover - compiled
+    """Four `_add`s, with the weights from `weights[j]` on."""
+    a, b, c, d = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
+    for i in range(target.shape[0]):
+        target[i] += a * first[i] + b * second[i] + c * third[i] + d * fourth[i]
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)

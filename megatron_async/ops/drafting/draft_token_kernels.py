@@ -136,7 +136,7 @@ def chunk_tokens_kernel(
     drawn = tl.maximum(tl.load(sampled + first + chunk), 0)
     table = tables + row.to(tl.int64) * table_stride
     last = tl.maximum(position - 1, 0)
-    # The place behind a chunk that ends no prompt may have no block: nothing of it is kept.
+    # The place after a chunk that ends no prompt may have no block: nothing of it is kept.
     kept = tl.load(table + last // block_size, inside & (position > 0), other=0)
     kept = tl.where(inside & (position > 0), kept, dummy_block)
     before = tl.minimum(tl.maximum(first + start + place - 1, 0), step_tokens - 1)

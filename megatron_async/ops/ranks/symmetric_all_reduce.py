@@ -1,11 +1,11 @@
 """All-reduce over symmetric memory: GPUs of one host that read and write each other's memory.
 
 On H200s over NVLink, in a CUDA graph, the sum of a decode step's rows takes 4 to 11 microseconds
-so, the norm behind it included, and NCCL's 8 to 15 (65 of them are in a step of an 8B model;
+so, the norm after it included, and NCCL's 8 to 15 (65 of them are in a step of an 8B model;
 docs/records/several_gpus.md). Two kernels, by size:
 
 - **one shot** (`ops/ranks/all_reduce_norm.py`): every rank reads all summands, adds them in the
-  order of ranks, and does the residual add and the norm behind it. For few bytes.
+  order of ranks, and does the residual add and the norm after it. For few bytes.
 - **two shot** (torch's `symm_mem.two_shot_all_reduce_`): every rank adds up its share of the
   elements and writes it to all. Each element is added on one rank, so all have the same bits.
 

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum, IntFlag
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class RowFeature(IntFlag):
@@ -96,7 +98,7 @@ NO_TOKEN = -1
 (`ops/sampling/sampling.py`)."""
 PROMPT_TOKEN = 1 << 30
 """Bit of a token's count: it is in the prompt. The bits below count it among the generated ones."""
-FOREVER = int(np.iinfo(np.int32).max)
+FOREVER = 2**31 - 1
 OUT_WORDS = 1 + 2 * MAX_TOP_N
 """Log probs of a row: of its token, then the ids of the likeliest tokens, then their log probs."""
 
@@ -116,6 +118,9 @@ def pack_record(
         edits: at most `MAX_EDITS`; of one token at most one that adds a finite number.
         bad_words: at most `MAX_BAD_WORDS`, of at most `WINDOW` tokens each.
     """
+    # Imported here, because the command line reads this module's limits for `--help`.
+    import numpy as np
+
     words = np.zeros(HEADER + len(edits) * EDIT_WORDS + len(bad_words) * WINDOW, dtype=np.int32)
     floats = words.view(np.float32)
     for place, number in numbers.items():

@@ -1,6 +1,6 @@
 """The GPU's idle time between steps of a load.
 
-A process that has profiled once launches more slowly from then on, so this comes behind all
+A process that has profiled once launches more slowly from then on, so this comes after all
 timings, or on an engine whose timings are not wanted.
 """
 

@@ -3,7 +3,7 @@
 Loads, each with figures of its own:
 
 tail       Time to the first token of prompts of --prefix-tokens that are cached and a tail of their
-           own, beside the step that computes the same tail as a chunk behind the same tokens
+           own, beside the step that computes the same tail as a chunk after the same tokens
            (lookahead 0, no cache). Target: at most 1.1 of it.
 turns      One conversation of --turns turns, --turn-tokens new tokens and as many in answer each:
            tokens computed, and time to the first token, a turn.

@@ -1,11 +1,11 @@
 """Time steady decode as a program with many readers sees it: the engine alone (`step_modern`), its
 loop on an event loop (`run_engine`), and the same with a stream read for each request.
 
-Reports the median step time of windows of steps and its ratio to the engine alone; the CPU time a
-step of the engine's own stages, and that of the whole thread, in which asking whether samples are
-there counts too, so that it is about the step time wherever the device is the slower one; chunks
-that readers got a step, and tokens in each. Models without a tokenizer get a made-up one, so that
-text is made as it would be.
+Reports for a step: the median time over windows of steps, and its ratio to the engine alone; the
+CPU time of the engine's own stages; the CPU time of the whole thread; the chunks that readers got,
+and the tokens in a chunk. The thread's time includes asking whether samples are there, so it is
+about the step time where the device is slower than the CPU. Models without a tokenizer get a
+made-up one, so that text is made too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StepClock(EngineListener):
 
     Args:
         engine: whose own CPU time is noted too.
-        steps: to be noted behind the warm-up.
+        steps: to be noted after the warm-up.
     """
 
     def __init__(self, engine: DynamicInferenceEngine, steps: int) -> None:

@@ -83,7 +83,7 @@ def serve_rates(lookahead: int, args: argparse.Namespace) -> list[tuple[float, S
                 total=len(trace),
                 unit="request",
                 desc=f"{rate:g}/s, lookahead {lookahead}",
-                disable=args.no_progress,
+                disable=args.no_progress or None,
             ) as bar:
 
                 def show(finished: int, tokens: int, bar: Any = bar) -> None:

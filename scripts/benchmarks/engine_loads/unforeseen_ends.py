@@ -1,8 +1,8 @@
 """A load in which a chosen share of the rows ends in each step, by tokens nobody can foresee.
 
-Samples depend on seed and position alone, so what a prompt says is recorded once and known from
-then on: a request that is to end with its n-th token gets that token as its termination id. For the
-engine that is a stop token like any other.
+Samples depend on seed and position alone. So the answer to a prompt is recorded once and known from
+then on. A request that shall end with its n-th token gets this token as its termination id. For the
+engine, the termination id is a stop token like any other.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class Chain:
     """What one graph holds.
 
     Attributes:
-        run: enqueues `links` layers, or calls, one behind the other.
+        run: enqueues `links` layers, or calls, one after the other.
         links: times are of one of them.
         captured: False where `run` cannot be captured; it is then launched as it is.
     """

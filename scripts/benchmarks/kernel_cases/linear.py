@@ -1,9 +1,9 @@
 """Matrix products of a decode step, beside cuBLAS.
 
-Each product is a chain over several layers' weights in one graph, so that the launch of a kernel
-beside the one before it counts and the weights come from memory. "layer" is a layer's products in
-turn, with the norms and SwiGLU between them, ours fused where the engine fuses; the qkv product's
-first columns stand for attention's output.
+Each product is a chain over several layers' weights in one graph. So the weights come from memory,
+and the launch of a kernel while the kernel before it runs counts too. "layer" is a layer's products
+in turn, with the norms and SwiGLU between them, ours fused where the engine fuses. The first
+columns of the qkv product stand for attention's output.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class DecodeRows:
 
 
 def prefill_rows(lengths: list[int], rule: FlushRule) -> tuple[PrefillRows, Tensor]:
-    """Whole prompts of these lengths, and where the rings begin behind them, int32 `[prompts]`."""
+    """Whole prompts of these lengths, and where the rings begin after them, int32 `[prompts]`."""
     ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     index = torch.arange(len(lengths), device="cuda")
     rows = PrefillRows(ends, torch.zeros_like(ends[1:]), index, index, torch.ones_like(ends[1:]))

@@ -38,7 +38,7 @@ class SerialAnswers:
 
         Args:
             ask: what it asks for.
-            tokens: with a number it may be cut short behind so many generated tokens.
+            tokens: with a number it may be cut short after so many generated tokens.
         """
         owner = None if "seed" in ask.sampling else ask.request_id
         key = repr((owner, ask.prompt, sorted(ask.sampling.items())))
@@ -58,7 +58,7 @@ class SerialAnswers:
         return request
 
     def sequence(self, ask: Ask) -> list[int]:
-        """Prompt and answer, as far as drafts may reach: on behind what ends the request, other
+        """Prompt and answer, as far as drafts may reach: on after what ends the request, other
         than a grammar."""
         most = ask.sampling["num_tokens_to_generate"] + MAX_DRAFTS
         most = min(most, MAX_SEQUENCE - len(ask.prompt))

@@ -145,7 +145,7 @@ def test_closing_the_engine_answers_everybody(tiny_model: torch.nn.Module) -> No
 
 
 def test_nobody_to_stream(make_tiny_engine: EngineFactory) -> None:
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="no unfinished request has the id 3: it was never added"):
         make_tiny_engine().stream(3)
 
 

@@ -21,8 +21,8 @@ class RankFound(NamedTuple):
     tokens: list[list[list[int]]]
     """By lookahead, by prompt."""
     megatrons: list[list[int]]
-    """By prompt: what Megatron's own forward on all ranks finds likeliest behind each of them; none
-    of a model with pipeline stages."""
+    """By prompt: the likeliest token after each of its tokens, by Megatron's own forward on all
+    ranks; none of a model with pipeline stages."""
     kind: str
     """Class of the served model."""
 

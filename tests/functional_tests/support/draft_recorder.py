@@ -1,4 +1,4 @@
-"""`DraftRecorder`: what was drafted behind which tokens."""
+"""`DraftRecorder`: what was drafted after which tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`DraftWatch`: who looks at what an engine's steps have drafted, behind which tokens."""
+"""`DraftWatch`: sees what an engine's steps have drafted, and after which tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DraftWatch(EngineListener):
             self.look(plan.step, slot, tokens, step.drafts[row].tolist())
 
     def room(self, slot: int, tokens: list[int]) -> int:
-        """Drafts that could be fed: behind the last place that a request may fill there is none."""
+        """Drafts that could be fed: none stands after the last place that a request may fill."""
         return int(self.slots.max_length[slot]) - 1 - len(tokens)
 
     def look(self, step: int, slot: int, tokens: list[int], drafts: list[int]) -> None:

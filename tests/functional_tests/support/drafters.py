@@ -1,7 +1,7 @@
 """Drafters that know the answers, for tests: always right, always wrong, and now this, now that.
 
-They are a part of the step, so they work on the device alone: a row's request is known by its seed,
-which the tests make the number of the request.
+Drafters are a part of the step, so they work on the device alone. A row's request is known by its
+seed: the tests set the seed to the number of the request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_async.ops.sampling.slot_records import Header
 
 
 class Oracle:
-    """Proposes what plain decoding says; nothing behind the end of what it knows.
+    """Proposes what plain decoding says; nothing after the end of the text that it knows.
 
     Args:
         answers: by seed, the whole sequence of a request, prompt and tokens.
@@ -55,7 +55,7 @@ class Oracle:
         self._answers[row, : len(answer)] = torch.tensor(answer)
 
     def propose(self, view: ContextGPUView, count: int) -> Tensor:
-        """The answers behind each row's last token."""
+        """The answers after each row's last token."""
         positions, seeds = self.places(view, count)
         self._answers = self._answers.to(positions.device)
         self._seeds = self._seeds.to(positions.device)

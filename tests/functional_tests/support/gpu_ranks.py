@@ -129,7 +129,7 @@ DRAFTING = {
     "stages": Drafting("gpu-mamba-mtp", "ngram", "pipeline", 3),
 }
 Drafts = dict[tuple[int, ...], list[int]]
-"""The drafts behind each sequence of tokens."""
+"""The drafts after each sequence of tokens."""
 
 
 def draft_alone(name: str) -> Drafts:

@@ -1,5 +1,5 @@
 """The smallest hybrid models that an engine serves: `AttentionModel` with a recurrent layer before
-and behind its attention, of Mamba-2, of Gated DeltaNet, or of each.
+and after its attention, of Mamba-2, of Gated DeltaNet, or of each.
 
 Of the layers they have all that keeps state: convolution and recurrence are the engine's own. In
 float64, as their attention.

@@ -1,11 +1,11 @@
 """`LateDevice`: a CPU device without threads that is as slow as its events allow.
 
-Launched work runs only when the host waits for something behind it, and then no more of it than
-that takes: a copy reads its host buffer at the last moment, samples arrive at the last moment, and
-a step runs after everything that the host did since its launch. So whatever the host changes too
-early, and whatever order no event enforces, goes wrong in every run and not once in a while, and a
-failure can be repeated and shrunk. `LateDevice.run` lets a stream get on, as a faster device would,
-and streams may be given that do their work as soon as they can.
+Launched work runs only when the host waits for later work, and then only as much as that wait
+needs. A copy reads its host buffer at the last moment. Samples arrive at the last moment. A step
+runs after everything that the host did since the step's launch. So a change that the host
+makes too early, and an order that no event enforces, goes wrong in every run and not once in a
+while. A failure can be repeated and shrunk. `LateDevice.run` lets a stream get on, as a faster
+device would. Some streams may be eager: they do their work as soon as they can.
 """
 
 from __future__ import annotations

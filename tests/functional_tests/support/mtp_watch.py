@@ -49,7 +49,7 @@ class WholeSequences:
         return self._known[key]
 
     def drafts(self, tokens: list[int], count: int, slot: int, records: Tensor) -> list[int]:
-        """What must be drafted behind `tokens`.
+        """The drafts that must follow `tokens`.
 
         Args:
             tokens: of the sequence, two at least.

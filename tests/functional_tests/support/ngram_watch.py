@@ -13,7 +13,7 @@ from megatron_async.ops.drafting.ngram_lookup import LONGEST, SEARCHED, SHORTEST
 
 
 def wanted_drafts(tokens: list[int], count: int, searched: int = SEARCHED) -> list[int]:
-    """What must be drafted behind `tokens`: what stood behind the longest match of the last ones,
+    """The drafts that must follow `tokens`: what followed the longest match of the last ones,
     of equal ones the latest; `count` tokens, all -1 where there is none."""
     known = tokens[max(len(tokens) - 1 - searched, 0) :]
     for length in range(LONGEST, SHORTEST - 1, -1):

@@ -173,8 +173,8 @@ def stops(engine: DynamicInferenceEngine) -> list[Result]:
 
 
 def shared(engine: DynamicInferenceEngine) -> list[Result]:
-    """Prompts begin alike; on several stages their first chunks begin behind blocks of others, and
-    evicted requests behind their own. The last stage alone knows the tokens there."""
+    """Prompts begin alike; on several stages their first chunks begin after blocks of others, and
+    evicted requests after their own. The last stage alone knows the tokens there."""
     is_split = stage_of(engine.context.model_config).count > 1
     futures = []
     for number, job in enumerate(JOBS):

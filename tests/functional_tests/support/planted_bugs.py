@@ -233,7 +233,7 @@ def surplus_and_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def starts_at_zero_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first chunk that begins behind shared blocks leaves its slot as the last owner left it."""
+    """A first chunk that begins after shared blocks leaves its slot as the last owner left it."""
     acquire = RequestSlots.acquire
 
     def acquire_as_if_begun(slots: RequestSlots, *args: Any, num_cached: int = 0) -> int:

@@ -39,7 +39,7 @@ def state_of_the_last_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request's first chunk goes on from what its slot holds."""
 
     def goes_on(inputs: Any, params: Any, pools: Any, rows: Any, base: Any, *others: Any) -> Any:
-        # Nothing is read at position 0: this is the same chunk, further behind.
+        # Nothing is read at position 0: this is the same chunk, further on.
         moved = rows._replace(first_positions=rows.first_positions.clamp(min=128))
         return inputs, params, pools, moved, base + 128, *others
 
@@ -78,7 +78,7 @@ def states_do_not_lag(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chunks_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that was taken back is run on the state that is behind it."""
+    """A chunk that was taken back is run on the state after it."""
     take_back = plan_rollback.take_back
 
     def repeat(*arguments: Any, repeats_chunks: bool) -> None:
@@ -88,7 +88,7 @@ def chunks_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def snapshot_of_the_wrong_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot holds the state behind the scan chunk in front of its own."""
+    """A snapshot holds the state after the scan chunk before its own."""
     plan = StateRows.plan
 
     def one_off(rows: StateRows, *arguments: Any) -> Any:

@@ -2,7 +2,7 @@
 
 TransformerEngine has no CPU kernels. These have the parameters that Megatron's wrappers of it have
 (`extensions/transformer_engine.py` of Megatron-Core 0.19.2): a norm's weight inside the linear
-layer behind it, and `weight0`, `weight1` and so on of experts.
+layer after it, and `weight0`, `weight1` and so on of experts.
 """
 
 from __future__ import annotations

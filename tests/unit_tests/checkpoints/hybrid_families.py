@@ -156,7 +156,7 @@ def save_hybrid(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> 
 def their_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     """Logits `[tokens, vocabulary]` of one sequence by transformers."""
     ids = torch.tensor([tokens])
-    # Always given: Bamba's own are wrong behind a cache. Mamba2 takes none.
+    # Always given: Bamba's own are wrong with a cache. Mamba2 takes none.
     places = {"position_ids": torch.arange(len(tokens))[None]}
     if model.config.model_type == "mamba2":
         places = {}

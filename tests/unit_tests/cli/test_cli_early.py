@@ -9,6 +9,7 @@ import pytest
 from cli_runs import fails
 
 from megatron_async.cli import main as cli
+from megatron_async.cli.output import describe
 
 LATE = """
 import contextlib, io, sys
@@ -42,9 +43,45 @@ def test_without_torch() -> None:
         "bench latency smolm2",
         "chat smolm2",
         "chat --lookahead -1",
+        "chat dummy:tiny",
+        "info smolm2",
+        "convert smolm2 /tmp/never",
+        "convert smollm2 /usr",
+        "replay /no/such.rec",
+        "replay /usr",
+        "simulate --rate 0",
+        "simulate --rate nan",
+        "simulate --num-requests 0",
+        "simulate --lookahead 100",
+        "simulate --max-requests 0",
+        "simulate --prompt-mean -3",
+        "simulate --target-tpot-ms 0",
+        "simulate --machine nope",
+        "simulate --draft-us -5 --forced-acceptance 0.5",
+        "simulate --draft-us 5",
+        "simulate --json /no/such/folder/x",
     ]
     done = subprocess.run([sys.executable, "-c", LATE, *lines], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("cause", "told"),
+    [
+        (OSError(28, "No space left on device"), "cannot write m: no space left on device"),
+        (ValueError("many words"), "cannot write m: no space left on device"
+         " (cause: ValueError: many words)"),
+        (ValueError("first\nTraceback\nOSError: no space left on device\n)"),
+         "cannot write m: no space left on device"),
+        (ValueError("first\nsecond"), "cannot write m: no space left on device"
+         " (cause: ValueError: first)"),
+        (KeyError(), "cannot write m: no space left on device (cause: KeyError: )"),
+    ],
+)  # fmt: skip
+def test_a_cause_is_one_line_and_nothing_is_said_twice(cause: Exception, told: str) -> None:
+    error = ValueError("cannot write m: no space left on device")
+    error.__cause__ = cause
+    assert describe(error) == told
 
 
 @pytest.mark.parametrize(
@@ -92,4 +129,15 @@ def test_log_probs_that_nobody_would_see(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_grammar_that_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) -> None:
     schema = '{"not": {}}'
     told = fails(capsys, "generate", "smollm2", "-p", "x", "--json-schema", schema)
-    assert '--json-schema: Unimplemented keys: ["not"]' in told
+    assert '--json-schema: Unimplemented keys: ["not"] (llguidance cannot hold' in told
+
+
+def test_help_needs_no_large_library() -> None:
+    """`--help`, and a TAB, which parses too, take 0.1 s; NumPy alone would add 0.2 s."""
+    code = (
+        "import sys; from megatron_async.cli.main import build_parser; build_parser()\n"
+        "print([name for name in ('numpy', 'torch', 'zmq', 'huggingface_hub', 'argcomplete') "
+        "if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -7,8 +7,10 @@ import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from cli_runs import TINY, fails
 
+from megatron_async.checkpoints.source import byte_bar
 from megatron_async.cli import main as cli
 from megatron_async.observe.generation_bar import line
 
@@ -69,3 +71,16 @@ def test_metrics_are_served_while_prompts_are_answered(capsys):
     assert "megatron_async_steps_total" in text
     capsys.readouterr()
     assert "choose a free port" in fails(capsys, *TINY, "--prompt", "1", "--metrics-port", "70000")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_bar_of_weights_is_drawn_on_a_terminal_alone(capsys, monkeypatch, is_terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    with byte_bar(100, show=True) as bar:
+        bar.update(60)
+    assert ("loading weights" in capsys.readouterr().err) == is_terminal
+
+
+def test_simulate_draws_no_bar_off_a_terminal(capsys):
+    assert cli.main(["simulate", "--num-requests", "5", "--lookahead", "1"]) == 0
+    assert capsys.readouterr().err == ""

@@ -103,7 +103,7 @@ def test_a_simulation_within_the_recording_is_no_guess(tmp_path, capsys):
     ("options", "message"),
     [
         (["--machine", "h100"], "--machine h100 is neither a file nor one of h200:"),
-        (["--rate", "0"], "rate=0.0"),
+        (["--rate", "0"], "--rate 0 must be above 0"),
         (["--lookahead", "-1"], "lookahead=-1"),
         (["--num-kv-blocks", "2"], "needs"),
         (["--prompt-mean", "9999"], "a mean length of 9999"),

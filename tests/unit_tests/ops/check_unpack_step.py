@@ -219,7 +219,7 @@ for (decode, query_lengths, dummies, padding, count, blocks, block_size), share 
         (feed_back_ops.feed_back_kernel, found, slots, ring, after),
     ):
         place(sampled, target, dims, device_words, its_slots, its_ring, its_after)
-    # What stands behind a chunk's one token is anybody's.
+    # Nothing defines what stands after a chunk's one token.
     truth_ring[:, decode:, 3:] = ring[:, decode:, 3:]
     assert torch.equal(ring, truth_ring), dims
     for name in vars(slots):

@@ -140,3 +140,17 @@ def test_windows():
     assert step_window(report, typical) == (900, 3900)  # steps 1 to 3
     timeline.add(Span("cpu", "no overlap: after_idle", 3, 0, 0))
     assert step_window(step_gaps(timeline), typical) == (900, 2900)  # not beyond idle time
+
+
+@pytest.mark.parametrize("gap_us", [110.0, 500.0, 900.0])
+def test_labels_of_percentiles_that_are_close_do_not_overlap(gap_us):
+    gaps = step_gaps(made_timeline()).gaps
+    gaps = [replace(gaps[0], gap_us=gap_us + i % 50) for i in range(100)]
+    median, late = by_class(histogram.gap_histogram(gaps), "mark-name")
+    spans = []
+    for label in (median, late):
+        x, width = float(label.get("x")), 7 * len(label.text)
+        spans.append((x - width, x) if "end" in label.get("class") else (x, x + width))
+        assert float(label.get("y")) - 12 > 0
+    (a, b), (c, d) = spans
+    assert b <= c or d <= a or abs(float(median.get("y")) - float(late.get("y"))) >= 12

@@ -3,6 +3,9 @@
 import benchmark_engine
 import pytest
 from benchmark_scripts import run_script
+from engine_loads.features import FEATURES, ONE
+
+from megatron_async import SamplingParams
 
 
 @pytest.mark.parametrize("load", benchmark_engine.LOADS)
@@ -25,24 +28,42 @@ def test_an_unknown_load_is_named_with_the_choices(capsys):
     assert all(load in message for load in benchmark_engine.LOADS)
 
 
+def test_every_feature_is_asked_of_the_engine():
+    """The sampling of each load differs from plain sampling: none is timed under a wrong name."""
+    asked = [repr(SamplingParams(temperature=0.0, **changes)) for changes in FEATURES.values()]
+    assert len(set(asked)) == len(asked)
+
+
 TINY = ("--model", "dummy:tiny", "--device", "cpu", "--prompt-tokens", 8, "--steps", 2)
 
 
 def test_events(tmp_path):
     options = ("--batch-size", 8, "--num-tokens", 48, "--lookahead", 1)
     record = run_script("benchmark_engine", tmp_path, "events", *TINY, *options)
-    assert record["benchmark"] == "events"
-    assert record["figures"][0]["rows"] > 0
+    (row,) = record["figures"]
+    assert 0 < row["rows"] <= 8
+    # Memory for 60 % of what the requests want: some are paused, and paused ones evicted.
+    assert row["pauses"] >= row["evictions"] > 0
+    assert row["steady_ms"] > 0
+    assert 0 < row["ahead"] <= 1
 
 
 def test_features(tmp_path):
     options = ("--batch-size", 2, "--windows", 1, "--rounds", 1)
     record = run_script("benchmark_engine", tmp_path, "features", *TINY, *options)
-    assert record["benchmark"] == "features"
-    assert record["figures"]
+    plain, *others = record["figures"]
+    assert (plain["feature"], plain["over_plain"], plain["cpu_over_plain"]) == ("plain", 1, 1)
+    assert [row["feature"] for row in others] == [*list(FEATURES)[1:], ONE]
+    for row in others:
+        assert row["over_plain"] == row["step_ms"] / plain["step_ms"]
+        assert row["cpu_over_plain"] == row["cpu_us"] / plain["cpu_us"]
+        assert row["overlap_ratio"] == 1
 
 
 def test_ranks_alone(tmp_path):
     record = run_script("benchmark_engine", tmp_path, "ranks", *TINY, "--batch-sizes", 2)
-    assert record["benchmark"] == "ranks"
-    assert record["figures"][0]["batch"] == 2
+    (row,) = record["figures"]
+    assert (row["batch"], row["lookahead"], row["rows"]) == (2, 1, 2)
+    assert row["tokens_per_row"] == pytest.approx(1)
+    assert row["agreement_us"] == 0, "a rank alone agrees with nobody"
+    assert record["settings"]["world_size"] == 1

@@ -123,6 +123,45 @@ def test_an_empty_folder_says_what_to_run(tmp_path, capsys):
 
 
 def test_figures_of_others_say_where_they_are_from():
-    for metric in ("step_ms", "attention_us"):
+    for metric in ("step_ms", "serving", "attention_us"):
         assert others()[metric]["source"]
         assert others()[metric]["by_model"]
+
+
+def throughput_figures(gpu, lookaheads=(0, 1), scale=1.0):
+    rates = {"smollm2-135m": (64.0, 256.0), "llama-3.1-8b": (16.0, 48.0)}
+    spread = {"p50": 20.0 * scale, "p99": 50.0 * scale}
+    rows = [
+        {"model": model, "rate": rate, "lookahead": lookahead, "ttft_ms": spread, "tpot_ms": spread}
+        for model, those in rates.items() for rate in those for lookahead in lookaheads
+    ]  # fmt: skip
+    return Figures(rows, gpu)
+
+
+def test_models_of_different_rates_have_axes_of_their_own():
+    figure = performance_plots.plot_throughput(throughput_figures(None))
+    ticks = [[t.get_text() for t in axis.get_xticklabels()] for axis in figure.axes[2:]]
+    assert ticks == [["64", "256"], ["16", "48"]]
+    assert not any("vLLM" in label for label in labels(figure))
+
+
+def test_the_picture_says_why_lookahead_1_has_a_later_first_token():
+    def note(figures):
+        return performance_plots.plot_throughput(figures).legends[0].get_title().get_text()
+
+    assert "up to one step later" in note(throughput_figures(None))
+    assert note(throughput_figures(None, lookaheads=(1,))) == ""
+    assert "vLLM: another day" in note(throughput_figures(H200))
+
+
+def test_a_saturated_engine_is_written_down_and_squeezes_no_curve():
+    figure = performance_plots.plot_throughput(throughput_figures(H200, scale=0.1))
+    small, large = figure.axes[:2]
+    assert small.get_ylim()[1] < 6
+    (text,) = small.texts
+    assert text.get_text().startswith("vLLM 0.24.0 at 256/s: 567, 99 %: 3,146")
+    assert large.texts, "114.8 is more than 4 times our 5"
+    figure = performance_plots.plot_throughput(throughput_figures(H200))
+    drawn = {line.get_label(): list(line.get_ydata()) for line in figure.axes[1].lines}
+    assert drawn["vLLM 0.24.0, median"] == [24.0, 40.2]
+    assert drawn["vLLM 0.24.0, 99 %"] == [72.5, 114.8]

@@ -83,7 +83,7 @@ def tokens_of(text: str, ends: bool = True) -> list[int]:
 
 
 def log_probs_of(tokens: Sequence[int], top_n: int = 2) -> TokenLogProbs:
-    """Log probs -1, -1.5 ...; the likeliest tokens are the token, and the ones behind it."""
+    """Log probs -1, -1.5 ...; the likeliest tokens are the token and those with the next ids."""
     chosen = -1 - 0.5 * np.arange(len(tokens), dtype=np.float32)
     ids = np.array(tokens, np.int32)[:, None] + np.arange(top_n, dtype=np.int32)
     top = chosen[:, None] - np.arange(top_n, dtype=np.float32)

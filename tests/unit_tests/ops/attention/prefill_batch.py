@@ -20,7 +20,7 @@ class PrefillBatch:
         max_tokens, rows, longest: what `refill` may ask for.
         poison: stands in the cache where no sequence does.
         unused_block: stands in block tables beyond a row's length.
-        first_key: queries behind this position do not see the keys before it.
+        first_key: queries after this position do not see the keys before it.
     """
 
     def __init__(

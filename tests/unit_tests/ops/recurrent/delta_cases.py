@@ -61,7 +61,7 @@ class Layer:
         return inputs[:, : self.conv_dim]
 
     def heads(self, inputs):
-        """q, k `[tokens, value heads, key_dim]` behind the convolution, not normalised, and v,
+        """q, k `[tokens, value heads, key_dim]` after the convolution, not normalised, and v,
         beta and g of a sequence, in float64."""
         shape = self.shape
         weight, dt_bias, a_log = (tensor.double() for tensor in self.params)
@@ -76,7 +76,7 @@ class Layer:
         return q, k, v.unflatten(1, (shape.value_heads, -1)), beta.sigmoid(), g
 
     def truth(self, inputs):
-        """Outputs of a sequence `[tokens, value_inner]`, and the state behind each token, in
+        """Outputs of a sequence `[tokens, value_inner]`, and the state after each token, in
         float64."""
         q, k, v, beta, g = self.heads(inputs)
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))

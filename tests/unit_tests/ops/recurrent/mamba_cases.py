@@ -60,7 +60,7 @@ class Layer:
         return inputs[:, self.d_inner : -self.heads]
 
     def truth(self, inputs):
-        """Outputs of a sequence `[tokens, d_inner]` and the state behind each token, in float64."""
+        """Outputs of a sequence `[tokens, d_inner]` and the state after each token, in float64."""
         weight, bias, dt_bias, a_log, d = (tensor.double() for tensor in self.params)
         _z, xbc, dt = inputs.double().split([self.d_inner, self.conv_dim, self.heads], dim=1)
         windows = F.pad(xbc, (0, 0, 3, 0)).unfold(0, 4, 1)

@@ -26,7 +26,7 @@ FEW_RULES = RULES[::2]
 
 
 def check_split(layer, ops, splits, steps=45, **options):
-    """A prompt in chunks, and decoding over several flushes behind it."""
+    """A prompt in chunks, and decoding over several flushes after it."""
     runner = Runner(layer, ops, **options)
     sequence = Sequence(layer, sum(splits) + steps, row=1)
     runner.prefill(sequence, *splits)
@@ -34,7 +34,7 @@ def check_split(layer, ops, splits, steps=45, **options):
 
 
 def check_packed(layer, ops, steps=20):
-    """Three prompts of uneven length in one step, another two behind them with decode rows, dummy
+    """Three prompts of uneven length in one step, another two after them with decode rows, dummy
     rows, empty chunks and padding."""
     runner = Runner(layer, ops, rows=6)
     lengths = (3, 141, 40, 1, 2)
@@ -77,7 +77,7 @@ def check_widths(layer, ops, widths=(1, 2, 3, 4), steps=14):
 
 
 def check_wide_row_is_causal(layer, ops, width=4):
-    """A query token's output does not depend on drafts behind it."""
+    """A query token's output does not depend on drafts after it."""
     outputs = []
     for _ in range(2):
         layer.random.manual_seed(3)
