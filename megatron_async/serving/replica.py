@@ -41,7 +41,7 @@ from megatron_async.serving.messages import (
     decode_for_replica,
 )
 from megatron_async.serving.replica_card import card_of
-from megatron_async.serving.replica_status import describe, ended_of, status_of
+from megatron_async.serving.replica_status import describe, ended_of, send_alone, status_of
 from megatron_async.serving.replica_texts import ReplicaTexts
 from megatron_async.serving.step_watch import StepWatch
 from megatron_async.serving.token_emitter import TokenEmitter
@@ -383,15 +383,7 @@ class Replica:
             ends, news = news.ends, msgspec.structs.replace(news, ends=[])
             connection.send(news)
             for ended in ends:
-                self._tell_alone(connection, ended)
-
-    def _tell_alone(self, connection: Outlet, ended: Ended) -> None:
-        try:
-            connection.send(StepTokens(ends=[ended]))
-        except UNSENDABLE as error:
-            text = f"the answer cannot be sent: {error}. Ask for fewer log probs or tokens."
-            failed = Ended(ended.number, "error", ("RequestError", text), replica=self.info.name)
-            connection.send(StepTokens(ends=[failed]))
+                send_alone(connection, ended, self.info.name)
 
     def _forget_all(self) -> None:
         """Abort all requests: their coordinator is lost, or has given them to other replicas."""

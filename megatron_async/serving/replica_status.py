@@ -1,4 +1,5 @@
-"""Messages of a replica to the coordinator about its engine: its description and its load."""
+"""Messages of a replica to the coordinator about its engine, its description and its load, and
+about requests that have ended."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from megatron_async.requests.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
 )
-from megatron_async.serving.messages import Ended, PromptLogProbs, ReplicaInfo, ReplicaStatus
+from megatron_async.serving.connection import Outlet
+from megatron_async.serving.messages import (
+    UNSENDABLE,
+    Ended,
+    PromptLogProbs,
+    ReplicaInfo,
+    ReplicaStatus,
+    StepTokens,
+)
 
 
 def status_of(
@@ -114,3 +123,19 @@ def _prompt_log_probs(request: DynamicInferenceRequest) -> PromptLogProbs | None
         return None
     top_n, words = found
     return PromptLogProbs(top_n, words.tobytes())
+
+
+def send_alone(connection: Outlet, ended: Ended, name: str) -> None:
+    """Tell of a request that has ended; if that cannot be sent, that it cannot.
+
+    Args:
+        connection: to the coordinator.
+        ended: what is told.
+        name: of the replica.
+    """
+    try:
+        connection.send(StepTokens(ends=[ended]))
+    except UNSENDABLE as error:
+        text = f"the answer cannot be sent: {error}. Ask for fewer log probs or tokens."
+        failed = Ended(ended.number, "error", ("RequestError", text), replica=name)
+        connection.send(StepTokens(ends=[failed]))
