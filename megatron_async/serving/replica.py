@@ -53,8 +53,7 @@ logger = logging.getLogger("megatron_async")
 
 RETRY_EVERY_S = LOOK_EVERY_S = 0.2
 WARN_AFTER_S = 5.0
-"""Seconds after which a replica without a coordinator logs a warning, and again at each doubling
-of the time."""
+"""A replica without a coordinator logs a warning after these seconds, and at each doubling."""
 _read_params = msgspec.msgpack.Decoder(SamplingParams).decode
 
 
