@@ -276,9 +276,9 @@ class Dispatcher(RequestBooks):
         self.counters["prefix_blocks"] += match
         request.give_to(replica)
         request.given_at = now
-        self._send(replica.identity, request.run())  # before the books: it waits for nothing else
         if is_sampled(trace := request.asked.traceparent):
             logger.info("%s goes to replica %s.", named(request.number, trace), replica.name)
+        self._send(replica.identity, request.run())  # before the books: it waits for nothing else
         if not replica.requests:
             replica.last_progress = now
         replica.given(request, hashes, match)

@@ -156,8 +156,10 @@ class GPTInferenceWrapper:
         if model.share_embeddings_and_output_weights:
             weight = model.shared_embedding_or_output_weight()
         config = self.inference_context.model_config
-        if tokens is None and config.use_mup and config.mup_output_mult != 1:
-            scaled = model.output_layer.scaled(hidden_states, weight, config.mup_output_mult)
+        layer = model.output_layer  # a model that others have built has its own
+        is_ours = isinstance(layer, InferenceOutputLayer)
+        if is_ours and tokens is None and config.use_mup and config.mup_output_mult != 1:
+            scaled = layer.scaled(hidden_states, weight, config.mup_output_mult)
             if scaled is not None:
                 return scaled
         if tokens is not None:

@@ -250,60 +250,64 @@ def _flush_row(
     has_saves: tl.constexpr,
     is_exact: tl.constexpr,
 ) -> None:
-    """A program's part of a row, if the row is due or is to be kept."""
+    """A program's part of a row, if the row is due or is to be kept.
+
+    A row that is neither has no units. It is not left out by a branch: in a loop, Triton 3.6 lets
+    the loads of the next turn overwrite what a product in a branch reads (docs/records/hybrid.md).
+    """
     before, after = tl.load(base_before + row), tl.load(base_after + row)
     save_row = tl.full((), -1, tl.int64)
     if has_saves:
         save_row = tl.load(saves + row).to(tl.int64)
-    if (after > before) | (save_row >= 0):
-        pool_row = tl.load(row_index + row).to(tl.int64)
-        layer = (tl.program_id(0) // parts).to(tl.int64)
-        part = tl.program_id(0) % parts
-        state += layer * state_layer
-        kept = state + save_row * state_row
-        state += pool_row * state_row
-        ring_xb += layer * xb_layer + pool_row * xb_row
-        ring_gates += layer * gates_layer + pool_row * gates_row
-        group_heads: tl.constexpr = heads * columns // (channels - heads * head_dim)
-        tiles: tl.constexpr = (head_dim + lanes - 1) // lanes
-        number, column = tl.arange(0, entries), tl.arange(0, columns)
-        for unit in range(part, heads * tiles, parts):
-            head = unit // tiles
-            lane = unit % tiles * lanes + tl.arange(0, lanes)
-            inside = lane < head_dim
-            place = state + (head * head_dim + lane)[:, None] * columns + column[None, :]
-            in_state = inside[:, None] & (column >= 0)[None, :]
-            stored = tl.load(place, mask=in_state, other=0.0)
-            s = stored.to(tl.float32)
-            right_channel = heads * head_dim + head // group_heads * columns
-            for turn in tl.static_range(turns):
-                position = before + turn * entries + number
-                due = position < after
-                entry = position % ring
-                gate = ring_gates + entry * (gates * heads) + head
-                decay = tl.load(gate, mask=due, other=0.0)
-                weight = tl.exp(tl.sum(decay, 0) - tl.cumsum(decay, 0))
-                if gates > 1:
-                    weight *= tl.load(gate + heads, mask=due, other=0.0)
-                source = ring_xb + entry * channels
-                left = tl.load(
-                    source[None, :] + (head * head_dim + lane)[:, None],
-                    mask=inside[:, None] & due[None, :],
-                    other=0.0,
-                )
-                right = tl.load(
-                    source[:, None] + right_channel + column[None, :], mask=due[:, None], other=0.0
-                )
-                weighed = right.to(tl.float32) * weight[:, None]
-                s = add_products(s * tl.exp(tl.sum(decay, 0)), left, weighed, is_exact)
-            tl.store(place, s.to(stored.dtype), mask=in_state)
-            if has_saves:
-                copy = kept + (head * head_dim + lane)[:, None] * columns + column[None, :]
-                tl.store(copy, s.to(stored.dtype), mask=in_state & (save_row >= 0))
-        if save_row >= 0:
-            conv += layer * conv_layer
-            for begin in range(part * lanes * 16, inputs, parts * lanes * 16):
-                element = begin + tl.arange(0, lanes * 16)
-                there = element < inputs
-                given = tl.load(conv + pool_row * conv_row + element, mask=there)
-                tl.store(conv + save_row * conv_row + element, given, mask=there)
+    wanted = (after > before) | (save_row >= 0)
+    pool_row = tl.load(row_index + row).to(tl.int64)
+    layer = (tl.program_id(0) // parts).to(tl.int64)
+    part = tl.program_id(0) % parts
+    state += layer * state_layer
+    kept = state + save_row * state_row
+    state += pool_row * state_row
+    ring_xb += layer * xb_layer + pool_row * xb_row
+    ring_gates += layer * gates_layer + pool_row * gates_row
+    group_heads: tl.constexpr = heads * columns // (channels - heads * head_dim)
+    tiles: tl.constexpr = (head_dim + lanes - 1) // lanes
+    number, column = tl.arange(0, entries), tl.arange(0, columns)
+    for unit in range(part, tl.where(wanted, heads * tiles, 0), parts):
+        head = unit // tiles
+        lane = unit % tiles * lanes + tl.arange(0, lanes)
+        inside = lane < head_dim
+        place = state + (head * head_dim + lane)[:, None] * columns + column[None, :]
+        in_state = inside[:, None] & (column >= 0)[None, :]
+        stored = tl.load(place, mask=in_state, other=0.0)
+        s = stored.to(tl.float32)
+        right_channel = heads * head_dim + head // group_heads * columns
+        for turn in tl.static_range(turns):
+            position = before + turn * entries + number
+            due = position < after
+            entry = position % ring
+            gate = ring_gates + entry * (gates * heads) + head
+            decay = tl.load(gate, mask=due, other=0.0)
+            weight = tl.exp(tl.sum(decay, 0) - tl.cumsum(decay, 0))
+            if gates > 1:
+                weight *= tl.load(gate + heads, mask=due, other=0.0)
+            source = ring_xb + entry * channels
+            left = tl.load(
+                source[None, :] + (head * head_dim + lane)[:, None],
+                mask=inside[:, None] & due[None, :],
+                other=0.0,
+            )
+            right = tl.load(
+                source[:, None] + right_channel + column[None, :], mask=due[:, None], other=0.0
+            )
+            weighed = right.to(tl.float32) * weight[:, None]
+            s = add_products(s * tl.exp(tl.sum(decay, 0)), left, weighed, is_exact)
+        tl.store(place, s.to(stored.dtype), mask=in_state)
+        if has_saves:
+            copy = kept + (head * head_dim + lane)[:, None] * columns + column[None, :]
+            tl.store(copy, s.to(stored.dtype), mask=in_state & (save_row >= 0))
+    if save_row >= 0:
+        conv += layer * conv_layer
+        for begin in range(part * lanes * 16, inputs, parts * lanes * 16):
+            element = begin + tl.arange(0, lanes * 16)
+            there = element < inputs
+            given = tl.load(conv + pool_row * conv_row + element, mask=there)
+            tl.store(conv + save_row * conv_row + element, given, mask=there)

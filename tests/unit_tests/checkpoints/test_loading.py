@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +71,12 @@ def test_nothing_is_copied_or_converted_on_the_host(model_path: Path):
     assert sum(copies.bytes) == 0
 
 
-def test_the_bar_counts_bytes_a_second(model_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_bar_counts_bytes_a_second(
+    model_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    load_model(model_path, torch.float32, CPU, progress=True)
+    assert not capsys.readouterr().err, "it is no terminal"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     load_model(model_path, torch.float32, CPU, progress=True)
     assert "B/s]" in capsys.readouterr().err
 

@@ -13,6 +13,7 @@ from megatron_async.ops.recurrent import delta_scan, flush, mamba_scan
 HOPPER = GPUTarget("cuda", 90, 32)
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")
 NUMBERS = {"tokens", "section_field", "decode_rows", "prefill_rows", "num_dests", "dummy_row"}
+NUMBERS |= {"rows"}
 ENDS_OF_NUMBERS = "_stride", "_layer", "_row"
 FLOATS = {"dt_in", "gates", "state", "ring_gates", "a_log", "d"}
 INTEGERS = {"starts", "first_positions", "read_rows", "write_rows", "base_after", "chunk_dest"}
@@ -78,7 +79,7 @@ def test_gated_delta(has_dest):
 def test_flush(has_saves):
     constants = {"heads": 64, "head_dim": 64, "columns": 128, "channels": 5120, "ring": 17}
     constants |= {"gates": 2, "parts": 16, "lanes": 32, "entries": 16, "turns": 1, "inputs": 24576}
-    constants |= {"has_saves": has_saves, "is_exact": False, "overlap": True}
+    constants |= {"has_saves": has_saves, "is_exact": False, "block": 4, "overlap": True}
     in_loops, in_branches = products(compiled(flush._flush_kernel, constants, 4, 3))
     assert in_loops >= 1
     assert in_branches == 0
