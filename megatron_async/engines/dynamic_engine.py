@@ -231,15 +231,15 @@ class DynamicInferenceEngine:
         """Prepare the next step and launch it after those in flight, without waiting.
 
         Returns:
-            the step; None if none was launched, because the engine is stopped, no request can run
-            before a step in flight is resolved (or at all), or more than `lookahead` are in flight.
+            the step; None if none was launched: the engine is stopped, no request can run before a
+            step in flight is resolved (or at all), or more than `lookahead` are in flight.
         """
         self.thread.check()
         if self.is_stopped or self.invalidation.is_draining or self._only_compiles:
             return None
-        if len(self.in_flight) > self.lookahead:
-            # A wait was interrupted (a cancelled `async_step`, Ctrl-C), or another coroutine is in
-            # one: a further step would overwrite buffers that these steps still use.
+        if self.booking.is_recovering or len(self.in_flight) > self.lookahead:
+            # The latter: a wait was interrupted (a cancelled `async_step`, Ctrl-C), or another
+            # coroutine is in one. A further step would overwrite buffers that steps still use.
             return None
         return self.launching.launch_next(self.group, self.lookahead, self.admission.is_compiling)
 

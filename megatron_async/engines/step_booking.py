@@ -60,6 +60,7 @@ class StepBooking:
         self._watch = watch
         self._launching = launching
         self._listeners = listeners
+        self._recovers_until = -1
 
     def book_oldest(self, group: RankGroup) -> list[StepOutput]:
         """Book the oldest step in flight, whose samples have arrived.
@@ -87,7 +88,17 @@ class StepBooking:
             # then wrote keys and values by tables of former owners, into blocks of anybody. Their
             # samples are dropped, and all requests are prefilled again, to the same tokens.
             self._context.evict_all()
+            self._recovers_until = self._in_flight[-1].plan.step
         return [output]
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether steps are in flight whose samples are dropped because a step before them failed.
+
+        No step is launched meanwhile: if these steps fail too, they would evict its requests, which
+        would fail with no step and begin again for ever.
+        """
+        return bool(self._in_flight) and self._in_flight[0].plan.step <= self._recovers_until
 
     def book(self, step: LaunchedStep) -> StepOutput:
         """Book a step whose samples have arrived; requests that it ends leave the engine."""
