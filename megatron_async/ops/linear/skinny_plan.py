@@ -218,8 +218,10 @@ def takes_squares(x: Tensor, weight: Tensor, groups: int, may_split: bool) -> bo
         groups: of elements that are normalised together, in each row.
         may_split: the caller can take partial sums.
     """
+    if groups > 1 or x.dtype == torch.float16:  # it would overflow before it is divided
+        return False
     plan = plan_product(x, weight, may_split=may_split)
-    return groups == 1 and isinstance(plan, OneRowPlan | ResidentPlan | WarpgroupPlan)
+    return isinstance(plan, OneRowPlan | ResidentPlan | WarpgroupPlan)
 
 
 @lru_cache

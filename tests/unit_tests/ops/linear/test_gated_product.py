@@ -109,3 +109,5 @@ def test_which_products_divide():
         (1, 8, wide, False), (1, 1, wide, True), (2, 1, wide, False),
     ):  # fmt: skip
         assert takes_squares(weight[:rows], weight, groups, True) is taken
+    half = narrow.to(HALF)
+    assert not takes_squares(half[:1], half, 1, True)
