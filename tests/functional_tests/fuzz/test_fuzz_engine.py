@@ -37,15 +37,18 @@ import os
 
 import pytest
 from engine_machine import EngineMachine
+from failing_machine import FailingMachine
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from planted_bugs import BUGS, Plant
 from small_grid import use_small_grid
 
+from megatron_async.engines.step_booking import StepBooking
 from megatron_async.text import structured_output
 
 SCHEDULES = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SCHEDULES", "240"))
 FIRST_SEED = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SEED", "0"))
+FAILING_SCHEDULES = SCHEDULES // 3
 TESTS = 1
 CALLS = 12
 """Calls of a schedule, before its requests run to their ends."""
@@ -74,10 +77,12 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_grid(monkeypatch.setattr)
 
 
-def fuzz(schedules: int, first_seed: int, *phases: Phase) -> None:
+def fuzz(
+    schedules: int, first_seed: int, *phases: Phase, machine: type[EngineMachine] = EngineMachine
+) -> None:
     """Play random schedules until one fails; with `Phase.shrink`, shrink that one."""
     run_state_machine_as_test(
-        seed(first_seed)(lambda: EngineMachine()),
+        seed(first_seed)(lambda: machine()),
         settings=settings(
             max_examples=schedules,
             stateful_step_count=CALLS,
@@ -105,6 +110,24 @@ def test_random_schedules_give_the_serial_answers(part: int) -> None:
     # Draws of one seed are alike, so a part may lack two; planted bugs show that each is alive.
     assert len(missing) <= 2, (missing, counts)
     assert counts["overlapped_steps"] > counts["steps"] / 3, counts  # serial engines among them
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_steps_that_fail_end_their_requests_alone() -> None:
+    before = FailingMachine.counts.copy()
+    fuzz(FAILING_SCHEDULES, FIRST_SEED, Phase.generate, Phase.shrink, machine=FailingMachine)
+    counts = FailingMachine.counts - before
+    # The schedules are worth their name.
+    assert min(counts["failed_steps"], counts["error"], counts["length"]) > FAILING_SCHEDULES / 2
+
+
+def test_endless_failures_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The livelock that such schedules were made for: steps launched while those behind a failed
+    one are in flight."""
+    monkeypatch.setattr(StepBooking, "is_recovering", False)
+    with pytest.raises(AssertionError, match=r"stuck|forgotten"):
+        fuzz(ENOUGH, FIRST_SEED, Phase.generate, machine=FailingMachine)
 
 
 @pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)

@@ -8,7 +8,7 @@ from fuzz_requests import COMPARED, CUT_SHORT, Ask, equal
 from serial_answers import SerialAnswers
 
 from megatron_async import DynamicInferenceEngine, Status
-from megatron_async.errors import RequestAborted, RequestError
+from megatron_async.errors import RequestAborted, RequestError, StepFailed
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.streaming import RequestStream, StreamChunk
 
@@ -25,6 +25,7 @@ class TrackedRequest:
         request: the engine's.
         emitted: tokens that steps have reported, in order.
         is_aborted: whether its owner has aborted it.
+        may_fail: whether it may end with a step that fails.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class TrackedRequest:
         self.request = future.result() if future.done() else engine.get_request(ask.request_id)
         self.future = future
         self.emitted: list[int] = []
-        self.is_aborted = False
+        self.is_aborted = self.may_fail = False
         self._readers: list[tuple[list[StreamChunk], asyncio.Task[None]]] = []
 
     def read(self, stream: RequestStream, loop: asyncio.AbstractEventLoop) -> None:
@@ -62,6 +63,11 @@ class TrackedRequest:
             assert request.finish_reason == "error"
             return
         assert request.generated_tokens == self.emitted
+        if self.may_fail and isinstance(request.error, StepFailed):
+            assert (request.status, request.finish_reason) == (Status.FAILED, "error")
+            answer = serial.answer(self._ask)
+            assert self.emitted == answer.generated_tokens[: len(self.emitted)]
+            return
         if self.is_aborted:
             answer = serial.answer(self._ask, len(self.emitted))
             assert request.finish_reason == "aborted"
@@ -85,6 +91,8 @@ class TrackedRequest:
             assert task.done(), f"a reader still waits for {self.request}"
             if self.is_aborted:
                 assert isinstance(task.exception(), RequestAborted)
+            elif isinstance(self.request.error, StepFailed):
+                assert isinstance(task.exception(), StepFailed)
             else:
                 assert task.exception() is None, task.exception()
             tokens = [token for chunk in chunks for token in chunk.tokens]

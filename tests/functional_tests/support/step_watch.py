@@ -43,7 +43,8 @@ class StepWatch:
         self._tries = 0
         self._in_flight = len(engine.in_flight)
         self._drains = engine.is_stopped or engine.invalidation.is_draining
-        self._must_launch = not self._drains and self._can_launch()
+        waits = self._drains or engine.booking.is_recovering
+        self._must_launch = not waits and self._can_launch()
 
     def after_step(self) -> None:
         """Check that the step launched what it could, waited for no more than it had to, and left
