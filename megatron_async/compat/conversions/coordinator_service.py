@@ -6,9 +6,9 @@ import asyncio
 import logging
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
+import msgspec
 
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates
@@ -23,7 +23,7 @@ from megatron_async.compat.conversions.service_ranks import (
 from megatron_async.compat.inference.data_parallel_inference_coordinator.coordinator import (
     DataParallelInferenceCoordinator,
 )
-from megatron_async.errors import JobFailed
+from megatron_async.errors import ConfigurationError, JobFailed
 from megatron_async.ranks.finishing import finish_together
 from megatron_async.ranks.rank_group import RankGroup
 
@@ -120,9 +120,9 @@ def share_seed(engine: DynamicInferenceEngine) -> None:
     from the seed and its own number, wherever it is served, and again after a replica is lost; so
     `offset_sampling_seed_by_dp_rank` has no effect behind a coordinator."""
     if place_in_job()[1] > 1:
-        said = [engine.context.config.inference_sampling_seed]
-        torch.distributed.broadcast_object_list(said, src=0)
-        engine.controller.sampling_rng.manual_seed(said[0])
+        seed = str(engine.context.config.inference_sampling_seed)
+        seeds = join_job().exchange("the sampling seed", seed)
+        engine.controller.sampling_rng.manual_seed(int(seeds[0]))
 
 
 def find_address(port: int | None, launches: bool, hostname: str | None) -> str:
@@ -145,17 +145,21 @@ def find_address(port: int | None, launches: bool, hostname: str | None) -> str:
             )
         return f"tcp://{host}:{port}"
     rank, ranks = place_in_job()
-    said: list[Any] = [None]
+    address, failure = "", None
     if rank == 0:
         try:
-            said = [_start(host, port)]
-        except Exception as error:  # the others wait in the collective, and must not for ever
-            said = [error]
+            address = _start(host, port)
+        except Exception as error:  # the others wait for the address, and must not for ever
+            failure = error
     if ranks > 1:
-        torch.distributed.broadcast_object_list(said, src=0)
-    if isinstance(said[0], Exception):
-        raise said[0]
-    return str(said[0])
+        said = msgspec.json.encode((address, str(failure or ""))).decode()
+        told = join_job().exchange("the coordinator's address", said)[0]
+        address, text = msgspec.json.decode(told, type=tuple[str, str])
+        if text and failure is None:
+            raise ConfigurationError(text)
+    if failure is not None:
+        raise failure
+    return address
 
 
 def _start(host: str, port: int | None) -> str:
