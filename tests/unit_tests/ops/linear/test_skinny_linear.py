@@ -1,4 +1,4 @@
-"""Products of few rows against torch: kernels by given plans, and the rule that chooses."""
+"""Products of few rows against torch: kernels by given plans."""
 
 import pytest
 import torch
@@ -14,18 +14,15 @@ from megatron_async.ops.linear.planned_products import (
 )
 from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_reference
 from megatron_async.ops.linear.skinny_plan import (
-    MAX_ROWS,
-    LongRowPlan,
-    OneRowPlan,
     ResidentPlan,
     TilePlan,
     WarpgroupPlan,
     adds_residual,
-    choose_plan,
     takes_unnormed,
 )
 from megatron_async.ops.linear.unnormed import Unnormed
 
+HALF, WHOLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SHAPES = {
     "smollm2-135m": (576, 1536, 49152),
@@ -65,90 +62,6 @@ def assert_close(found, expected, dtype, roundings=1):
     error = (found.double() - expected).norm(dim=-1)
     limit = roundings * TOLERANCE[dtype] * expected.norm(dim=-1)
     assert (error <= limit).all(), error / expected.norm(dim=-1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(
-    ("n", "k", "plan"),
-    [
-        (64, 64, OneRowPlan(4, 64, 2, 0)),
-        (37, 200, OneRowPlan(4, 256, 2, 0)),
-        (50, 576, OneRowPlan(2, 1024, 2, 0)),
-        (41, 576, OneRowPlan(8, 256, 4, 512)),  # several steps, the last one ragged
-        (6, 512, OneRowPlan(8, 128, 4, 0)),  # fewer outputs than a program takes
-    ],
-)
-@pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
-def test_one_row(n, k, plan, activation, dtype, device):
-    weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, device)
-    x = random(1, k, dtype=dtype, device=device)
-    found = one_row_product(x, weight, None, activation, plan)
-    assert found.dtype == dtype
-    assert_close(found, expected_product(x, weight, activation=activation), dtype)
-    if not activation:
-        bias = random(n, dtype=dtype, device=device)
-        found = one_row_product(x, weight, bias, "", plan)
-        assert_close(found, expected_product(x, weight, bias), dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(
-    ("product", "plan"),
-    [(one_row_product, OneRowPlan(4, 128, 2, 0)), (long_row_product, LongRowPlan(4, 4, 2))],
-)
-def test_added_to_the_residual(product, plan, dtype, device):
-    """As a product and the next norm's kernel: the product is rounded, then the sum."""
-    weight, x = weight_of(37, 200, dtype, device), random(1, 200, dtype=dtype, device=device)
-    stream = random(1, 40, dtype=dtype, device=device)[:, :37]
-    rounded = product(x, weight, None, "", plan)
-    found = product(x, weight, None, "", plan, stream)
-    assert torch.equal(found, (rounded.float() + stream.float()).to(dtype))
-    with pytest.raises(ValueError, match=r"must be \(1, 37\)"):
-        product(x, weight, None, "", plan, stream[:, :36])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(
-    ("n", "k", "plan"),
-    [
-        (37, 1000, LongRowPlan(4, 4, 2)),  # the last round has fewer tiles, the last tile less
-        (3, 64, LongRowPlan(4, 4, 3)),  # a part of one tile, fewer outputs than a program takes
-        (50, 2688, LongRowPlan(8, 4, 6)),
-    ],
-)
-@pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
-def test_long_row(n, k, plan, activation, dtype, device):
-    weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, device)
-    x = random(1, k, dtype=dtype, device=device)
-    found = long_row_product(x, weight, None, activation, plan)
-    assert found.dtype == dtype
-    assert_close(found, expected_product(x, weight, activation=activation), dtype)
-    if not activation:
-        bias = random(n, dtype=dtype, device=device)
-        found = long_row_product(x, weight, bias, "", plan)
-        assert_close(found, expected_product(x, weight, bias), dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("k", [256, 200])
-@pytest.mark.parametrize("block_k", [64, 256])
-@pytest.mark.parametrize("with_residual", [True, False])
-@pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
-def test_one_row_with_norm(k, block_k, with_residual, activation, dtype, device):
-    plan = OneRowPlan(4, block_k, 2, 0)
-    weight = weight_of(60, k, dtype, device)
-    x, residual = random(2, 1, k, dtype=dtype, device=device)
-    norm = random(k, dtype=dtype, device=device)
-    unnormed = Unnormed(x, residual if with_residual else None, norm, 1e-5)
-    found = one_row_product(unnormed, weight, None, activation, plan)
-    total = residual + x if with_residual else x
-    normed = F.rms_norm(total.double(), (k,), norm.double(), 1e-5)
-    assert torch.equal(unnormed.total, total)
-    assert with_residual or unnormed.total is x
-    assert_close(found, expected_product(normed, weight, activation=activation), dtype)
-    one_program = Unnormed(x, residual, norm, 1e-5)
-    one_row_product(one_program, weight[:3], None, "", plan)
-    assert torch.equal(one_program.total, residual + x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -277,99 +190,6 @@ TILE = TilePlan(16, 16, 64, 1, 1, 2, False, 0)
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-HALF, WHOLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype", [HALF, WHOLE, BRAIN])
-@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 33, 64])
-@pytest.mark.parametrize("outputs", [1, 100, 576, 960, 4096, 6144, 14336, 128256])
-@pytest.mark.parametrize("k", [64, 576, 1024, 1536, 2560, 4096, 14336])
-def test_plans_are_possible(rows, outputs, k, dtype):
-    itemsize = dtype.itemsize
-    for gated, may_split in ((False, False), (True, False), (False, True)):
-        plan = choose_plan(rows, outputs, k, dtype, gated, may_split)
-        if isinstance(plan, TilePlan):
-            stage = (plan.block_m + plan.block_n * (1 + gated)) * plan.block_k * itemsize
-            assert stage * (plan.stages - 1) <= 227 * 1024
-            assert plan.block_m >= rows
-            assert plan.splits == 1 or may_split
-            share = -(-k // (plan.splits * plan.block_k)) * plan.block_k
-            assert (plan.splits - 1) * share < k <= plan.splits * share
-            assert plan.ahead % 16 == 0
-            assert plan.ahead <= min(share, k) * itemsize
-            assert plan.block_n <= 32 * plan.warps or not plan.ahead
-        elif isinstance(plan, ResidentPlan):
-            assert dtype == BRAIN
-            # 32-bit registers of a thread: weights, and the rows of a product without a norm.
-            padded = -(-k // (16 * plan.warps)) * 16
-            weights = plan.block_n * padded * (1 + gated) // 64
-            assert weights <= 128
-            assert weights + plan.block_m * padded // 64 <= 192
-        elif isinstance(plan, WarpgroupPlan):
-            assert dtype == BRAIN
-            assert 16 < rows <= 64
-            weights = plan.chunks * plan.block_n * (1 + gated)
-            memory = (weights + plan.ring * 64) * plan.chunk * itemsize + 8 * (plan.chunks + 1)
-            assert memory <= 227 * 1024
-            assert 0 < plan.ring <= plan.chunks
-            assert plan.splits == 1 or may_split
-            share = plan.chunks * plan.chunk
-            assert (plan.splits - 1) * share < k <= plan.splits * share
-        elif isinstance(plan, LongRowPlan):
-            assert rows == 1
-            # Registers of a thread: tiles in flight, 4 each.
-            assert plan.block_n // plan.warps * plan.depth * (1 + gated) * 4 <= 64
-        elif plan is not None:
-            assert rows == 1
-            assert plan.ahead % 16 == 0
-            assert plan.ahead <= k * itemsize
-            assert plan.ahead == 0 or plan.block_n <= 32 * plan.warps
-            normed = choose_plan(1, outputs, k, dtype, gated, may_split, normed=True)
-            assert (normed.block_n, normed.block_k) == (plan.block_n, plan.block_k)
-            # Sums that a thread holds; 256 registers are all there are.
-            assert normed.block_n * normed.block_k * (1 + gated) <= 128 * 32 * normed.warps
-
-
-def test_what_is_cublass():
-    assert choose_plan(MAX_ROWS + 1, 576, 576, BRAIN, False, False) is None
-    assert choose_plan(0, 576, 576, BRAIN, False, False) is None
-    assert choose_plan(1, 576, 33, BRAIN, False, False) is None
-    assert choose_plan(16, 49152, 576, HALF, False, False) is None
-    assert choose_plan(17, 49152, 576, BRAIN, False, False) is None
-    assert choose_plan(1, 49152, 576, HALF, False, False) is not None
-    assert choose_plan(17, 576, 576, WHOLE, False, False) is None
-    assert choose_plan(16, 576, 576, WHOLE, False, False) is not None
-
-
-def test_which_weights_are_resident():
-    """Those that were measured to gain: narrow models' from two rows on, none of an 8B model."""
-
-    def is_resident(rows, outputs, k, gated=False, dtype=BRAIN):
-        return isinstance(choose_plan(rows, outputs, k, dtype, gated, True), ResidentPlan)
-
-    assert all(is_resident(rows, 960, 576) for rows in (2, 8, 16))
-    assert isinstance(choose_plan(32, 960, 576, BRAIN, False, False), ResidentPlan)
-    assert not is_resident(1, 960, 576)
-    assert is_resident(1, 1536, 576, gated=True)
-    assert not is_resident(33, 960, 576)
-    assert not is_resident(2, 960, 576, dtype=HALF)
-    assert is_resident(8, 3072, 2048)
-    assert not is_resident(16, 3072, 2048)
-    assert is_resident(16, 1024, 2048)
-    assert not is_resident(2, 8192, 2048, gated=True)
-    assert not is_resident(2, 4096, 4096)
-    assert is_resident(16, 49152, 576)
-    assert not is_resident(2, 128256, 4096)
-
-
-def test_partial_sums_are_normed_before():
-    assert takes_unnormed(torch.ones(1, 8))
-    assert not takes_unnormed(torch.ones(1, 1, 8))
-    assert not takes_unnormed(torch.ones(2, 8, dtype=BRAIN))  # no GPU
-    assert not takes_unnormed(torch.ones(1, 4096))
-    assert not adds_residual(torch.ones(1, 4), torch.ones(4, 8))  # no GPU
 
 
 @pytest.mark.gpu

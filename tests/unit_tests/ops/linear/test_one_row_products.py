@@ -1,0 +1,99 @@
+"""Products of one row against torch: short and long rows, with a norm, with a residual."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_skinny_linear import assert_close, expected_product, random, weight_of
+
+from megatron_async.ops.linear.planned_products import long_row_product, one_row_product
+from megatron_async.ops.linear.skinny_plan import LongRowPlan, OneRowPlan
+from megatron_async.ops.linear.unnormed import Unnormed
+
+
+@pytest.fixture(autouse=True)
+def same_numbers(poisoned_memory):
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("n", "k", "plan"),
+    [
+        (64, 64, OneRowPlan(4, 64, 2, 0)),
+        (37, 200, OneRowPlan(4, 256, 2, 0)),
+        (50, 576, OneRowPlan(2, 1024, 2, 0)),
+        (41, 576, OneRowPlan(8, 256, 4, 512)),  # several steps, the last one ragged
+        (6, 512, OneRowPlan(8, 128, 4, 0)),  # fewer outputs than a program takes
+    ],
+)
+@pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
+def test_one_row(n, k, plan, activation, dtype, device):
+    weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, device)
+    x = random(1, k, dtype=dtype, device=device)
+    found = one_row_product(x, weight, None, activation, plan)
+    assert found.dtype == dtype
+    assert_close(found, expected_product(x, weight, activation=activation), dtype)
+    if not activation:
+        bias = random(n, dtype=dtype, device=device)
+        found = one_row_product(x, weight, bias, "", plan)
+        assert_close(found, expected_product(x, weight, bias), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("product", "plan"),
+    [(one_row_product, OneRowPlan(4, 128, 2, 0)), (long_row_product, LongRowPlan(4, 4, 2))],
+)
+def test_added_to_the_residual(product, plan, dtype, device):
+    """The product is rounded, then the sum: the same bits as a product and an addition."""
+    weight, x = weight_of(37, 200, dtype, device), random(1, 200, dtype=dtype, device=device)
+    stream = random(1, 40, dtype=dtype, device=device)[:, :37]
+    rounded = product(x, weight, None, "", plan)
+    found = product(x, weight, None, "", plan, stream)
+    assert torch.equal(found, (rounded.float() + stream.float()).to(dtype))
+    with pytest.raises(ValueError, match=r"must be \(1, 37\)"):
+        product(x, weight, None, "", plan, stream[:, :36])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("n", "k", "plan"),
+    [
+        (37, 1000, LongRowPlan(4, 4, 2)),  # the last round has fewer tiles, the last tile less
+        (3, 64, LongRowPlan(4, 4, 3)),  # a part of one tile, fewer outputs than a program takes
+        (50, 2688, LongRowPlan(8, 4, 6)),
+    ],
+)
+@pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
+def test_long_row(n, k, plan, activation, dtype, device):
+    weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, device)
+    x = random(1, k, dtype=dtype, device=device)
+    found = long_row_product(x, weight, None, activation, plan)
+    assert found.dtype == dtype
+    assert_close(found, expected_product(x, weight, activation=activation), dtype)
+    if not activation:
+        bias = random(n, dtype=dtype, device=device)
+        found = long_row_product(x, weight, bias, "", plan)
+        assert_close(found, expected_product(x, weight, bias), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("k", [256, 200])
+@pytest.mark.parametrize("block_k", [64, 256])
+@pytest.mark.parametrize("with_residual", [True, False])
+@pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
+def test_one_row_with_norm(k, block_k, with_residual, activation, dtype, device):
+    plan = OneRowPlan(4, block_k, 2, 0)
+    weight = weight_of(60, k, dtype, device)
+    x, residual = random(2, 1, k, dtype=dtype, device=device)
+    norm = random(k, dtype=dtype, device=device)
+    unnormed = Unnormed(x, residual if with_residual else None, norm, 1e-5)
+    found = one_row_product(unnormed, weight, None, activation, plan)
+    total = residual + x if with_residual else x
+    normed = F.rms_norm(total.double(), (k,), norm.double(), 1e-5)
+    assert torch.equal(unnormed.total, total)
+    assert with_residual or unnormed.total is x
+    assert_close(found, expected_product(normed, weight, activation=activation), dtype)
+    one_program = Unnormed(x, residual, norm, 1e-5)
+    one_row_product(one_program, weight[:3], None, "", plan)
+    assert torch.equal(one_program.total, residual + x)

@@ -1,0 +1,106 @@
+"""The rule that chooses a product's kernel: possible plans, and the cases that cuBLAS keeps."""
+
+import pytest
+import torch
+from test_skinny_linear import BRAIN, HALF, WHOLE
+
+from megatron_async.ops.linear.skinny_plan import (
+    MAX_ROWS,
+    LongRowPlan,
+    ResidentPlan,
+    TilePlan,
+    WarpgroupPlan,
+    adds_residual,
+    choose_plan,
+    takes_unnormed,
+)
+
+
+@pytest.mark.parametrize("dtype", [HALF, WHOLE, BRAIN])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 33, 64])
+@pytest.mark.parametrize("outputs", [1, 100, 576, 960, 4096, 6144, 14336, 128256])
+@pytest.mark.parametrize("k", [64, 576, 1024, 1536, 2560, 4096, 14336])
+def test_plans_are_possible(rows, outputs, k, dtype):
+    itemsize = dtype.itemsize
+    for gated, may_split in ((False, False), (True, False), (False, True)):
+        plan = choose_plan(rows, outputs, k, dtype, gated, may_split)
+        if isinstance(plan, TilePlan):
+            stage = (plan.block_m + plan.block_n * (1 + gated)) * plan.block_k * itemsize
+            assert stage * (plan.stages - 1) <= 227 * 1024
+            assert plan.block_m >= rows
+            assert plan.splits == 1 or may_split
+            share = -(-k // (plan.splits * plan.block_k)) * plan.block_k
+            assert (plan.splits - 1) * share < k <= plan.splits * share
+            assert plan.ahead % 16 == 0
+            assert plan.ahead <= min(share, k) * itemsize
+            assert plan.block_n <= 32 * plan.warps or not plan.ahead
+        elif isinstance(plan, ResidentPlan):
+            assert dtype == BRAIN
+            # 32-bit registers of a thread: weights, and the rows of a product without a norm.
+            padded = -(-k // (16 * plan.warps)) * 16
+            weights = plan.block_n * padded * (1 + gated) // 64
+            assert weights <= 128
+            assert weights + plan.block_m * padded // 64 <= 192
+        elif isinstance(plan, WarpgroupPlan):
+            assert dtype == BRAIN
+            assert 16 < rows <= 64
+            weights = plan.chunks * plan.block_n * (1 + gated)
+            memory = (weights + plan.ring * 64) * plan.chunk * itemsize + 8 * (plan.chunks + 1)
+            assert memory <= 227 * 1024
+            assert 0 < plan.ring <= plan.chunks
+            assert plan.splits == 1 or may_split
+            share = plan.chunks * plan.chunk
+            assert (plan.splits - 1) * share < k <= plan.splits * share
+        elif isinstance(plan, LongRowPlan):
+            assert rows == 1
+            # Registers of a thread: tiles in flight, 4 each.
+            assert plan.block_n // plan.warps * plan.depth * (1 + gated) * 4 <= 64
+        elif plan is not None:
+            assert rows == 1
+            assert plan.ahead % 16 == 0
+            assert plan.ahead <= k * itemsize
+            assert plan.ahead == 0 or plan.block_n <= 32 * plan.warps
+            normed = choose_plan(1, outputs, k, dtype, gated, may_split, normed=True)
+            assert (normed.block_n, normed.block_k) == (plan.block_n, plan.block_k)
+            # Sums that a thread holds; 256 registers are all there are.
+            assert normed.block_n * normed.block_k * (1 + gated) <= 128 * 32 * normed.warps
+
+
+def test_what_is_cublass():
+    assert choose_plan(MAX_ROWS + 1, 576, 576, BRAIN, False, False) is None
+    assert choose_plan(0, 576, 576, BRAIN, False, False) is None
+    assert choose_plan(1, 576, 33, BRAIN, False, False) is None
+    assert choose_plan(16, 49152, 576, HALF, False, False) is None
+    assert choose_plan(17, 49152, 576, BRAIN, False, False) is None
+    assert choose_plan(1, 49152, 576, HALF, False, False) is not None
+    assert choose_plan(17, 576, 576, WHOLE, False, False) is None
+    assert choose_plan(16, 576, 576, WHOLE, False, False) is not None
+
+
+def test_which_weights_are_resident():
+    """Those that were measured to gain: narrow models' from two rows on, none of an 8B model."""
+
+    def is_resident(rows, outputs, k, gated=False, dtype=BRAIN):
+        return isinstance(choose_plan(rows, outputs, k, dtype, gated, True), ResidentPlan)
+
+    assert all(is_resident(rows, 960, 576) for rows in (2, 8, 16))
+    assert isinstance(choose_plan(32, 960, 576, BRAIN, False, False), ResidentPlan)
+    assert not is_resident(1, 960, 576)
+    assert is_resident(1, 1536, 576, gated=True)
+    assert not is_resident(33, 960, 576)
+    assert not is_resident(2, 960, 576, dtype=HALF)
+    assert is_resident(8, 3072, 2048)
+    assert not is_resident(16, 3072, 2048)
+    assert is_resident(16, 1024, 2048)
+    assert not is_resident(2, 8192, 2048, gated=True)
+    assert not is_resident(2, 4096, 4096)
+    assert is_resident(16, 49152, 576)
+    assert not is_resident(2, 128256, 4096)
+
+
+def test_partial_sums_are_normed_before():
+    assert takes_unnormed(torch.ones(1, 8))
+    assert not takes_unnormed(torch.ones(1, 1, 8))
+    assert not takes_unnormed(torch.ones(2, 8, dtype=BRAIN))  # no GPU
+    assert not takes_unnormed(torch.ones(1, 4096))
+    assert not adds_residual(torch.ones(1, 4), torch.ones(4, 8))  # no GPU
