@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 from engine_machine import EngineMachine, needs_a_request, runs, some_request
+from fuzz_requests import Ask, asks
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
@@ -68,6 +69,16 @@ class FailingMachine(EngineMachine):
     def every_step_of_a_request_fails(self, which: int) -> None:
         self._poison = self._pick(which)
         self.script.append(f"# from now on all steps of request {self._poison} fail")
+
+    @runs
+    @rule(ask=asks, times=st.integers(1, MOST_FAILURES), late=st.booleans())
+    def a_request_whose_steps_fail_comes(self, ask: Ask, times: int, late: bool) -> None:
+        """Steps that are in flight without this request fail as well."""
+        self.step_modern(2)
+        self.steps_fail(times, late)
+        self.add_requests([ask])
+        if ask.request_id in self.unfinished:
+            self.every_step_of_a_request_fails(sorted(self.unfinished).index(ask.request_id))
 
     def _finish(self) -> None:
         self._failures = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from typing import Any
 
 from ranks import run_ranks
@@ -12,12 +11,13 @@ from ranks import run_ranks
 PROMPTS = [[1, 2, 3], list(range(40, 90)), [7], list(range(30)), [5, 6], [9] * 17, [4], [8, 1]]
 TOGETHER_S = 0.01
 """Requests of a burst come within about so long of each other."""
-GAP_S = 0.4
-"""Idle engines sleep for longer than a burst takes; on a slow machine the gap is shorter."""
-SCHEDULES = (
-    # Number of the prompt, after how many gaps it comes: rank 1 idles, then 0, then both.
-    ((0, 0), (1, 0), (2, 0), (3, 0), (6, 3)),
-    ((4, 1), (5, 1), (7, 3)),
+GAP_S = 0.2
+"""How long all ranks are idle between two bursts."""
+BURSTS = (
+    # Numbers of the prompts, by rank: one rank idles, then the other, then both have work.
+    ((0, 1, 2, 3), ()),
+    ((), (4, 5)),
+    ((6,), (7,)),
 )
 
 
@@ -35,26 +35,29 @@ def _params(number: int) -> Any:
     return SamplingParams(num_tokens_to_generate=6 + number, termination_id=-1, **kind)
 
 
-async def _serve(engine: Any, schedule: Sequence[tuple[int, int]], rank: int) -> dict[int, Any]:
+async def _serve(engine: Any, rank: int) -> dict[int, Any]:
     """Answers of a rank's requests, by number of the prompt."""
     from megatron_async.communication.bootstrap import join_job
 
     randomly = random.Random(rank)
-    loop = asyncio.create_task(engine.run_engine())
+    job, loop = join_job(), asyncio.create_task(engine.run_engine())
+    answers = {}
 
-    async def ask(number: int, gaps: int) -> list[int]:
-        await asyncio.sleep(gaps * GAP_S + randomly.random() * TOGETHER_S)
+    async def ask(number: int) -> None:
+        await asyncio.sleep(randomly.random() * TOGETHER_S)
         request = await engine.add_request(number, PROMPTS[number], _params(number))
-        return list(request.generated_tokens)
+        answers[number] = list(request.generated_tokens)
 
-    answers = await asyncio.gather(*(ask(*arrival) for arrival in schedule))
-    # The other rank may still need this one's experts.
-    await asyncio.to_thread(join_job().exchange, "all are answered", "")
+    for number, burst in enumerate(BURSTS):
+        await asyncio.gather(*map(ask, burst[rank]))
+        # The next burst begins when this one has ended on all ranks, however slow they are.
+        await asyncio.to_thread(job.exchange, f"burst {number} is answered", "")
+        await asyncio.sleep(GAP_S)
     while engine.has_unfinished_requests():
         await asyncio.sleep(0.005)
     loop.cancel()
     await asyncio.wait([loop])
-    return dict(zip((number for number, _ in schedule), answers, strict=True))
+    return answers
 
 
 def _on_a_rank() -> tuple[dict[int, Any], int, int, int]:
@@ -70,8 +73,7 @@ def _on_a_rank() -> tuple[dict[int, Any], int, int, int]:
             return has_started()
 
         consensus._communicator.has_started = watched
-        schedule = SCHEDULES[llm.data_parallel_rank]
-        answers = asyncio.run(_serve(llm.engine, schedule, llm.data_parallel_rank))
+        answers = asyncio.run(_serve(llm.engine, llm.data_parallel_rank))
         statistics = llm.engine.statistics
         return answers, statistics.steps, statistics.dummy_steps, looks
 
@@ -87,5 +89,5 @@ def test_arrivals_at_random_times_with_idle_gaps():
     assert steps == other_steps
     for _, steps, dummy_steps, looks in ranks:
         assert 0 < dummy_steps < steps
-        # Idle for most of a second: a look every two milliseconds would be 400 more.
+        # Idle for 0.6 s at least: a look every two milliseconds would be 300 more.
         assert looks < 3 * steps + 60
