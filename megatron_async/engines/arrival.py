@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 from megatron_async.devices import Event
 
@@ -24,13 +25,12 @@ TOLD_WITHIN_S = 0.05
 notices that other ranks are lost."""
 
 
-async def arrival(event: Event, wait: Callable[[Event], None]) -> None:
+async def arrival(event: Event, wait: Callable[[Event], Coroutine[Any, Any, None]]) -> None:
     """Wait for `event` while other coroutines run.
 
     Args:
         event: recorded.
-        wait: blocks until the event is reached, and handles an event that failed. A long wait is
-            called on a thread of its own.
+        wait: does the same with a thread, and handles an event that failed: for long waits.
 
     Raises:
         Exception: what `wait` raises.
@@ -54,7 +54,7 @@ async def arrival(event: Event, wait: Callable[[Event], None]) -> None:
             await asyncio.sleep(0)
             answer = _ask(event)
     if answer is not Answer.REACHED:
-        await asyncio.to_thread(wait, event)
+        await wait(event)
 
 
 class Answer(Enum):

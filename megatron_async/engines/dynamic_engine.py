@@ -205,7 +205,7 @@ class DynamicInferenceEngine:
             for _ in range(self._num_due(launched)):
                 oldest = self.in_flight[0]
                 with self.tracer.range("resolve", oldest.plan.step):
-                    await arrival(oldest.ready, self.group.wait)
+                    await arrival(oldest.ready, self.group.wait_async)
                 if self.pausing.is_closed or not self.in_flight or self.in_flight[0] is not oldest:
                     break  # while this coroutine waited, another one stepped or closed the engine
                 outputs += self.booking.book_oldest(self.group)

@@ -160,10 +160,14 @@ class Pausing:
         with engine.job.giving_up(engine.group):
             engine.group.stop_together(True)
             while engine.group.must_keep_up:
-                engine.launch_dummy_step()
+                # First: an `async_step` that waits for samples has as many steps in flight as there
+                # are buffers, and a further one would overwrite the samples of the oldest.
                 self._resolve_down_to(engine.lookahead, engine)
+                engine.launch_dummy_step()
             self._resolve_down_to(0, engine)
         engine.statistics.drained = True
+        if self.undelivered:  # also where the engine's loop waits for requests
+            engine.requests.wake()
 
     def _resolve_down_to(self, in_flight: int, engine: DynamicInferenceEngine) -> None:
         while len(engine.in_flight) > in_flight:

@@ -17,8 +17,8 @@ async def finish_together(
     engine: DynamicInferenceEngine, place: RankPlace, timeout_s: float | None = FINISH_TIMEOUT_S
 ) -> None:
     """On a leader whose engine runs as a task: wait, before you cancel the task, until the leaders
-    of all replicas have called this. If replicas share experts, the others need this rank's until
-    then.
+    of all replicas have called this and have nothing left to do. If replicas share experts, the
+    others need this rank's until then.
 
     Args:
         engine: of this rank.
@@ -29,6 +29,12 @@ async def finish_together(
         RankLost, CommunicationTimeout: a leader has died, or has not called in time.
     """
     exchange, ranks = join_job().exchange, place.primary_ranks
+    # A report alone begins a round, too: after the exchange nobody may answer any more.
+    await _until_idle(engine)
     await asyncio.to_thread(exchange, "the end of serving", "", ranks, timeout_s)
+    await _until_idle(engine)
+
+
+async def _until_idle(engine: DynamicInferenceEngine) -> None:
     while engine.has_unfinished_requests():
         await asyncio.sleep(1e-3)

@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, override
 
 from megatron_async.contexts.step_plan import StepPlan
@@ -24,6 +25,8 @@ WATCH_EVERY_S = 0.05
 """Seconds between two checks whether the other ranks are alive, during a wait for the device."""
 LOSS_TIMEOUT_S = 5.0
 """Seconds after a rank's death within which the others know of it."""
+LOOK_AGAIN_S = 0.01
+"""Seconds between two looks whether they know of one."""
 
 
 class Channel(Protocol):
@@ -148,6 +151,10 @@ class RankGroup:
         """
         event.wait()
 
+    async def wait_async(self, event: Event) -> None:
+        """`wait` while other coroutines run: a thread waits for the event, and for nothing else."""
+        await asyncio.to_thread(event.wait)
+
     def resolving(self, step: LaunchedStep) -> None:
         """The oldest step is booked next; its samples are there.
 
@@ -187,6 +194,7 @@ class ConnectedGroup(RankGroup):
     def check_alive(self) -> None:
         self._check_alive()
 
+    @override
     def wait(self, event: Event) -> None:
         try:
             while not event.wait_for(WATCH_EVERY_S):
@@ -195,12 +203,31 @@ class ConnectedGroup(RankGroup):
         except JobFailed:
             raise
         except Exception:
-            # A broken stream: if that is because a rank died, it is known a little later.
-            deadline = time.monotonic() + LOSS_TIMEOUT_S
-            while time.monotonic() < deadline:
-                self._check_alive()
-                time.sleep(0.01)
+            for _ in self._looks_for_the_dead():
+                time.sleep(LOOK_AGAIN_S)
             raise
+
+    @override
+    async def wait_async(self, event: Event) -> None:
+        try:
+            while not await asyncio.to_thread(event.wait_for, WATCH_EVERY_S):
+                # Not in the thread: meanwhile the loop may send to the same ranks and hear them.
+                self._check_alive()
+                self._look()
+        except JobFailed:
+            raise
+        except Exception:
+            for _ in self._looks_for_the_dead():
+                await asyncio.sleep(LOOK_AGAIN_S)
+            raise
+
+    def _looks_for_the_dead(self) -> Iterator[None]:
+        """A stream broke: if that is because a rank died, it is known a little later, and raised
+        here."""
+        deadline = time.monotonic() + LOSS_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self._check_alive()
+            yield
 
     @abstractmethod
     def _look(self) -> None:

@@ -65,7 +65,7 @@ class RequestRegistry:
         self._ended: list[DynamicInferenceRequest] = []
         self._numbers = count()
         self._own_loop: asyncio.AbstractEventLoop | None = None
-        self._was_added = False
+        self._is_due = False
         self._is_closed = False
         self.news = Signal()
         self.readers = StreamWakeups()
@@ -99,8 +99,7 @@ class RequestRegistry:
         self._entries[entry.request.request_id] = entry
         if entry.request.traceparent:
             self.traces.added(entry.request)
-        self._was_added = True
-        self.news.notify()
+        self.wake()
 
     def withdraw(self, entry: RequestEntry) -> bool:
         """Remove a request as if it had never been added; returns whether it was there."""
@@ -116,12 +115,17 @@ class RequestRegistry:
                 f"request id {request_id} is in use by an unfinished request: choose another."
             )
 
+    def wake(self) -> None:
+        """A step is due, if only to report: `wait_for_one` returns."""
+        self._is_due = True
+        self.news.notify()
+
     async def wait_for_one(self) -> None:
-        """Wait until a request has been added since the last wait, or is unfinished; or until
-        there will be none any more."""
-        while not self._entries and not self._was_added and not self._is_closed:
+        """Wait until a request has been added since the last wait, or is unfinished, or `wake` was
+        called; or until there will be no request any more."""
+        while not self._entries and not self._is_due and not self._is_closed:
             await self.news.wait()
-        self._was_added = False
+        self._is_due = False
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._entries

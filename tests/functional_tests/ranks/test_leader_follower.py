@@ -14,8 +14,9 @@ from harness import TINY, assert_all_is_back, drain, greedy, make_engine, make_m
 from memory_channel import FollowingEngine
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
+from megatron_async.engines import arrival
 from megatron_async.errors import JobFailed, RankLost, RanksDisagree, StepFailed
-from megatron_async.ranks import leader
+from megatron_async.ranks import leader, rank_group
 
 PROMPTS = random_prompts(5, (3, 40, 11, 1, 26), TINY.vocab_size)
 PARAMS = [
@@ -326,3 +327,44 @@ def test_followers_know_the_trace_of_a_request(pair_of: Any) -> None:
     drain(pair.leader)
     pair.end()
     assert [pair.following.ended[number].traceparent for number in (1, 2)] == [trace, ""]
+
+
+def test_one_thread_reads_what_followers_send(
+    pair_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long wait for samples takes a thread, while the event loop may stop the engine: both would
+    read one socket."""
+    pair = pair_of()
+    channel, readers, waited = pair.following.channel, set(), []
+    reports, compute = channel.reports, pair.leader.controller._compute_step
+    monkeypatch.setattr(arrival, "TOLD_WITHIN_S", 0.001)
+    monkeypatch.setattr(rank_group, "WATCH_EVERY_S", 0.005)
+
+    def read() -> Any:
+        readers.add(threading.current_thread())
+        return reports()
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.02)
+        return compute(*arguments)
+
+    async def wait(event: Any) -> None:
+        waited.append(event)
+        await wait_async(event)
+
+    wait_async = pair.leader.group.wait_async
+    monkeypatch.setattr(channel, "reports", read)
+    monkeypatch.setattr(pair.leader.controller, "_compute_step", slow)
+    monkeypatch.setattr(pair.leader.group, "wait_async", wait)
+
+    async def serve() -> None:
+        loop = asyncio.create_task(pair.leader.run_engine())
+        await pair.leader.add_request(0, PROMPTS[0], PARAMS[0])
+        loop.cancel()
+        await asyncio.wait([loop])
+
+    asyncio.run(serve())
+    drain(pair.leader)
+    assert len(waited) > 5
+    assert readers == {threading.current_thread()}
+    pair.end()
