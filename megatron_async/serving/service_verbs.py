@@ -58,6 +58,7 @@ class Question:
         asker: identity of the client.
         number: the client's.
         what: the verb.
+        fields: its arguments.
         waiting: identities of replicas that have not answered.
         answers: of the others, by name.
         failures: of those that could not, by name.
@@ -66,6 +67,7 @@ class Question:
     asker: bytes
     number: int
     what: str
+    fields: Mapping[str, Any]
     waiting: set[bytes]
     answers: dict[str, Any] = field(default_factory=dict)
     failures: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -235,7 +237,7 @@ class ServiceVerbs:
             for identity, replica in self._books.replicas.items()
             if not replica.state.is_departing
         }
-        question = Question(asker, ask.number, ask.what, there)
+        question = Question(asker, ask.number, ask.what, ask.fields, there)
         key = self._next
         self._next += 1
         self._questions[key] = question
@@ -259,6 +261,7 @@ class ServiceVerbs:
             if question.what == "wake":
                 self._go_on(self._books.replicas.values())
             elif question.what == "signal":
+                confirm = Do(UNASKED, "confirm", question.fields)
                 for replica in self._books.replicas.values():
-                    self._books.tell(replica.identity, Do(UNASKED, "confirm"))
+                    self._books.tell(replica.identity, confirm)
         self._books.tell(question.asker, answer)

@@ -94,9 +94,10 @@ class CoordinatedStates:
         self._tell()
         return True
 
-    def confirm(self) -> None:
-        """All engines have done what they were told last."""
-        if self._next is None:
+    def confirm(self, signal: Signal) -> None:
+        """All engines have followed a signal. One that changes no state may be confirmed while the
+        next signal is under way: that says nothing of the state."""
+        if self._next is None or signal not in STEPS or STEPS[signal][1] is not self.state:
             return
         self._has_resumed |= self.state is EngineState.RESUMING
         self.state, self._next = self._next, None

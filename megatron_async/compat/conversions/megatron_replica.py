@@ -105,8 +105,9 @@ class MegatronReplica(Replica):
     ) -> tuple[dict[str, Any], tuple[str, str] | None]:
         """Do what the coordinator asks; "signal" and "confirm" are Megatron's words."""
         if what == "confirm":
-            self._states.confirm()
-            self._served.group.tell(CONFIRM)
+            signal = Signal(fields["signal"])
+            self._states.confirm(signal)
+            self._served.group.tell(CONFIRM, signal.value)
             if self._states.state.name == "STOPPED":
                 self.leave()
                 self.leave()  # at once: what is unfinished is the stopped engine's no more

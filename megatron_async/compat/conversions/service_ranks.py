@@ -33,7 +33,7 @@ SIZES: dict[str, Callable[[], int]] = {
 LAST_WORD_S = 5.0
 """Seconds that a follower whose task is cancelled waits for its leader's end."""
 CONFIRM = "CONFIRM"
-"""What a leader tells its followers beside signals: all engines have followed the last one."""
+"""What a leader tells its followers beside signals: all engines have followed this one."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class FollowerTask:
 
         async def take_in() -> None:
             if what == CONFIRM:
-                self._states.confirm()
+                self._states.confirm(Signal(value))
             else:
                 self._states.begin(Signal(what))
 

@@ -83,7 +83,14 @@ def test_states_change_when_all_engines_have_done_it(tiny_model: torch.nn.Module
         client.start()
         seen = []
         confirm = engine.coordinated.confirm
-        engine.coordinated.confirm = lambda: (seen.append(engine.state), confirm())
+
+        def note(signal: Signal) -> None:
+            before = engine.state
+            confirm(signal)
+            if engine.state is not before:
+                seen.append(before)
+
+        engine.coordinated.confirm = note
         futures = [client.add_request(prompt, greedy_params(40)) for prompt in PROMPTS]
         client.suspend_engines()  # ignored: they are not paused
         client.set_generation_epoch(3)
@@ -110,8 +117,7 @@ def test_states_change_when_all_engines_have_done_it(tiny_model: torch.nn.Module
         doomed = client.add_request(PROMPTS[0], greedy_params(4))
         await stop(client, engine)
         assert doomed.cancelled()
-        passing = [state.name for state in seen if state.name.endswith("ING")]
-        assert [name for name in passing if name != "RUNNING"] == [
+        assert [state.name for state in seen] == [
             "PAUSING", "SUSPENDING", "RESUMING", "UNPAUSING", "PAUSING", "STOPPING",
         ]  # fmt: skip
         with pytest.raises(ValueError, match="passes by"):
@@ -139,6 +145,18 @@ def test_an_engine_comes_back_after_a_stop(tiny_model: torch.nn.Module) -> None:
         assert len(first) == 8
 
 
+def test_a_late_confirmation_is_of_its_own_signal_alone() -> None:
+    """The epoch was set on all engines; that does not mean that all have paused since."""
+    states = CoordinatedStates()
+    states.begin(Signal.PAUSE)
+    for other in (Signal.SET_GENERATION_EPOCH, Signal.START_CUDA_PROFILER, Signal.UNPAUSE):
+        states.confirm(other)
+        assert states.state is EngineState.PAUSING
+    states.confirm(Signal.PAUSE)
+    states.confirm(Signal.PAUSE)  # of a second client, who paused what stood still already
+    assert states.state is EngineState.PAUSED
+
+
 def test_what_is_refused(tiny_model: torch.nn.Module) -> None:
     with compat_engine(tiny_model) as engine:
         start = engine.start_listening_to_data_parallel_coordinator
@@ -159,11 +177,11 @@ def test_who_waits_goes_on_though_the_next_signal_is_there() -> None:
     async def use() -> None:
         states = CoordinatedStates()
         states.begin(Signal.PAUSE)
-        states.confirm()
+        states.confirm(Signal.PAUSE)
         states.begin(Signal.UNPAUSE)
         waiting = asyncio.ensure_future(states.wait_until(EngineState.RUNNING))
         await asyncio.sleep(0)
-        states.confirm()
+        states.confirm(Signal.UNPAUSE)
         states.begin(Signal.PAUSE)  # in the same turn of the event loop
         assert states.state is EngineState.PAUSING
         await waiting

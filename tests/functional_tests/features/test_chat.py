@@ -81,6 +81,15 @@ def test_a_message_that_cannot_fit_is_refused_and_forgotten(session: ChatSession
     assert session.answer("Hello", lambda _: None).tokens
 
 
+@pytest.fixture
+def takes_ctrl_c() -> Iterator[None]:
+    """As on a terminal: what a shell starts in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("takes_ctrl_c")
 def test_ctrl_c_stops_one_answer(llm: LLM) -> None:
     session = ChatSession(llm, SamplingParams(temperature=0.0, num_tokens_to_generate=150))
     pieces: list[str] = []

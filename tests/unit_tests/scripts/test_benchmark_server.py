@@ -45,7 +45,8 @@ def test_several_api_processes_with_a_tokenizer_of_a_folder(
     tokenizer.save(folder)
     monkeypatch.setattr(registry, "find_spec", lambda _: None)
     options = ["load", "--tokenizer", str(folder), "--api-processes", 2]
-    options += ["--streams", 4, "--rate", 50, "--seconds", 0.5, "--pairs", 1]
+    # Enough tokens for the clock of the processes' CPU time, which ticks every 10 ms.
+    options += ["--streams", 8, "--rate", 200, "--seconds", 0.5, "--pairs", 1]
     (figures,) = run_script("benchmark_server", tmp_path, *options)["figures"]
     assert figures["api_processes"] == 2
     assert figures["delivered"] > 0.5  # the rest is on its way when a busy machine counts

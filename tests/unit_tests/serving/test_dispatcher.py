@@ -15,6 +15,7 @@ from megatron_async.serving.messages import (
     Ask,
     Card,
     ClientHello,
+    Do,
     Ended,
     Generate,
     Goodbye,
@@ -337,9 +338,10 @@ def test_a_trace_goes_with_its_request_to_each_replica(caplog: pytest.LogCapture
 
 def test_the_protocol_has_the_version_of_its_messages() -> None:
     """Whoever changes what is sent raises `PROTOCOL`, and says here what it is now."""
-    assert PROTOCOL == 7
+    assert PROTOCOL == 8
     assert Run.__struct_fields__ == ("number", "prompt", "params", "priority", "traceparent")
     assert Generate.__struct_fields__ == (
         "number", "prompt", "params", "max_new_tokens", "priority", "label", "owner",
         "traceparent",
     )  # fmt: skip
+    assert Do.__struct_fields__ == ("number", "what", "fields")  # "confirm": of which signal
