@@ -67,7 +67,7 @@ class Question:
     asker: bytes
     number: int
     what: str
-    fields: Mapping[str, Any]
+    fields: dict[str, Any]
     waiting: set[bytes]
     answers: dict[str, Any] = field(default_factory=dict)
     failures: dict[str, tuple[str, str]] = field(default_factory=dict)
