@@ -30,6 +30,7 @@ schedule that found them, by seed 0 or that of `SEEDS`, each with serial answers
                                        snapshot_in_use_is_given_away 24,
                                        states_without_blocks 22
     steps that fail for ever           test_endless_failures_are_found 58
+    a stop beside shared experts       test_overwritten_samples_are_found 38
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ import os
 
 import pytest
 from engine_machine import EngineMachine
+from expert_machine import ExpertMachine
 from failing_machine import FailingMachine
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.internal.conjecture import providers
@@ -45,6 +47,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from planted_bugs import BUGS, Plant
 from small_grid import use_small_grid
 
+from megatron_async import DynamicInferenceEngine
+from megatron_async.engines.pausing import Pausing
 from megatron_async.engines.step_booking import StepBooking
 from megatron_async.text import structured_output
 
@@ -130,6 +134,35 @@ def test_steps_that_fail_end_their_requests_alone() -> None:
     counts = FailingMachine.counts - before
     # The schedules are worth their name.
     assert min(counts["failed_steps"], counts["error"], counts["length"]) > FAILING_SCHEDULES / 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_stops_beside_shared_experts_change_no_token() -> None:
+    before = ExpertMachine.counts.copy()
+    fuzz(FAILING_SCHEDULES, FIRST_SEED, Phase.generate, Phase.shrink, machine=ExpertMachine)
+    counts = ExpertMachine.counts - before
+    # The schedules are worth their name.
+    assert min(counts["stopped_steps"], counts["steps_for_others"]) > FAILING_SCHEDULES / 5
+
+
+def test_overwritten_samples_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault that such schedules were made for: a stop ran a step for others while all buffers
+    of samples were in use."""
+
+    def drain(pausing: Pausing, engine: DynamicInferenceEngine) -> None:
+        engine.group.stop_together(True)
+        while engine.group.must_keep_up:
+            engine.launch_dummy_step()
+            pausing._resolve_down_to(engine.lookahead, engine)
+        pausing._resolve_down_to(0, engine)
+
+    monkeypatch.setattr(Pausing, "_drain", drain)
+    monkeypatch.setattr(EngineMachine, "answers", {})
+    before = EngineMachine.counts["schedules"]
+    with pytest.raises((AssertionError, KeyError)):
+        fuzz(ENOUGH, FIRST_SEED, Phase.generate, machine=ExpertMachine)
+    print(f"found by schedule {EngineMachine.counts['schedules'] - before}")
 
 
 def test_endless_failures_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,49 +5,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any, override
+from typing import Any
 
 import pytest
 import torch
+from beside_others import BesideOthers
 from harness import TINY, assert_all_is_back, greedy, make_engine, random_prompts
 from late_device import LateDevice
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.contexts.step_shape import StepShape
 from megatron_async.ranks import finishing
 from megatron_async.ranks.join_group import RankPlace
-from megatron_async.ranks.rank_group import RankGroup
 
 PROMPTS = random_prompts(5, (3, 40, 11), TINY.vocab_size)
 PARAMS = [greedy(12), greedy(12, temperature=0.8, seed=3), greedy(12)]
 FIRST_STOP = 2
 """Steps before the first stop."""
-
-
-class BesideOthers(RankGroup):
-    """A rank that shares experts with others, which run some steps more whenever this one stops."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._left = 0
-        self.launched = 0
-
-    @override
-    def stop_together(self, is_stopping: bool) -> None:
-        self._left = self._steps if is_stopping else 0
-
-    @property
-    @override
-    def must_keep_up(self) -> bool:
-        return self._left > 0
-
-    @override
-    def agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
-        if not self._left:
-            return wanted
-        self._left -= 1
-        self.launched += 1
-        return StepShape(decode_rows=2, tokens=2)
 
 
 async def step_and_stop(engine: DynamicInferenceEngine) -> None:

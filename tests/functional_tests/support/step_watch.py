@@ -37,6 +37,11 @@ class StepWatch:
         assert self._tries <= MOST_TRIES, "planning is stuck"
         return self._make_room()
 
+    def take_counts(self) -> None:
+        """Steps were launched beside those that are watched, because the engine stopped."""
+        self._steps = self._engine.statistics.steps
+        self._overlapped = self._engine.statistics.overlapped_steps
+
     def before_step(self) -> None:
         """Note what the step will find."""
         engine = self._engine
