@@ -94,6 +94,7 @@ class StepLaunching:
         A launch that raises becomes a step that failed: its resolve ends its requests and no
         others. An interrupt (Ctrl-C) goes on to the caller besides.
         """
+        assert len(self._in_flight) <= lookahead, "it would overwrite samples that are not booked"
         statistics, tracer, start = self._statistics, self._context.tracer, time.thread_time_ns()
         group.planned(plan)
         for listener in self._listeners:

@@ -145,14 +145,14 @@ def find_address(port: int | None, launches: bool, hostname: str | None) -> str:
             )
         return f"tcp://{host}:{port}"
     rank, ranks = place_in_job()
-    address, failure = "", None
+    address, text, failure = "", "", None
     if rank == 0:
         try:
             address = _start(host, port)
         except Exception as error:  # the others wait for the address, and must not for ever
-            failure = error
+            failure, text = error, str(error) or repr(error)
     if ranks > 1:
-        said = msgspec.json.encode((address, str(failure or ""))).decode()
+        said = msgspec.json.encode((address, text)).decode()
         told = join_job().exchange("the coordinator's address", said)[0]
         address, text = msgspec.json.decode(told, type=tuple[str, str])
         if text and failure is None:

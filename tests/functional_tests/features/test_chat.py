@@ -83,7 +83,7 @@ def test_a_message_that_cannot_fit_is_refused_and_forgotten(session: ChatSession
 
 @pytest.fixture
 def takes_ctrl_c() -> Iterator[None]:
-    """As on a terminal: what a shell starts in the background ignores Ctrl-C."""
+    """Ctrl-C arrives, as on a terminal: what a shell starts in the background ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

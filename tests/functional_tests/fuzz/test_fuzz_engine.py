@@ -36,6 +36,7 @@ schedule that found them, by seed 0 or that of `SEEDS`, each with serial answers
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 from engine_machine import EngineMachine
@@ -108,13 +109,18 @@ def fuzz(
     )
 
 
+def counts_of(schedules: int, first_seed: int, machine: type[EngineMachine]) -> Counter[str]:
+    """What happened in random schedules, none of which failed."""
+    before = EngineMachine.counts.copy()
+    fuzz(schedules, first_seed, Phase.generate, Phase.shrink, machine=machine)
+    return EngineMachine.counts - before
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600 + SCHEDULES)
 @pytest.mark.parametrize("part", range(TESTS))
 def test_random_schedules_give_the_serial_answers(part: int) -> None:
-    before = EngineMachine.counts.copy()
-    fuzz(SCHEDULES // TESTS, FIRST_SEED + part, Phase.generate, Phase.shrink)
-    counts = EngineMachine.counts - before
+    counts = counts_of(SCHEDULES // TESTS, FIRST_SEED + part, EngineMachine)
     # The schedules are worth their name.
     assert counts["schedules"] >= SCHEDULES // TESTS
     wanted = ("pauses", "evictions", "zombie_rows", "readers", "aborted", "grammar")
@@ -129,9 +135,7 @@ def test_random_schedules_give_the_serial_answers(part: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_steps_that_fail_end_their_requests_alone() -> None:
-    before = FailingMachine.counts.copy()
-    fuzz(FAILING_SCHEDULES, FIRST_SEED, Phase.generate, Phase.shrink, machine=FailingMachine)
-    counts = FailingMachine.counts - before
+    counts = counts_of(FAILING_SCHEDULES, FIRST_SEED, FailingMachine)
     # The schedules are worth their name.
     assert min(counts["failed_steps"], counts["error"], counts["length"]) > FAILING_SCHEDULES / 2
 
@@ -139,9 +143,7 @@ def test_steps_that_fail_end_their_requests_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_stops_beside_shared_experts_change_no_token() -> None:
-    before = ExpertMachine.counts.copy()
-    fuzz(FAILING_SCHEDULES, FIRST_SEED, Phase.generate, Phase.shrink, machine=ExpertMachine)
-    counts = ExpertMachine.counts - before
+    counts = counts_of(FAILING_SCHEDULES, FIRST_SEED, ExpertMachine)
     # The schedules are worth their name.
     assert min(counts["stopped_steps"], counts["steps_for_others"]) > FAILING_SCHEDULES / 10
 

@@ -78,7 +78,7 @@ def test_what_is_cublass():
 
 
 def test_which_weights_are_resident():
-    """Those that were measured to gain: narrow models' from two rows on, none of an 8B model."""
+    """Products that were measured to gain: narrow models' from two rows on, none of an 8B model."""
 
     def is_resident(rows, outputs, k, gated=False, dtype=BRAIN):
         return isinstance(choose_plan(rows, outputs, k, dtype, gated, True), ResidentPlan)
