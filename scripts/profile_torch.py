@@ -1,12 +1,13 @@
 """Profile steady decode with torch.profiler: idle time between steps, and where a step's time goes.
 
-Runs on a GPU. The kernel timeline includes the kernels of graph replays.
+Runs on a GPU. The kernel timeline includes the kernels of graph replays. The table's first column
+is what a step waits for (from the end of all kernels before to a kernel's own end), so it adds up
+to the step; "run" is a kernel's own length, in which it may wait for the kernel before.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -16,6 +17,7 @@ from megatron_async import LLM
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.gap_report import gap_report
 from megatron_async.profiling.gpu_profile import FIRST_KERNEL, device_activities, profile_device
+from megatron_async.profiling.kernel_shares import HEADER, kernel_shares
 from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
 
 MAX_TOKENS = 8192
@@ -59,14 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     activities = device_activities(profiler)
     report = gap_report(activities, FIRST_KERNEL)
     print(f"{args.model}, batch {batch}, lookahead {args.lookahead}: {report}")
-    totals: dict[str, list[float]] = defaultdict(list)
-    for activity in activities:
-        totals[activity.name].append(activity.end_us - activity.start_us)
-    print(f"{'us a step':>10}{'calls':>7}{'us each':>9}  kernel")
-    for name, times in sorted(totals.items(), key=lambda item: -sum(item[1]))[: args.top]:
-        calls = len(times) / steps
-        each = sum(times) / len(times)
-        print(f"{sum(times) / steps:>10.1f}{calls:>7.1f}{each:>9.2f}  {name[:90]}")
+    print(HEADER)
+    for share in kernel_shares(activities, steps)[: args.top]:
+        print(share)
     if args.json:
         row = {"model": args.model, "batch": batch, "lookahead": args.lookahead}
         write_record(args.json, "profile", vars(args), [{**row, **asdict(report)}])
