@@ -2,10 +2,15 @@
 
 A small kernel of a captured step costs about a microsecond before its first instruction. On Hopper
 and later a kernel may be launched early and wait itself for the one before it (CUDA Programming
-Guide, "Programmatic Dependent Launch and Synchronization"). Code before a kernel's wait may only
-read memory that no kernel of the step writes (weights). Every program of every kernel waits. So
-when a kernel has completed, all earlier kernels have. Therefore a kernel may let its successor
-start before its own wait.
+Guide, "Programmatic Dependent Launch and Synchronization"). Every program of every kernel waits,
+and none writes before its wait. So when a kernel has completed, all earlier kernels have. Therefore
+a kernel may let its successor start before its own wait.
+
+Code before a kernel's wait may read weights, and what is written before a step's first layer: rows,
+positions, schedules, states of earlier steps. The embedding's kernel lets its successor start only
+after its own wait, when all that is there; so it must not be made to let start earlier. What a
+layer writes may be read before a wait only if a kernel between lets its successor start after its
+own wait (`is_settled` of `ops/attention/decode_attention.py`).
 """
 
 from __future__ import annotations

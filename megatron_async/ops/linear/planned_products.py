@@ -106,7 +106,7 @@ def long_row_product(
     if x.size(0) != 1:
         raise ValueError(f"long_row_product: x has {x.size(0)} rows; use tile_product.")
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
-    long_row_kernel[(triton.cdiv(n, plan.block_n),)](
+    long_row_kernel[(triton.cdiv(n, plan.block_n * plan.turns),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -117,11 +117,13 @@ def long_row_product(
         block_n=plan.block_n,
         block_k=TILE_BYTES // x.itemsize,
         depth=plan.depth,
+        turns=plan.turns,
         gated=activation == "swiglu",
         squared=activation == "squared_relu",
         has_bias=bias is not None,
         has_residual=added is not None,
         num_warps=plan.warps,
+        maxnreg=plan.registers,
         **launch_options(x),
     )
     return out

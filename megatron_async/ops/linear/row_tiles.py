@@ -80,3 +80,59 @@ def add_products(
         v = tl.load(inputs + (at + step * block_k), mask=mask, other=0.0).to(tl.float32)
         sums += tiles[step].to(tl.float32) * v
     return sums
+
+
+@triton.jit
+def add_and_refill(
+    tiles: tl.tuple,
+    inputs: tl.tensor,
+    whole: tl.tensor,
+    cells: tl.tensor,
+    length: tl.tensor,
+    next_cells: tl.tensor,
+    next_length: tl.tensor,
+    column: tl.tensor,
+    k: tl.constexpr,
+    block_k: tl.constexpr,
+) -> tuple[tl.tensor, tl.tuple]:
+    """Products of weight rows with the inputs, while the rows after them are already asked for.
+
+    As soon as a tile is used, the one that is `len(tiles)` tiles behind it is asked for: of the
+    same row, and of the next one after its last tile.
+
+    Args:
+        tiles: the first tiles of the rows, from `load_tiles`.
+        inputs: pointers to the inputs' tile at element 0, `[rows, block_k]`.
+        whole: inputs of each row, `[rows]`; none are read of a row of 0.
+        cells, next_cells: pointers to the tile at element 0 of each row and of the one after it,
+            `[rows, block_k]`.
+        length, next_length: elements of these rows, `[rows]`.
+        column: place in a tile, `[block_k]`.
+        k: most elements of a row.
+        block_k: elements of a tile.
+
+    Returns:
+        sums `[rows]`, float32, and the first tiles of the next rows.
+    """
+    depth: tl.constexpr = len(tiles)
+    rounds: tl.constexpr = (k + depth * block_k - 1) // (depth * block_k)
+    sums = tl.zeros(cells.shape, tl.float32)
+    for number in tl.static_range(rounds):
+        fresh = ()
+        for step in tl.static_range(depth):
+            at = (number * depth + step) * block_k
+            there = column[None, :] < (whole - at)[:, None]
+            v = tl.load(inputs + at, mask=there, other=0.0)
+            sums += tiles[step].to(tl.float32) * v.to(tl.float32)
+            if number + 1 < rounds:
+                mask = column[None, :] < (length - at - depth * block_k)[:, None]
+                tile = tl.load(
+                    cells + (at + depth * block_k), mask, other=0.0, cache_modifier=".cg"
+                )
+            else:
+                mask = column[None, :] < (next_length - step * block_k)[:, None]
+                place = next_cells + step * block_k
+                tile = tl.load(place, mask, other=0.0, cache_modifier=".cg")
+            fresh += (tile,)  # type: ignore[assignment]
+        tiles = fresh
+    return tl.sum(sums, 1), tiles

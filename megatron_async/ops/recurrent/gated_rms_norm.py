@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.dependent_launch import await_previous, launch_options, let_next_start
 from megatron_async.ops.recurrent.recurrent_math import silu
 
 MAX_GROUP = 16384
@@ -64,6 +64,8 @@ def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float
             eps,
             size=size,
             block=block,
+            # Measured for one token alone (docs/records/hybrid.md, 2026-11-25).
+            early=y.size(0) == 1,
             num_warps=min(max(block // 512, 1), 16),
             **launch_options(y),
         )
@@ -90,14 +92,19 @@ def _gated_rms_norm_kernel(
     eps: tl.tensor,
     size: tl.constexpr,
     block: tl.constexpr,
+    early: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
+    if early:
+        let_next_start(overlap)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     local = tl.arange(0, block)
     inside = local < size
     channel = group * size + local
     scale = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
-    wait_for_previous(overlap)
+    await_previous(overlap)
+    if not early:
+        let_next_start(overlap)
     value = tl.load(y + token * y_stride + channel, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(z + token * z_stride + channel, mask=inside, other=0.0).to(tl.float32)
     value = value * silu(gate)

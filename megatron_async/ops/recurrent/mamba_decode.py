@@ -155,7 +155,8 @@ def _outputs_kernel(
     lane = part * tile + tl.arange(0, tile)
     inside = lane < head_dim
     column = tl.arange(0, d_state)
-    # The kernel before writes nothing that is read before the wait, and those before it are done.
+    # No kernel of this step's layers writes what is read before the wait: rows, positions and bases
+    # are there before the first layer, and states since earlier steps.
     pool_row = tl.load(row_index + row).to(tl.int64)
     first = tl.load(positions + row * width).to(tl.int32)
     base = tl.load(bases + row)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.dependent_launch import launch_options, let_next_start, wait_for_previous
 from megatron_async.ops.recurrent.decode_convolution import (
     convolve_into_ring,
     history,
@@ -282,6 +282,9 @@ def _inputs_kernel(
     is_gated: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
+    if is_gated:
+        # The states that the next kernel reads were there before this step.
+        let_next_start(overlap)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     bc_dim: tl.constexpr = groups * d_state
     xb_dim: tl.constexpr = d_inner + bc_dim

@@ -130,7 +130,7 @@ def _products_kernel(
     head, part = gl.program_id(0) // tiles, gl.program_id(0) % tiles
     row = gl.program_id(1).to(gl.int64)
     group = head // (heads * d_state // bc_dim)
-    # The kernel before writes nothing that is read before the wait, and those before it are done.
+    # No kernel of this step's layers writes what is read before the wait, as in `mamba_decode.py`.
     pool_row = gl.load(row_index + row).to(gl.int64)
     first = gl.load(positions + row * width).to(gl.int32)
     base = gl.load(bases + row)

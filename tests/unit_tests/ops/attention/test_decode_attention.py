@@ -10,7 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
+from megatron_async.ops.attention.decode_attention import (
+    JOIN_CHUNK,
+    DecodeWorkspace,
+    paged_decode_attention,
+)
 from megatron_async.ops.attention.decode_schedule import DecodeSchedule, schedule_reference
 
 SHAPES = [(3, 3, 64), (8, 4, 128), (2, 8, 64), (1, 1, 128), (4, 7, 80), (2, 5, 112)]
@@ -177,6 +181,21 @@ def test_several_query_tokens_a_row(
     )  # fmt: skip
     expected = batch.refill(lengths)
     batch.run(is_settled=count == 6)
+    batch.check(expected)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_more_parts_than_are_joined_at_once(is_settled, width, device):
+    """Maxima grow and shrink from chunk to chunk; of the last one some query tokens see nothing."""
+    lengths = [64 * JOIN_CHUNK + width - 1, 70, 64 * (2 * JOIN_CHUNK + 3)]
+    batch = Batch(max(lengths), 3, 64, 1, 2, 32, torch.float32, device, width=width)
+    expected = batch.refill(lengths, query_scale=10.0)
+    _items, joins = schedule_reference(lengths, batch.workspace.schedule.extra, 64)
+    assert [parts for _row, _slot, parts in joins] == [
+        JOIN_CHUNK + (width > 1), 2, 2 * JOIN_CHUNK + 3
+    ]  # fmt: skip
+    batch.run(is_settled)
     batch.check(expected)
 
 

@@ -42,7 +42,7 @@ def test_one_row(n, k, plan, activation, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("product", "plan"),
-    [(one_row_product, OneRowPlan(4, 128, 2, 0)), (long_row_product, LongRowPlan(4, 4, 2))],
+    [(one_row_product, OneRowPlan(4, 128, 2, 0)), (long_row_product, LongRowPlan(4, 4, 2, 3))],
 )
 def test_added_to_the_residual(product, plan, dtype, device):
     """The product is rounded, then the sum: the same bits as a product and an addition."""
@@ -59,9 +59,9 @@ def test_added_to_the_residual(product, plan, dtype, device):
 @pytest.mark.parametrize(
     ("n", "k", "plan"),
     [
-        (37, 1000, LongRowPlan(4, 4, 2)),  # the last round has fewer tiles, the last tile less
-        (3, 64, LongRowPlan(4, 4, 3)),  # a part of one tile, fewer outputs than a program takes
-        (50, 2688, LongRowPlan(8, 4, 6)),
+        (37, 1000, LongRowPlan(4, 4, 2, 3)),  # the last round has fewer tiles, the last tile less
+        (3, 64, LongRowPlan(4, 4, 3, 1)),  # a part of one tile, fewer outputs than a program takes
+        (50, 2688, LongRowPlan(8, 4, 11, 7)),
     ],
 )
 @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])

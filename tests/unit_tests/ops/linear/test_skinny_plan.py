@@ -5,7 +5,9 @@ import torch
 from test_skinny_linear import BRAIN, HALF, WHOLE
 
 from megatron_async.ops.linear.skinny_plan import (
+    LONG_ROW_PROGRAMS,
     MAX_ROWS,
+    ONE_WAVE,
     LongRowPlan,
     ResidentPlan,
     TilePlan,
@@ -54,7 +56,11 @@ def test_plans_are_possible(rows, outputs, k, dtype):
         elif isinstance(plan, LongRowPlan):
             assert rows == 1
             # Registers of a thread: tiles in flight, 4 each.
-            assert plan.block_n // plan.warps * plan.depth * (1 + gated) * 4 <= 64
+            assert plan.block_n // plan.warps * plan.depth * 4 <= 48
+            # All programs run at once.
+            assert plan.registers * 32 * plan.warps * LONG_ROW_PROGRAMS <= 65536
+            programs = -(-outputs // (plan.block_n * plan.turns))
+            assert programs <= LONG_ROW_PROGRAMS * ONE_WAVE
         elif plan is not None:
             assert rows == 1
             assert plan.ahead % 16 == 0
