@@ -19,7 +19,7 @@ client, TPOT the mean of a request's later intervals, tokens/s from the trace's 
 
 vLLM and SGLang run in environments of their own (`--vllm-python`, `--sglang-python`). For dummy
 models they are given the same shape with random weights, as a folder with `config.json` and the
-demo model's tokenizer, of which nothing but its presence matters.
+demo model's tokenizer (or that of --tokenizer), of which nothing but its presence matters.
 """
 
 from __future__ import annotations
@@ -198,6 +198,9 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(ENGINES)}, NAME=URL (default: ours ours-http)")  # fmt: skip
     add("--device", default=None, help="of ours: cpu, cuda or cuda:N (default: the best)")
     add("--dtype", default=None, help="default: float32 on a CPU, else bfloat16")
+    add("--tokenizer", metavar="FOLDER",
+        help="of dummy models, with a tokenizer.json (default: the demo model's, whose package "
+        "must be installed)")  # fmt: skip
     add("--vllm-python", default=sys.executable, help="of an environment with vLLM")
     add("--sglang-python", default=sys.executable, help="of an environment with SGLang")
     add("--served-model-name", default="model", help="of NAME=URL (default: model)")
@@ -232,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures = []
     with tempfile.TemporaryDirectory() as folder, HttpReaders(args.reader_processes) as readers:
         others = any(name in COMMANDS or name == "vllm" for name in args.engines)
-        path, vocabulary = model_folder(args.model, Path(folder), write=others)
+        path, vocabulary = model_folder(args.model, Path(folder), others, args.tokenizer)
         settings = EngineSettings(
             model=args.model, folder=path, name=args.served_model_name, dtype=args.dtype,
             device=args.device, max_requests=args.max_requests, max_tokens=args.max_tokens,

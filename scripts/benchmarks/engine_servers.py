@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmark_tokenizer import benchmark_tokenizer
 from tqdm import tqdm
 
 from megatron_async.checkpoints.convert import convert
@@ -22,7 +23,6 @@ from megatron_async.checkpoints.json_files import write_json
 from megatron_async.checkpoints.registry import open_model
 
 DUMMY = "dummy:"
-DEMO = "smollm2"
 START_S = 1200.0
 """A server may take so long until it answers: others compile kernels first."""
 END_S = 30.0
@@ -113,17 +113,23 @@ COMMANDS = {
 """By engine: a module that Python runs, and what it is told."""
 
 
-def model_folder(model: str, folder: Path, write: bool) -> tuple[Path, int]:
+def model_folder(
+    model: str, folder: Path, write: bool, tokenizer: str | None = None
+) -> tuple[Path, int]:
     """A model as a Hugging Face folder.
 
     Args:
         model: what `open_model` takes.
         folder: where it is written, if it is no such folder yet.
         write: whether anybody needs it.
+        tokenizer: a folder with the tokenizer of a dummy model; None: the demo model's is taken.
 
     Returns:
         the folder, and the size of the vocabulary. Of a dummy model there is no more than
-        `config.json`, and the demo model's tokenizer, because servers want one.
+        `config.json`, and a tokenizer, because servers want one.
+
+    Raises:
+        ConfigurationError: the demo model, whose tokenizer is wanted, is not installed.
     """
     source = open_model(model)
     vocabulary = source.architecture.vocab_size
@@ -135,9 +141,7 @@ def model_folder(model: str, folder: Path, write: bool) -> tuple[Path, int]:
         convert(source, folder / "model", to="huggingface")
         return folder / "model", vocabulary
     write_json(folder / "config.json", write_config(source.architecture, "bfloat16"))
-    tokenizer = open_model(DEMO).tokenizer
-    assert tokenizer is not None
-    tokenizer.save(folder)
+    benchmark_tokenizer(tokenizer).save(folder)
     return folder, vocabulary
 
 

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
+from benchmark_tokenizer import FOLDER_REMEDY, benchmark_tokenizer
 from child_processes import Pipe
 
-from megatron_async.checkpoints import open_model
-from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.model_names import DEMO
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.api_config import ApiConfig
@@ -37,17 +36,12 @@ from megatron_async.serving.messages import (
     encode,
 )
 from megatron_async.serving.model_card import ModelCard
-from megatron_async.text.tokenizer import Tokenizer
 
 CONTEXT = 1_000_000
 """Tokens of a sequence: no request ends while it is measured."""
 LETTERS = 4
 """Characters of each token: so the text says how many tokens it is of."""
 WORD = re.compile("[a-z ][a-z]{3}")
-FOLDER_REMEDY = (
-    "--tokenizer FOLDER, a folder with a tokenizer.json (scripts/clients/save_tokenizer.py writes "
-    "one where the demo model is installed)"
-)
 STEPS = 64
 """Different messages of steps, which come again and again."""
 FEW = 6
@@ -79,15 +73,7 @@ def served_model(folder: str | None) -> Served:
     Raises:
         ConfigurationError: there is no tokenizer, or one without words.
     """
-    if folder is not None:
-        tokenizer = Tokenizer.from_folder(folder)
-    else:
-        try:
-            found = open_model(DEMO).tokenizer
-        except CheckpointError as error:
-            raise ConfigurationError(f"{error}, or give {FOLDER_REMEDY}.") from error
-        assert found is not None
-        tokenizer = found
+    tokenizer = benchmark_tokenizer(folder)
     size = tokenizer.vocab_size
     words = [token for token in range(size) if WORD.fullmatch(tokenizer.detokenize([token]))]
     if not words:
