@@ -63,6 +63,9 @@ class Connection[Heard]:
         on_ping: what is answered to a ping.
         secret: the coordinator's, if it asks for one.
 
+    Attributes:
+        num_sent: messages that were sent.
+
     Raises:
         ConfigurationError: the address is none.
     """
@@ -76,6 +79,7 @@ class Connection[Heard]:
     ) -> None:
         check_address(address)
         self.address = address
+        self.num_sent = 0
         self._decode = decode
         self._on_ping = on_ping
         self._loop = asyncio.get_running_loop()
@@ -139,6 +143,7 @@ class Connection[Heard]:
         """
         # Without a limit to what may wait in the socket, it is done at once.
         self._socket.send(check_sendable(message), zmq.NOBLOCK)
+        self.num_sent += 1
         self._look_again()
 
     def listen(

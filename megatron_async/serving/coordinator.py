@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import socket as sockets
 import stat
@@ -22,6 +23,7 @@ from megatron_async.serving.messages import (
     MOST_BYTES,
     UNREADABLE,
     Refused,
+    StepPipeAt,
     ToClient,
     ToReplica,
     decode_for_coordinator,
@@ -29,6 +31,7 @@ from megatron_async.serving.messages import (
 )
 from megatron_async.serving.records import CoordinatorConfig
 from megatron_async.serving.secret import Doorkeeper, secure_coordinator
+from megatron_async.serving.step_pipes import StepPipes
 
 logger = logging.getLogger("megatron_async")
 
@@ -89,6 +92,7 @@ class Coordinator:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._waiting: dict[bytes, deque[bytes]] = {}
         self._gone: dict[bytes, str] = {}
+        self._pipes = StepPipes()
         self._stop = threading.Event()
         self.dispatcher = Dispatcher(self._config, self._send, time.monotonic())
         self.latest_stats = self.dispatcher.stats()
@@ -103,13 +107,17 @@ class Coordinator:
         told = 0.0
         try:
             while not self._stop.is_set():
-                ready = dict(poller.poll(TURN_MS))
+                wait_s = self._pipes.wait_s(time.monotonic(), TURN_MS / 1000)
+                ready = dict(poller.poll(math.ceil(1000 * wait_s)))
                 if self._doorkeeper is not None and self._doorkeeper.socket in ready:
                     self._doorkeeper.answer()
                 if self._socket in ready:
                     self._receive()
                 if self._monitor in ready:
                     self._probe()
+                now = time.monotonic()
+                for identity, steps in self._pipes.due(now):
+                    self.dispatcher.hear(identity, steps, now)
                 self._flush()
                 self._bury()
                 now = time.monotonic()
@@ -121,6 +129,7 @@ class Coordinator:
             self._socket.disable_monitor()
             self._monitor.close(0)
             self._socket.close()
+            self._pipes.close_all()
             if self._doorkeeper is not None:
                 self._doorkeeper.close()
             self._context.term()
@@ -145,7 +154,14 @@ class Coordinator:
                 self._send(identity, Refused(f"{reason}: connect again."))
                 self.dispatcher.lost(identity, reason, time.monotonic())
                 continue
-            self.dispatcher.hear(identity, message, time.monotonic())
+            now = time.monotonic()
+            if isinstance(message, StepPipeAt):
+                if identity in self.dispatcher.replicas:
+                    self._pipes.open(identity, message.name)
+                continue
+            for steps in self._pipes.before_message(identity, now):
+                self.dispatcher.hear(identity, steps, now)
+            self.dispatcher.hear(identity, message, now)
 
     def _probe(self) -> None:
         """A connection has ended: send each peer a message, to find which one."""
@@ -189,6 +205,7 @@ class Coordinator:
         while self._gone:
             identity, reason = self._gone.popitem()
             self._waiting.pop(identity, None)
+            self._pipes.close(identity)
             self.dispatcher.lost(identity, reason, time.monotonic())
 
 

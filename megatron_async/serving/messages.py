@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Raised when messages change: both ends must have the same."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises: no message, no UTF-8, nested too deeply."""
@@ -266,6 +266,17 @@ class Card(Message):
     data: bytes
 
 
+class StepPipeAt(Message):
+    """A replica's first message after its card: it listens on a Unix socket, and if the coordinator
+    connects, steps that may wait come by it (`step_pipe.py`).
+
+    Attributes:
+        name: of the socket.
+    """
+
+    name: str
+
+
 class ReplicaStatus(Message):
     """A replica's answer to a ping.
 
@@ -353,7 +364,7 @@ class Leave(Message):
 
 ToCoordinator = (
     ClientHello | Generate | Abort | Ask | Pong | ReplicaHello | ReplicaStatus | Leaving | Helping
-    | Goodbye | StepTokens | Card | Done
+    | Goodbye | StepTokens | Card | Done | StepPipeAt
 )  # fmt: skip
 ToClient = Ping | Welcome | Refused | StepTokens | Again | NewModel | Answer
 ToReplica = Ping | Welcome | Refused | Run | Abort | SetPaused | Leave | Do

@@ -43,6 +43,7 @@ from megatron_async.serving.messages import (
 from megatron_async.serving.replica_card import card_of
 from megatron_async.serving.replica_status import describe, ended_of, send_alone, status_of
 from megatron_async.serving.replica_texts import ReplicaTexts
+from megatron_async.serving.step_pipe import StepPipe
 from megatron_async.serving.step_watch import StepWatch
 from megatron_async.serving.token_emitter import TokenEmitter
 
@@ -186,6 +187,7 @@ class Replica:
                 connection.send(Leaving())
             logger.info("Replica %s serves the coordinator at %s.", self.info.name, self._address)
             connection.listen(self._hear, lambda: None, self._end_connection)
+            self._emitter.pipe = None if self._texts else StepPipe.offer(connection)
             while not self._is_over:
                 await self._wait_for_news(runner)
                 if self._must_go and self._finish_together is not None and self._helping is None:
@@ -219,11 +221,8 @@ class Replica:
         self._news.set()
 
     async def _wait_for_news(self, runner: asyncio.Task[None]) -> None:
-        """Until there may be a reason to do something else than to serve.
-
-        Raises:
-            Exception: what ended the engine or the connection.
-        """
+        """Until there may be a reason to do something else than to serve; raises what ended the
+        engine or the connection."""
         timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._news.set)
         try:
             await self._news.wait()

@@ -2,8 +2,8 @@
 
 Runs on the engine's thread. A step costs the same few array operations for any number of requests:
 requests have the coordinator's numbers as their ids, so a step's arrays are sent unchanged. Most of
-a message's cost is waking the thread that sends it. So steps of many rows within `EVERY_S` share
-one message.
+a message's cost is waking the thread that sends it. So steps of many rows within `EVERY_S` of the
+last one are written to a pipe, which wakes nobody, or share one message where there is no pipe.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from megatron_async.contexts.step_output import StepOutput
 from megatron_async.engines.listener import EngineListener
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
 from megatron_async.serving.messages import Ended, LogProbRows, StepTokens
+from megatron_async.serving.step_pipe import StepPipe
 
 EVERY_S = 0.004
 """Seconds between messages, for steps that have many tokens and no request's first token.
 API processes write such tokens at most every 5 ms (`server/stream_hub.py`)."""
 SLACK_S = 0.001
 """Seconds that a message which is due waits for the next step to send it."""
+TRUE = b"\x01"
 FEW = 16
 """Up to so many tokens of a step are sent at once, because API processes write them at once."""
 
@@ -35,10 +37,14 @@ class TokenEmitter(EngineListener):
 
     Args:
         send: is given one message at the end of a turn of the event loop that had news.
+
+    Attributes:
+        pipe: to a coordinator of this host, for steps that may wait; None: there is none.
     """
 
     def __init__(self, send: Callable[[StepTokens], None]) -> None:
         self._send = send
+        self.pipe: StepPipe | None = None
         self._outputs: list[StepOutput] = []
         self._ends: list[Ended] = []
         self._soon: asyncio.Handle | None = None
@@ -58,11 +64,22 @@ class TokenEmitter(EngineListener):
         count = len(output.tokens)
         if not count:
             return
+        now = time.monotonic()
+        # Bytes: a NumPy call takes several times as long in a step, when caches are cold.
+        is_urgent = count <= FEW or TRUE in output.is_first.tobytes()
+        may_wait = not is_urgent and now < self._last_s + EVERY_S
+        has_ends = TRUE in output.ended.tobytes()
+        if may_wait and self.pipe is not None and not has_ends:
+            waits = self._outputs or self._ends  # and must come before
+            is_plain = output.verified is None and count == len(output.request_ids)
+            is_piped = is_plain and not waits and not self._top_n
+            if is_piped and self.pipe.put(output.request_ids, output.tokens):
+                self._last_s = now
+                return
         self._outputs.append(output)
-        is_urgent = count <= FEW or np.count_nonzero(output.is_first) > 0
-        if not is_urgent and time.monotonic() < self._last_s + EVERY_S:
+        if may_wait:
             self._watch()
-        elif output.ended.any():
+        elif has_ends:
             # The futures of these requests are told first: then their ends are here too.
             self._send_soon()
         else:
@@ -74,7 +91,10 @@ class TokenEmitter(EngineListener):
         self._send_soon()
 
     def forget(self) -> None:
-        """Drop all unsent tokens and ends."""
+        """Drop all unsent tokens and ends, and the pipe."""
+        if self.pipe is not None:
+            self.pipe.close()
+            self.pipe = None
         self._outputs.clear()
         self._ends.clear()
         self._top_n.clear()

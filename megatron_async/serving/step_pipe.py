@@ -1,0 +1,135 @@
+"""`StepPipe`: a replica's Unix socket to a coordinator of its host, for steps that may wait.
+
+Waking other threads is most of the cost of a message. No thread waits for this socket: the
+coordinator reads it every few milliseconds (`step_pipes.py`), so a write wakes nobody. A record
+says how many messages the replica had sent on its connection, so the coordinator keeps the order.
+Whatever does not fit into the socket goes by the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import struct
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_async.serving.connection import Connection
+from megatron_async.serving.messages import StepPipeAt
+
+logger = logging.getLogger("megatron_async")
+
+HEAD = struct.Struct("<q")
+"""Head of a record. Behind it: int64 `[rows]`, the requests; int32 `[rows]`, a token of each."""
+ROW_BYTES = 12
+MOST_ROWS = 1 << 14
+"""Most rows of a record."""
+MOST_RECORD_BYTES = HEAD.size + ROW_BYTES * MOST_ROWS
+CREDENTIALS = struct.Struct("3i")
+"""Process, user and group at the other end of a socket."""
+
+
+def address_of(name: str) -> str:
+    """The socket of a name. Such an abstract socket of Linux has no file, so none is left behind,
+    and other hosts and containers do not find it."""
+    return f"\0megatron-async-steps-{name}"
+
+
+class StepPipe:
+    """The writing end. Made and used on one running event loop.
+
+    Args:
+        connection: to the coordinator, which is told of the socket; it connects if it finds it.
+
+    Raises:
+        OSError: this system has no such sockets.
+    """
+
+    def __init__(self, connection: Connection[Any]) -> None:
+        self._connection = connection
+        self._socket: socket.socket | None = None
+        self._loop = asyncio.get_running_loop()
+        self._listener: socket.socket | None = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
+        )
+        name = secrets.token_hex(16)
+        try:
+            self._listener.bind(address_of(name))
+            self._listener.listen(1)
+        except BaseException:
+            self._listener.close()
+            raise
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+        connection.send(StepPipeAt(name))
+        self._sent_before = connection.num_sent
+
+    @classmethod
+    def offer(cls, connection: Connection[Any]) -> StepPipe | None:
+        """A pipe, or None where the system has none."""
+        try:
+            return cls(connection)
+        except (OSError, AttributeError) as error:  # not Linux: no such kind of socket
+            logger.debug("Steps go by the connection only: %s", error)
+            return None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the coordinator has connected."""
+        return self._socket is not None
+
+    def put(self, numbers: NDArray[np.int64], tokens: NDArray[np.integer[Any]]) -> bool:
+        """Write a step; never waits, and wakes nobody.
+
+        Args:
+            numbers: int64 `[rows]`: the requests.
+            tokens: int32 `[rows]`: one of each.
+
+        Returns:
+            whether it was written; if not, nothing was.
+        """
+        if self._socket is None or len(numbers) > MOST_ROWS:
+            return False
+        head = HEAD.pack(self._connection.num_sent - self._sent_before)
+        try:
+            self._socket.send(b"".join((head, numbers, tokens)))
+        except BlockingIOError:  # full: the coordinator has not read for long
+            return False
+        except OSError:
+            self.close()
+            return False
+        return True
+
+    def close(self) -> None:
+        """Write no more. What was written is still read."""
+        self._stop_listening()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+
+    def _accept(self) -> None:
+        """The coordinator connects: nobody else knows the name, but all users can list it."""
+        assert self._listener is not None
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError:
+            return
+        _, user, _ = CREDENTIALS.unpack(
+            accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        )
+        if user not in (0, os.getuid()):
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        self._socket = accepted
+        self._stop_listening()
