@@ -57,7 +57,7 @@ def test_host_and_device_views_are_the_same_words_of_a_buffer():
     dims = BatchDimensions(decode_rows=2, prefill_lengths=((3, 3),))
     layout = BookkeepingLayout.for_batch(dims, 4)
     words = torch.zeros(layout.size, dtype=torch.int32)
-    host, device = layout.host_views(words.numpy()), layout.device_views(words)
+    host, device = layout.views(words.numpy()), layout.views(words)
     for i, name in enumerate(host):
         host[name][:] = i + 1
     for i, name in enumerate(device):
@@ -98,7 +98,7 @@ def test_device_reads_what_the_host_wrote(slots, staging):
     chunks = [PrefillChunk(1, 0, 6), PrefillChunk(2, 2, 5)]
     plan = builder.build(slots.decode_rows(np.array([0])), chunks)
     words = staging.pack(plan, slots)
-    fields = BookkeepingLayout.for_batch(plan.dims, 1).device_views(words)
+    fields = BookkeepingLayout.for_batch(plan.dims, 1).views(words)
     assert fields["row_slots"].tolist() == [0, 1, 2]
     assert fields["prefill_kv_lengths"].tolist() == [6, 5]
     assert fields["block_update_blocks"].tolist() == [5]
@@ -126,7 +126,7 @@ def test_padded_rows_point_at_the_dummy_slot(slots, staging):
     assert plan.dims.decode_rows == 4
     assert plan.num_rows == 3
     layout = BookkeepingLayout.for_batch(plan.dims, 1)
-    fields = layout.device_views(staging.pack(plan, slots))
+    fields = layout.views(staging.pack(plan, slots))
     assert fields["row_slots"].tolist() == [0, 1, 2, DUMMY_SLOT]
     assert fields["decode_width"].tolist() == [1]
     assert fields["num_block_updates"].tolist() == [1]
@@ -143,7 +143,7 @@ def test_a_mixed_step_is_padded_twice(slots, staging):
     plan = builder.build(slots.decode_rows(np.array([0])), chunks)
     assert (plan.dims.decode_rows, plan.dims.prefill_rows, plan.dims.prefill_tokens) == (2, 3, 16)
     layout = BookkeepingLayout.for_batch(plan.dims, 0)
-    fields = layout.device_views(staging.pack(plan, slots))
+    fields = layout.views(staging.pack(plan, slots))
     assert fields["row_slots"].tolist() == [0, DUMMY_SLOT, 1, 2, DUMMY_SLOT]
     assert fields["prefill_kv_lengths"].tolist() == [6, 5, 1]
     assert fields["prefill_starts"].tolist() == [0, 6, 9, 9]
