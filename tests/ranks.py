@@ -74,6 +74,7 @@ class Ranks:
     ) -> None:
         self.world_size = world_size
         self._results: Any = _context.Queue()
+        self._heard: set[int] = set()
         port = str(free_port())
         call = pickle.dumps((function, args))
         self.processes = []
@@ -120,7 +121,11 @@ class Ranks:
         for rank in running:
             self.processes[rank].kill()
             outcomes[rank].error = outcomes[rank].error or f"did not end within {timeout_s} s"
-        self._collect(outcomes, 0.2 if any(o.exit_code == 0 for o in outcomes) else 0.0)
+        # A rank that ended well has sent a result before: it is on its way, or was read above.
+        self._collect(outcomes, 0.0)
+        ended_well = {rank for rank, outcome in enumerate(outcomes) if outcome.exit_code == 0}
+        while ended_well - self._heard and time.monotonic() < deadline + 1.0:
+            self._collect(outcomes, 0.01)
         for process in self.processes:
             process.join(5)
         return outcomes
@@ -130,6 +135,7 @@ class Ranks:
             while True:
                 rank, value, error = self._results.get(timeout=wait_s)
                 outcomes[rank].value, outcomes[rank].error = value, error
+                self._heard.add(rank)
         except queue.Empty:
             return
 
