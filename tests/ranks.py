@@ -18,13 +18,15 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import torch
 
 # Some module initialises CUDA when it is imported, and a process that has cannot be forked.
 _context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-_context.set_forkserver_preload(["megatron_async.models.hybrid", "megatron_async"])
+_context.set_forkserver_preload(["rank_imports"])
 
 
 @dataclass
@@ -78,6 +80,7 @@ class Ranks:
         port = str(free_port())
         call = pickle.dumps((function, args))
         self.processes = []
+        _start_server()
         for rank in range(world_size):
             variables = {
                 "RANK": str(rank),
@@ -179,6 +182,23 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+def _start_server() -> None:
+    """Start the server that ranks are forked from, unless it runs. Python 3.12's looks for the
+    modules that it imports first in PYTHONPATH, not where this process looks."""
+    if _context.get_start_method() != "forkserver":
+        return
+    path = os.environ.get("PYTHONPATH")
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = here if path is None else f"{here}{os.pathsep}{path}"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
 
 
 def _run(rank: int, call: bytes, variables: dict[str, str], results: Any) -> None:
