@@ -36,6 +36,7 @@ STEP_PATH = (
     "contexts",
     "device_state",
     "engines",
+    "observe",
     "pipeline",
     "ranks",
     "rollback",

@@ -18,13 +18,15 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import torch
 
 # Some module initialises CUDA when it is imported, and a process that has cannot be forked.
 _context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-_context.set_forkserver_preload(["megatron_async.models.hybrid", "megatron_async"])
+_context.set_forkserver_preload(["rank_imports"])
 
 
 @dataclass
@@ -74,9 +76,11 @@ class Ranks:
     ) -> None:
         self.world_size = world_size
         self._results: Any = _context.Queue()
+        self._heard: set[int] = set()
         port = str(free_port())
         call = pickle.dumps((function, args))
         self.processes = []
+        _start_server()
         for rank in range(world_size):
             variables = {
                 "RANK": str(rank),
@@ -120,7 +124,11 @@ class Ranks:
         for rank in running:
             self.processes[rank].kill()
             outcomes[rank].error = outcomes[rank].error or f"did not end within {timeout_s} s"
-        self._collect(outcomes, 0.2 if any(o.exit_code == 0 for o in outcomes) else 0.0)
+        # A rank that ended well has sent a result before: it is on its way, or was read above.
+        self._collect(outcomes, 0.0)
+        ended_well = {rank for rank, outcome in enumerate(outcomes) if outcome.exit_code == 0}
+        while ended_well - self._heard and time.monotonic() < deadline + 1.0:
+            self._collect(outcomes, 0.01)
         for process in self.processes:
             process.join(5)
         return outcomes
@@ -130,6 +138,7 @@ class Ranks:
             while True:
                 rank, value, error = self._results.get(timeout=wait_s)
                 outcomes[rank].value, outcomes[rank].error = value, error
+                self._heard.add(rank)
         except queue.Empty:
             return
 
@@ -173,6 +182,23 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+def _start_server() -> None:
+    """Start the server that ranks are forked from, unless it runs. Python 3.12's looks for the
+    modules that it imports first in PYTHONPATH, not where this process looks."""
+    if _context.get_start_method() != "forkserver":
+        return
+    path = os.environ.get("PYTHONPATH")
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = here if path is None else f"{here}{os.pathsep}{path}"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
 
 
 def _run(rank: int, call: bytes, variables: dict[str, str], results: Any) -> None:

@@ -113,12 +113,8 @@ class DraftBooks:
         slots, owners, decoding = self._slots, plan.slots, plan.num_decode
         live = (slots.generation[owners] == plan.generations) & plan.produces
         if not live.all():
-            owners, sampled, counts, drafts = (
-                owners[live],
-                sampled[live],
-                counts[live],
-                drafts[live],
-            )
+            owners, sampled = owners[live], sampled[live]
+            counts, drafts = counts[live], drafts[live]
             decoding = int(np.count_nonzero(live[:decoding]))
         generation = slots.generation[owners]
         is_known = self._generation[owners] == generation

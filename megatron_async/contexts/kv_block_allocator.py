@@ -22,6 +22,7 @@ class KVBlockAllocator:
 
     Attributes:
         owners: int32 `[total]`: owners of each block.
+        free: number of blocks that have no owner and are not cached.
         forgotten: cached blocks that were handed out, in that order; the prefix cache removes them
             from its index.
     """
@@ -32,16 +33,11 @@ class KVBlockAllocator:
         self.forgotten: list[int] = []
         # The top of the stack is its end; the lowest ids are handed out first.
         self._stack = np.arange(total - 1, -1, -1, dtype=np.int32)
-        self._free = total
+        self.free = total
         self._is_remembered = np.zeros(total, dtype=np.bool_)
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Cached blocks, the longest without an owner first."""
         self._num_remembered = self._num_shared = 0
-
-    @property
-    def free(self) -> int:
-        """Number of blocks that have no owner and are not cached."""
-        return self._free
 
     @property
     def cached(self) -> int:
@@ -51,7 +47,7 @@ class KVBlockAllocator:
     @property
     def allocatable(self) -> int:
         """Number of blocks without an owner, free or cached."""
-        return self._free + len(self._cached)
+        return self.free + len(self._cached)
 
     @property
     def has_shared(self) -> bool:
@@ -63,12 +59,12 @@ class KVBlockAllocator:
         there are as many."""
         left = self.allocatable
         assert 0 <= count <= left, f"{count} blocks asked for, {left} there"
-        if count > self._free:
-            self._forget_oldest(count - self._free)
-        left = self._free - count
-        blocks = self._stack[left : self._free][::-1].copy()
+        if count > self.free:
+            self._forget_oldest(count - self.free)
+        left = self.free - count
+        blocks = self._stack[left : self.free][::-1].copy()
         self.owners[blocks] = 1
-        self._free = left
+        self.free = left
         return blocks
 
     def share(self, blocks: IntArray) -> None:
@@ -121,7 +117,7 @@ class KVBlockAllocator:
     def ownerless_blocks(self) -> IntArray:
         """Ids of the free blocks, then of the cached ones, for the integrity check."""
         cached = np.fromiter(self._cached, dtype=np.int32, count=len(self._cached))
-        return np.concatenate((self._stack[: self._free], cached))
+        return np.concatenate((self._stack[: self.free], cached))
 
     def _forget_oldest(self, count: int) -> None:
         oldest = [self._cached.popitem(last=False)[0] for _ in range(count)]
@@ -132,6 +128,6 @@ class KVBlockAllocator:
 
     def _push(self, blocks: IntArray) -> None:
         count = len(blocks)
-        assert self._free + count <= self.total, "more blocks released than exist"
-        self._stack[self._free : self._free + count] = blocks
-        self._free += count
+        assert self.free + count <= self.total, "more blocks released than exist"
+        self._stack[self.free : self.free + count] = blocks
+        self.free += count

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from megatron_async.contexts.step_plan import IntArray
 
 
-def _no_rows() -> NDArray[np.int64]:
-    return np.empty(0, dtype=np.int64)
-
-
 @dataclass(frozen=True, eq=False)
 class PlanFeatures:
     """The work of the host for the rows of a step, beside booking their tokens."""
@@ -33,7 +29,7 @@ class PlanFeatures:
     """Tokens of those chunks."""
     prompt_top_n: int = 0
     """Most alternatives that their requests want at each token."""
-    constrained_rows: IntArray = field(default_factory=_no_rows)
+    constrained_rows: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """Rows that produce a token with a grammar: they are sampled separately."""
 
 

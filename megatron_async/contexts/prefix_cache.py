@@ -111,10 +111,6 @@ class PrefixCache:
         self.evictions = 0
         self.losses = 0
 
-    def __len__(self) -> int:
-        """Blocks that can be found."""
-        return len(self._block_of)
-
     def prepare(self, request: DynamicInferenceRequest) -> None:
         """Hash a new request's prompt, outside of any step."""
         request.block_hashes = block_hashes(request.prompt_tokens, self._size, _salt(request))

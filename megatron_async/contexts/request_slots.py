@@ -244,10 +244,6 @@ class RequestSlots:
         more than their requests allow drafts."""
         return np.minimum(self.drafts[slots] + 1, width)
 
-    def decode_rows(self, slots: IntArray, width: int = 1) -> DecodeRows:
-        """Decode rows of these slots, int64 `[rows]`."""
-        return DecodeRows(slots, width, self.places(slots, width))
-
     def places(self, slots: IntArray | slice, width: int) -> IntArray:
         """Cache positions that the sequences may take once rows of this width have run, int32
         `[slots]`. The last token is at length - 1, drafts follow it, and a sequence's very last

@@ -45,7 +45,7 @@ class HostStaging:
         entry = plan.step % len(self._tensors)
         updates = plan.block_updates
         layout = BookkeepingLayout.for_batch(plan.dims, len(updates.slots))
-        fields = layout.host_views(self._arrays[entry])
+        fields = layout.views(self._arrays[entry])
         # Dummy rows belong to the dummy slot, and to the dummy block.
         decode, row_slots = plan.dims.decode_rows, fields["row_slots"]
         _fill(row_slots[:decode], plan.slots[: plan.num_decode], self._dummy_slot)

@@ -74,12 +74,8 @@ class BookkeepingLayout:
         """First word of a field."""
         return self.spans[field][0]
 
-    def host_views(self, buffer: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
-        """NumPy views of each field into the host staging buffer."""
-        return {name: buffer[start:end] for name, (start, end) in self.spans.items()}
-
-    def device_views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Tensor views of each field into the device buffer (int32)."""
+    def views[Words: (NDArray[np.int32], Tensor)](self, buffer: Words) -> dict[str, Words]:
+        """Views of each field into a buffer, int32 `[words]`, of the host or of the device."""
         return {name: buffer[start:end] for name, (start, end) in self.spans.items()}
 
 

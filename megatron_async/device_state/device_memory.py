@@ -14,9 +14,9 @@ from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.device_state.kv_cache import (
     GIB,
     MIB,
+    BlockShape,
     PagedKVCache,
     blocks_that_fit,
-    bytes_per_block,
 )
 from megatron_async.device_state.recurrences import recurrence_of
 from megatron_async.device_state.recurrent_state import RecurrentState
@@ -72,26 +72,17 @@ def make_gpu_view(
     states = SlotStates()
     vocab_size = getattr(model, "vocab_size", None)
     if vocab_size is not None and stage_of(model).is_last:
-        states.add(SamplingState(config.max_requests, vocab_size, device.torch_device))
+        states.append(SamplingState(config.max_requests, vocab_size, device.torch_device))
     takes_back = config.invalidation == "rollback"
     if layers := recurrent_layers(model):
         sizes = recurrent_sizes(model, layers)
-        states.add(recurrent_state(sizes, config, model.params_dtype, device.torch_device, sharing))
+        states.append(
+            recurrent_state(sizes, config, model.params_dtype, device.torch_device, sharing)
+        )
     # What each slot takes comes first; blocks share what is left.
     num_blocks = _num_blocks(model, config, device, states)
     states.allocate()
-    kv_cache = PagedKVCache(
-        attention_layers(model),
-        num_blocks,
-        config.block_size_tokens,
-        local_heads(model)[1],
-        model.kv_channels,
-        model.params_dtype,
-        device.torch_device,
-        keeps_tokens(model, config),
-        kept_hidden_size(model, config),
-        draft_depths(model, config),
-    )
+    kv_cache = PagedKVCache(block_shape(model, config), num_blocks, device.torch_device)
     slots = DeviceSlots(
         config.max_requests,
         max_blocks,
@@ -99,7 +90,7 @@ def make_gpu_view(
         device.torch_device,
         config.num_speculative_tokens,
     )
-    states.add(FeedbackState(slots, config.steps_in_flight if takes_back else 0))
+    states.append(FeedbackState(slots, config.steps_in_flight if takes_back else 0))
     view = ContextGPUView(
         config,
         BookkeepingLayout.capacity(config.max_rows, config.max_tokens, num_blocks)
@@ -117,27 +108,20 @@ def make_gpu_view(
         model.layernorm_epsilon,
         _make_attention(model, config, device, max_blocks),
         states,
-        _draft_attentions(model, config, device, max_blocks),
+        # Of each depth of an MTP drafter, whose first entry is at the place of the depth's number.
+        tuple(
+            _make_attention(model, config, device, max_blocks, first_key=1 + depth)
+            for depth in range(draft_depths(model, config))
+        ),
     )
     device.fence()
     return view
 
 
-def _draft_attentions(
-    model: Any, config: InferenceConfig, device: Device, max_blocks: int
-) -> tuple[TorchPagedAttention, ...]:
-    """Attention over the entries of each depth of an MTP drafter, whose first entry is at the place
-    of the depth's number."""
-    return tuple(
-        _make_attention(model, config, device, max_blocks, first_key=1 + depth)
-        for depth in range(draft_depths(model, config))
-    )
-
-
 def _num_blocks(model: Any, config: InferenceConfig, device: Device, states: SlotStates) -> int:
     """Usable KV blocks: as many as fit, beside the states of all slots, on every rank of the
     model."""
-    failure, num_blocks, size = None, 0, block_bytes(model, config)
+    failure, num_blocks, size = None, 0, block_shape(model, config).num_bytes
     wanted = config.num_kv_blocks
     if not attention_layers(model):
         wanted = wanted or blocks_for_all(config)  # of no keys and values: none is short
@@ -184,7 +168,7 @@ def max_paused_blocks(model: Any, config: InferenceConfig, num_blocks: int, devi
     """Blocks that paused requests may hold: `paused_buffer_size_gb`, or the whole pool."""
     if config.paused_buffer_size_gb is None:
         return num_blocks
-    size = block_bytes(model, config)
+    size = block_shape(model, config).num_bytes
     blocks = int(config.paused_buffer_size_gb * GIB) // size if size else num_blocks
     return agree_on_least(blocks, device)
 
@@ -205,23 +189,19 @@ def keeps_tokens(model: Any, config: InferenceConfig) -> bool:
     return reads_tokens and stage_of(model).is_last
 
 
-def block_bytes(model: Any, config: InferenceConfig) -> int:
-    """Bytes of one KV block over all layers, on one rank; with its token ids and its hidden state,
-    where these are kept."""
-    return bytes_per_block(
+def block_shape(model: Any, config: InferenceConfig) -> BlockShape:
+    """What one KV block holds of a model on one rank. Hidden states are those of an MTP drafter."""
+    depths = draft_depths(model, config)
+    return BlockShape(
         attention_layers(model),
         config.block_size_tokens,
         local_heads(model)[1],
         model.kv_channels,
         model.params_dtype,
         keeps_tokens(model, config),
-        kept_hidden_size(model, config) * draft_depths(model, config),
+        int(model.hidden_size) if depths else 0,
+        depths,
     )
-
-
-def kept_hidden_size(model: Any, config: InferenceConfig) -> int:
-    """Elements of a hidden state that each KV block keeps for an MTP drafter; 0: none does."""
-    return int(model.hidden_size) if config.speculative_method == "mtp" else 0
 
 
 def draft_depths(model: Any, config: InferenceConfig) -> int:

@@ -39,7 +39,7 @@ def ring_words(max_width: int) -> int:
     return TOKENS + max_width + max_width - 1
 
 
-def feed_back_tokens(
+def feed_back_kernel(
     sampled: Tensor,
     step: StepTensors,
     dims: BatchDimensions,
@@ -48,7 +48,8 @@ def feed_back_tokens(
     ring: Tensor,
     next_entry: Tensor,
 ) -> None:
-    """Store what each row yields by slot and in the sample ring, then move the ring on.
+    """Store what each row yields by slot and in the sample ring, then move the ring on: by a Triton
+    kernel.
 
     A prefill chunk that is not its prompt's last stores a meaningless token. The next chunk
     overwrites it before a decode row could read it.
@@ -64,20 +65,6 @@ def feed_back_tokens(
         next_entry: int32 `[1]`, written: the entry after the step's, a number on the device because
             a graph's addresses are fixed.
     """
-    feed_back = feed_back_kernel if sampled.is_cuda else feed_back_reference
-    feed_back(sampled, step, dims, words, slots, ring, next_entry)
-
-
-def feed_back_kernel(
-    sampled: Tensor,
-    step: StepTensors,
-    dims: BatchDimensions,
-    words: Tensor,
-    slots: DeviceSlots,
-    ring: Tensor,
-    next_entry: Tensor,
-) -> None:
-    """`feed_back_tokens` by a Triton kernel."""
     _feed_back_kernel[(triton.cdiv(dims.rows, TILE),)](
         sampled,
         step.row_slots,
@@ -113,7 +100,7 @@ def feed_back_reference(
     ring: Tensor,
     next_entry: Tensor,
 ) -> None:
-    """`feed_back_tokens` in plain torch."""
+    """`feed_back_kernel` in plain torch: for the CPU, and what the kernel is tested against."""
     rows, decode, width = dims.rows, dims.decode_rows, dims.width
     table = sampled[:, None]
     if width > 1:

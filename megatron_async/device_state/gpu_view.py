@@ -15,13 +15,18 @@ from megatron_async.config import InferenceConfig
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.device_state.device_slots import DeviceSlots
-from megatron_async.device_state.feed_back import feed_back_tokens, ring_words
+from megatron_async.device_state.feed_back import (
+    feed_back_kernel,
+    feed_back_reference,
+    ring_words,
+)
 from megatron_async.device_state.kv_cache import PagedKVCache
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.slot_states import SlotStates
 from megatron_async.device_state.step_tensors import StepTensors
 from megatron_async.device_state.step_view import StepView
-from megatron_async.device_state.unpack_step import unpack_step
+from megatron_async.device_state.unpack_step import unpack_step_kernels
+from megatron_async.device_state.unpack_step_reference import unpack_step_reference
 from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
@@ -120,12 +125,14 @@ class ContextGPUView(StepView):
 
     def save_shadows(self, step: int) -> None:
         """Keep per-slot state as it is before `step`."""
-        self.states.save(step % len(self.bookkeeping))
+        for state in self.states:
+            state.save(step % len(self.bookkeeping))
 
     def restore_shadows(self, step: int, slots: Tensor) -> None:
         """Make the state of `slots`, int64 `[rows]`, host memory, what it was before `step`, one of
         the last of a ring's length."""
-        self.states.restore(step % len(self.bookkeeping), slots)
+        for state in self.states:
+            state.restore(step % len(self.bookkeeping), slots)
 
     def begin_step(
         self, dims: BatchDimensions, mode: SamplingMode, lengths: Tensor | None = None
@@ -140,34 +147,37 @@ class ContextGPUView(StepView):
         """
         self.dims, self.mode = dims, mode
         self.step = step = self._tensors.head(dims)
-        block_size = self.config.block_size_tokens
-        unpack_step(
+        unpack = unpack_step_kernels if self.bookkeeping.is_cuda else unpack_step_reference
+        unpack(
             self.bookkeeping,
             self._next_entry,
             dims,
             self.slots,
-            block_size,
+            self.config.block_size_tokens,
             step,
             lengths,
             self.kv_cache.block_tokens,
         )
         starts = step.prefill_starts if dims.prefill_rows else None
         self._attention.begin_step(dims, step.block_tables, step.kv_lengths, starts, step.positions)
-        self.states.begin_step(self)
+        for state in self.states:
+            state.begin_step(self)
         if dims.prefill_rows:
-            self.states.begin_chunks(self, mode)
+            for state in self.states:
+                state.begin_chunks(self, mode)
 
     def prefill_following(self, words: Tensor) -> Tensor:
         """The token after each chunk, int64 `[chunks]`, -1 if there is none, from a step's
         bookkeeping `words`."""
-        fields = BookkeepingLayout.for_batch(self.dims, 0).device_views(words)
+        fields = BookkeepingLayout.for_batch(self.dims, 0).views(words)
         return fields["prefill_following"].long()
 
     def feed_back(self, sampled: Tensor) -> None:
         """Store the tokens that each row yields, of the sampled ones, int64 `[sample rows]`, for
         the next step and for the copy to the host."""
         self.sampled = sampled
-        feed_back_tokens(
+        feed_back = feed_back_kernel if sampled.is_cuda else feed_back_reference
+        feed_back(
             sampled,
             self.step,
             self.dims,

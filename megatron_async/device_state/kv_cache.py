@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,26 +20,47 @@ TOKEN_BYTES = torch.int32.itemsize
 """Bytes of a token id that is kept beside the keys."""
 
 
+@dataclass(frozen=True)
+class BlockShape:
+    """What a KV block holds on one rank."""
+
+    num_layers: int
+    """Attention layers."""
+    block_size: int
+    """Tokens of a block."""
+    num_heads: int
+    """Key/value heads."""
+    head_dim: int
+    """Elements of a head."""
+    dtype: torch.dtype
+    """Of keys, values and hidden states."""
+    keeps_tokens: bool = False
+    """Whether token ids are kept beside the keys, for requests that begin after shared blocks and
+    for the n-gram drafter."""
+    hidden_size: int = 0
+    """Elements of a hidden state that is kept for a draft model."""
+    num_hidden: int = 0
+    """Hidden states that are kept: one for each depth that drafts."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of a block over all layers."""
+        tokens = self.block_size * TOKEN_BYTES if self.keeps_tokens else 0
+        elements = 2 * self.num_layers * self.block_size * self.num_heads * self.head_dim
+        return (elements + self.num_hidden * self.hidden_size) * self.dtype.itemsize + tokens
+
+
 class PagedKVCache:
     """Keys and values of every layer in blocks.
 
     Args:
-        num_layers: attention layers.
+        shape: of a block.
         num_blocks: usable blocks; one more is allocated, the dummy block, which rows without a
             request write to.
-        block_size: tokens a block.
-        num_heads: key/value heads.
-        head_dim: size of a head.
-        dtype: of keys and values.
         device: where the cache lives.
-        keeps_tokens: keep token ids beside the keys, for requests that begin after shared blocks
-            and for the n-gram drafter.
-        hidden_size: elements of a hidden state that each block keeps, for a draft model; 0: blocks
-            keep none.
-        num_hidden: hidden states that each block keeps: one for each depth that drafts.
 
     Attributes:
-        num_layers: as given.
+        num_layers, block_size: of `shape`.
         dummy_block: id of the dummy block.
         block_tokens: int32 `[blocks, block size]`: the token whose keys are at the same place.
             Written by the unpacking of each step, before the keys. None if no tokens are kept, and
@@ -52,26 +74,10 @@ class PagedKVCache:
             if no hidden states are kept, and while the cache is released.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        keeps_tokens: bool = False,
-        hidden_size: int = 0,
-        num_hidden: int = 1,
-    ) -> None:
-        self.num_layers = num_layers
+    def __init__(self, shape: BlockShape, num_blocks: int, device: torch.device) -> None:
+        self._shape, self._device = shape, device
+        self.num_layers, self.block_size = shape.num_layers, shape.block_size
         self.dummy_block = num_blocks
-        self.block_size = block_size
-        self._shape = (num_layers, 2, num_blocks + 1, block_size, num_heads, head_dim)
-        self._dtype, self._device = dtype, device
-        self._keeps_tokens = keeps_tokens
-        self._hidden_shape = num_hidden, num_blocks + 1, hidden_size
         self._data: Tensor | None = None
         self.block_tokens: Tensor | None = None
         self.block_hidden: Tensor | None = None
@@ -80,23 +86,21 @@ class PagedKVCache:
     @property
     def num_bytes(self) -> int:
         """Size of the whole cache, also while it is released."""
-        tokens = math.prod(self._shape[2:4]) * TOKEN_BYTES if self._keeps_tokens else 0
-        elements = math.prod(self._shape) + math.prod(self._hidden_shape)
-        return elements * self._dtype.itemsize + tokens
+        return (self.dummy_block + 1) * self._shape.num_bytes
 
     @makes_ordinary_tensors
     def allocate(self) -> None:
         """Take the memory."""
+        shape, blocks, device = self._shape, self.dummy_block + 1, self._device
+        places, head = (blocks, shape.block_size), (shape.num_heads, shape.head_dim)
         # Zeroed because a masked position has weight 0, and 0 times a stray NaN is NaN.
-        self._data = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-        if self._keeps_tokens:
-            self.block_tokens = torch.zeros(
-                self._shape[2:4], dtype=torch.int32, device=self._device
-            )
-        if self._hidden_shape[-1]:
-            self.block_hidden = torch.zeros(
-                self._hidden_shape, dtype=self._dtype, device=self._device
-            )
+        whole = (shape.num_layers, 2, *places, *head)
+        self._data = torch.zeros(whole, dtype=shape.dtype, device=device)
+        if shape.keeps_tokens:
+            self.block_tokens = torch.zeros(places, dtype=torch.int32, device=device)
+        if shape.num_hidden:
+            hidden = (shape.num_hidden, blocks, shape.hidden_size)
+            self.block_hidden = torch.zeros(hidden, dtype=shape.dtype, device=device)
 
     def release(self) -> None:
         """Free the memory, contents included; no step may run until `allocate`."""
@@ -109,22 +113,6 @@ class PagedKVCache:
         return data[0], data[1]
 
 
-def bytes_per_block(
-    num_layers: int,
-    block_size: int,
-    num_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    keeps_tokens: bool = False,
-    kept_elements: int = 0,
-) -> int:
-    """Bytes of one block over all layers, its token ids and its `kept_elements` of hidden states
-    included where they are kept."""
-    tokens = block_size * TOKEN_BYTES if keeps_tokens else 0
-    elements = 2 * num_layers * block_size * num_heads * head_dim + kept_elements
-    return elements * dtype.itemsize + tokens
-
-
 def blocks_that_fit(
     block_bytes: int,
     free_bytes: int,
@@ -135,7 +123,7 @@ def blocks_that_fit(
     """Number of usable blocks of the pool that was asked for.
 
     Args:
-        block_bytes: from `bytes_per_block`.
+        block_bytes: `BlockShape.num_bytes`.
         free_bytes: memory free on the device.
         device: decides the default size.
         num_kv_blocks: exact number, or None.

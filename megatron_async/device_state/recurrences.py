@@ -1,13 +1,14 @@
 """The kinds of recurrent layers: what a slot of each holds, and the ops that read and write it.
 
-`RecurrentState` uses only a layer's `Recurrence`; a new kind of layer needs a class here.
+`RecurrentState` uses only a layer's `Recurrence`: one of the classes here. Equal ones share memory.
+A new kind of layer needs one more class with the same members.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -30,43 +31,14 @@ class PoolWidths(NamedTuple):
     """Channels of a token."""
 
 
-class Recurrence(Protocol):
-    """One kind of recurrent layer with its sizes on this rank; can be hashed, and equal ones share
-    memory."""
-
-    @property
-    def name(self) -> str:
-        """Name of the kind of layer, for messages."""
-
-    @property
-    def channels(self) -> int:
-        """Elements of a token's output."""
-
-    @property
-    def pool_widths(self) -> PoolWidths:
-        """What the layer's pools hold."""
-
-    def check(self) -> None:
-        """Refuse sizes that the ops do not serve.
-
-        Raises:
-            ConfigurationError: one of them; names it and what is served.
-        """
-
-    def decode(self, ops: Kernels) -> Callable[..., Tensor]:
-        """The op of decode rows; arguments are those of `mamba_decode`, with the kind's own input
-        and parameters."""
-
-    def prefill(self, ops: Kernels) -> Callable[..., Tensor]:
-        """The op of prefill chunks, likewise as `mamba_prefill`."""
-
-
 @dataclass(frozen=True)
 class MambaRecurrence:
     """Mamba-2 (Dao and Gu 2024). Its rings hold x and B, decays and step sizes."""
 
     sizes: MambaSizes
+    """On this rank."""
     name = "Mamba-2"
+    """Of the kind of layer, for messages."""
 
     @property
     def channels(self) -> int:
@@ -81,7 +53,11 @@ class MambaRecurrence:
         return PoolWidths(sizes.state_shape, kept, (mamba_pools.GATES, sizes.heads), sizes.conv)
 
     def check(self) -> None:
-        """Refuse state sizes that the ops do not serve, by a ConfigurationError."""
+        """Refuse state sizes that the ops do not serve.
+
+        Raises:
+            ConfigurationError: one of them; names it and what is served.
+        """
         size = self.sizes.state_dim
         if size < mamba_pools.LEAST_STATE or size & (size - 1):
             raise ConfigurationError(
@@ -101,7 +77,8 @@ class MambaRecurrence:
 @dataclass(frozen=True)
 class DeltaRecurrence:
     """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024). Its rings hold pseudo values and keys, and
-    the logarithms of decays."""
+    the logarithms of decays. Its ops take the arguments of Mamba-2's, with another input and other
+    parameters."""
 
     sizes: DeltaSizes
     name = "Gated DeltaNet"
@@ -138,6 +115,9 @@ class DeltaRecurrence:
     def prefill(self, ops: Kernels) -> Callable[..., Tensor]:
         """The op of prefill chunks."""
         return ops.delta_prefill
+
+
+Recurrence = MambaRecurrence | DeltaRecurrence
 
 
 def recurrence_of(sizes: MambaSizes | DeltaSizes) -> Recurrence:

@@ -8,7 +8,6 @@ records, because the bookkeeping of each launch contains them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -75,24 +74,17 @@ class PerSlotState:
         """Make the state of these slots follow from `known` alone."""
 
 
-class SlotStates:
-    """All slot states of an engine: each method calls the same method of every state."""
-
-    def __init__(self, states: Iterable[PerSlotState] = ()) -> None:
-        self._states = list(states)
-
-    def add(self, state: PerSlotState) -> None:
-        """Add a state."""
-        self._states.append(state)
+class SlotStates(list[PerSlotState]):
+    """All slot states of an engine."""
 
     def find[State: PerSlotState](self, kind: type[State]) -> State | None:
         """The state of this kind; None if there is none."""
-        return next((state for state in self._states if isinstance(state, kind)), None)
+        return next((state for state in self if isinstance(state, kind)), None)
 
     @property
     def bytes_per_slot(self) -> int:
         """Device memory of one slot that `allocate` takes, over all states."""
-        return sum(state.bytes_per_slot for state in self._states)
+        return sum(state.bytes_per_slot for state in self)
 
     def num_bytes(self, slots: int) -> int:
         """Device memory that `allocate` takes: of these slots, of the dummy slot, of snapshots."""
@@ -101,42 +93,17 @@ class SlotStates:
     @property
     def bytes_of_snapshots(self) -> int:
         """Device memory that `allocate` takes beside that of slots, over all states."""
-        return sum(state.bytes_of_snapshots for state in self._states)
+        return sum(state.bytes_of_snapshots for state in self)
 
     def allocate(self) -> None:
-        """Take the memory."""
-        for state in self._states:
+        """Take the memory of all states."""
+        for state in self:
             state.allocate()
 
     def release(self) -> None:
-        """Give the memory back."""
-        for state in self._states:
+        """Give the memory of all states back."""
+        for state in self:
             state.release()
-
-    def begin_step(self, view: ContextGPUView) -> None:
-        """Let the step begin."""
-        for state in self._states:
-            state.begin_step(view)
-
-    def begin_chunks(self, view: ContextGPUView, mode: SamplingMode) -> None:
-        """Let the rows of a step with prefill chunks begin."""
-        for state in self._states:
-            state.begin_chunks(view, mode)
-
-    def save(self, entry: int) -> None:
-        """Keep the present state as an entry of a ring."""
-        for state in self._states:
-            state.save(entry)
-
-    def restore(self, entry: int, slots: Tensor) -> None:
-        """Put the state of some slots back."""
-        for state in self._states:
-            state.restore(entry, slots)
-
-    def rebuild(self, known: KnownTokens) -> None:
-        """Build the state of some slots anew."""
-        for state in self._states:
-            state.rebuild(known)
 
 
 class FeedbackState(PerSlotState):

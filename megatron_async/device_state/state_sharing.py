@@ -11,7 +11,7 @@ import torch
 from megatron_async.config import InferenceConfig
 from megatron_async.device_state.device_memory import (
     agree_on_least,
-    block_bytes,
+    block_shape,
     recurrent_state,
 )
 from megatron_async.device_state.kv_cache import GIB
@@ -66,7 +66,7 @@ def share_states(model: Any, config: InferenceConfig, device: Device) -> StateSh
         sizes, nowhere = recurrent_sizes(model, layers), torch.device("meta")
         each = recurrent_state(sizes, config, model.params_dtype, nowhere).bytes_per_slot
         most = int((budget or 0) * GIB) // each
-        if block := block_bytes(model, config):
+        if block := block_shape(model, config).num_bytes:
             spacing = min(spacing, -(-each * config.block_size_tokens // block))
     most, spacing = agree_on_least(most, device), agree_on_least(spacing, device)
     interval = spacing if interval is None else interval

@@ -58,15 +58,13 @@ class StepTensors:
         max_tokens: int,
         max_blocks: int,
         device: torch.device,
-        max_sample_rows: int | None = None,
+        max_sample_rows: int,
     ) -> StepTensors:
-        """Buffers for the largest step, zeroed; `max_sample_rows` is `max_rows` where rows have one
-        query token."""
+        """Buffers for the largest step, zeroed."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        samples = max_rows if max_sample_rows is None else max_sample_rows
         return cls(
             entry=zeros(1, dtype=torch.int32),
             row_slots=zeros(max_rows),
@@ -74,10 +72,10 @@ class StepTensors:
             kv_lengths=zeros(max_rows, dtype=torch.int32),
             block_tables=zeros(max_rows, max_blocks, dtype=torch.int32),
             prefill_starts=zeros(max_rows + 1, dtype=torch.int32),
-            slots=zeros(samples),
-            sample_positions=zeros(samples, dtype=torch.int32),
-            features=zeros(samples, dtype=torch.int32),
-            last_token=zeros(samples),
+            slots=zeros(max_sample_rows),
+            sample_positions=zeros(max_sample_rows, dtype=torch.int32),
+            features=zeros(max_sample_rows, dtype=torch.int32),
+            last_token=zeros(max_sample_rows),
             token_ids=zeros(max_tokens),
             positions=zeros(max_tokens),
             write_index=zeros(max_tokens),

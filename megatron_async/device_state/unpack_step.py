@@ -16,7 +16,6 @@ from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_layout import UPDATE_FIELDS, BookkeepingLayout
 from megatron_async.device_state.device_slots import DeviceSlots
 from megatron_async.device_state.step_tensors import StepTensors
-from megatron_async.device_state.unpack_step_reference import unpack_step_reference
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.sampling.slot_records import (
     EDIT_WORDS,
@@ -43,7 +42,7 @@ INDEX_COLUMN = tl.constexpr(UPDATE_FIELDS.index("block_update_indices"))
 BLOCK_COLUMN = tl.constexpr(UPDATE_FIELDS.index("block_update_blocks"))
 
 
-def unpack_step(
+def unpack_step_kernels(
     words: Tensor,
     next_entry: Tensor,
     dims: BatchDimensions,
@@ -53,7 +52,8 @@ def unpack_step(
     lengths: Tensor | None = None,
     block_tokens: Tensor | None = None,
 ) -> None:
-    """Apply block-table updates and records of requests that start to `slots`, and fill `out`.
+    """Apply block-table updates and records of requests that start to `slots`, and fill `out`: by
+    Triton kernels.
 
     Args:
         words: int32 `[ring, words]`: packed bookkeeping of the steps in flight.
@@ -70,21 +70,6 @@ def unpack_step(
         block_tokens: int32 `[blocks, block size]`, changed: each token's id is written at the place
             of its keys; None if tokens are not kept.
     """
-    unpack = unpack_step_kernels if words.is_cuda else unpack_step_reference
-    unpack(words, next_entry, dims, slots, block_size, out, lengths, block_tokens)
-
-
-def unpack_step_kernels(
-    words: Tensor,
-    next_entry: Tensor,
-    dims: BatchDimensions,
-    slots: DeviceSlots,
-    block_size: int,
-    out: StepTensors,
-    lengths: Tensor | None = None,
-    block_tokens: Tensor | None = None,
-) -> None:
-    """`unpack_step` by Triton kernels."""
     layout = BookkeepingLayout.for_batch(dims, 0)
     ring = (words, words.stride(0))
     table = (slots.block_table, slots.block_table.stride(0))

@@ -23,11 +23,11 @@ def unpack_step_reference(
     lengths: Tensor | None = None,
     block_tokens: Tensor | None = None,
 ) -> None:
-    """`unpack_step` in plain torch. It reads numbers back, so it is for the CPU and for tests."""
+    """`unpack_step_kernels` in plain torch. It reads numbers back: for the CPU and for tests."""
     entry = int(next_entry)
     head = BookkeepingLayout.for_batch(dims, 0)
     updates = int(words[entry, head.start("num_block_updates")])
-    fields = BookkeepingLayout.for_batch(dims, updates).device_views(words[entry])
+    fields = BookkeepingLayout.for_batch(dims, updates).views(words[entry])
     out.entry.fill_(entry)
     slots.block_table.index_put_(
         (fields["block_update_slots"].long(), fields["block_update_indices"].long()),

@@ -12,11 +12,11 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
 from megatron_async.engines.job_loss import JobLoss
-from megatron_async.engines.listener import EngineListener
 from megatron_async.engines.new_request import new_request, prepare_request
 from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.validation import check_request_id
 from megatron_async.errors import RequestAborted, RequestError
+from megatron_async.observe.listener import EngineListener
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 from megatron_async.requests.request_registry import RequestEntry, RequestRegistry
@@ -87,9 +87,8 @@ class Admission:
         try:
             self._job.check()
             max_length = prepare_request(
-                entry, prompt, sampling_params, priority, controller, self._context,
-                self._grammars, self._watch,
-            )  # fmt: skip
+                entry, prompt, sampling_params, priority, controller, self._grammars, self._watch
+            )
         except Exception as error:
             # Whatever it is, also from a user's own tokenizer, it is this request's alone.
             self._requests.add(entry)
@@ -135,24 +134,20 @@ class Admission:
         raised, the request is nowhere then."""
         try:
             self._requests.add(entry)
-            self._admit_when_compiled(entry, max_length, group)
+            job = entry.grammar_job
+            if job is None:
+                self._admit(entry.request, max_length, group)
+                return
+            self._compiling[entry.request.request_id] = entry, max_length
+            if job.done():
+                self._admit_compiled(group)
+            else:
+                group.compiling(entry.request)
         except BaseException:
             if self._requests.withdraw(entry):
                 self._compiling.pop(entry.request.request_id, None)
                 self._context.waiting.remove(entry.request.request_id)
             raise
-
-    def _admit_when_compiled(self, entry: RequestEntry, max_length: int, group: RankGroup) -> None:
-        """Admit a request now, if its grammar is there or it has none."""
-        job = entry.grammar_job
-        if job is None:
-            self._admit(entry.request, max_length, group)
-            return
-        self._compiling[entry.request.request_id] = entry, max_length
-        if job.done():
-            self._admit_compiled(group)
-        else:
-            group.compiling(entry.request)
 
     def _admit(self, request: DynamicInferenceRequest, max_length: int, group: RankGroup) -> None:
         self._context.add_request(request, max_length)

@@ -1,9 +1,7 @@
-"""The policy for steps in flight when a request that they serve ends, and the default policy,
-`Reconcile`."""
+"""`Invalidation`: the policy for steps in flight when a request that they serve ends."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -12,42 +10,30 @@ from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 
-class Invalidation(ABC):
-    """A policy. The engine reports events to it, and asks which steps to discard."""
+class Invalidation:
+    """The policy "reconcile": every step is booked. Rows of requests that have ended are recognised
+    by (slot, generation) and dropped: zombie rows. The policy waits for nothing and repeats
+    nothing.
+
+    The engine reports events to its policy, and asks which steps to discard. Another policy
+    overrides all methods.
+    """
 
     @property
-    @abstractmethod
     def is_draining(self) -> bool:
         """Whether no step may be launched before those in flight are resolved or discarded."""
+        return False
 
-    @abstractmethod
     def before_launch(self, plan: StepPlan) -> None:
         """The step of `plan` is launched next."""
 
-    @abstractmethod
     def before_release(self, slot: int) -> None:
         """The request in `slot` has ended: with its last token, by an abort or by a failed step. It
         loses its slot next."""
 
-    @abstractmethod
     def discards(self, step: LaunchedStep) -> bool:
         """Whether `step`, just removed from the steps in flight, must not be booked; its work is
         done."""
-
-
-class Reconcile(Invalidation):
-    """Book every step. Rows of requests that have ended are recognised by (slot, generation) and
-    dropped: zombie rows. The policy waits for nothing and repeats nothing."""
-
-    is_draining = False
-
-    def before_launch(self, plan: StepPlan) -> None:
-        return
-
-    def before_release(self, slot: int) -> None:
-        return
-
-    def discards(self, step: LaunchedStep) -> bool:
         return False
 
 
@@ -60,4 +46,4 @@ def make_invalidation(
         from megatron_async.rollback.policy import Rollback
 
         return Rollback(context, in_flight, statistics)
-    return Reconcile()
+    return Invalidation()

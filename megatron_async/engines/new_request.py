@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.engines.validation import (
     check_params_type,
     check_priority,
@@ -50,13 +51,27 @@ def new_request(
     return request
 
 
+@contextmanager
+def _panics_as_request_errors() -> Iterator[None]:
+    """Libraries written in Rust panic: their error is no `Exception`."""
+    try:
+        yield
+    except (Exception, *INTERRUPTS):
+        raise
+    except BaseException as panic:
+        raise RequestError(
+            f"the request could not be prepared: {type(panic).__name__}: {panic}. Change its "
+            "prompt or sampling_params."
+        ) from panic
+
+
+@_panics_as_request_errors()
 def prepare_request(
     entry: RequestEntry,
     prompt: Any,
     given_params: Any,
     priority: Any,
     controller: TextGenerationController,
-    context: DynamicInferenceContext,
     grammars: GrammarCompiler,
     watch: TokenWatch,
 ) -> int:
@@ -67,8 +82,7 @@ def prepare_request(
         prompt: text or token ids.
         given_params: the sampling parameters as they were given.
         priority: as it was given.
-        controller: for its tokenizer and vocabulary.
-        context: for its limits.
+        controller: for its tokenizer and vocabulary, and for the limits of its context.
         grammars: for its tokenizer.
         watch: likewise.
 
@@ -76,30 +90,9 @@ def prepare_request(
         the sequence length, tokens, at which the request ends.
 
     Raises:
-        RequestError: the request can never be served, or a library written in Rust panicked (its
-            error is no `Exception`); other exceptions come from a user's own tokenizer.
+        RequestError: the request can never be served, or a library written in Rust panicked; other
+            exceptions come from a user's own tokenizer.
     """
-    try:
-        return _prepare(entry, prompt, given_params, priority, controller, context, grammars, watch)
-    except (Exception, *INTERRUPTS):
-        raise
-    except BaseException as panic:
-        raise RequestError(
-            f"the request could not be prepared: {type(panic).__name__}: {panic}. Change its "
-            "prompt or sampling_params."
-        ) from panic
-
-
-def _prepare(
-    entry: RequestEntry,
-    prompt: Any,
-    given_params: Any,
-    priority: Any,
-    controller: TextGenerationController,
-    context: DynamicInferenceContext,
-    grammars: GrammarCompiler,
-    watch: TokenWatch,
-) -> int:
     request, tokenizer = entry.request, controller.tokenizer
     check_params_type(given_params)
     if given_params is not None:
@@ -111,7 +104,7 @@ def _prepare(
     request.prompt_tokens = prompt_to_array(prompt, vocab_size)
     if params.termination_id is None:
         params.termination_id = getattr(tokenizer, "eod", None)
-    limits = check_request(request, context, vocab_size)
+    limits = check_request(request, controller.context, vocab_size)
     length = len(request.prompt_tokens)
     request.record = sampling_record(
         params,

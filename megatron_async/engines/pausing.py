@@ -101,10 +101,8 @@ class Pausing:
             cache, states = context.gpu_view.kv_cache, context.gpu_view.states
             cache.release()  # of an attempt that failed after this point
             states.release()
-            needed, free = (
-                cache.num_bytes + states.num_bytes(context.max_requests),
-                device.free_memory(),
-            )
+            needed = cache.num_bytes + states.num_bytes(context.max_requests)
+            free = device.free_memory()
             if needed > free:
                 raise OutOfMemoryError(
                     f"resuming needs {needed / GIB:.3g} GiB for the KV cache and what else the "

@@ -16,8 +16,8 @@ from megatron_async.contexts.graph_shapes import LEAST_PREFILL_TOKENS
 from megatron_async.contexts.request_slots import ALL, SlotState
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.engines.listener import EngineListener
 from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.observe.listener import EngineListener
 from megatron_async.observe.step_costs import StepCosts, StepWork
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
@@ -103,14 +103,3 @@ class PrefillPace(EngineListener):
             self._share = min(max(share, LEAST_SHARE), 1.0)
             if is_late:
                 self._first_tokens = max(self._first_tokens // 2, LEAST_PREFILL_TOKENS)
-
-
-def make_pace(
-    context: DynamicInferenceContext, statistics: EngineStatistics, listeners: list[EngineListener]
-) -> PrefillPace | None:
-    """A pace that listens too, if the configuration wants one; see `PrefillPace`."""
-    if context.config.target_tpot_ms is None:
-        return None
-    pace = PrefillPace(context, statistics)
-    listeners.append(pace)
-    return pace

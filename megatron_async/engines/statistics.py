@@ -38,10 +38,6 @@ class NoOverlapReason(StrEnum):
     flight, so this is 0 unless something is wrong."""
 
 
-def _no_reasons() -> dict[NoOverlapReason, int]:
-    return dict.fromkeys(NoOverlapReason, 0)
-
-
 @dataclass
 class EngineStatistics:
     """Counts since the engine was made. Times are nanoseconds of the engine's own thread, waits not
@@ -55,7 +51,9 @@ class EngineStatistics:
     resolved_steps: int = 0
     overlapped_steps: int = 0
     """Steps launched before the step before them was resolved."""
-    no_overlap: dict[NoOverlapReason, int] = field(default_factory=_no_reasons)
+    no_overlap: dict[NoOverlapReason, int] = field(
+        default_factory=lambda: dict.fromkeys(NoOverlapReason, 0)
+    )
     """The other steps, by reason: with `overlapped_steps` they make up `steps`."""
     last_reason: NoOverlapReason | None = None
     """Why the step launched last did not overlap; None if it did."""

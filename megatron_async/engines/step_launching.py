@@ -8,11 +8,10 @@ from functools import partial
 
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.contexts.step_shape import StepShape
-from megatron_async.engines.grammar_masks import send_masks
 from megatron_async.engines.invalidation import Invalidation
-from megatron_async.engines.listener import EngineListener
-from megatron_async.engines.prefill_pace import make_pace
+from megatron_async.engines.prefill_pace import PrefillPace
 from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
+from megatron_async.observe.listener import EngineListener
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.text_generation_controllers.text_generation_controller import (
@@ -49,7 +48,10 @@ class StepLaunching:
         self._statistics = statistics
         self._invalidation = invalidation
         self._listeners = listeners
-        self._pace = make_pace(self._context, statistics, listeners)
+        self._pace: PrefillPace | None = None
+        if self._context.config.target_tpot_ms is not None:
+            self._pace = PrefillPace(self._context, statistics)
+            listeners.append(self._pace)
 
     def launch_next(
         self, group: RankGroup, lookahead: int, is_compiling: bool
@@ -122,11 +124,36 @@ class StepLaunching:
         return launched
 
     def send_masks(self) -> None:
-        """Sample constrained rows of steps in flight whose last tokens are known by now."""
-        if not any(step.awaits_masks for step in self._in_flight):
-            return
-        with self._context.tracer.range("send_masks", self._statistics.steps):
-            send_masks(self._in_flight, self._context.slots, self._requests, self._controller)
+        """Launch the sampling of every constrained row in flight whose earlier tokens are booked.
+
+        Called after every launch and every resolve. So the mask of a request with one sample in
+        flight has been sent, and the request may be in the next step: no row waits for another
+        row's mask. The samples of a step are copied when all of its rows are sampled; rows of ended
+        requests need no mask.
+        """
+        awaiting = [step for step in self._in_flight if step.awaits_masks]
+        if awaiting:
+            with self._context.tracer.range("send_masks", self._statistics.steps):
+                for step in awaiting:
+                    self._send_masks_of(step)
+
+    def _send_masks_of(self, step: LaunchedStep) -> None:
+        slots, plan, rows = self._context.slots, step.plan, step.unsampled_rows
+        rows = rows[slots.generation[plan.slots[rows]] == plan.generations[rows]]
+        is_known = slots.num_known[plan.slots[rows]] == plan.kv_at_most[rows]
+        step.unsampled_rows, rows = rows[~is_known], rows[is_known]
+        if len(rows):
+            masks = self._controller.masks_for(step, rows)
+            for slot, mask in zip(plan.slots[rows], masks, strict=True):
+                request_id = int(slots.request_id[slot])
+                grammar = self._requests.get(request_id).grammar
+                assert grammar is not None, "its feature says that it has one"
+                grammar.mask(mask)
+                if grammar.is_too_slow:
+                    self._requests.is_too_slow(request_id)
+        is_last = len(step.unsampled_rows) == 0
+        if is_last or len(rows):
+            self._controller.sample_constrained(step, len(rows), is_last=is_last)
 
     def give_up_masks(self) -> None:
         """Let steps in flight end without masks: an earlier step is discarded, and the masks would

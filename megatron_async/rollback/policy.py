@@ -1,9 +1,9 @@
 """`Rollback`: launch ahead as if no request ended, and take steps back when a request did end.
 
-The design of Megatron-LM pull request 4558, kept beside `Reconcile` to compare the two in one
-engine. When a request ends unexpectedly, the engine waits for the first step in flight that serves
-it and for all later steps, and discards them. It restores the device's per-slot state and the
-bookkeeping from before that step, and plans and launches the step again without the request.
+The design of Megatron-LM pull request 4558, kept beside the policy "reconcile" to compare the two
+in one engine. When a request ends unexpectedly, the engine waits for the first step in flight that
+serves it and for all later steps, and discards them. It restores the device's per-slot state and
+the bookkeeping from before that step, and plans and launches the step again without the request.
 Samples depend only on seed and position, so the other requests get the same tokens again.
 
 An eviction discards nothing. It is decided when a step is planned, so the rows in flight of an
@@ -91,7 +91,8 @@ class Rollback(Invalidation):
         context.take_back(plans)
         served = np.unique(np.concatenate([plan.slots for plan in plans]))
         if (known := known_tokens(books, served)) is not None:
-            compute.launch(partial(view.states.rebuild, known))
+            for state in view.states:
+                compute.launch(partial(state.rebuild, known))
         if any(step.error is not None for step in self._discarded):
             # One that failed before it had updated the block tables lets the steps after it write
             # into blocks of others: prefill all again.

@@ -74,14 +74,14 @@ class CaptureReport:
     for which it keeps the GPU busy (`LAUNCH_SHARE`), so it runs eagerly."""
 
     def __str__(self) -> str:
-        text = f"{self.graphs} graphs in {self.seconds:.1f} s, {self.bytes / 2**30:.2f} GiB"
+        mixed = "mixed steps run eagerly"
+        if self.mixed_sizes:
+            mixed = f"mixed steps of up to {self.mixed_sizes[-1]} prefill tokens"
+        gib = self.bytes / 2**30
+        text = f"{self.graphs} graphs in {self.seconds:.1f} s, {gib:.2f} GiB; {mixed}"
         if not self.eager_steps:
-            return f"{text}; mixed steps run eagerly"
+            return text
         last = self.eager_steps[-1]
-        if not self.mixed_sizes:
-            text += "; mixed steps run eagerly"
-        else:
-            text += f"; mixed steps of up to {self.mixed_sizes[-1]} prefill tokens"
         return (
             f"{text} (at {last.prefill_tokens}, launching takes {last.host_ms:.1f} ms and running "
             f"{last.device_ms:.1f} ms)"

@@ -109,5 +109,5 @@ def _state_of(view: ContextGPUView, vocab_size: int) -> SamplingState:
         state = SamplingState(capacity, vocab_size, view.sample_ring.device)
         state.allocate()
         if vocab_size:
-            view.states.add(state)
+            view.states.append(state)
     return state

@@ -30,8 +30,8 @@ from child_processes import Pipe, coordinate, cpu_s, spawn
 from megatron_async import InferenceConfig, SamplingParams
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_plan import IntArray, StepPlan
-from megatron_async.engines.listener import EngineListener
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.observe.listener import EngineListener
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.serving.messages import (
     PROTOCOL,

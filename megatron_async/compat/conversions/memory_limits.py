@@ -13,7 +13,7 @@ import torch
 from megatron.core.inference.config import InferenceConfig as MegatronConfig
 
 from megatron_async.config import InferenceConfig
-from megatron_async.device_state.device_memory import block_bytes, recurrent_state
+from megatron_async.device_state.device_memory import block_shape, recurrent_state
 from megatron_async.device_state.kv_cache import DEFAULT_CPU_POOL_GB, GIB
 from megatron_async.devices import resolve_device_name
 from megatron_async.errors import ConfigurationError
@@ -48,7 +48,10 @@ def with_memory_limits(
     if resolve_device_name(settings.device) == "cpu" and buffer_gb == DEFAULT_BUFFER_GB:
         buffer_gb = DEFAULT_CPU_POOL_GB
     pool = int(buffer_gb * GIB)
-    block, states = block_bytes(model_config, settings), _state_bytes(model_config, settings)
+    block, states = (
+        block_shape(model_config, settings).num_bytes,
+        _state_bytes(model_config, settings),
+    )
     if asked is None:
         # A request has one block and one state; one block is the dummy block.
         count = agree_on_least(pool // max(block + states, 1))

@@ -18,8 +18,8 @@ from harness import (
 )
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
-from megatron_async.engines.listener import EngineListener
 from megatron_async.errors import RequestError
+from megatron_async.observe.listener import EngineListener
 
 TOKENS = 12
 PROMPTS = random_prompts(81, (7, 5), TINY.vocab_size)

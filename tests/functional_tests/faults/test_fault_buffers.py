@@ -67,7 +67,7 @@ def test_no_copy_meets_another_step_s_data(
     - `HostStaging.pack`: `entry = 0`
     - `ContextGPUView.__init__`: `self.bookkeeping` with one entry
     - `ContextGPUView.__init__`: `self.sample_ring` with one entry
-    - `feed_back_tokens`: store into row 0 of the ring, not into row `entry`
+    - `feed_back_reference`: store into row 0 of the ring, not into row `entry`
     - `transfer_bookkeeping_to_gpu`: no `compute.wait(arrived)`
     - `launch_step`: no `copy.wait(buffers.sampled)`
     - `RankGroup.wait`: no `event.wait()`

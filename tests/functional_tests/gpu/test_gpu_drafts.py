@@ -86,7 +86,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_tokens_equal_the_cpus(
     shape: ModelArchitecture, gpu_model: torch.nn.Module, cpu_tokens: list[list[int]], name: str
 ) -> None:
-    """Break it: `unpack_step`'s kernel without `brought`, and tokens differ."""
+    """Break it: `_unpack_kernel` without `brought`, and tokens differ."""
     settings = {**ROOM, **CASES[name], "speculative_method": "ngram"}
     engine = make_engine(gpu_model, device=CudaDevice(), **settings)
     poison_states(engine)

@@ -312,7 +312,7 @@ def test_other_state_joins(make_tiny_engine: EngineFactory, whole: list[list[int
         view = engine.context.gpu_view
         state = torch.zeros(engine.context.max_requests + 1, dtype=torch.int64)
         if has_shadow:
-            view.states.add(StepCounts(state, engine.context.config.steps_in_flight))
+            view.states.append(StepCounts(state, engine.context.config.steps_in_flight))
         wrapped: Any = engine.controller.inference_wrapped_model
         forward = wrapped.forward
 

@@ -13,6 +13,9 @@ from served import KEY, Served, eventually
 
 from megatron_async import LLM, SamplingParams
 
+# All tests of this file, so that they stay together (`tests/conftest.py`) and share a service.
+pytestmark = pytest.mark.usefixtures("smollm2_llm")
+
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -33,14 +36,13 @@ def client(service: Served) -> openai.OpenAI:
     return openai.OpenAI(api_key=KEY, base_url=url, max_retries=0)
 
 
-def test_answers_are_those_of_the_engine(client: openai.OpenAI) -> None:
+def test_answers_are_those_of_the_engine(client: openai.OpenAI, smollm2_llm: LLM) -> None:
     """Whole, streamed and in process: one text."""
-    with LLM("smollm2", device="cpu") as llm:
-        assert llm.tokenizer is not None
-        chat = llm.tokenizer.apply_chat_template(CHAT)
-        ids = llm.tokenizer.tokenize(chat, add_special_tokens=False)
-        params = SamplingParams(num_tokens_to_generate=12, temperature=0.8, seed=5)
-        expected = llm.generate([ids], params)[0].generated_text
+    assert smollm2_llm.tokenizer is not None
+    chat = smollm2_llm.tokenizer.apply_chat_template(CHAT)
+    ids = smollm2_llm.tokenizer.tokenize(chat, add_special_tokens=False)
+    params = SamplingParams(num_tokens_to_generate=12, temperature=0.8, seed=5)
+    expected = smollm2_llm.generate([ids], params)[0].generated_text
     asked = {"model": "smollm2", "messages": CHAT, "max_tokens": 12, "temperature": 0.8, "seed": 5}
     whole = client.chat.completions.create(**asked)
     assert whole.choices[0].message.content == expected

@@ -19,6 +19,8 @@ import pytest
 from harness import TINY, make_engine, make_model
 from served import ADMIN, Served, completion, eventually, token_ids
 
+from megatron_async.server import api_process
+from megatron_async.server.api_config import ApiConfig
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.replica import Replica
@@ -84,16 +86,23 @@ def test_https_in_front_of_a_secret(service: Served) -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{service.port}/health", timeout=10)
 
 
-def test_the_secret_is_asked_for(service: Served, tmp_path: Path) -> None:
+def test_the_secret_is_asked_for(
+    service: Served,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of an API process; those of `service` have the right one."""
     wrong = tmp_path / "wrong"
     wrong.write_bytes(b"not the secret of that service")
     wrong.chmod(0o600)
     address = next(
         argument for argument in service.process.args if str(argument).startswith("tcp://")
     )  # type: ignore[union-attr]
-    log = tmp_path / "log"
-    with Served(log, "--coordinator", str(address), "--secret-file", str(wrong)):
-        eventually(lambda: "If it has a secret" in log.read_text(), "the reason", 30)
+    monkeypatch.setattr(api_process, "CONNECT_S", 0.5)
+    config = ApiConfig(coordinator=str(address), secret_file=str(wrong))
+    assert api_process.run_api_process(config, -1) == 1
+    assert "If it has a secret" in caplog.text
 
 
 def test_pause_lets_requests_wait(service: Served) -> None:

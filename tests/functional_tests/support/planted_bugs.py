@@ -186,7 +186,7 @@ def one_draft_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _feed_back_after(monkeypatch: pytest.MonkeyPatch, believe: bool) -> None:
     """Feed samples back as if all drafts, or one more than agree, were what was sampled."""
-    feed_back = gpu_view.feed_back_tokens
+    feed_back = gpu_view.feed_back_reference
 
     def feed_back_more(sampled: Any, step: Any, dims: Any, *rest: Any) -> None:
         if dims.width > 1:
@@ -199,12 +199,12 @@ def _feed_back_after(monkeypatch: pytest.MonkeyPatch, believe: bool) -> None:
             table[:, :-1] = drafts.where(first_wrong | believe, table[:, :-1])
         feed_back(sampled, step, dims, *rest)
 
-    monkeypatch.setattr(gpu_view, "feed_back_tokens", feed_back_more)
+    monkeypatch.setattr(gpu_view, "feed_back_reference", feed_back_more)
 
 
 def length_of_the_last_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last chunk of a prompt does not set its slot's length where the slot had an owner."""
-    feed_back = gpu_view.feed_back_tokens
+    feed_back = gpu_view.feed_back_reference
 
     def feed_back_without_lengths(
         sampled: Any, step: Any, dims: Any, words: Any, slots: Any, *rest: Any
@@ -214,7 +214,7 @@ def length_of_the_last_owner(monkeypatch: pytest.MonkeyPatch) -> None:
         feed_back(sampled, step, dims, words, slots, *rest)
         slots.length[chunks] = slots.length[chunks].where(before == 1, before)
 
-    monkeypatch.setattr(gpu_view, "feed_back_tokens", feed_back_without_lengths)
+    monkeypatch.setattr(gpu_view, "feed_back_reference", feed_back_without_lengths)
 
 
 def surplus_and_one_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from ready_requests import made_ready
 
 from megatron_async.contexts.graph_shapes import GraphShapes, graph_sizes, mixed_graph_sizes
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
-from megatron_async.contexts.request_slots import NO_DECODE, RequestSlots
+from megatron_async.contexts.request_slots import NO_DECODE, DecodeRows, RequestSlots
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_buffer import HostStaging
 from megatron_async.device_state.bookkeeping_layout import FIELDS, BookkeepingLayout
@@ -20,6 +20,12 @@ from megatron_async.requests.sampling_params import SamplingParams
 
 DUMMY_SLOT = 4
 SEED = 1 << 40 | 0x8000_0001
+
+
+def decode_rows(slots, chosen):
+    """Rows of one query token."""
+    rows = np.array(chosen)
+    return DecodeRows(rows, 1, slots.places(rows, 1))
 
 
 @pytest.fixture
@@ -57,7 +63,7 @@ def test_host_and_device_views_are_the_same_words_of_a_buffer():
     dims = BatchDimensions(decode_rows=2, prefill_lengths=((3, 3),))
     layout = BookkeepingLayout.for_batch(dims, 4)
     words = torch.zeros(layout.size, dtype=torch.int32)
-    host, device = layout.host_views(words.numpy()), layout.device_views(words)
+    host, device = layout.views(words.numpy()), layout.views(words)
     for i, name in enumerate(host):
         host[name][:] = i + 1
     for i, name in enumerate(device):
@@ -96,9 +102,9 @@ def test_device_reads_what_the_host_wrote(slots, staging):
     builder.build(NO_DECODE, [PrefillChunk(0, 0, 6), PrefillChunk(2, 0, 2)])
     builder.add_block_updates(*(np.array([v], np.int32) for v in (0, 1, 5)))
     chunks = [PrefillChunk(1, 0, 6), PrefillChunk(2, 2, 5)]
-    plan = builder.build(slots.decode_rows(np.array([0])), chunks)
+    plan = builder.build(decode_rows(slots, [0]), chunks)
     words = staging.pack(plan, slots)
-    fields = BookkeepingLayout.for_batch(plan.dims, 1).device_views(words)
+    fields = BookkeepingLayout.for_batch(plan.dims, 1).views(words)
     assert fields["row_slots"].tolist() == [0, 1, 2]
     assert fields["prefill_kv_lengths"].tolist() == [6, 5]
     assert fields["block_update_blocks"].tolist() == [5]
@@ -121,12 +127,12 @@ def test_padded_rows_point_at_the_dummy_slot(slots, staging):
     builder = PlanBuilder(slots, GraphShapes((1, 2, 4)))
     builder.build(NO_DECODE, [PrefillChunk(i, 0, 6) for i in range(3)])
     builder.add_block_updates(*(np.array([v], np.int32) for v in (2, 1, 7)))
-    plan = builder.build(slots.decode_rows(np.arange(3)), [])
+    plan = builder.build(decode_rows(slots, [0, 1, 2]), [])
     assert plan.dims.is_captured
     assert plan.dims.decode_rows == 4
     assert plan.num_rows == 3
     layout = BookkeepingLayout.for_batch(plan.dims, 1)
-    fields = layout.device_views(staging.pack(plan, slots))
+    fields = layout.views(staging.pack(plan, slots))
     assert fields["row_slots"].tolist() == [0, 1, 2, DUMMY_SLOT]
     assert fields["decode_width"].tolist() == [1]
     assert fields["num_block_updates"].tolist() == [1]
@@ -140,10 +146,10 @@ def test_a_mixed_step_is_padded_twice(slots, staging):
     builder = PlanBuilder(slots, GraphShapes((4,), {8: (0, 2), 16: (0, 2, 4)}, prefill_rows=3))
     builder.build(NO_DECODE, [PrefillChunk(0, 0, 6), PrefillChunk(2, 0, 2)])
     chunks = [PrefillChunk(1, 0, 6), PrefillChunk(2, 2, 5)]
-    plan = builder.build(slots.decode_rows(np.array([0])), chunks)
+    plan = builder.build(decode_rows(slots, [0]), chunks)
     assert (plan.dims.decode_rows, plan.dims.prefill_rows, plan.dims.prefill_tokens) == (2, 3, 16)
     layout = BookkeepingLayout.for_batch(plan.dims, 0)
-    fields = layout.device_views(staging.pack(plan, slots))
+    fields = layout.views(staging.pack(plan, slots))
     assert fields["row_slots"].tolist() == [0, DUMMY_SLOT, 1, 2, DUMMY_SLOT]
     assert fields["prefill_kv_lengths"].tolist() == [6, 5, 1]
     assert fields["prefill_starts"].tolist() == [0, 6, 9, 9]
@@ -157,7 +163,7 @@ def test_a_mixed_step_is_padded_twice(slots, staging):
 def test_a_mixed_step_that_fits_no_shape_runs_eagerly(slots):
     builder = PlanBuilder(slots, GraphShapes((4,), {8: (0,)}, prefill_rows=1))
     first = builder.build(NO_DECODE, [PrefillChunk(0, 0, 6)])
-    second = builder.build(slots.decode_rows(np.array([0])), [PrefillChunk(1, 0, 6)])
+    second = builder.build(decode_rows(slots, [0]), [PrefillChunk(1, 0, 6)])
     assert first.dims.is_captured
     assert not second.dims.is_captured
     assert second.dims.prefill_lengths == ((6, 6),)

@@ -1,11 +1,12 @@
 """The size of the KV pool: what was asked for, or an error whose advice works when followed."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_async.device_state.kv_cache import GIB, PagedKVCache, blocks_that_fit, bytes_per_block
+from megatron_async.device_state.kv_cache import GIB, BlockShape, PagedKVCache, blocks_that_fit
 from megatron_async.errors import OutOfMemoryError
 
 MIB = 2**20
@@ -69,10 +70,11 @@ def test_no_block_fits_at_all():
 
 @pytest.mark.parametrize("layers", [0, 3])
 def test_tokens_are_a_part_of_the_cache(layers):
-    cache = PagedKVCache(layers, 5, 4, 2, 8, torch.float32, CPU, keeps_tokens=True)
-    each = bytes_per_block(layers, 4, 2, 8, torch.float32, keeps_tokens=True)
-    assert each == bytes_per_block(layers, 4, 2, 8, torch.float32) + 16
-    assert cache.num_bytes == 6 * each
+    without = BlockShape(layers, 4, 2, 8, torch.float32)
+    shape = replace(without, keeps_tokens=True)
+    assert shape.num_bytes == without.num_bytes + 16
+    cache = PagedKVCache(shape, 5, CPU)
+    assert cache.num_bytes == 6 * shape.num_bytes
     assert cache.block_tokens is not None
     assert (cache.block_tokens.shape, cache.block_tokens.dtype) == ((6, 4), torch.int32)
     cache.release()
@@ -83,11 +85,12 @@ def test_tokens_are_a_part_of_the_cache(layers):
 
 
 def test_layers_are_separate_views_with_a_dummy_block():
-    cache = PagedKVCache(3, 5, 4, 2, 8, torch.float32, CPU)
+    shape = BlockShape(3, 4, 2, 8, torch.float32)
+    cache = PagedKVCache(shape, 5, CPU)
     parts = [part for layer in range(3) for part in cache.layer(layer)]
     assert all(part.shape == (6, 4, 2, 8) for part in parts)
     assert len({part.data_ptr() for part in parts}) == 6
     assert all((part == 0).all() for part in parts)
     assert cache.dummy_block == 5
-    total = bytes_per_block(3, 4, 2, 8, torch.float32) * 6
+    total = shape.num_bytes * 6
     assert sum(part.numel() * part.itemsize for part in parts) == total

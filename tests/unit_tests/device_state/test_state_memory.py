@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_async import DynamicInferenceContext, InferenceConfig
-from megatron_async.device_state.device_memory import block_bytes, make_gpu_view
+from megatron_async.device_state.device_memory import block_shape, make_gpu_view
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.devices import CpuDevice
@@ -75,9 +75,9 @@ def test_only_the_stage_that_samples_keeps_tokens(stage: int) -> None:
     )
     view = make_gpu_view(model, kept, CpuDevice())
     assert (view.kv_cache.block_tokens is not None) == (stage == 1)
-    more = block_bytes(model, kept) - block_bytes(model, config)
+    more = block_shape(model, kept).num_bytes - block_shape(model, config).num_bytes
     assert more == 16 * stage
-    assert view.kv_cache.num_bytes == 6 * block_bytes(model, kept)
+    assert view.kv_cache.num_bytes == 6 * block_shape(model, kept).num_bytes
 
 
 def test_states_that_do_not_fit_are_refused_with_what_fits() -> None:
@@ -118,7 +118,7 @@ def test_snapshots_have_rows_of_their_own() -> None:
     assert (by_memory.sharing.snapshots, by_memory.sharing.limit) == (5, 5)
     # A snapshot weighs as much as the keys and values of as many tokens.
     assert plain.sharing is not None
-    block = block_bytes(plain.model_config, plain.config)
+    block = block_shape(plain.model_config, plain.config).num_bytes
     assert plain.sharing.interval == -(-each * 256 // block)
 
 

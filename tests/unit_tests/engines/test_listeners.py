@@ -3,7 +3,7 @@
 import pytest
 from engines_under_test import GREEDY, PROMPTS
 
-from megatron_async.engines.listener import EngineListener
+from megatron_async.observe.listener import EngineListener
 
 
 class Notes(EngineListener):

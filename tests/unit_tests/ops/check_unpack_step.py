@@ -15,6 +15,7 @@ from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.device_state.device_slots import DeviceSlots
 from megatron_async.device_state.feed_back import ring_words
 from megatron_async.device_state.step_tensors import StepTensors
+from megatron_async.device_state.unpack_step_reference import unpack_step_reference
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header, pack_record
 
 where = sys.argv[1]
@@ -75,7 +76,7 @@ def random_record():
 def fill(words, dims, count, blocks, block_size, query_lengths, updates):
     """A step's bookkeeping as the host packs it: dummy rows and padding at the ends."""
     layout = BookkeepingLayout.for_batch(dims, updates)
-    fields = layout.host_views(words)
+    fields = layout.views(words)
     slots = rng.permutation(count)[: dims.rows]
     slots = np.concatenate((slots, np.full(dims.rows - len(slots), count)))
     lengths = rng.integers(1, blocks * block_size + 1, dims.rows)
@@ -198,7 +199,7 @@ for (decode, query_lengths, dummies, padding, count, blocks, block_size), share 
         for _ in range(2)
     )
     keeps = rng.random() < 0.8
-    ops.unpack_step_reference(
+    unpack_step_reference(
         *arguments, truth_slots, block_size, truth, told, truth_kept if keeps else None
     )
     ops.unpack_step_kernels(*arguments, slots, block_size, found, told, kept if keeps else None)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quicker_interpreter import make_quicker
 from triton.runtime import interpreter as runtime
 from triton_interpreter import INTERPRETED, patch_index, patch_language_once_a_launch
 
@@ -16,13 +17,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def better_interpreter():
-    """See `patch_language_once_a_launch` and `patch_index`."""
+    """See `patch_language_once_a_launch`, `patch_index` and `make_quicker`."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if INTERPRETED:
             patch = patch_language_once_a_launch(runtime._patch_lang)
             monkeypatch.setattr(runtime, "_patch_lang", patch)
             patch = patch_index(runtime._patch_lang_tensor)
             monkeypatch.setattr(runtime, "_patch_lang_tensor", patch)
+            make_quicker(monkeypatch)
         yield
 
 

@@ -13,13 +13,13 @@ import torch
 from megatron_async import SamplingParams
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.step_plan import IntArray, StepPlan
-from megatron_async.device_state.device_memory import block_bytes
+from megatron_async.device_state.device_memory import block_shape
 from megatron_async.device_state.recurrent_state import RecurrentState
-from megatron_async.engines.listener import EngineListener
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.model_config import ModelConfig, transformer_config
 from megatron_async.models.parallel_state import ParallelSizes
+from megatron_async.observe.listener import EngineListener
 from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.model_shape import FIELDS, ModelShape
 
@@ -111,11 +111,11 @@ def test_ranks_have_blocks_as_large_as_the_largest(name: str, tensor: int, pipel
     """By it is reckoned how many of them paused requests may hold."""
     config = InferenceConfig(**SETTINGS)
     ranks = stages(DUMMY_SHAPES[name], tensor, pipeline)
-    largest = max(block_bytes(rank, config) for rank in ranks)
+    largest = max(block_shape(rank, config).num_bytes for rank in ranks)
     for rank in ranks:
         context: Any = SimpleNamespace(model_config=rank)
         shape = ModelShape.of_context(context, 512)
-        assert block_bytes(shape, config) == largest
+        assert block_shape(shape, config).num_bytes == largest
         assert shape.num_mamba_layers == DUMMY_SHAPES[name].count("M")
         assert shape.num_delta_layers == DUMMY_SHAPES[name].count("G")
         assert ModelShape(**shape.to_dict()) == shape

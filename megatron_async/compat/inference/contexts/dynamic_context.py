@@ -32,7 +32,7 @@ from megatron_async.compat.models.serving_config import serving_config
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext as OwnContext
 from megatron_async.contexts.request_slots import SlotState
-from megatron_async.device_state.device_memory import block_bytes, max_paused_blocks
+from megatron_async.device_state.device_memory import block_shape, max_paused_blocks
 from megatron_async.devices import Device
 from megatron_async.observe.timeline import Timeline
 
@@ -105,7 +105,7 @@ class DynamicInferenceContext(NamesOfMegatron, OwnContext):
         self.num_speculative_tokens = settings.num_speculative_tokens
         self.is_hybrid_model = self._is_recurrent
         self.params_dtype = model_config.params_dtype
-        self.block_size_bytes = block_bytes(described, settings)
+        self.block_size_bytes = block_shape(described, settings).num_bytes
         self.max_kv_block_count = -(-self.max_sequence_length // self.block_size_tokens)
         paused = max_paused_blocks(described, settings, self.blocks.total, self.device)
         caches = settings.enable_prefix_caching

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_async.devices import Event
-from megatron_async.engines.listener import EngineListener
+from megatron_async.observe.listener import EngineListener
 from megatron_async.observe.timeline import NO_OVERLAP, Span
 from megatron_async.requests.trace_context import named
 
