@@ -75,7 +75,8 @@ class CoordinatedEngine:
         return list(await asyncio.gather(*[add(prompt, params) for prompt in prompts]))
 
     async def tell(self, call: str, state: EngineState) -> None:
-        """Let all engines follow a call of `InferenceClient`, and wait until they have.
+        """Let all engines follow a call of `InferenceClient`, and wait until they have. All ranks
+        make the same calls in the same order.
 
         Args:
             call: its name; the first rank makes it.
@@ -83,7 +84,10 @@ class CoordinatedEngine:
         """
         if self._client is not None:
             getattr(self._client, call)()
-        await self._engine.wait_until(state)
+            await self._engine.wait_until(state)
+        else:
+            assert self._engine.coordinated is not None
+            await self._engine.coordinated.wait_in_turn(state)
 
     async def until_stopped(self) -> None:
         """Wait until the engine has left its coordinator; what ended it before is raised."""

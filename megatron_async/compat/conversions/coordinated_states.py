@@ -8,10 +8,13 @@ of states, and which of them may be waited for, are Megatron-Core 0.19's.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from copy import copy
 from enum import Enum
 
 from megatron.core.inference.engines.dynamic_engine import EngineState
+
+from megatron_async.errors import EngineStopped
 
 
 class Signal(Enum):
@@ -54,6 +57,10 @@ LASTING = (
 """States that can be waited for."""
 
 
+MOST_PAST = 64
+"""Moments that are remembered for `wait_in_turn`; more signals than that are under way nowhere."""
+
+
 class CoordinatedStates:
     """The state of one engine, and what it becomes.
 
@@ -67,7 +74,10 @@ class CoordinatedStates:
         self._has_resumed = False
         self._error: BaseException | None = None
         # Who waits for a state goes on even if the next signal ends it before the waiter runs.
-        self._events = {state: asyncio.Event() for state in LASTING}
+        self._waiting: dict[EngineState, list[asyncio.Future[None]]] = {s: [] for s in LASTING}
+        self._past: deque[frozenset[EngineState]] = deque(maxlen=MOST_PAST)
+        """The lasting states of each moment since the last `wait_in_turn` ended, the last one
+        is now."""
         self._tell()
 
     def begin(self, signal: Signal) -> bool:
@@ -116,19 +126,58 @@ class CoordinatedStates:
         """Wait for a lasting state.
 
         Raises:
+            EngineStopped: the engine has left its coordinator, so that the state cannot come.
             Exception: what ended the engine before its time, such as RankLost.
         """
-        await self._events[state].wait()
-        if self._error is not None:
-            raise copy(self._error) from self._error
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting[state].append(waiting)
+        self._tell_waiting(state)
+        await waiting
+
+    async def wait_in_turn(self, state: EngineState) -> None:
+        """Wait for a lasting state, or find that it has passed since the last such wait ended.
+
+        For a rank that waits for the same states in the same order as the rank that sends the
+        signals: it may be late, and find the engine in a later state.
+
+        Raises:
+            Exception: as by `wait_until`.
+        """
+        if not any(state in moment for moment in self._past):
+            await self.wait_until(state)
+        while len(self._past) > 1 and state not in self._past[0]:
+            self._past.popleft()
 
     def _tell(self) -> None:
         """Wake who waits for what is so now."""
-        for state, event in self._events.items():
-            if self._error is not None or self._is_in(state):
-                event.set()
+        moment = frozenset(state for state in LASTING if self._is_in(state))
+        if not self._past or self._past[-1] != moment:
+            self._past.append(moment)
+        for state in LASTING:
+            self._tell_waiting(state)
+
+    def _tell_waiting(self, state: EngineState) -> None:
+        error = self._error
+        is_stopped = self.state is EngineState.STOPPED
+        if error is None and not is_stopped and not self._is_in(state):
+            return
+        for waiting in self._waiting[state]:
+            if waiting.done():  # cancelled
+                continue
+            if error is not None:
+                told = copy(error)
+                told.__cause__ = error
+                waiting.set_exception(told)
+            elif self._is_in(state):
+                waiting.set_result(None)
             else:
-                event.clear()
+                waiting.set_exception(
+                    EngineStopped(
+                        f"the engine has left its coordinator (STOPPED) and will not be "
+                        f"{state.name}: wait for that before the engines are stopped."
+                    )
+                )
+        self._waiting[state].clear()
 
     def _is_in(self, state: EngineState) -> bool:
         if state is EngineState.RESUMED:

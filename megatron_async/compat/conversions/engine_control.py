@@ -15,6 +15,7 @@ from megatron_async.compat.conversions.suspension_log import suspension_log
 from megatron_async.compat.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.engines.pausing import EngineState as OwnState
+from megatron_async.errors import EngineStopped
 
 if TYPE_CHECKING:
     from megatron_async.compat.conversions.coordinator_service import CoordinatorService
@@ -69,6 +70,7 @@ class EngineControl(DynamicInferenceEngine):
 
         Raises:
             ValueError: the state is one that passes by.
+            EngineStopped: the engine has stopped, so that the state cannot come.
         """
         if state not in LASTING:
             names = ", ".join(lasting.name for lasting in LASTING)
@@ -77,6 +79,8 @@ class EngineControl(DynamicInferenceEngine):
             await self.coordinated.wait_until(state)
             return
         while not self._is_in(state):
+            if self.pausing.is_closed:
+                raise EngineStopped(f"the engine is closed and will not be {state.name} again.")
             await self.requests.news.wait()
 
     def _is_in(self, state: EngineState) -> bool:

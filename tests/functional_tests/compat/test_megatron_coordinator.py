@@ -13,7 +13,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequest, S
 
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates, Signal
 from megatron_async.compat.inference.inference_client import InferenceClient
-from megatron_async.errors import ConfigurationError, RequestError
+from megatron_async.errors import ConfigurationError, EngineStopped, RequestError
 
 LONGEST_S = 30
 
@@ -187,6 +187,66 @@ def test_who_waits_goes_on_though_the_next_signal_is_there() -> None:
         await waiting
         with pytest.raises(ValueError, match="RESUME is ignored"):
             states.begin(Signal.RESUME)
+
+    run(use())
+
+
+def follow(states: CoordinatedStates, *signals: Signal) -> None:
+    """Signals that all engines follow, one after the other."""
+    for signal in signals:
+        states.begin(signal)
+        states.confirm(signal)
+
+
+def test_a_late_rank_finds_states_that_have_passed() -> None:
+    """A rank that makes the calls of the first one, and is slow between them."""
+
+    async def use() -> None:
+        states = CoordinatedStates()
+        follow(states, Signal.PAUSE)
+        await states.wait_in_turn(EngineState.PAUSED)
+        follow(states, Signal.UNPAUSE, Signal.PAUSE, Signal.SUSPEND, Signal.RESUME, Signal.STOP)
+        for state in ("RUNNING", "PAUSED", "SUSPENDED", "RESUMED", "STOPPED"):
+            await asyncio.wait_for(states.wait_in_turn(EngineState[state]), 5)
+        with pytest.raises(EngineStopped, match="will not be SUSPENDED"):
+            await states.wait_in_turn(EngineState.SUSPENDED)  # that one has been waited for
+
+    run(use())
+
+
+def test_a_rank_in_time_waits_for_what_comes() -> None:
+    async def use() -> None:
+        states = CoordinatedStates()
+        follow(states, Signal.PAUSE, Signal.UNPAUSE)
+        for state in (EngineState.PAUSED, EngineState.RUNNING):
+            await states.wait_in_turn(state)
+        again = asyncio.ensure_future(states.wait_in_turn(EngineState.PAUSED))
+        await asyncio.sleep(0)
+        states.begin(Signal.PAUSE)
+        await asyncio.sleep(0)
+        assert not again.done()
+        states.confirm(Signal.PAUSE)
+        await asyncio.wait_for(again, 5)
+
+    run(use())
+
+
+def test_nobody_waits_for_a_state_of_a_stopped_engine() -> None:
+    async def use() -> None:
+        states = CoordinatedStates()
+        waiting = [
+            asyncio.ensure_future(states.wait_until(EngineState[state]))
+            for state in ("SUSPENDED", "PAUSED", "SUSPENDED")
+        ]
+        await asyncio.sleep(0)
+        waiting[2].cancel()
+        follow(states, Signal.PAUSE, Signal.STOP)
+        with pytest.raises(EngineStopped, match="will not be SUSPENDED"):
+            await waiting[0]
+        await waiting[1]
+        with pytest.raises(EngineStopped, match="will not be RUNNING"):
+            await states.wait_until(EngineState.RUNNING)
+        await states.wait_until(EngineState.STOPPED)
 
     run(use())
 
