@@ -40,12 +40,15 @@ def _supports(device_index: int) -> bool:
 
 
 @triton.jit
-def wait_for_previous(overlap: tl.constexpr) -> None:
+def wait_for_previous(overlap: tl.constexpr, early: tl.constexpr = False) -> None:
     """Wait until the kernel before this one is done and its writes are visible; then allow the
-    next one to start, which waits in turn."""
+    next one to start, which waits in turn. If `early`, the next one may start before this wait."""
     if overlap:
+        if early:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not early:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

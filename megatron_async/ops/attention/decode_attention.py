@@ -334,6 +334,17 @@ def _parts_kernel(
 
 
 @triton.jit
+def _join_of(
+    joins: tl.tensor, unit: tl.tensor, units: tl.tensor, heads: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Row, first slot and number of parts of a unit, a head of a row; of none behind the last."""
+    join = joins + (1 + unit // heads) * 4
+    exists = unit < units
+    row, slot = tl.load(join, mask=exists, other=0), tl.load(join + 1, mask=exists, other=0)
+    return row, slot, tl.load(join + 2, mask=exists, other=0)
+
+
+@triton.jit
 def _join_kernel(
     part_output: tl.tensor,
     part_maximum: tl.tensor,
@@ -352,10 +363,7 @@ def _join_kernel(
         wait_for_previous(overlap)
     units = tl.load(joins) * heads
     unit = tl.program_id(0)
-    join = joins + (1 + unit // heads) * 4
-    row = tl.load(join, mask=unit < units, other=0)
-    slot = tl.load(join + 1, mask=unit < units, other=0)
-    parts = tl.load(join + 2, mask=unit < units, other=0)
+    row, slot, parts = _join_of(joins, unit, units, heads)
     if is_settled:
         wait_for_previous(overlap)
     column = tl.arange(0, dim_tile)
@@ -385,7 +393,4 @@ def _join_kernel(
         target = out + (row * heads + head) * dim + column
         tl.store(target, result.to(out.dtype.element_ty), mask=column < dim)
         unit += tl.num_programs(0)
-        join = joins + (1 + unit // heads) * 4
-        row = tl.load(join, mask=unit < units, other=0)
-        slot = tl.load(join + 1, mask=unit < units, other=0)
-        parts = tl.load(join + 2, mask=unit < units, other=0)
+        row, slot, parts = _join_of(joins, unit, units, heads)

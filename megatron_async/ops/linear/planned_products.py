@@ -17,6 +17,7 @@ from megatron_async.ops.linear.resident_kernel import resident_kernel, segments_
 from megatron_async.ops.linear.row_tiles import TILE_BYTES
 from megatron_async.ops.linear.skinny_kernels import one_row_kernel, tile_kernel
 from megatron_async.ops.linear.skinny_plan import (
+    LONG_ROW_REGISTERS,
     WARPGROUP_ROWS,
     LongRowPlan,
     OneRowPlan,
@@ -123,7 +124,7 @@ def long_row_product(
         has_bias=bias is not None,
         has_residual=added is not None,
         num_warps=plan.warps,
-        maxnreg=plan.registers,
+        maxnreg=LONG_ROW_REGISTERS,
         **launch_options(x),
     )
     return out

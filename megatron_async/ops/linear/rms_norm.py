@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.dependent_launch import await_previous, launch_options, let_next_start
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 
 MAX_HIDDEN = 16384
 """A row is held in the registers of one program."""
@@ -23,8 +23,8 @@ EARLY_WIDTH = 1024
 """Longest rows after whose norm the next product is let start before the norm's own wait, so that
 its weights arrive while the kernel before the norm ends; of one row, whatever its length. The step
 of 64 rows of SmolLM2 takes 0.697 instead of 0.726 ms by it, of Granite-4.0-H-350M 1.18 instead of
-1.22, that of Llama-3.1-8B 5.12 instead of 5.05: there weights displace what the products before
-still read (docs/records/products.md, 2026-11-25)."""
+1.22; that of Llama-3.1-8B took 5.12 instead of 5.05, with another change in the same run
+(docs/records/products.md, 2026-11-25)."""
 
 
 def add_rms_norm(
@@ -129,11 +129,7 @@ def _add_rms_norm_kernel(
     column = tl.arange(0, block)
     inside = column < hidden
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if early:
-        let_next_start(overlap)
-    await_previous(overlap)
-    if not early:
-        let_next_start(overlap)
+    wait_for_previous(overlap, early)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if parts > 1:
         for part in tl.static_range(1, parts):

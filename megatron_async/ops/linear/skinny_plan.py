@@ -40,7 +40,7 @@ LEAST_SHARE_OF_MANY = 512
 LONG_ROW, LONG_ROW_GATED = 16384, 8192
 """Most inputs of `long_row_kernel`, and of two weights. 4,096 inputs, two whole tiles of
 `WHOLE_ROW`, are `one_row_kernel`'s: Llama-3.1-8B's step takes 20 us longer with this kernel's qkv
-and proj, and another 70 with its fc1."""
+and proj, and another 70 with its fc1. Two weights of other lengths were not measured."""
 LONG_ROW_TILES = 12
 """Most tiles of a weight row that `long_row_kernel` has asked for at any time."""
 LONG_ROW_TILES_OF_MORE = 8
@@ -105,8 +105,6 @@ class LongRowPlan:
     """Tiles of a weight row that each warp has asked for at any time."""
     turns: int
     """Number of times that a program takes `block_n` outputs."""
-    registers: int = LONG_ROW_REGISTERS
-    """Of a thread, at most."""
 
 
 @dataclass(frozen=True)

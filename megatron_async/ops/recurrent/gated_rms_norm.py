@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.dependent_launch import await_previous, launch_options, let_next_start
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.recurrent_math import silu
 
 MAX_GROUP = 16384
@@ -95,16 +95,12 @@ def _gated_rms_norm_kernel(
     early: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    if early:
-        let_next_start(overlap)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     local = tl.arange(0, block)
     inside = local < size
     channel = group * size + local
     scale = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
-    await_previous(overlap)
-    if not early:
-        let_next_start(overlap)
+    wait_for_previous(overlap, early)
     value = tl.load(y + token * y_stride + channel, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(z + token * z_stride + channel, mask=inside, other=0.0).to(tl.float32)
     value = value * silu(gate)

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from harness import greedy, make_engine, make_model
+from token_reader import TokenReader
 
 from megatron_async.errors import ReplicaLost
 from megatron_async.fleet.client import FleetClient
 from megatron_async.fleet.messages import RouteHint, decode_batch
 from megatron_async.fleet.replica import FleetReplica
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+from megatron_async.serving.readers import RequestEnd
 from megatron_async.serving.records import CoordinatorConfig
 
 STREAMS = 12
@@ -27,24 +28,6 @@ def new_replica(name: str) -> FleetReplica:
     if not MODEL:
         MODEL.append(make_model())
     return FleetReplica(make_engine(MODEL[0]), "tiny", name)
-
-
-class Reader:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.got: list[int] = []
-        self.end: asyncio.Future[RequestEnd] = asyncio.get_running_loop().create_future()
-
-    def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
-        assert not self.end.done()
-        self.got += tokens.tolist()
-
-    def text(self, text: str) -> None:
-        raise AssertionError("there is no tokenizer")
-
-    def ended(self, end: RequestEnd) -> None:
-        self.end.set_result(end)
 
 
 class InProcess:
@@ -112,14 +95,14 @@ async def fleet_of(count: int, **config: Any) -> AsyncIterator[tuple[InProcess, 
         await fleet.close()
 
 
-def ask_all(client: FleetClient, params: SamplingParams) -> list[Reader]:
-    readers = [Reader() for _ in range(STREAMS)]
+def ask_all(client: FleetClient, params: SamplingParams) -> list[TokenReader]:
+    readers = [TokenReader() for _ in range(STREAMS)]
     for number, reader in enumerate(readers):
         client.send([5 + number, 7, 11], params, reader)
     return readers
 
 
-async def ends_of(readers: list[Reader]) -> list[RequestEnd]:
+async def ends_of(readers: list[TokenReader]) -> list[RequestEnd]:
     return await asyncio.wait_for(asyncio.gather(*(reader.end for reader in readers)), 60)
 
 
@@ -176,7 +159,7 @@ def test_with_no_replica_left_a_request_fails_after_its_retries() -> None:
     async def run() -> None:
         async with fleet_of(1) as (fleet, client):
             fleet.kill("r0")
-            (reader,) = (Reader(),)
+            (reader,) = (TokenReader(),)
             client.send([1, 2], greedy(4), reader)
             (end,) = await ends_of([reader])
             assert end.failure is not None
@@ -189,7 +172,7 @@ def test_with_no_replica_left_a_request_fails_after_its_retries() -> None:
 def test_bad_requests_and_refused_ones_fail_alone() -> None:
     async def run() -> None:
         async with fleet_of(1, max_unfinished=2) as (_, client):
-            readers = [Reader() for _ in range(3)]
+            readers = [TokenReader() for _ in range(3)]
             client.send([1, 2], SamplingParams(stop_token_ids=[10**6]), readers[0])
             client.send([1, 2], greedy(4), readers[1])
             client.send([1, 2], greedy(4), readers[2])
@@ -203,7 +186,7 @@ def test_bad_requests_and_refused_ones_fail_alone() -> None:
 def test_an_abort_ends_one_request_and_frees_its_slot() -> None:
     async def run() -> None:
         async with fleet_of(1) as (fleet, client):
-            readers = [Reader(), Reader()]
+            readers = [TokenReader(), TokenReader()]
             numbers = [client.send([1, 2 + n], greedy(60), r) for n, r in enumerate(readers)]
             await until(lambda: all(reader.got for reader in readers))
             client.abort(numbers[0])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from token_reader import TokenReader
 
 from megatron_async import InferenceConfig, SamplingParams
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -17,7 +18,6 @@ from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.serving import token_emitter
 from megatron_async.serving.coordinator import Coordinator
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs
 from megatron_async.serving.replica import Replica
 from megatron_async.serving.step_pipe import StepPipe
 from megatron_async.serving.step_pipes import StepPipes
@@ -39,22 +39,6 @@ class Numbers:
         return np.full(plan.num_rows, self.step, np.int32), np.ones(plan.num_rows, np.int32)
 
 
-class Reader:
-    def __init__(self) -> None:
-        self.all: list[int] = []
-        self.end: asyncio.Future[RequestEnd] = asyncio.get_running_loop().create_future()
-
-    def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
-        assert not self.end.done()
-        self.all += tokens.tolist()
-
-    def text(self, text: str) -> None:
-        raise AssertionError("the client makes its own")
-
-    def ended(self, end: RequestEnd) -> None:
-        self.end.set_result(end)
-
-
 async def ask(address: str) -> None:
     """Requests of many lengths, which come by and by: first tokens and ends are between steps."""
     client = TokenClient(address)
@@ -63,16 +47,16 @@ async def ask(address: str) -> None:
     readers = []
     for number in range(STREAMS):
         length = SHORTEST + 3 * number
-        readers.append((length, Reader()))
+        readers.append((length, TokenReader()))
         params = SamplingParams(num_tokens_to_generate=length, termination_id=-1)
         client.send([1, 2, 3], params, readers[-1][1])
         await asyncio.sleep(0.001 * (number % 3))
     for length, reader in readers:
         end = await asyncio.wait_for(reader.end, 60)
         assert end.finish_reason == "length"
-        steps = np.diff(reader.all)
-        assert len(reader.all) == length
-        assert (steps > 0).all(), reader.all
+        steps = np.diff(reader.got)
+        assert len(reader.got) == length
+        assert (steps > 0).all(), reader.got
     await client.close()
 
 

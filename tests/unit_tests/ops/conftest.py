@@ -17,7 +17,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def better_interpreter():
-    """See `patch_language_once_a_launch`, `patch_index` and `make_quicker`."""
+    """Triton's interpreter, patched for NumPy 2.5 and made quicker (`triton_interpreter.py`,
+    `quicker_interpreter.py`)."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if INTERPRETED:
             patch = patch_language_once_a_launch(runtime._patch_lang)

@@ -114,7 +114,7 @@ class WholeSequence:
         self.layers: list[int] = []
 
     def recurrent(self, layer: int, projected: Tensor, params: MambaParams | DeltaParams) -> Tensor:
-        """See `recurrence` and `delta_rule`."""
+        """`recurrence` of a Mamba-2 layer, `delta_rule` of a Gated DeltaNet layer."""
         self.layers.append(layer)
         sizes = self._sizes[layer]
         if isinstance(params, DeltaParams):

@@ -1,21 +1,17 @@
-"""The paged decode kernel against a gathered softmax in float64.
-
-Whatever no sequence owns is NaN: cells of the cache, the output and the workspace.
-"""
+"""The paged decode kernel against a gathered softmax in float64."""
 
 import random
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
+from decode_batch import Batch, processors
 
 from megatron_async.ops.attention.decode_attention import (
     JOIN_CHUNK,
     DecodeWorkspace,
     paged_decode_attention,
 )
-from megatron_async.ops.attention.decode_schedule import DecodeSchedule, schedule_reference
+from megatron_async.ops.attention.decode_schedule import schedule_reference
 
 SHAPES = [(3, 3, 64), (8, 4, 128), (2, 8, 64), (1, 1, 128), (4, 7, 80), (2, 5, 112)]
 """(KV heads, query heads of each, dimension)."""
@@ -24,115 +20,6 @@ GPU_CASES = [
     for i, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32))
     for j, shape in enumerate(SHAPES)
 ]
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-
-def processors(count):
-    """A device of so many processors: with few of them a batch has few parts."""
-    properties = SimpleNamespace(multi_processor_count=count)
-    return mock.patch.object(torch.cuda, "get_device_properties", return_value=properties)
-
-
-class Batch:
-    """Rows of given lengths in a cache whose blocks are shuffled; `refill` draws others in place.
-
-    Tensors keep their addresses, as a captured graph needs.
-    """
-
-    def __init__(
-        self, longest, rows, block_size, kv_heads, group, dim, dtype, device, count=132, seed=0,
-        width=1, first_key=0,
-    ):  # fmt: skip
-        self.first_key = first_key
-        self.generator = torch.Generator().manual_seed(seed)
-        self.kv_heads, self.group, self.dim, self.device = kv_heads, group, dim, device
-        self.block_size, self.scale, self.width = block_size, dim**-0.5, width
-        blocks_a_row = -(-longest // block_size)
-        self.blocks = rows * blocks_a_row + 1
-        shape = (self.blocks, block_size, kv_heads, dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty_like(self.keys)
-        # One column more than is used: the kernel has to mind the row's stride.
-        self.tables = torch.empty((rows, blocks_a_row + 1), dtype=torch.int32, device=device)
-        self.lengths = torch.empty(rows, dtype=torch.int32, device=device)
-        self.query = torch.empty(rows * width, kv_heads * group, dim, dtype=dtype, device=device)
-        self.positions = torch.empty(rows * width, dtype=torch.int64, device=device)
-        self.out = torch.full_like(self.query, float("nan"))
-        with processors(count):
-            self.workspace = DecodeWorkspace(rows, kv_heads * group, kv_heads, dim, device, width)
-        for tensor in (self.workspace.output, self.workspace.maximum, self.workspace.total):
-            tensor.fill_(float("nan"))
-        for tensor in (self.workspace.schedule.items, self.workspace.schedule.joins):
-            tensor.fill_(2**30)
-
-    def random(self, *shape):
-        return torch.randn(shape, generator=self.generator)
-
-    def refill(self, lengths, query_scale=1.0):
-        """New lengths, tables, keys, values and queries; returns what attention should be."""
-        keys, values = (torch.full(self.keys.shape, float("nan")) for _ in "kv")
-        # A column beyond a row's length points outside the cache: reading through it is an error.
-        tables = torch.full(self.tables.shape, 2**30, dtype=torch.int32)
-        order = torch.randperm(self.blocks, generator=self.generator)
-        query = (query_scale * self.random(*self.query.shape)).to(self.query.dtype)
-        expected = torch.zeros(self.query.shape, dtype=torch.float64)
-        for row, length in enumerate(lengths):
-            used = -(-length // self.block_size)
-            tables[row, :used], order = order[:used], order[used:]
-            position = torch.arange(length)
-            cells = tables[row, position // self.block_size].long() * self.block_size
-            cells += position % self.block_size
-            for cache in (keys, values):
-                drawn = self.random(length, self.kv_heads, self.dim).to(self.keys.dtype)
-                cache.flatten(0, 1)[cells] = drawn.float()
-            if length:
-                k, v = (
-                    cache.flatten(0, 1)[cells].double().repeat_interleave(self.group, 1)
-                    for cache in (keys, values)
-                )
-                for j in range(self.width):
-                    # The row's last tokens; beyond a limit they stand at position 0.
-                    token, last = row * self.width + j, max(length - self.width + j, 0)
-                    self.positions[token] = last
-                    seen = slice(min(self.first_key, last), last + 1)
-                    seen_k, seen_v = k[seen], v[seen]
-                    score = torch.einsum("hd,nhd->hn", query[token].double(), seen_k) * self.scale
-                    expected[token] = torch.einsum("hn,nhd->hd", score.softmax(1), seen_v)
-        self.keys.copy_(keys)
-        self.values.copy_(values)
-        self.tables.copy_(tables)
-        self.query.copy_(query)
-        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
-        self.out.fill_(float("nan"))
-        return expected
-
-    def run(self, is_settled=False):
-        self.workspace.schedule.update(self.lengths)
-        if is_settled:
-            self.out.fill_(float("nan"))  # a kernel between
-        self.attend(is_settled)
-
-    def attend(self, is_settled=False):
-        paged_decode_attention(
-            self.query,
-            self.keys,
-            self.values,
-            self.tables,
-            self.scale,
-            self.workspace,
-            self.out,
-            is_settled,
-            self.positions if self.width > 1 else None,
-            self.first_key,
-        )
-
-    def check(self, expected):
-        found, tolerance = self.out.cpu().double(), TOLERANCE[self.out.dtype]
-        assert not found.isnan().any()
-        for row, length in enumerate(self.lengths.tolist()):
-            for token in range(row * self.width, (row + 1) * self.width):
-                error = (found[token] - expected[token]).norm()
-                assert error <= tolerance * expected[token].norm(), (row, token, length, error)
 
 
 @pytest.mark.parametrize(
@@ -209,52 +96,6 @@ def test_keys_that_are_not_there(count, width, device):
     expected = batch.refill(lengths)
     batch.run()
     batch.check(expected)
-
-
-@pytest.mark.parametrize(("count", "kv_heads"), [(132, 8), (132, 3), (7, 1), (1, 8)])
-@pytest.mark.parametrize("tile", [64, 32])
-def test_schedule(count, kv_heads, tile, device):
-    """Every token of every row once, as the reference says, within the bounds that memory is
-    sized by."""
-    draw = random.Random(count + tile)
-    with processors(count):
-        schedule = DecodeSchedule(70, kv_heads, tile, device)
-    for rows, longest in ((1, 0), (1, 1), (1, 100_000), (70, 400), (64, 64), (33, 5000), (70, 1)):
-        lengths = [draw.randint(longest // 2, longest) for _ in range(rows)]
-        if rows == 64:
-            lengths[9] = 32_768  # one long row
-        schedule.items.fill_(2**30)
-        schedule.joins.fill_(2**30)
-        schedule.update(torch.tensor(lengths, dtype=torch.int32, device=device))
-        items = [tuple(item) for item in schedule.items.tolist()]
-        joins = [tuple(join[:3]) for join in schedule.joins.tolist()]
-        expected_items, expected_joins = schedule_reference(lengths, schedule.extra, tile)
-        used, count_joins = len(expected_items), len(expected_joins)
-        assert items[:used] == expected_items
-        assert used <= rows + schedule.extra
-        unused = items[used : rows + schedule.extra]
-        assert all(item[:3] == (-1, 0, 0) for item in unused)
-        assert joins[0][0] == count_joins <= schedule.max_joins
-        assert joins[1 : 1 + count_joins] == expected_joins
-        slots = [item[3] for item in expected_items if item[3] >= 0]
-        assert slots == list(range(len(slots)))
-        assert len(slots) <= schedule.slots
-        # A whole row, or the parts of one, from its first token to its last.
-        ends = {}
-        for row, start, end, _slot in expected_items:
-            assert start == ends.get(row, 0)
-            assert start % tile == 0
-            ends[row] = end
-        assert ends == dict(enumerate(lengths))
-
-
-def test_long_row_is_cut_and_short_ones_are_not(device):
-    with processors(132):
-        schedule = DecodeSchedule(64, 8, 64, device)
-    lengths = [256] * 63 + [32_768]
-    items, joins = schedule_reference(lengths, schedule.extra, 64)
-    assert joins == [(63, 0, len(items) - 63)]
-    assert len(items) - 63 > 16
 
 
 def test_whole_rows_do_not_depend_on_others(device):

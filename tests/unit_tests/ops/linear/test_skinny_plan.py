@@ -6,6 +6,7 @@ from test_skinny_linear import BRAIN, HALF, WHOLE
 
 from megatron_async.ops.linear.skinny_plan import (
     LONG_ROW_PROGRAMS,
+    LONG_ROW_REGISTERS,
     MAX_ROWS,
     ONE_WAVE,
     LongRowPlan,
@@ -58,7 +59,7 @@ def test_plans_are_possible(rows, outputs, k, dtype):
             # Registers of a thread: tiles in flight, 4 each.
             assert plan.block_n // plan.warps * plan.depth * 4 <= 48
             # All programs run at once.
-            assert plan.registers * 32 * plan.warps * LONG_ROW_PROGRAMS <= 65536
+            assert LONG_ROW_REGISTERS * 32 * plan.warps * LONG_ROW_PROGRAMS <= 65536
             programs = -(-outputs // (plan.block_n * plan.turns))
             assert programs <= LONG_ROW_PROGRAMS * ONE_WAVE
         elif plan is not None:

@@ -1,0 +1,25 @@
+"""A reader of a client, for requests whose texts nobody makes."""
+
+from __future__ import annotations
+
+import asyncio
+
+from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+
+
+class TokenReader:
+    """Keeps the tokens and the end that it is told."""
+
+    def __init__(self) -> None:
+        self.got: list[int] = []
+        self.end: asyncio.Future[RequestEnd] = asyncio.get_running_loop().create_future()
+
+    def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
+        assert not self.end.done()
+        self.got += tokens.tolist()
+
+    def text(self, text: str) -> None:
+        raise AssertionError("nobody makes texts here")
+
+    def ended(self, end: RequestEnd) -> None:
+        self.end.set_result(end)

@@ -1,0 +1,121 @@
+"""Rows of decode attention in a paged cache, and what their attention should be.
+
+Whatever no sequence owns is NaN: cells of the cache, the output and the workspace.
+"""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def processors(count):
+    """A device of so many processors: with few of them a batch has few parts."""
+    properties = SimpleNamespace(multi_processor_count=count)
+    return mock.patch.object(torch.cuda, "get_device_properties", return_value=properties)
+
+
+class Batch:
+    """Rows of given lengths in a cache whose blocks are shuffled; `refill` draws others in place.
+
+    Tensors keep their addresses, as a captured graph needs.
+    """
+
+    def __init__(
+        self, longest, rows, block_size, kv_heads, group, dim, dtype, device, count=132, seed=0,
+        width=1, first_key=0,
+    ):  # fmt: skip
+        self.first_key = first_key
+        self.generator = torch.Generator().manual_seed(seed)
+        self.kv_heads, self.group, self.dim, self.device = kv_heads, group, dim, device
+        self.block_size, self.scale, self.width = block_size, dim**-0.5, width
+        blocks_a_row = -(-longest // block_size)
+        self.blocks = rows * blocks_a_row + 1
+        shape = (self.blocks, block_size, kv_heads, dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty_like(self.keys)
+        # One column more than is used: the kernel has to mind the row's stride.
+        self.tables = torch.empty((rows, blocks_a_row + 1), dtype=torch.int32, device=device)
+        self.lengths = torch.empty(rows, dtype=torch.int32, device=device)
+        self.query = torch.empty(rows * width, kv_heads * group, dim, dtype=dtype, device=device)
+        self.positions = torch.empty(rows * width, dtype=torch.int64, device=device)
+        self.out = torch.full_like(self.query, float("nan"))
+        with processors(count):
+            self.workspace = DecodeWorkspace(rows, kv_heads * group, kv_heads, dim, device, width)
+        for tensor in (self.workspace.output, self.workspace.maximum, self.workspace.total):
+            tensor.fill_(float("nan"))
+        for tensor in (self.workspace.schedule.items, self.workspace.schedule.joins):
+            tensor.fill_(2**30)
+
+    def random(self, *shape):
+        return torch.randn(shape, generator=self.generator)
+
+    def refill(self, lengths, query_scale=1.0):
+        """New lengths, tables, keys, values and queries; returns what attention should be."""
+        keys, values = (torch.full(self.keys.shape, float("nan")) for _ in "kv")
+        # A column beyond a row's length points outside the cache: reading through it is an error.
+        tables = torch.full(self.tables.shape, 2**30, dtype=torch.int32)
+        order = torch.randperm(self.blocks, generator=self.generator)
+        query = (query_scale * self.random(*self.query.shape)).to(self.query.dtype)
+        expected = torch.zeros(self.query.shape, dtype=torch.float64)
+        for row, length in enumerate(lengths):
+            used = -(-length // self.block_size)
+            tables[row, :used], order = order[:used], order[used:]
+            position = torch.arange(length)
+            cells = tables[row, position // self.block_size].long() * self.block_size
+            cells += position % self.block_size
+            for cache in (keys, values):
+                drawn = self.random(length, self.kv_heads, self.dim).to(self.keys.dtype)
+                cache.flatten(0, 1)[cells] = drawn.float()
+            if length:
+                k, v = (
+                    cache.flatten(0, 1)[cells].double().repeat_interleave(self.group, 1)
+                    for cache in (keys, values)
+                )
+                for j in range(self.width):
+                    # The row's last tokens; beyond a limit they stand at position 0.
+                    token, last = row * self.width + j, max(length - self.width + j, 0)
+                    self.positions[token] = last
+                    seen = slice(min(self.first_key, last), last + 1)
+                    seen_k, seen_v = k[seen], v[seen]
+                    score = torch.einsum("hd,nhd->hn", query[token].double(), seen_k) * self.scale
+                    expected[token] = torch.einsum("hn,nhd->hd", score.softmax(1), seen_v)
+        self.keys.copy_(keys)
+        self.values.copy_(values)
+        self.tables.copy_(tables)
+        self.query.copy_(query)
+        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+        self.out.fill_(float("nan"))
+        return expected
+
+    def run(self, is_settled=False):
+        self.workspace.schedule.update(self.lengths)
+        if is_settled:
+            self.out.fill_(float("nan"))  # a kernel between
+        self.attend(is_settled)
+
+    def attend(self, is_settled=False):
+        paged_decode_attention(
+            self.query,
+            self.keys,
+            self.values,
+            self.tables,
+            self.scale,
+            self.workspace,
+            self.out,
+            is_settled,
+            self.positions if self.width > 1 else None,
+            self.first_key,
+        )
+
+    def check(self, expected):
+        found, tolerance = self.out.cpu().double(), TOLERANCE[self.out.dtype]
+        assert not found.isnan().any()
+        for row, length in enumerate(self.lengths.tolist()):
+            for token in range(row * self.width, (row + 1) * self.width):
+                error = (found[token] - expected[token]).norm()
+                assert error <= tolerance * expected[token].norm(), (row, token, length, error)

@@ -1,0 +1,55 @@
+"""Which part of which row each program of the decode kernel takes."""
+
+import random
+
+import pytest
+import torch
+from decode_batch import processors
+
+from megatron_async.ops.attention.decode_schedule import DecodeSchedule, schedule_reference
+
+
+@pytest.mark.parametrize(("count", "kv_heads"), [(132, 8), (132, 3), (7, 1), (1, 8)])
+@pytest.mark.parametrize("tile", [64, 32])
+def test_schedule(count, kv_heads, tile, device):
+    """Every token of every row once, as the reference says, within the bounds that memory is
+    sized by."""
+    draw = random.Random(count + tile)
+    with processors(count):
+        schedule = DecodeSchedule(70, kv_heads, tile, device)
+    for rows, longest in ((1, 0), (1, 1), (1, 100_000), (70, 400), (64, 64), (33, 5000), (70, 1)):
+        lengths = [draw.randint(longest // 2, longest) for _ in range(rows)]
+        if rows == 64:
+            lengths[9] = 32_768  # one long row
+        schedule.items.fill_(2**30)
+        schedule.joins.fill_(2**30)
+        schedule.update(torch.tensor(lengths, dtype=torch.int32, device=device))
+        items = [tuple(item) for item in schedule.items.tolist()]
+        joins = [tuple(join[:3]) for join in schedule.joins.tolist()]
+        expected_items, expected_joins = schedule_reference(lengths, schedule.extra, tile)
+        used, count_joins = len(expected_items), len(expected_joins)
+        assert items[:used] == expected_items
+        assert used <= rows + schedule.extra
+        unused = items[used : rows + schedule.extra]
+        assert all(item[:3] == (-1, 0, 0) for item in unused)
+        assert joins[0][0] == count_joins <= schedule.max_joins
+        assert joins[1 : 1 + count_joins] == expected_joins
+        slots = [item[3] for item in expected_items if item[3] >= 0]
+        assert slots == list(range(len(slots)))
+        assert len(slots) <= schedule.slots
+        # A whole row, or the parts of one, from its first token to its last.
+        ends = {}
+        for row, start, end, _slot in expected_items:
+            assert start == ends.get(row, 0)
+            assert start % tile == 0
+            ends[row] = end
+        assert ends == dict(enumerate(lengths))
+
+
+def test_long_row_is_cut_and_short_ones_are_not(device):
+    with processors(132):
+        schedule = DecodeSchedule(64, 8, 64, device)
+    lengths = [256] * 63 + [32_768]
+    items, joins = schedule_reference(lengths, schedule.extra, 64)
+    assert joins == [(63, 0, len(items) - 63)]
+    assert len(items) - 63 > 16
