@@ -53,6 +53,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Give back what a test of a GPU has cached: with `-n` several processes share its memory."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="session")
 def smollm2_llm() -> Iterator[LLM]:
     """The demo model as a user gets it: float32 on the CPU, lookahead 1."""
