@@ -110,6 +110,10 @@ def _add_load(serve: Any) -> None:
     serve.add_argument(
         "--client-processes", type=int, default=1, metavar="N", help="that send and read"
     )
+    serve.add_argument(
+        "--new-connections", action="store_true",
+        help="each request opens a connection (default: they are kept, as OpenAI's client does)",
+    )  # fmt: skip
 
 
 def run_bench(arguments: argparse.Namespace) -> int:

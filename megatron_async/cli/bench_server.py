@@ -45,7 +45,7 @@ def measure_server(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     seed, count = arguments.seed, arguments.num_prompts
     trace = poisson_trace(arguments.request_rate, count, prompts, outputs, PROMPT_IDS, seed)
     warm_up = poisson_trace(math.inf, min(4, count), prompts, outputs, PROMPT_IDS, seed + 1)
-    server = HttpServer(url, name, arguments.api_key)
+    server = HttpServer(url, name, arguments.api_key, not arguments.new_connections)
     last = trace[-1].arrival_s
     print(f"{len(trace)} requests, the last arrives after {last:.0f} s", file=sys.stderr)
     try:

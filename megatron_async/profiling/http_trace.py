@@ -3,6 +3,7 @@
 `/v1/completions` with prompts as token ids, greedy, to the full length: what this project's server,
 vLLM's and SGLang's all take. Readers are plain sockets in processes of their own; they keep what
 comes and when, and take it apart when the trace is over, so that parsing costs no latency.
+Connections are kept, as OpenAI's client keeps them (`http_connections.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import MutableMapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from megatron_async.profiling.arrival_trace import TraceRequest
+from megatron_async.profiling.http_connections import Answer, HttpConnections
 
 CHOICE_EVENT = re.compile(rb'data: \{[^\n]*"choices":\s*\[\{[^\n]*\n\r?\n')
 """An event with a choice, to the blank line after it; the one with usage alone has none."""
@@ -39,11 +41,14 @@ class HttpServer:
         url: up to and with `/v1`.
         model: the name it is served by.
         key: API key; empty: none.
+        keeps_connections: requests use connections again; False: each opens one of its own, which
+            costs the first token some tenths of a millisecond.
     """
 
     url: str
     model: str
     key: str = ""
+    keeps_connections: bool = True
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ class HttpReaders:
         parts = [future.result() for future in work]
         answers = [parts[place % count][place // count] for place in range(len(trace))]
         served = [_read(answer, request) for answer, request in zip(answers, trace, strict=True)]
-        ends = (a.began_s + timed.latency_s for a, timed in zip(answers, served, strict=True))
+        ends = (a.arrival + timed.latency_s for a, timed in zip(answers, served, strict=True))
         return served, max(ends)
 
 
@@ -145,16 +150,6 @@ class _Sent:
 
     arrival_s: float
     data: bytes
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What came back: pieces, and when, in seconds from `began_s`, which counts from the trace's
-    start."""
-
-    began_s: float
-    pieces: list[bytes]
-    times: list[float]
 
 
 def _sent_of(server: HttpServer, request: TraceRequest) -> _Sent:
@@ -174,7 +169,6 @@ def _sent_of(server: HttpServer, request: TraceRequest) -> _Sent:
         f"Host: {url.netloc}",
         "Content-Type: application/json",
         f"Content-Length: {len(data)}",
-        "Connection: close",
         *([f"Authorization: Bearer {server.key}"] if server.key else []),
     ]
     return _Sent(request.arrival_s, "\r\n".join([*head, "", ""]).encode() + data)
@@ -187,7 +181,7 @@ def _serve_part(
     start: MutableMapping[str, float],
     timeout_s: float,
     at_once: int | None,
-) -> list[_Answer]:
+) -> list[Answer]:
     """One process' work. All processes begin at one time of the monotonic clock."""
     barrier.wait(timeout_s)
     begin = start.setdefault("at", time.monotonic() + START_S)
@@ -200,60 +194,29 @@ async def _serve_all(
     begin: float,
     timeout_s: float,
     at_once: int | None,
-) -> list[_Answer]:
+) -> list[Answer]:
     turns = None if at_once is None else asyncio.Semaphore(at_once)
+    url = urlsplit(server.url)
+    connections = HttpConnections(url.hostname or "", url.port or 80, server.keeps_connections)
 
-    async def ask(request: _Sent) -> _Answer:
+    async def ask(request: _Sent) -> Answer:
         arrival = begin + request.arrival_s
         await asyncio.sleep(arrival - time.monotonic())
-        if turns is None:
-            return await _ask(server, request, begin, arrival)
-        async with turns:
-            return await _ask(server, request, begin, time.monotonic())
+        try:
+            if turns is None:
+                return await connections.ask(request.data, arrival)
+            async with turns:
+                return await connections.ask(request.data, time.monotonic())
+        except OSError as error:
+            raise AnswerError(f"{server.url} does not answer: {error}.") from None
 
     async with asyncio.timeout(begin - time.monotonic() + timeout_s):
-        return await asyncio.gather(*map(ask, requests))
+        answers = await asyncio.gather(*map(ask, requests))
+    connections.close()
+    return [replace(answer, arrival=answer.arrival - begin) for answer in answers]
 
 
-async def _ask(server: HttpServer, request: _Sent, begin: float, arrival: float) -> _Answer:
-    url, loop = urlsplit(server.url), asyncio.get_running_loop()
-    answer, ended = _Answer(arrival - begin, [], []), loop.create_future()
-    try:
-        await loop.create_connection(
-            lambda: _Reader(request.data, arrival, answer, ended),
-            url.hostname or "",
-            url.port or 80,
-        )
-    except OSError as error:
-        raise AnswerError(f"{server.url} does not answer: {error}.") from None
-    await ended
-    return answer
-
-
-class _Reader(asyncio.Protocol):
-    """The connection of one request."""
-
-    def __init__(
-        self, request: bytes, arrival: float, answer: _Answer, ended: asyncio.Future[None]
-    ) -> None:
-        self._request = request
-        self._arrival = arrival
-        self._answer = answer
-        self._ended = ended
-
-    def connection_made(self, transport: Any) -> None:
-        transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        self._answer.times.append(time.monotonic() - self._arrival)
-        self._answer.pieces.append(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self._ended.done():
-            self._ended.set_result(None)
-
-
-def _read(answer: _Answer, request: TraceRequest) -> TimedRequest:
+def _read(answer: Answer, request: TraceRequest) -> TimedRequest:
     """Take an answer apart."""
     data = b"".join(answer.pieces)
     events = [found.end() for found in CHOICE_EVENT.finditer(data)]

@@ -3,6 +3,9 @@
 The loop watches ZMQ's file descriptor, and a callback reads all messages: no task is woken for a
 message. The descriptor signals only changes, so the callback reads until no message is left, and
 the queue is checked again after each send (ZMQ's manual, `ZMQ_FD`).
+
+To a coordinator of this host most messages go by a Unix socket, in order with those of ZMQ
+(`host_socket.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +22,13 @@ import zmq
 from megatron_async.communication.keepalive import end_silent_connections
 from megatron_async.errors import ConfigurationError, CoordinatorLost
 from megatron_async.serving.address import check_address
+from megatron_async.serving.host_socket import OfferedSocket
 from megatron_async.serving.messages import (
     MOST_BYTES,
     UNREADABLE,
     ClientHello,
+    HostSocketAt,
+    HostSocketOpen,
     Message,
     Ping,
     Refused,
@@ -92,6 +98,7 @@ class Connection[Heard]:
         self._hear: Callable[[Heard], None] = self._keep
         self._after: Callable[[], None] = lambda: None
         self._lost: Callable[[CoordinatorLost], None] = lambda _: None
+        self._here: OfferedSocket | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 200)
@@ -129,6 +136,9 @@ class Connection[Heard]:
                 raise ConfigurationError(f"the coordinator at {self.address}: {message.reason}")
             if isinstance(message, Welcome):
                 self._silence_s, self._last_heard = message.silence_s, time.monotonic()
+                self._here = OfferedSocket.offer(self._take_all)
+                if self._here is not None:
+                    self.send(HostSocketAt(self._here.name))
                 return message
         raise CoordinatorLost(
             f"no coordinator answers at {self.address} (waited {timeout_s:.0f} s): start it with "
@@ -141,9 +151,14 @@ class Connection[Heard]:
 
         Raises: one of `UNSENDABLE`, also for a message of too many bytes; nothing is sent.
         """
-        # Without a limit to what may wait in the socket, it is done at once.
-        self._socket.send(check_sendable(message), zmq.NOBLOCK)
+        data = check_sendable(message)
         self.num_sent += 1
+        if self._here is not None:
+            if self._here.send(data):
+                return
+            self._here.sent_otherwise += 1
+        # Without a limit to what may wait in the socket, it is done at once.
+        self._socket.send(data, zmq.NOBLOCK)
         self._look_again()
 
     def listen(
@@ -208,7 +223,7 @@ class Connection[Heard]:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self._take(data)
+            self._take_in_order(data)
             heard += 1
             if heard == MOST_AT_ONCE:
                 self._look_again()
@@ -216,6 +231,29 @@ class Connection[Heard]:
         if heard:
             self._last_heard = time.monotonic()
             self._after()
+
+    def _take_in_order(self, data: bytes) -> None:
+        """Take in a message of ZMQ, after those that were written before it."""
+        here = self._here
+        if here is None:
+            self._take(data)
+            return
+        for before in here.receive():
+            self._take(before)
+        counts = here.heard_otherwise >= 0
+        self._take(data)
+        here.heard_otherwise += counts
+        for behind in here.receive():
+            self._take(behind)
+
+    def _take_all(self, messages: list[bytes]) -> None:
+        """Take in what has come from a coordinator of this host."""
+        for data in messages:
+            if self._is_closed or self._error is not None:
+                return
+            self._take(data)
+        self._last_heard = time.monotonic()
+        self._after()
 
     def _take(self, data: bytes) -> None:
         try:
@@ -225,6 +263,9 @@ class Connection[Heard]:
             return
         if isinstance(message, Ping):
             self.send(self._on_ping())
+        elif isinstance(message, HostSocketOpen):
+            if self._here is not None:
+                self._here.heard_otherwise = 0
         elif isinstance(message, Refused) and self._silence_s is not None:
             self._end(f"the coordinator at {self.address}: {message.reason}")
         else:
@@ -257,6 +298,8 @@ class Connection[Heard]:
         if self._silence_s is None:
             return  # nobody has answered yet, and `open` knows for how long to wait
         if int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            if self._here is not None and (last := self._here.receive()):
+                self._take_all(last)
             self._end(f"the coordinator at {self.address} is gone: its connection has ended.")
             return
         silent = now - self._last_heard
@@ -276,6 +319,8 @@ class Connection[Heard]:
             return
         self._is_closed = True
         self._timer.cancel()
+        if self._here is not None:
+            self._here.close()
         self._loop.remove_reader(self._watched)
         self._socket.disable_monitor()
         self._monitor.close(0)

@@ -19,9 +19,12 @@ from megatron_async.communication.keepalive import end_silent_connections
 from megatron_async.errors import ConfigurationError
 from megatron_async.serving.address import check_address, why_not_bound
 from megatron_async.serving.dispatcher import Dispatcher
+from megatron_async.serving.host_sockets import HostSockets
 from megatron_async.serving.messages import (
     MOST_BYTES,
     UNREADABLE,
+    HostSocketAt,
+    HostSocketOpen,
     Refused,
     StepPipeAt,
     ToClient,
@@ -93,6 +96,8 @@ class Coordinator:
         self._waiting: dict[bytes, deque[bytes]] = {}
         self._gone: dict[bytes, str] = {}
         self._pipes = StepPipes()
+        self._sockets = HostSockets()
+        self._is_probing = False
         self._stop = threading.Event()
         self.dispatcher = Dispatcher(self._config, self._send, time.monotonic())
         self.latest_stats = self.dispatcher.stats()
@@ -104,6 +109,8 @@ class Coordinator:
         poller.register(self._monitor, zmq.POLLIN)
         if self._doorkeeper is not None:
             poller.register(self._doorkeeper.socket, zmq.POLLIN)
+        if (watched := self._sockets.fileno()) is not None:
+            poller.register(watched, zmq.POLLIN)
         told = 0.0
         try:
             while not self._stop.is_set():
@@ -113,6 +120,8 @@ class Coordinator:
                     self._doorkeeper.answer()
                 if self._socket in ready:
                     self._receive()
+                if watched in ready:
+                    self._receive_here()
                 if self._monitor in ready:
                     self._probe()
                 now = time.monotonic()
@@ -130,6 +139,7 @@ class Coordinator:
             self._monitor.close(0)
             self._socket.close()
             self._pipes.close_all()
+            self._sockets.close_all()
             if self._doorkeeper is not None:
                 self._doorkeeper.close()
             self._context.term()
@@ -145,37 +155,66 @@ class Coordinator:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            try:
-                message = decode_for_coordinator(frames[-1] if frames else b"")
-            except UNREADABLE as error:
-                # Who sent it waits for an answer, and nobody knows which.
-                reason = f"it sent a message that cannot be read ({error})"
-                logger.warning("A peer is refused: %s.", reason)
-                self._send(identity, Refused(f"{reason}: connect again."))
-                self.dispatcher.lost(identity, reason, time.monotonic())
-                continue
-            now = time.monotonic()
-            if isinstance(message, StepPipeAt):
-                if identity in self.dispatcher.replicas:
-                    self._pipes.open(identity, message.name)
-                continue
-            for steps in self._pipes.before_message(identity, now):
-                self.dispatcher.hear(identity, steps, now)
-            self.dispatcher.hear(identity, message, now)
+            for data in self._sockets.before_message(identity):
+                self._hear(identity, data)
+            self._hear(identity, frames[-1] if frames else b"")
+            for data in self._sockets.after_message(identity):
+                self._hear(identity, data)
+
+    def _receive_here(self) -> None:
+        """What has come from peers of this host."""
+        for identity, messages in self._sockets.ready():
+            for data in messages:
+                self._hear(identity, data)
+
+    def _hear(self, identity: bytes, data: bytes) -> None:
+        """A peer's message."""
+        try:
+            message = decode_for_coordinator(data)
+        except UNREADABLE as error:
+            # Who sent it waits for an answer, and nobody knows which.
+            reason = f"it sent a message that cannot be read ({error})"
+            logger.warning("A peer is refused: %s.", reason)
+            self._send(identity, Refused(f"{reason}: connect again."))
+            self.dispatcher.lost(identity, reason, time.monotonic())
+            return
+        now = time.monotonic()
+        if isinstance(message, HostSocketAt):
+            self._open_socket(identity, message.name)
+            return
+        if isinstance(message, StepPipeAt):
+            if identity in self.dispatcher.replicas:
+                self._pipes.open(identity, message.name)
+            return
+        for steps in self._pipes.before_message(identity, now):
+            self.dispatcher.hear(identity, steps, now)
+        self.dispatcher.hear(identity, message, now)
+
+    def _open_socket(self, identity: bytes, name: str) -> None:
+        """A peer offers a socket of its host."""
+        is_known = identity in self.dispatcher.replicas or identity in self.dispatcher.clients
+        if not is_known or identity in self._waiting or not self._sockets.open(identity, name):
+            return
+        if not self._try(identity, encode(HostSocketOpen())):
+            self._sockets.close(identity)
 
     def _probe(self) -> None:
-        """A connection has ended: send each peer a message, to find which one."""
+        """A connection has ended: send each peer a message by ZMQ, to find which one."""
+        self._is_probing = True
         try:
             while True:
                 self._monitor.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             self.dispatcher.ping()
+        finally:
+            self._is_probing = False
 
     def _send(self, identity: bytes, message: ToClient | ToReplica) -> None:
         waiting = self._waiting.get(identity)
         data = encode(message)
         if waiting is None:
-            if self._try(identity, data):
+            is_written = not self._is_probing and self._sockets.send(identity, data)
+            if is_written or self._try(identity, data):
                 return
             waiting = self._waiting[identity] = deque()
         waiting.append(data)
@@ -192,6 +231,7 @@ class Coordinator:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._gone[identity] = "its connection has ended: it died, or the network did"
+        self._sockets.sent_otherwise(identity)
         return True
 
     def _flush(self) -> None:
@@ -205,6 +245,8 @@ class Coordinator:
         while self._gone:
             identity, reason = self._gone.popitem()
             self._waiting.pop(identity, None)
+            for data in self._sockets.close(identity):  # its last words
+                self._hear(identity, data)
             self._pipes.close(identity)
             self.dispatcher.lost(identity, reason, time.monotonic())
 

@@ -267,21 +267,29 @@ class Dispatcher(RequestBooks):
     def _give(self, request: RoutedRequest, ready: list[ReplicaRecord], now: float) -> None:
         """Give a request to one of these replicas."""
         self.queue.discard(request)
+        is_chosen = len(ready) == 1
+        if is_chosen:  # it need not wait for hashes
+            self._send_to(request, ready[0], now)
         by_name = {replica.name: replica for replica in ready}
         # Replicas of one model have one block size, or a prefix would not be comparable.
         hashes, blocks = ready[0].hashes_of(request), ready[0].blocks_of(request)
         candidates = [replica.candidate() for replica in ready]
         chosen, match = self._config.policy.choose(candidates, hashes, blocks)
         replica = by_name[chosen.name]
+        if not is_chosen:
+            self._send_to(request, replica, now)
         self.counters["prefix_blocks"] += match
+        if not replica.requests:
+            replica.last_progress = now
+        replica.given(request, hashes, match)
+
+    def _send_to(self, request: RoutedRequest, replica: ReplicaRecord, now: float) -> None:
+        """Send a request to a replica; it is booked after that."""
         request.give_to(replica)
         request.given_at = now
         if is_sampled(trace := request.asked.traceparent):
             logger.info("%s goes to replica %s.", named(request.number, trace), replica.name)
-        self._send(replica.identity, request.run())  # before the books: it waits for nothing else
-        if not replica.requests:
-            replica.last_progress = now
-        replica.given(request, hashes, match)
+        self._send(replica.identity, request.run())
 
     def _has_room(self, replica: ReplicaRecord, for_suspect: bool) -> bool:
         most = max(self._config.requests_per_slot * replica.info.slots, 1)

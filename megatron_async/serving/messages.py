@@ -1,4 +1,5 @@
-"""Messages of clients, coordinator and replicas: msgpack, one message a ZMQ frame.
+"""Messages of clients, coordinator and replicas: msgpack, one message a frame of ZMQ or a record of
+a `HostSocket`.
 
 Every connection begins with a hello, and the coordinator's answer to it.
 """
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Raised when messages change: both ends must have the same."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises: no message, no UTF-8, nested too deeply."""
@@ -49,6 +50,22 @@ class Welcome(Message):
 
     silence_s: float
     wants_card: bool = False
+
+
+class HostSocketAt(Message):
+    """A peer's first message after the coordinator's welcome: it listens on a Unix socket, and if
+    the coordinator connects, most messages go by it, both ways (`host_socket.py`).
+
+    Attributes:
+        name: of the socket.
+    """
+
+    name: str
+
+
+class HostSocketOpen(Message):
+    """The coordinator has connected. From behind this message on, both ends count what they send by
+    ZMQ; the peer counts from behind `HostSocketAt`."""
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
@@ -364,10 +381,10 @@ class Leave(Message):
 
 ToCoordinator = (
     ClientHello | Generate | Abort | Ask | Pong | ReplicaHello | ReplicaStatus | Leaving | Helping
-    | Goodbye | StepTokens | Card | Done | StepPipeAt
+    | Goodbye | StepTokens | Card | Done | StepPipeAt | HostSocketAt
 )  # fmt: skip
-ToClient = Ping | Welcome | Refused | StepTokens | Again | NewModel | Answer
-ToReplica = Ping | Welcome | Refused | Run | Abort | SetPaused | Leave | Do
+ToClient = Ping | Welcome | Refused | StepTokens | Again | NewModel | Answer | HostSocketOpen
+ToReplica = Ping | Welcome | Refused | Run | Abort | SetPaused | Leave | Do | HostSocketOpen
 
 
 def _plain(value: Any) -> Any:

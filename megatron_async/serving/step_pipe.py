@@ -8,10 +8,7 @@ Whatever does not fit into the socket goes by the connection.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
-import secrets
 import socket
 import struct
 from typing import Any
@@ -20,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async.serving.connection import Connection
+from megatron_async.serving.host_listener import HostListener
 from megatron_async.serving.messages import StepPipeAt
 
 logger = logging.getLogger("megatron_async")
@@ -30,14 +28,6 @@ ROW_BYTES = 12
 MOST_ROWS = 1 << 14
 """Most rows of a record."""
 MOST_RECORD_BYTES = HEAD.size + ROW_BYTES * MOST_ROWS
-CREDENTIALS = struct.Struct("3i")
-"""Process, user and group at the other end of a socket."""
-
-
-def address_of(name: str) -> str:
-    """The socket of a name. Such an abstract socket of Linux has no file, so none is left behind,
-    and other hosts and containers do not find it."""
-    return f"\0megatron-async-steps-{name}"
 
 
 class StepPipe:
@@ -47,25 +37,14 @@ class StepPipe:
         connection: to the coordinator, which is told of the socket; it connects if it finds it.
 
     Raises:
-        OSError: this system has no such sockets.
+        OSError, AttributeError: this system has no such sockets.
     """
 
     def __init__(self, connection: Connection[Any]) -> None:
         self._connection = connection
         self._socket: socket.socket | None = None
-        self._loop = asyncio.get_running_loop()
-        self._listener: socket.socket | None = socket.socket(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
-        )
-        name = secrets.token_hex(16)
-        try:
-            self._listener.bind(address_of(name))
-            self._listener.listen(1)
-        except BaseException:
-            self._listener.close()
-            raise
-        self._loop.add_reader(self._listener.fileno(), self._accept)
-        connection.send(StepPipeAt(name))
+        self._listener = HostListener(self._take)
+        connection.send(StepPipeAt(self._listener.name))
         self._sent_before = connection.num_sent
 
     @classmethod
@@ -106,30 +85,10 @@ class StepPipe:
 
     def close(self) -> None:
         """Write no more. What was written is still read."""
-        self._stop_listening()
+        self._listener.close()
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
-    def _stop_listening(self) -> None:
-        if self._listener is not None:
-            self._loop.remove_reader(self._listener.fileno())
-            self._listener.close()
-            self._listener = None
-
-    def _accept(self) -> None:
-        """The coordinator connects: nobody else knows the name, but all users can list it."""
-        assert self._listener is not None
-        try:
-            accepted, _ = self._listener.accept()
-        except OSError:
-            return
-        _, user, _ = CREDENTIALS.unpack(
-            accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        )
-        if user not in (0, os.getuid()):
-            accepted.close()
-            return
-        accepted.setblocking(False)
+    def _take(self, accepted: socket.socket) -> None:
         self._socket = accepted
-        self._stop_listening()

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from megatron_async.serving.host_listener import connect
 from megatron_async.serving.messages import StepTokens
-from megatron_async.serving.step_pipe import HEAD, MOST_RECORD_BYTES, ROW_BYTES, address_of
+from megatron_async.serving.step_pipe import HEAD, MOST_RECORD_BYTES, ROW_BYTES
 
 EVERY_S = 0.004
 """Seconds between two looks. API processes write such tokens at most every 5 ms
@@ -57,16 +58,8 @@ class StepPipes:
             name: of the pipe, as in `StepPipeAt`.
         """
         self.close(identity)
-        try:
-            reader = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        except (OSError, AttributeError):  # not Linux
-            return
-        try:
-            reader.connect(address_of(name))
-        except (OSError, ValueError):  # another host's, or no name at all
-            reader.close()
-            return
-        self._pipes[identity] = _Pipe(reader)
+        if (reader := connect(name)) is not None:
+            self._pipes[identity] = _Pipe(reader)
 
     def close(self, identity: bytes) -> None:
         """Read no more from a replica."""

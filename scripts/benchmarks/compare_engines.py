@@ -128,11 +128,12 @@ def server_of(
 ) -> Iterator[HttpServer]:
     """The server of an engine's name, started and ended where it is one of ours to start."""
     if "=" in name:
-        yield HttpServer(name.partition("=")[2], args.served_model_name, args.api_key)
+        url = name.partition("=")[2]
+        yield HttpServer(url, args.served_model_name, args.api_key, not args.new_connections)
         return
     python = {"vllm-http": args.vllm_python, "sglang-http": args.sglang_python}
     with serving(name, python.get(name, sys.executable), settings) as url:
-        yield HttpServer(url, args.served_model_name)
+        yield HttpServer(url, args.served_model_name, "", not args.new_connections)
 
 
 def serve_by(
@@ -206,6 +207,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--served-model-name", default="model", help="of NAME=URL (default: model)")
     add("--api-key", default="", help="of NAME=URL")
     add("--reader-processes", type=int, default=2, help="that send and read HTTP (default 2)")
+    add("--new-connections", action="store_true", help="one for each request (default: kept)")
     add("--rate", type=float, nargs="+", default=[8.0, math.inf], help="arrivals a second")
     add("--num-requests", type=int, default=256, help="of a trace (default 256)")
     add("--seeds", type=int, nargs="+", default=[0], help="a trace each (default 0)")

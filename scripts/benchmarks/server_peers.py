@@ -7,9 +7,11 @@ import asyncio
 import json
 import os
 import re
+import secrets
 import selectors
 import socket
 import time
+from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,10 +23,15 @@ from megatron_async.checkpoints.model_names import DEMO
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.api_process import run_api_process
+from megatron_async.serving.host_listener import address_of
+from megatron_async.serving.host_socket import HostSocket
 from megatron_async.serving.messages import (
     PROTOCOL,
     Card,
     Ended,
+    HostSocketAt,
+    HostSocketOpen,
+    Message,
     Ping,
     ReplicaHello,
     ReplicaInfo,
@@ -105,27 +112,67 @@ class MockReplica:
 
     def __init__(self, address: str, slots: int, served: Served) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.connect(address)
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.connect(address)
         self._slots = slots
         self._card, self.words = served
+        self._here = HostSocket()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._heard: deque[bytes] = deque()
         info = ReplicaInfo(
             name="a", instance="a", model={}, card="a", slots=slots, kv_blocks=10**6,
             block_size_tokens=16,
         )  # fmt: skip
-        self.socket.send(encode(ReplicaHello(PROTOCOL, info)))
+        self.send(ReplicaHello(PROTOCOL, info))
+
+    def send(self, message: Message) -> None:
+        """Send; never waits."""
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, data: bytes) -> None:
+        """Send a message that was encoded before."""
+        if not self._here.send(data):
+            self._here.sent_otherwise += 1
+            self._socket.send(data)
 
     def heard(self, wait_ms: int) -> int | None:
         """The number of a new request, if there is one; answers what else there is."""
-        while self.socket.poll(wait_ms):
-            message = decode_for_replica(self.socket.recv())
+        while self._heard or self._has_come(wait_ms):
+            message = decode_for_replica(self._heard.popleft())
             if isinstance(message, Run):
                 return message.number
-            if isinstance(message, Welcome) and message.wants_card:
-                self.socket.send(encode(Card("a", self._card)))
+            if isinstance(message, Welcome):
+                if message.wants_card:
+                    self.send(Card("a", self._card))
+                self._offer()
             elif isinstance(message, Ping):
-                self.socket.send(encode(ReplicaStatus(self._slots, 0, 10**6, 10**6, True, {})))
+                self.send(ReplicaStatus(self._slots, 0, 10**6, 10**6, True, {}))
         return None
+
+    def _has_come(self, wait_ms: int) -> bool:
+        """Wait for messages. By ZMQ come only those before the coordinator's Unix socket."""
+        if self._socket in dict(self._poller.poll(wait_ms)):
+            self._heard.append(self._socket.recv())
+        self._heard += self._here.receive()
+        return bool(self._heard)
+
+    def _offer(self) -> None:
+        """As a replica does it, but waiting for the coordinator."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            name = secrets.token_hex(16)
+            listener.bind(address_of(name))
+            listener.listen(1)
+            self._here.sent_otherwise = -1
+            self.send(HostSocketAt(name))
+            end, _ = listener.accept()
+        while not isinstance(decode_for_replica(self._socket.recv()), HostSocketOpen):
+            pass
+        self._here.heard_otherwise = 0
+        end.setblocking(False)
+        self._here.attach(end)
+        self._here.greet()
+        self._poller.register(end.fileno(), zmq.POLLIN)
 
 
 def stream_steps(address: str, streams: int, rate: float, served: Served, pipe: Pipe) -> None:
@@ -152,7 +199,7 @@ def stream_steps(address: str, streams: int, rate: float, served: Served, pipe: 
         while not pipe.poll():
             due = int((time.perf_counter() - start) * rate)
             for step in range(sent, min(due, sent + 20)):
-                replica.socket.send(steps[step % STEPS])
+                replica.send_encoded(steps[step % STEPS])
             sent = min(due, sent + 20)
             replica.heard(0)
             time.sleep(0.0005)
@@ -176,11 +223,11 @@ def answer_each(address: str, requests: int, served: Served, pipe: Pipe) -> None
             time.sleep(GAP_S)
             token = np.array([replica.words[place]], np.int32).tobytes()
             times.append(time.monotonic())
-            replica.socket.send(encode(StepTokens(which, one, token)))
+            replica.send(StepTokens(which, one, token))
         spoken.append(times)
         time.sleep(GAP_S)
         end = Ended(number, "length", num_prompt_tokens=3, num_generated_tokens=FEW)
-        replica.socket.send(encode(StepTokens(ends=[end])))
+        replica.send(StepTokens(ends=[end]))
     pipe.send((heard, spoken))
     while not pipe.poll():
         replica.heard(20)

@@ -1,5 +1,5 @@
-"""Tokens of a replica beside its coordinator: those that go by the pipe and those that do not come
-in the order of the steps, and all of them."""
+"""Tokens of a replica beside its coordinator: whichever way they take (the pipe, the Unix socket,
+ZMQ), they come in the order of the steps, and all of them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.serving import token_emitter
 from megatron_async.serving.coordinator import Coordinator
+from megatron_async.serving.host_socket import HostSocket
+from megatron_async.serving.host_sockets import HostSockets
 from megatron_async.serving.replica import Replica
 from megatron_async.serving.step_pipe import StepPipe
 from megatron_async.serving.step_pipes import StepPipes
@@ -60,23 +62,36 @@ async def ask(address: str) -> None:
     await client.close()
 
 
-@pytest.mark.parametrize("is_near", [True, False], ids=["with the pipe", "another host"])
-def test_tokens_come_in_order(is_near: bool, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("has_pipe", "has_socket"),
+    [(True, True), (True, False), (False, True), (False, False)],
+    ids=["pipe and socket", "pipe only", "socket only", "another host"],
+)
+def test_tokens_come_in_order(has_pipe: bool, has_socket: bool, monkeypatch: Any) -> None:
     """Break it: `StepPipes._read` takes steps that a message on its way must come before, or the
-    coordinator does not ask `before_message`."""
-    if is_near and sys.platform != "linux":
+    coordinator does not ask `before_message`; `HostSocket.receive` does the former."""
+    if sys.platform != "linux" and (has_pipe or has_socket):
         pytest.skip("abstract sockets are Linux'")
     written: list[bool] = []
-    put = StepPipe.put
+    sent: list[bool] = []
+    put, send = StepPipe.put, HostSocket.send
 
     def count(self: StepPipe, *args: Any) -> bool:
         written.append(put(self, *args))
         return written[-1]
 
+    def count_sent(self: HostSocket, data: bytes) -> bool:
+        """Now and then it is full."""
+        sent.append(len(sent) % 7 != 3 and send(self, data))
+        return sent[-1]
+
     monkeypatch.setattr(StepPipe, "put", count)
+    monkeypatch.setattr(HostSocket, "send", count_sent)
     monkeypatch.setattr(token_emitter, "EVERY_S", 0.02)  # however slow this machine is now
-    if not is_near:
+    if not has_pipe:
         monkeypatch.setattr(StepPipes, "open", lambda *_: None)
+    if not has_socket:
+        monkeypatch.setattr(HostSockets, "open", lambda *_: False)
     coordinator = Coordinator("tcp://127.0.0.1:*")
     thread = threading.Thread(target=coordinator.run, daemon=True)
     thread.start()
@@ -97,4 +112,5 @@ def test_tokens_come_in_order(is_near: bool, monkeypatch: Any) -> None:
     asyncio.run(main())
     coordinator.stop()
     thread.join(5)
-    assert any(written) == is_near
+    assert any(written) == has_pipe
+    assert any(sent) == has_socket

@@ -19,10 +19,19 @@ USAGE = b'data: {"choices": [], "usage": {"completion_tokens": %d}}\n\ndata: [DO
 
 
 class SlowServer:
-    """Sends a token every `PAUSE_S`; `most` is how many requests it had at once."""
+    """Sends a token every `PAUSE_S`.
 
-    def __init__(self) -> None:
-        self.now = self.most = 0
+    Args:
+        keeps: connections are kept, after `answers` answers given up.
+
+    Attributes:
+        most: how many requests it had at once.
+        connections: how many there were.
+    """
+
+    def __init__(self, keeps: bool = False, answers: int = 100) -> None:
+        self.now = self.most = self.connections = 0
+        self._keeps, self._answers = keeps, answers
         self.tokens = TOKENS
         self._loop = asyncio.new_event_loop()
         self._server = self._loop.run_until_complete(
@@ -33,6 +42,29 @@ class SlowServer:
         self._thread.start()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        if self._keeps:
+            for _ in range(self._answers):
+                await self._answer_in_chunks(reader, writer)
+            await reader.read(1)  # the next request is on its way when the connection ends
+        else:
+            await self._answer_to_the_end(reader, writer)
+        writer.close()
+
+    async def _answer_in_chunks(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split()[0]))
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for event in [EVENT] * TOKENS + [USAGE % self.tokens]:
+            await asyncio.sleep(PAUSE_S)
+            writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+        writer.write(b"0\r\n\r\n")
+
+    async def _answer_to_the_end(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         await reader.readuntil(b"\r\n\r\n")
         self.now += 1
         self.most = max(self.most, self.now)
@@ -42,7 +74,6 @@ class SlowServer:
             writer.write(EVENT)
         self.now -= 1
         writer.write(USAGE % self.tokens)
-        writer.close()
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -65,11 +96,15 @@ def server() -> Iterator[SlowServer]:
 
 
 def serve(
-    server: SlowServer, readers: HttpReaders, most: int | None = None, rate: float = math.inf
+    server: SlowServer,
+    readers: HttpReaders,
+    most: int | None = None,
+    rate: float = math.inf,
+    keeps: bool = True,
 ) -> tuple[list[TraceRequest], list[TimedRequest], float]:
     lengths = LengthDistribution(3, 3, 0), LengthDistribution(TOKENS, TOKENS, 0)
     trace = poisson_trace(rate, 9, *lengths, 100, seed=0)
-    where = HttpServer(f"http://127.0.0.1:{server.port}/v1", "any")
+    where = HttpServer(f"http://127.0.0.1:{server.port}/v1", "any", "", keeps)
     served, seconds = readers.serve(where, trace, 60, most)
     return trace, served, seconds
 
@@ -102,3 +137,21 @@ def test_an_answer_that_is_too_short(server: SlowServer, readers: HttpReaders) -
     server.tokens = 3
     with pytest.raises(AnswerError, match="3 tokens came where 4 were asked for"):
         serve(server, readers)
+
+
+@pytest.mark.parametrize(
+    ("answers", "keeps", "connections"),
+    [(100, True, 2), (100, False, 9), (1, True, 9)],
+    ids=["kept", "new ones", "given up by the server"],
+)
+def test_connections_are_used_again(
+    readers: HttpReaders, answers: int, keeps: bool, connections: int
+) -> None:
+    """Break it: a connection that the server gave up while it was idle fails the next request."""
+    server = SlowServer(keeps=True, answers=answers)
+    try:
+        _, found, _ = serve(server, readers, most=2, keeps=keeps)
+    finally:
+        server.close()
+    assert len(found) == 9
+    assert server.connections == connections

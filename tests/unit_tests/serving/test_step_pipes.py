@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_async.serving.host_listener import address_of
 from megatron_async.serving.messages import StepPipeAt, StepTokens
 from megatron_async.serving.step_arrays import StepArrays
-from megatron_async.serving.step_pipe import HEAD, MOST_ROWS, StepPipe, address_of
+from megatron_async.serving.step_pipe import HEAD, MOST_ROWS, StepPipe
 from megatron_async.serving.step_pipes import EVERY_S, PATIENCE_S, StepPipes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux'")
@@ -154,12 +155,12 @@ def test_what_was_written_before_the_end_is_read() -> None:
 
 
 def test_other_users_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Break it: `_accept` does not ask who it is."""
+    """Break it: `HostListener._accept` does not ask who it is."""
 
     async def scene(line: Line) -> None:
         with monkeypatch.context() as other:
             other.setattr(
-                "megatron_async.serving.step_pipe.CREDENTIALS",
+                "megatron_async.serving.host_listener.CREDENTIALS",
                 SimpleNamespace(size=12, unpack=lambda _: (1, 4321, 1)),
             )
             stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
