@@ -1,9 +1,12 @@
 """Time the way of tokens from an engine to its clients, without a model and without HTTP.
 
 `engine`: a replica around an engine that computes nothing, a step every millisecond, whose requests
-come from N clients through a coordinator, each in a process of its own. Windows of steps with and
-without the emitter alternate. The CPU time of the engine's thread a step is compared pair by pair,
-so that other work of the machine, and the engine's own, falls out.
+come from N clients through a coordinator, each in a process of its own. Windows of steps with the
+emitter and without it alternate. The CPU time of the engine's thread a step is compared window by
+window, so that other work of the machine, and the engine's own, falls out. `own_us` is what the
+emitter costs the thread: without it, another coordinator and as many clients do the same work as
+those of the engine do with it. `more_us` includes what these processes cost the engine's thread by
+sharing its cores and caches: without the emitter, all of them are idle.
 
 `coordinator`: one coordinator in a process, mock replicas in others that say a step's message at a
 given rate, and clients that read. Reports the coordinator's CPU time a message (all its
@@ -26,6 +29,7 @@ import msgspec
 import numpy as np
 import zmq
 from child_processes import Pipe, coordinate, cpu_s, spawn
+from stand_in import StandIn
 
 from megatron_async import InferenceConfig, SamplingParams
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -90,20 +94,30 @@ class PacedEngine(ModelLessEngine):
 
 
 class Windows(EngineListener):
-    """Thread time of windows of steps, by turns with the emitter and without.
+    """Thread time of windows of steps, by turns with the emitter, beside the stand-in's work and
+    with neither.
 
     Args:
         replica: whose emitter is taken out and put back.
         engine: its engine.
+        stand_in: does the other processes' work.
         steps: of a window.
-        pairs: of windows.
+        rounds: of windows.
     """
 
-    def __init__(self, replica: Replica, engine: ModelLessEngine, steps: int, pairs: int) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        engine: ModelLessEngine,
+        stand_in: StandIn,
+        steps: int,
+        rounds: int,
+    ) -> None:
         self._emitter: Any = replica._emitter
+        self._stand_in = stand_in
         self._engine = engine
         self._steps = steps
-        self._most = 2 * pairs
+        self._most = 3 * rounds
         self._count = 0
         self._start = (0, 0.0)
         self.is_over = asyncio.Event()
@@ -125,11 +139,12 @@ class Windows(EngineListener):
             self.cpu_us.append((now[0] - self._start[0]) / 1e3 / self._steps)
             self.step_ms.append((now[1] - self._start[1]) * 1e3 / self._steps)
             self._count = 0
-            listeners = self._engine.listeners
-            if self._emitter in listeners:
-                listeners.remove(self._emitter)
-            else:
-                listeners.append(self._emitter)
+            turn = len(self.cpu_us) % 3
+            self._stand_in.turn(on=turn == 1)
+            if turn == 0:
+                self._engine.listeners.append(self._emitter)
+            elif turn == 1:
+                self._engine.listeners.remove(self._emitter)
             if len(self.cpu_us) == self._most:
                 self.is_over.set()
 
@@ -185,9 +200,9 @@ def time_engine(clients: int, args: argparse.Namespace) -> dict[str, float]:
     each = args.streams // clients
     readers = [spawn(ask, address, each) for _ in range(clients)]
 
-    async def serve() -> Windows:
+    async def serve(stand_in: StandIn) -> Windows:
         replica = Replica(engine, address, "none", "a")
-        windows = Windows(replica, engine, args.steps, args.pairs)
+        windows = Windows(replica, engine, stand_in, args.steps, args.pairs)
         engine.listeners.append(windows)
         running = asyncio.create_task(replica.run())
         while len(engine.requests) < each * clients:
@@ -202,18 +217,20 @@ def time_engine(clients: int, args: argparse.Namespace) -> dict[str, float]:
         await running
         return windows
 
-    windows = asyncio.run(serve())
+    with StandIn(ask, clients, each, STEP_S) as stand_in:
+        windows = asyncio.run(serve(stand_in))
     for process, pipe in readers:
         pipe.send(0)
         pipe.recv()
         process.kill()
     coordinator.kill()
-    on, off = windows.cpu_us[0::2], windows.cpu_us[1::2]
-    step_on, step_off = windows.step_ms[0::2], windows.step_ms[1::2]
+    on, beside, off = (windows.cpu_us[place::3] for place in range(3))
+    step_on, step_off = windows.step_ms[0::3], windows.step_ms[2::3]
     return {
         "clients": clients,
         "streams": each * clients,
         "cpu_us_without": statistics.median(off),
+        "own_us": statistics.median(a - b for a, b in zip(on, beside, strict=True)),
         "more_us": statistics.median(a - b for a, b in zip(on, off, strict=True)),
         "step_ms": statistics.median(step_on),
         "step_ratio": statistics.median(a / b for a, b in zip(step_on, step_off, strict=True)),
@@ -352,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--steps", type=int, default=50, help="of a window (default 50)")
-    parser.add_argument("--pairs", type=int, default=30, help="of windows (default 30)")
+    parser.add_argument("--pairs", type=int, default=30, help="rounds of windows (default 30)")
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--rate", type=float, default=1000.0, help="steps/s of a mock replica")
