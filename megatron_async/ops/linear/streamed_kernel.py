@@ -37,15 +37,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from megatron_async.ops.dependent_launch import launch_options
 from megatron_async.ops.linear.planned_products import Activation, outputs_of
 from megatron_async.ops.linear.skinny_plan import may_be_copied
-from megatron_async.ops.linear.warpgroup_kernel import chunks_of
+from megatron_async.ops.linear.warpgroup_kernel import IN_SHARED_MEMORY, chunks_of
 
 STRIP = 64
 """Inputs of a line in shared memory: 128 bytes, what the matrix units' pattern of lines repeats."""
+STRIPS_IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+"""`IN_SHARED_MEMORY` of several strips, one behind the other."""
 MOST_PIECES = 3
 """Powers of two that a tile's outputs may be the sum of: each has a descriptor of its own."""
 
@@ -66,6 +69,8 @@ class StreamedPlan:
     programs: int
     block_m: int
     """Rows that are brought: 16, 32 or 64."""
+    joined: bool = False
+    """One copy brings all strips of a piece, not one for each; of whole strips only."""
 
 
 @gluon.constexpr_function
@@ -85,6 +90,35 @@ def _side(pieces: Any, piece: int, dim: int) -> Any:
 
 
 @gluon.jit
+def _ask_strips(
+    descriptor: tma.tensor_descriptor,
+    buffer: gl.tensor,
+    arrived: gl.tensor,
+    slot: gl.tensor,
+    line: gl.tensor,
+    column: gl.tensor,
+    wanted: gl.tensor,
+    strips: gl.constexpr,
+) -> None:
+    """Ask for one chunk of a matrix's lines, from `line` and input `column` on."""
+    if len(descriptor.block_shape) == 3:
+        shape: gl.constexpr = descriptor.block_shape
+        place = buffer.index(slot * strips)._reinterpret(descriptor.dtype, shape, descriptor.layout)
+        tma.async_copy_global_to_shared(
+            descriptor, [column // 64, line, 0], arrived.index(slot), place, pred=wanted
+        )
+    else:
+        for strip in gl.static_range(strips):
+            tma.async_copy_global_to_shared(
+                descriptor,
+                [line, column + strip * 64],
+                arrived.index(slot),
+                buffer.index(slot * strips + strip),
+                pred=wanted,
+            )
+
+
+@gluon.jit
 def _ask(
     descriptors: gl.tuple,
     buffers: gl.tuple,
@@ -101,29 +135,9 @@ def _ask(
     """Ask for one chunk of a tile's weights, from input `column` and output `first` on."""
     for piece in gl.static_range(len(pieces)):
         for half in gl.static_range(2 if gated else 1):
-            for strip in gl.static_range(strips):
-                place = [first + _start(pieces, piece) + half * n, column + strip * 64]
-                buffer = buffers[piece * (2 if gated else 1) + half].index(slot * strips + strip)
-                tma.async_copy_global_to_shared(
-                    descriptors[piece], place, arrived.index(slot), buffer, pred=wanted
-                )
-
-
-@gluon.jit
-def _ask_rows(
-    x_strips: tma.tensor_descriptor,
-    x: gl.tensor,
-    arrived: gl.tensor,
-    slot: gl.tensor,
-    column: gl.tensor,
-    wanted: gl.tensor,
-    strips: gl.constexpr,
-) -> None:
-    """Ask for one chunk of the rows, from input `column` on."""
-    for strip in gl.static_range(strips):
-        place = [0, column + strip * 64]
-        buffer = x.index(slot * strips + strip)
-        tma.async_copy_global_to_shared(x_strips, place, arrived.index(slot), buffer, pred=wanted)
+            buffer = buffers[piece * (2 if gated else 1) + half]
+            line = first + _start(pieces, piece) + half * n
+            _ask_strips(descriptors[piece], buffer, arrived, slot, line, column, wanted, strips)
 
 
 @gluon.jit
@@ -162,7 +176,7 @@ def streamed_kernel(
     if overlap:
         gdc_launch_dependents()
     dtype: gl.constexpr = x_strips.dtype
-    block_m: gl.constexpr = x_strips.block_shape[0]
+    block_m: gl.constexpr = x_strips.block_shape[-2]
     chunk: gl.constexpr = 64 * strips
     halves: gl.constexpr = 2 if gated else 1
     height: gl.constexpr = _start(pieces, len(pieces))
@@ -171,11 +185,11 @@ def streamed_kernel(
     descriptors = (weights_0, weights_1, weights_2)
     # A warpgroup reads 64 rows. Those of the strips behind give sums that nobody stores.
     behind: gl.constexpr = 64 // block_m - 1
-    x = gl.allocate_shared_memory(dtype, [ring * strips + behind, block_m, 64], x_strips.layout)
+    x = gl.allocate_shared_memory(dtype, [ring * strips + behind, block_m, 64], IN_SHARED_MEMORY)
     buffers = ()
     for i in gl.static_range(products):
         buffer = gl.allocate_shared_memory(
-            dtype, [ring * strips, pieces[i // halves], 64], x_strips.layout
+            dtype, [ring * strips, pieces[i // halves], 64], IN_SHARED_MEMORY
         )
         buffers = buffers + (buffer,)
     arrived = gl.allocate_shared_memory(gl.int64, [ring, 1], mbarrier.MBarrierLayout())
@@ -199,7 +213,7 @@ def streamed_kernel(
     ask_part = item * 0
     for i in gl.static_range(ring):
         column = (ask_item % splits * chunks + ask_part) * chunk
-        _ask_rows(x_strips, x, arrived, i, column, i < total, strips)
+        _ask_strips(x_strips, x, arrived, i, 0, column, i < total, strips)
         ask_item, ask_part = _following(ask_item, ask_part, programs, chunks)
     slot = item * 0
     phase = item * 0
@@ -216,7 +230,7 @@ def streamed_kernel(
             mbarrier.wait(arrived.index(slot), phase)
             for strip in gl.static_range(strips):
                 place = slot * strips + strip
-                values = x.index(place)._reinterpret(dtype, [64, 64], x_strips.layout)
+                values = x.index(place)._reinterpret(dtype, [64, 64], IN_SHARED_MEMORY)
                 running = ()
                 for i in gl.static_range(products):
                     weight = buffers[i].index(place).permute((1, 0))
@@ -234,7 +248,7 @@ def streamed_kernel(
             _ask(
                 descriptors, buffers, arrived, free, first, column, n, wanted, pieces, strips, gated
             )
-            _ask_rows(x_strips, x, arrived, free, column, wanted, strips)
+            _ask_strips(x_strips, x, arrived, free, 0, column, wanted, strips)
             after_item, after_part = _following(ask_item, ask_part, programs, chunks)
             ask_item = gl.where(number > 0, after_item, ask_item)
             ask_part = gl.where(number > 0, after_part, ask_part)
@@ -297,6 +311,8 @@ def streamed_product(
             "streamed_product: rows of x and weight must begin at multiples of 16 bytes; found "
             f"strides {x.stride()} and {weight.stride()}."
         )
+    if plan.joined and k % STRIP:
+        raise ValueError(f"streamed_product: {k} inputs are not whole strips of {STRIP} each.")
     if plan.splits > 1 and (activation or bias is not None):
         raise ValueError("streamed_product: partial sums can have neither bias nor activation.")
     if not 1 <= len(plan.pieces) <= MOST_PIECES or plan.ring < 2:
@@ -312,8 +328,8 @@ def streamed_product(
     programs = min(plan.programs, items)
     pieces = plan.pieces + plan.pieces[-1:] * (MOST_PIECES - len(plan.pieces))
     streamed_kernel[(programs,)](
-        chunks_of(x, plan.block_m, STRIP),
-        *(chunks_of(weight, piece, STRIP) for piece in pieces),
+        strips_of(x, plan.block_m, plan),
+        *(strips_of(weight, piece, plan) for piece in pieces),
         weight if bias is None else bias,
         out,
         rows,
@@ -332,6 +348,17 @@ def streamed_product(
         **launch_options(x),
     )
     return out
+
+
+def strips_of(lines: Tensor, block: int, plan: StreamedPlan) -> TensorDescriptor:
+    """What the copy engine must know of `[lines, elements]`, of which it brings `block` lines of a
+    strip, or of all strips of a chunk; zeros for what is outside."""
+    if not plan.joined:
+        return chunks_of(lines, block, STRIP)
+    strips = lines.unflatten(1, (-1, STRIP)).transpose(0, 1)
+    return TensorDescriptor.from_tensor(
+        strips, [plan.strips, block, STRIP], STRIPS_IN_SHARED_MEMORY
+    )
 
 
 def chunks_per_share(k: int, plan: StreamedPlan) -> int:

@@ -10,6 +10,7 @@ before, or ends with copies on their way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -69,7 +70,7 @@ class Shared:
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
         assert self.from_here is not None
-        return Shared(self.from_here[: shape[0] * shape[1]].view(shape))
+        return Shared(self.from_here[: math.prod(shape)].view(*shape))
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.memory.permute(order))
@@ -95,17 +96,17 @@ class Product:
 
 
 class Descriptor:
-    """What the copy engine knows of a matrix."""
+    """What the copy engine knows of a tensor."""
 
     def __init__(self, of: TensorDescriptor, is_written_before: bool) -> None:
         self.base, self.is_written_before = of.base, is_written_before
         self.block_shape, self.dtype, self.layout = of.block_shape, of.base.dtype, of.layout
 
     def block(self, place: list[int]) -> Tensor:
-        lines, columns = self.block_shape
-        found = torch.zeros(lines, columns, dtype=self.dtype)
-        part = self.base[place[0] : place[0] + lines, place[1] : place[1] + columns]
-        found[: part.size(0), : part.size(1)] = part
+        found = torch.zeros(*self.block_shape, dtype=self.dtype)
+        sides = zip(place, self.block_shape, strict=True)
+        part = self.base[tuple(slice(at, at + size) for at, size in sides)]
+        found[tuple(slice(size) for size in part.shape)] = part
         return found
 
 

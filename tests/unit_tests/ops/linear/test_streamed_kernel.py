@@ -15,6 +15,7 @@ from megatron_async.ops.linear import streamed_kernel
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.linear.streamed_kernel import (
     MOST_PIECES,
+    STRIPS_IN_SHARED_MEMORY,
     StreamedPlan,
     chunks_per_share,
     streamed_product,
@@ -28,6 +29,8 @@ CASES = [
     (1, 230, 192, StreamedPlan((64, 32, 16), 1, 1, 2, 2, 16)),
     (40, 70, 64, StreamedPlan((8,), 1, 1, 8, 3, 64)),  # a ring that is longer than some lists
     (9, 40, 1088, StreamedPlan((16, 8), 1, 4, 2, 1, 16)),
+    (30, 150, 320, StreamedPlan((32, 16), 1, 2, 3, 2, 32, joined=True)),
+    (64, 24, 640, StreamedPlan((16, 8), 1, 4, 2, 1, 64, joined=True)),
 ]
 LLAMA = [
     (14336, 4096, "swiglu", StreamedPlan((64, 32, 16), 1, 1, 6, 128, 64)),
@@ -36,6 +39,8 @@ LLAMA = [
     (6144, 4096, "", StreamedPlan((32, 16), 1, 2, 12, 128, 16)),
     (4096, 4096, "", StreamedPlan((64,), 2, 2, 6, 128, 64)),
     (4096, 14336, "", StreamedPlan((128,), 4, 1, 8, 128, 64)),
+    (6144, 4096, "", StreamedPlan((32, 16), 1, 4, 6, 128, 16, joined=True)),
+    (14336, 4096, "swiglu", StreamedPlan((64, 32, 16), 1, 2, 3, 128, 64, joined=True)),
 ]
 """Layouts for Llama-3.1-8B."""
 SPLIT_CASES = [(256, 2, 1, 4), (1024, 4, 2, 3), (200, 2, 1, 5), (320, 3, 1, 2)]
@@ -97,6 +102,7 @@ BAD_CALLS = [
     (torch.ones(1, 64).half(), torch.ones(4, 64).half(), torch.ones(4), {"splits": 2}, "neither"),
     (torch.ones(1, 64).half(), torch.ones(4, 64).half(), None, {"ring": 1}, "a ring at least 2"),
     (torch.ones(1, 64).half(), torch.ones(4, 64).half(), None, {"pieces": ()}, "1 to 3 pieces"),
+    (torch.ones(1, 72).half(), torch.ones(4, 72).half(), None, {"joined": True}, "whole strips"),
 ]
 
 
@@ -113,8 +119,10 @@ def compiled(k, gated, plan):
     constants |= {"has_bias": False, "overlap": True}
     lines = [plan.block_m, *plan.pieces, *plan.pieces[-1:] * (MOST_PIECES - len(plan.pieces))]
     names = streamed_kernel.streamed_kernel.arg_names
+    layout = STRIPS_IN_SHARED_MEMORY if plan.joined else IN_SHARED_MEMORY
+    strips = f"{plan.strips}, " if plan.joined else ""
     types = {
-        name: f"tensordesc<bf16[{count}, 64],{IN_SHARED_MEMORY!r}>"
+        name: f"tensordesc<bf16[{strips}{count}, 64],{layout!r}>"
         for name, count in zip(names, lines, strict=False)
     }
     types |= dict.fromkeys(("rows", "n", "items", "programs"), "i32")
@@ -129,12 +137,14 @@ def test_compiled(n, k, activation, plan, tmp_path):
     kernel = compiled(k, activation == "swiglu", plan)
     copy = r"cp\.async\.bulk\.tensor"
     before, after = kernel.asm["ptx"].split("griddepcontrol.wait")
-    weights = len(plan.pieces) * (2 if activation else 1) * plan.strips
-    assert len(re.findall(copy, before)) == plan.ring * weights, "not all before the wait"
-    assert len(re.findall(copy, after)) == plan.ring * plan.strips + weights + plan.strips
+    weights = len(plan.pieces) * (2 if activation else 1)
+    copies = 1 if plan.joined else plan.strips
+    assert len(re.findall(copy, before)) == plan.ring * weights * copies, "not all before the wait"
+    assert len(re.findall(copy, after)) == (plan.ring + weights + 1) * copies
+    running = weights * plan.strips
     # All warps have done with a place's products before one thread asks for the place again.
-    assert re.search(rf"wgmma\.wait_group\.sync\.aligned {weights};", after)
-    done = after.split(f"wgmma.wait_group.sync.aligned {weights};")[1]
+    assert re.search(rf"wgmma\.wait_group\.sync\.aligned {running};", after)
+    done = after.split(f"wgmma.wait_group.sync.aligned {running};")[1]
     assert done.index("bar.sync") < done.index("mbarrier.arrive") < re.search(copy, done).start()
     assert "wgmma" not in done[: re.search(copy, done).start()]
     assert kernel.metadata.shared <= 227 * 1024
