@@ -50,7 +50,7 @@ def one_row_product(
     """
     norm = x if isinstance(x, Unnormed) else None
     row = x.x if isinstance(x, Unnormed) else x
-    n = _outputs(row, weight, bias, activation)
+    n = outputs_of(row, weight, bias, activation)
     if row.size(0) != 1:
         raise ValueError(f"one_row_product: x has {row.size(0)} rows; use tile_product.")
     residual, total = _residual_and_total(x)
@@ -102,7 +102,7 @@ def long_row_product(
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
     """
-    n = _outputs(x, weight, bias, activation)
+    n = outputs_of(x, weight, bias, activation)
     _check_added(added, n, x)
     if x.size(0) != 1:
         raise ValueError(f"long_row_product: x has {x.size(0)} rows; use tile_product.")
@@ -144,7 +144,7 @@ def resident_product(
     """
     norm = x if isinstance(x, Unnormed) else None
     inputs = x.x if isinstance(x, Unnormed) else x
-    n = _outputs(inputs, weight, bias, activation)
+    n = outputs_of(inputs, weight, bias, activation)
     if inputs.dtype != torch.bfloat16:
         raise ValueError(f"resident_product: x is {inputs.dtype}; use tile_product.")
     residual, total = _residual_and_total(x)
@@ -192,7 +192,7 @@ def tile_product(
         ValueError: shapes, dtypes or strides do not fit; more rows than the plan's; a plan that
             splits what cannot be added up later.
     """
-    n = _outputs(x, weight, bias, activation)
+    n = outputs_of(x, weight, bias, activation)
     rows = x.size(0)
     if rows > plan.block_m:
         raise ValueError(f"tile_product: x has {rows} rows, and the plan is for {plan.block_m}.")
@@ -247,7 +247,7 @@ def warpgroup_product(
     eps = 0.0
     if isinstance(x, Unnormed):
         eps, x = x.eps, x.x
-    n = _outputs(x, weight, bias, activation)
+    n = outputs_of(x, weight, bias, activation)
     rows, k = x.shape
     if rows > WARPGROUP_ROWS or x.itemsize != 2:
         raise ValueError(
@@ -340,7 +340,7 @@ def _check_added(added: Tensor | None, n: int, row: Tensor) -> None:
         )
 
 
-def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> int:
+def outputs_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> int:
     """Number of outputs; raises on what would read or write the wrong memory."""
     gated = activation == "swiglu"
     n = weight.size(0) // 2 if gated else weight.size(0)

@@ -1,0 +1,201 @@
+"""The kernel whose weights arrive without a pause: emulated, compiled for a GPU, and on one."""
+
+import re
+
+import pytest
+import torch
+import triton
+from gluon_emulator import EmulatedKernel
+from test_resident_kernel import HOPPER, spilled_bytes
+from test_skinny_linear import BRAIN, assert_close, expected_product, random, weight_of
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton_interpreter import INTERPRETED
+
+from megatron_async.ops.linear import streamed_kernel
+from megatron_async.ops.linear.rms_norm import add_rms_norm
+from megatron_async.ops.linear.streamed_kernel import (
+    MOST_PIECES,
+    STRIPS_IN_SHARED_MEMORY,
+    StreamedPlan,
+    chunks_per_share,
+    streamed_product,
+)
+from megatron_async.ops.linear.warpgroup_kernel import IN_SHARED_MEMORY
+
+CASES = [
+    (16, 64, 256, StreamedPlan((64,), 1, 1, 2, 1, 16)),
+    (64, 100, 576, StreamedPlan((32,), 1, 2, 3, 2, 64)),  # two turns, a ragged tile and chunk
+    (17, 90, 328, StreamedPlan((32, 16), 1, 1, 4, 132, 32)),
+    (1, 230, 192, StreamedPlan((64, 32, 16), 1, 1, 2, 2, 16)),
+    (40, 70, 64, StreamedPlan((8,), 1, 1, 8, 3, 64)),  # a ring that is longer than some lists
+    (9, 40, 1088, StreamedPlan((16, 8), 1, 4, 2, 1, 16)),
+    (30, 150, 320, StreamedPlan((32, 16), 1, 2, 3, 2, 32, joined=True)),
+    (64, 24, 640, StreamedPlan((16, 8), 1, 4, 2, 1, 64, joined=True)),
+]
+LLAMA = [
+    (14336, 4096, "swiglu", StreamedPlan((64, 32, 16), 1, 1, 6, 128, 64)),
+    (14336, 4096, "swiglu", StreamedPlan((64, 32, 16), 1, 2, 3, 128, 16)),
+    (14336, 4096, "swiglu", StreamedPlan((16,), 1, 4, 8, 128, 16)),
+    (6144, 4096, "", StreamedPlan((32, 16), 1, 2, 12, 128, 16)),
+    (4096, 4096, "", StreamedPlan((64,), 2, 2, 6, 128, 64)),
+    (4096, 14336, "", StreamedPlan((128,), 4, 1, 8, 128, 64)),
+    (6144, 4096, "", StreamedPlan((32, 16), 1, 4, 6, 128, 16, joined=True)),
+    (14336, 4096, "swiglu", StreamedPlan((64, 32, 16), 1, 2, 3, 128, 64, joined=True)),
+]
+"""Layouts for Llama-3.1-8B."""
+SPLIT_CASES = [(256, 2, 1, 4), (1024, 4, 2, 3), (200, 2, 1, 5), (320, 3, 1, 2)]
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    kernel = EmulatedKernel(streamed_kernel, "streamed_kernel")
+    monkeypatch.setattr(streamed_kernel, "streamed_kernel", kernel)
+    monkeypatch.setattr(streamed_kernel, "launch_options", lambda x: {"overlap": True})
+
+
+@pytest.fixture(autouse=True)
+def same_numbers(poisoned_memory):
+    torch.manual_seed(0)
+
+
+def check_product(rows, n, k, plan, activation, dtype, device):
+    weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, device)
+    wide = random(rows, k + 24, dtype=dtype, device=device)
+    x = wide[:, 8 : k + 8]  # rows that are not adjacent
+    found = streamed_product(x, weight, None, activation, plan)
+    assert found.dtype == dtype
+    assert_close(found, expected_product(x, weight, activation=activation), dtype)
+    assert torch.equal(found, streamed_product(x, weight, None, activation, plan))
+    first = streamed_product(x[:1], weight, None, activation, plan)
+    assert torch.equal(first, found[:1]), "a row depends on the others"
+    if not activation:
+        bias = random(n, dtype=dtype, device=device)
+        found = streamed_product(x, weight, bias, "", plan)
+        assert_close(found, expected_product(x, weight, bias), dtype)
+
+
+def check_partial_sums(k, splits, strips, programs, device):
+    x, weight = random(19, k, dtype=BRAIN, device=device), weight_of(72, k, BRAIN, device)
+    plan = StreamedPlan((32,), splits, strips, 3, programs, 32)
+    parts = streamed_product(x, weight, None, "", plan)
+    assert parts.shape == (splits, 19, 72)
+    assert parts.dtype == torch.float32
+    assert_close(parts.sum(0), expected_product(x, weight), BRAIN)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BRAIN])
+@pytest.mark.parametrize(("rows", "n", "k", "plan"), CASES)
+@pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
+def test_emulated(rows, n, k, plan, activation, dtype, emulated):
+    check_product(rows, n, k, plan, activation, dtype, "cpu")
+
+
+@pytest.mark.parametrize(("k", "splits", "strips", "programs"), SPLIT_CASES)
+def test_emulated_partial_sums(k, splits, strips, programs, emulated):
+    check_partial_sums(k, splits, strips, programs, "cpu")
+
+
+BAD_CALLS = [
+    (torch.ones(17, 64).half(), torch.ones(4, 64).half(), None, {}, "17 rows"),
+    (torch.ones(1, 64), torch.ones(4, 64), None, {}, "float32; the plan"),
+    (torch.ones(3, 65).half()[:, :64], torch.ones(4, 64).half(), None, {}, "multiples of 16"),
+    (torch.ones(1, 64).half(), torch.ones(4, 64).half(), torch.ones(4), {"splits": 2}, "neither"),
+    (torch.ones(1, 64).half(), torch.ones(4, 64).half(), None, {"ring": 1}, "a ring at least 2"),
+    (torch.ones(1, 64).half(), torch.ones(4, 64).half(), None, {"pieces": ()}, "1 to 3 pieces"),
+    (torch.ones(1, 72).half(), torch.ones(4, 72).half(), None, {"joined": True}, "whole strips"),
+]
+
+
+@pytest.mark.parametrize(("x", "weight", "bias", "changes", "message"), BAD_CALLS)
+def test_bad_input(x, weight, bias, changes, message):
+    plan = {"pieces": (16,), "splits": 1, "strips": 1, "ring": 2, "programs": 1, "block_m": 16}
+    with pytest.raises(ValueError, match=message):
+        streamed_product(x, weight, bias, "", StreamedPlan(**(plan | changes)))
+
+
+def compiled(k, gated, plan):
+    constants = {"chunks": chunks_per_share(k, plan), "splits": plan.splits, "pieces": plan.pieces}
+    constants |= {"strips": plan.strips, "ring": plan.ring, "gated": gated, "squared": False}
+    constants |= {"has_bias": False, "overlap": True}
+    lines = [plan.block_m, *plan.pieces, *plan.pieces[-1:] * (MOST_PIECES - len(plan.pieces))]
+    names = streamed_kernel.streamed_kernel.arg_names
+    layout = STRIPS_IN_SHARED_MEMORY if plan.joined else IN_SHARED_MEMORY
+    strips = f"{plan.strips}, " if plan.joined else ""
+    types = {
+        name: f"tensordesc<bf16[{strips}{count}, 64],{layout!r}>"
+        for name, count in zip(names, lines, strict=False)
+    }
+    types |= dict.fromkeys(("rows", "n", "items", "programs"), "i32")
+    signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
+    source = GluonASTSource(streamed_kernel.streamed_kernel, signature, constants, {})
+    return triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": True})
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize(("n", "k", "activation", "plan"), LLAMA)
+def test_compiled(n, k, activation, plan, tmp_path):
+    kernel = compiled(k, activation == "swiglu", plan)
+    copy = r"cp\.async\.bulk\.tensor"
+    before, after = kernel.asm["ptx"].split("griddepcontrol.wait")
+    weights = len(plan.pieces) * (2 if activation else 1)
+    copies = 1 if plan.joined else plan.strips
+    assert len(re.findall(copy, before)) == plan.ring * weights * copies, "not all before the wait"
+    assert len(re.findall(copy, after)) == (plan.ring + weights + 1) * copies
+    running = weights * plan.strips
+    # All warps have done with a place's products before one thread asks for the place again.
+    assert re.search(rf"wgmma\.wait_group\.sync\.aligned {running};", after)
+    done = after.split(f"wgmma.wait_group.sync.aligned {running};")[1]
+    assert done.index("bar.sync") < done.index("mbarrier.arrive") < re.search(copy, done).start()
+    assert "wgmma" not in done[: re.search(copy, done).start()]
+    assert kernel.metadata.shared <= 227 * 1024
+    assert spilled_bytes(kernel.asm, tmp_path) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnGpu:
+    @pytest.mark.parametrize("dtype", [torch.float16, BRAIN])
+    @pytest.mark.parametrize(("rows", "n", "k", "plan"), CASES)
+    @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
+    def test_small_shapes(self, rows, n, k, plan, activation, dtype):
+        check_product(rows, n, k, plan, activation, dtype, "cuda")
+
+    @pytest.mark.parametrize(("k", "splits", "strips", "programs"), SPLIT_CASES)
+    def test_partial_sums(self, k, splits, strips, programs):
+        check_partial_sums(k, splits, strips, programs, "cuda")
+
+    @pytest.mark.parametrize(("n", "k", "activation", "plan"), LLAMA)
+    def test_llama(self, n, k, activation, plan):
+        weight = weight_of(2 * n if activation else n, k, BRAIN, "cuda")
+        x = random(plan.block_m, k, dtype=BRAIN, device="cuda")
+        found = streamed_product(x, weight, None, activation, plan)
+        whole = found if found.dim() == 2 else found.sum(0)
+        assert_close(whole, expected_product(x, weight, activation=activation), BRAIN)
+
+    def test_a_chain_in_a_graph(self):
+        """Products that start early, each reading what the one before wrote."""
+        hidden, ffn, layers = 1024, 1792, 6
+        up = [weight_of(2 * ffn, hidden, BRAIN, "cuda") for _ in range(layers)]
+        down = [weight_of(hidden, ffn, BRAIN, "cuda") for _ in range(layers)]
+        norm = torch.ones(hidden, dtype=BRAIN, device="cuda")
+        start = random(16, hidden, dtype=BRAIN, device="cuda")
+        wide = StreamedPlan((16,), 1, 2, 6, 56, 16)
+        split = StreamedPlan((64,), 4, 1, 6, 64, 16)
+
+        def chain():
+            x, residual = start, torch.zeros_like(start)
+            for fc1, fc2 in zip(up, down, strict=True):
+                x, residual = add_rms_norm(x, residual, norm, 1e-5)
+                x = streamed_product(x, fc1, None, "swiglu", wide)
+                x = streamed_product(x, fc2, None, "", split)
+            return add_rms_norm(x, residual, norm, 1e-5)[0]
+
+        expected = chain()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = chain()
+        for _ in range(20):
+            out.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(out, expected)
