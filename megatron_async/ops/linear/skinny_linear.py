@@ -33,6 +33,8 @@ from megatron_async.ops.linear.skinny_plan import (
     plan_product,
 )
 from megatron_async.ops.linear.squared_relu import squared_relu, squared_relu_reference
+from megatron_async.ops.linear.streamed_kernel import streamed_product
+from megatron_async.ops.linear.streamed_plan import StreamedPlan
 from megatron_async.ops.linear.swiglu import swiglu, swiglu_reference
 from megatron_async.ops.linear.unnormed import Unnormed
 
@@ -155,6 +157,8 @@ def _product(
         inputs, x.total = add_rms_norm(x.x, x.residual, x.weight, x.eps)
     if isinstance(plan, WarpgroupPlan):
         return warpgroup_product(inputs, weight, bias, activation, plan)
+    if isinstance(plan, StreamedPlan):
+        return streamed_product(inputs, weight, bias, activation, plan)
     if isinstance(plan, TilePlan):
         return tile_product(inputs, weight, bias, activation, plan)
     product = F.linear(inputs, weight, bias)

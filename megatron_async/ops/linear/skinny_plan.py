@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from megatron_async.ops.linear.row_tiles import TILE_BYTES
+from megatron_async.ops.linear.streamed_plan import StreamedPlan, streamed_plan
 
 MAX_ROWS = 64
 """More rows go to cuBLAS."""
@@ -150,7 +151,7 @@ class WarpgroupPlan:
     """Chunks of the rows that are in shared memory at a time."""
 
 
-Plan = OneRowPlan | LongRowPlan | TilePlan | ResidentPlan | WarpgroupPlan
+Plan = OneRowPlan | LongRowPlan | TilePlan | ResidentPlan | WarpgroupPlan | StreamedPlan
 
 
 def plan_product(
@@ -177,7 +178,8 @@ def plan_product(
     if gated:
         outputs //= 2
     plan = choose_plan(rows, outputs, k, weight.dtype, gated, may_split, normed)
-    if isinstance(plan, WarpgroupPlan) and not (may_be_copied(x) and may_be_copied(weight)):
+    is_copied = isinstance(plan, WarpgroupPlan | StreamedPlan)
+    if is_copied and not (may_be_copied(x) and may_be_copied(weight)):
         return _tile(rows, outputs, k, weight.itemsize, gated, may_split)
     return plan
 
@@ -259,6 +261,9 @@ def choose_plan(
         plan = resident or _warpgroup(rows, outputs, k, itemsize, gated, may_split)
         if plan is not None:
             return plan
+    streamed = streamed_plan(rows, outputs, k, itemsize, gated, may_split)
+    if streamed is not None:
+        return streamed
     if rows == 1:
         return _long_row(outputs, k, itemsize, gated) or _one_row(
             outputs, k, itemsize, gated, normed

@@ -1,4 +1,4 @@
-"""Product of up to 64 rows whose weights arrive without a pause; no rule chooses it yet.
+"""Product of up to 64 rows whose weights arrive without a pause.
 
 `tile_kernel` gives each program a tile of 16, 32 or 64 outputs. With SwiGLU, 14,336 outputs are 224
 tiles: 92 of 132 processors have two of them and 40 have one, so few processors read the last
@@ -23,7 +23,6 @@ Written in Gluon, the form of Triton in which a program states the place of each
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,34 +42,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from megatron_async.ops.dependent_launch import launch_options
 from megatron_async.ops.linear.planned_products import Activation, outputs_of
 from megatron_async.ops.linear.skinny_plan import may_be_copied
+from megatron_async.ops.linear.streamed_plan import STRIP, StreamedPlan
 from megatron_async.ops.linear.warpgroup_kernel import IN_SHARED_MEMORY, chunks_of
 
-STRIP = 64
-"""Inputs of a line in shared memory: 128 bytes, what the matrix units' pattern of lines repeats."""
 STRIPS_IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 """`IN_SHARED_MEMORY` of several strips, one behind the other."""
 MOST_PIECES = 3
 """Powers of two that a tile's outputs may be the sum of: each has a descriptor of its own."""
-
-
-@dataclass(frozen=True)
-class StreamedPlan:
-    """Layout of `streamed_kernel`: a tile is `sum(pieces)` outputs of all rows over one of `splits`
-    shares of the inputs, and `programs` programs take tiles in turn."""
-
-    pieces: tuple[int, ...]
-    """Outputs of each part of a tile that is multiplied at once: powers of two from 8 on, at most
-    `MOST_PIECES` of them."""
-    splits: int
-    strips: int
-    """Strips of `STRIP` inputs that a chunk has: what is brought, and waited for, at a time."""
-    ring: int
-    """Chunks that are in shared memory, or asked for, at a time; at least 2."""
-    programs: int
-    block_m: int
-    """Rows that are brought: 16, 32 or 64."""
-    joined: bool = False
-    """One copy brings all strips of a piece, not one for each; of whole strips only."""
 
 
 @gluon.constexpr_function

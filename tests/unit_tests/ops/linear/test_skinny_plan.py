@@ -17,6 +17,7 @@ from megatron_async.ops.linear.skinny_plan import (
     choose_plan,
     takes_unnormed,
 )
+from megatron_async.ops.linear.streamed_plan import StreamedPlan
 
 
 @pytest.mark.parametrize("dtype", [HALF, WHOLE, BRAIN])
@@ -54,6 +55,17 @@ def test_plans_are_possible(rows, outputs, k, dtype):
             assert plan.splits == 1 or may_split
             share = plan.chunks * plan.chunk
             assert (plan.splits - 1) * share < k <= plan.splits * share
+        elif isinstance(plan, StreamedPlan):
+            assert itemsize == 2
+            assert rows <= plan.block_m
+            assert k % (64 * plan.strips) == 0
+            height = sum(plan.pieces)
+            assert plan.splits == 1 or may_split
+            assert plan.programs == -(-outputs // height) * plan.splits <= ONE_WAVE
+            lines = plan.block_m + height * (1 + gated)
+            assert plan.ring * (lines * 64 * plan.strips * itemsize + 8) <= 227 * 1024
+            # Registers of a thread: its sums, of all pieces at once.
+            assert 64 * height * (1 + gated) // 128 <= 112
         elif isinstance(plan, LongRowPlan):
             assert rows == 1
             # Registers of a thread: tiles in flight, 4 each.

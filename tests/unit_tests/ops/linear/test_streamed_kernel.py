@@ -13,13 +13,14 @@ from triton_interpreter import INTERPRETED
 
 from megatron_async.ops.linear import streamed_kernel
 from megatron_async.ops.linear.rms_norm import add_rms_norm
+from megatron_async.ops.linear.skinny_plan import choose_plan
 from megatron_async.ops.linear.streamed_kernel import (
     MOST_PIECES,
     STRIPS_IN_SHARED_MEMORY,
-    StreamedPlan,
     chunks_per_share,
     streamed_product,
 )
+from megatron_async.ops.linear.streamed_plan import StreamedPlan
 from megatron_async.ops.linear.warpgroup_kernel import IN_SHARED_MEMORY
 
 CASES = [
@@ -41,6 +42,8 @@ LLAMA = [
     (4096, 14336, "", StreamedPlan((128,), 4, 1, 8, 128, 64)),
     (6144, 4096, "", StreamedPlan((32, 16), 1, 4, 6, 128, 16, joined=True)),
     (14336, 4096, "swiglu", StreamedPlan((64, 32, 16), 1, 2, 3, 128, 64, joined=True)),
+    (6144, 4096, "", StreamedPlan((32, 16), 1, 2, 7, 128, 64, joined=True)),
+    (4096, 14336, "", StreamedPlan((64,), 2, 2, 6, 128, 64, joined=True)),
 ]
 """Layouts for Llama-3.1-8B."""
 SPLIT_CASES = [(256, 2, 1, 4), (1024, 4, 2, 3), (200, 2, 1, 5), (320, 3, 1, 2)]
@@ -199,3 +202,31 @@ class TestOnGpu:
             out.fill_(torch.nan)
             graph.replay()
             assert torch.equal(out, expected)
+
+
+def test_which_products_are_streamed() -> None:
+    """Those that were measured, with the layouts that were best: Llama-3.1-8B's at 64 rows."""
+
+    def chosen(rows: int, outputs: int, k: int, activation: str, may_split: bool) -> StreamedPlan:
+        plan = choose_plan(
+            rows, outputs, k, torch.bfloat16, activation == "swiglu", may_split and not activation
+        )
+        return plan if isinstance(plan, StreamedPlan) else None
+
+    measured = {layout[:3]: layout[3] for layout in LLAMA[-3:]}
+    measured[4096, 4096, ""] = measured[4096, 14336, ""]
+    for (outputs, k, activation), plan in measured.items():
+        for rows in (33, 64):
+            assert chosen(rows, outputs, k, activation, outputs == 4096) == plan
+        for rows in (1, 16, 32):
+            assert chosen(rows, outputs, k, activation, outputs == 4096) is None
+    assert chosen(64, 12288, 4096, "swiglu", False).pieces == (64, 32)
+    for other in (
+        (2048, 8192, "", True),
+        (128256, 4096, "", False),
+        (4096, 4096, "", False),
+        (28672, 8192, "swiglu", False),
+        (8192, 8192, "", True),
+        (6144, 2048, "", False),
+    ):
+        assert chosen(64, *other) is None, other

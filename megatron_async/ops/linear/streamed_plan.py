@@ -1,0 +1,78 @@
+"""Which products are `streamed_kernel`'s, and its layout for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STREAMED_ROWS = 64
+"""Most rows of such a product: what a warpgroup multiplies at once."""
+STREAMED_FROM = 33
+"""Fewest rows."""
+STREAMED_INPUTS = 4096
+"""Fewest inputs: shorter products were not measured."""
+STRIP = 64
+"""Inputs of a line in shared memory: 128 bytes, what the matrix units' pattern of lines repeats."""
+CHUNK = 2 * STRIP
+"""Inputs of a chunk. Chunks of one strip need more copies, and lost at 64 rows."""
+LEAST_PROGRAMS, PROCESSORS = 120, 132
+"""An H100 or H200 has 132 processors, which run a program each: nearly all must have one."""
+SHARED_MEMORY = 216 << 10
+"""Bytes for the ring, of 227 KiB that a program may have: three chunks of 112 gated outputs."""
+SPLIT_OUTPUTS = 64
+"""Outputs of a tile whose inputs are split in two."""
+LEAST_OUTPUTS, MOST_OUTPUTS, MOST_GATED_OUTPUTS = 40, 64, 112
+"""Outputs of a tile that is not split. Higher ones would leave less than three chunks of ring, and
+lower ones read the rows too often."""
+
+
+@dataclass(frozen=True)
+class StreamedPlan:
+    """Layout of `streamed_kernel`: a tile is `sum(pieces)` outputs of all rows over one of `splits`
+    shares of the inputs, and `programs` programs take tiles in turn."""
+
+    pieces: tuple[int, ...]
+    """Outputs of each part of a tile that is multiplied at once: powers of two from 8 on, at most
+    three of them."""
+    splits: int
+    strips: int
+    """Strips of 64 inputs that a chunk has: what is brought, and waited for, at a time."""
+    ring: int
+    """Chunks that are in shared memory, or asked for, at a time; at least 2."""
+    programs: int
+    block_m: int
+    """Rows that are brought: 16, 32 or 64."""
+    joined: bool = False
+    """One copy brings all strips of a piece, not one for each; of whole strips only."""
+
+
+def streamed_plan(
+    rows: int, outputs: int, k: int, itemsize: int, gated: bool, may_split: bool
+) -> StreamedPlan | None:
+    """The layout of a product whose tiles all run at once; None: another kernel's.
+
+    Measured on an H100: products of Llama-3.1-8B's shape at 64 rows (docs/records/products.md,
+    2026-11-25). At 16 rows the step gained nothing; 32 rows and other lengths were not measured.
+    """
+    if not STREAMED_FROM <= rows <= STREAMED_ROWS or itemsize != 2:
+        return None
+    if k < STREAMED_INPUTS or k % CHUNK:
+        return None
+    if may_split:
+        return _layout((SPLIT_OUTPUTS,), 2, outputs, gated)
+    height = -(-outputs // (8 * PROCESSORS)) * 8
+    if not LEAST_OUTPUTS <= height <= (MOST_GATED_OUTPUTS if gated else MOST_OUTPUTS):
+        return None
+    return _layout(
+        tuple(1 << bit for bit in range(7, 2, -1) if height >> bit & 1), 1, outputs, gated
+    )
+
+
+def _layout(pieces: tuple[int, ...], splits: int, outputs: int, gated: bool) -> StreamedPlan | None:
+    """None: its programs would not be about as many as run at once."""
+    height = sum(pieces)
+    programs = -(-outputs // height) * splits
+    if not LEAST_PROGRAMS <= programs <= PROCESSORS:
+        return None
+    chunk_bytes = (STREAMED_ROWS + height * (2 if gated else 1)) * CHUNK * 2
+    ring = SHARED_MEMORY // chunk_bytes
+    return StreamedPlan(pieces, splits, CHUNK // STRIP, ring, programs, STREAMED_ROWS, joined=True)
