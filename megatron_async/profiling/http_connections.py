@@ -95,7 +95,7 @@ class _Connection(asyncio.Protocol):
         """Bytes of the body that are still to come, where its length was told."""
 
     async def ask(self, request: bytes, arrival: float) -> Answer:
-        """See `HttpConnections.ask`."""
+        """Send a request as `HttpConnections.ask` does; the connection must be idle."""
         self._answer, self._tail = Answer(arrival), b""
         self._has_head, self._is_chunked, self._to_come = False, False, None
         self._ended = asyncio.get_running_loop().create_future()

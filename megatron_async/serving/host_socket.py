@@ -57,7 +57,7 @@ class HostSocket:
         return self._end is None and not self._held
 
     def fileno(self) -> int:
-        """Of its socket; -1: there is none."""
+        """The number of its socket; -1: there is none."""
         return -1 if self._end is None else self._end.fileno()
 
     def greet(self) -> None:
@@ -152,7 +152,7 @@ class OfferedSocket(HostSocket):
             return None
 
     def close(self) -> None:
-        """As of `HostSocket`, and listen no more."""
+        """Write and read no more, and do not wait for the coordinator any more."""
         self._listener.close()
         if self.fileno() >= 0:
             with contextlib.suppress(RuntimeError):  # the loop is closed

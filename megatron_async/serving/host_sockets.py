@@ -63,7 +63,7 @@ class HostSockets:
         return [] if identity not in self._sockets else self._receive(identity)
 
     def after_message(self, identity: bytes) -> list[bytes]:
-        """That message is heard: those that waited for it."""
+        """A message of ZMQ is heard: those that waited for it."""
         if (found := self._sockets.get(identity)) is None:
             return []
         found.heard_otherwise += 1

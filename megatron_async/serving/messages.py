@@ -1,5 +1,4 @@
-"""Messages of clients, coordinator and replicas: msgpack, one message a frame of ZMQ or a record of
-a `HostSocket`.
+"""Messages of clients, coordinator and replicas: msgpack, one a frame of ZMQ or a record.
 
 Every connection begins with a hello, and the coordinator's answer to it.
 """
