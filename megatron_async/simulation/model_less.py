@@ -9,7 +9,7 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.simulation.controller import ModelLessController, TokenSource
 from megatron_async.simulation.device_times import Machine
 from megatron_async.simulation.model_shape import ModelShape
-from megatron_async.simulation.virtual_device import VirtualDevice
+from megatron_async.simulation.virtual_device import VirtualClock, VirtualDevice
 from megatron_async.simulation.virtual_tracer import VirtualTracer
 
 
@@ -21,6 +21,7 @@ class ModelLessEngine(DynamicInferenceEngine):
         config: settings of the engine; `device` is not looked at.
         tokens: what steps sample.
         machine: how long steps take, on the virtual clock; None: no time at all.
+        clock: the host's time; None: a clock that only moves when told.
 
     Attributes:
         virtual_device: the device, with the clock.
@@ -36,6 +37,7 @@ class ModelLessEngine(DynamicInferenceEngine):
         config: InferenceConfig,
         tokens: TokenSource,
         machine: Machine | None = None,
+        clock: VirtualClock | None = None,
     ) -> None:
         sizes_pool = config.num_kv_blocks is not None or config.buffer_size_gb is not None
         if shape.num_layers and not sizes_pool:
@@ -43,10 +45,11 @@ class ModelLessEngine(DynamicInferenceEngine):
                 "a device without memory has no free memory to size the KV pool by: give "
                 "num_kv_blocks or buffer_size_gb."
             )
-        self.virtual_device = VirtualDevice(machine is not None and machine.device.captures_graphs)
+        captures = machine is not None and machine.device.captures_graphs
+        self.virtual_device = VirtualDevice(captures, clock)
         context = DynamicInferenceContext(shape, config, self.virtual_device)
         if machine is not None:
-            clock = self.virtual_device.clock
-            context.tracer = VirtualTracer(self.virtual_device, clock, machine.cpu)
+            tracer = VirtualTracer(self.virtual_device, self.virtual_device.clock, machine.cpu)
+            context.tracer = tracer
         self.model_less_controller = ModelLessController(context, shape.vocab_size, tokens, machine)
         super().__init__(self.model_less_controller, context)

@@ -7,6 +7,7 @@ memory, so that the KV pool of any model fits any machine.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -19,22 +20,37 @@ UNLIMITED = 2**62
 
 
 class VirtualClock:
-    """The host's time, microseconds from 0.
-
-    Attributes:
-        now_us: the present.
-    """
+    """The host's time, microseconds from 0."""
 
     def __init__(self) -> None:
-        self.now_us = 0.0
+        self._now_us = 0.0
+
+    @property
+    def now_us(self) -> float:
+        """The present."""
+        return self._now_us
 
     def spend(self, microseconds: float) -> None:
         """The host works for so long."""
-        self.now_us += microseconds
+        self._now_us += microseconds
 
     def wait_until(self, time_us: float) -> None:
         """The host waits; not at all for a time that has passed."""
-        self.now_us = max(self.now_us, time_us)
+        self._now_us = max(self._now_us, time_us)
+
+
+class RealClock(VirtualClock):
+    """The time of `time.perf_counter`: the host really waits for a device that computes nothing."""
+
+    @property
+    def now_us(self) -> float:
+        return 1e6 * time.perf_counter()
+
+    def spend(self, microseconds: float) -> None:
+        """The host works for as long as it does."""
+
+    def wait_until(self, time_us: float) -> None:
+        time.sleep(max(time_us - self.now_us, 0.0) / 1e6)
 
 
 class VirtualEvent(Event):
@@ -96,15 +112,16 @@ class VirtualDevice(Device):
 
     Args:
         captures_graphs: pad steps to captured shapes, as on a GPU.
+        clock: the host's time; None: one that only moves when told.
 
     Attributes:
         clock: the host's time.
     """
 
-    def __init__(self, captures_graphs: bool = False) -> None:
+    def __init__(self, captures_graphs: bool = False, clock: VirtualClock | None = None) -> None:
         self.torch_device = torch.device("meta")
         self.captures_graphs = captures_graphs
-        self.clock = VirtualClock()
+        self.clock = VirtualClock() if clock is None else clock
         self.compute: VirtualStream = VirtualStream(self.clock)
         self.copy: VirtualStream = VirtualStream(self.clock)
         self.upload: VirtualStream = VirtualStream(self.clock)
