@@ -79,8 +79,9 @@ class SameToken:
         return np.full(plan.num_rows, 7, np.int32), np.ones(plan.num_rows, np.int32)
 
 
-class PacedEngine(ModelLessEngine):
-    """Steps once in `STEP_S`, as if a device took so long."""
+class RestingEngine(ModelLessEngine):
+    """Steps once in `STEP_S`, and rests meanwhile: its thread's time is work alone. (The engine
+    would ask a `PacedEngine`'s device again and again.)"""
 
     _next = 0.0
 
@@ -196,7 +197,7 @@ def time_engine(clients: int, args: argparse.Namespace) -> dict[str, float]:
         num_kv_blocks=args.streams * (LENGTH // 256 + 1), block_size_tokens=256,
         enable_prefix_caching=False, lookahead=1,
     )  # fmt: skip
-    engine = PacedEngine(shape, config, SameToken())
+    engine = RestingEngine(shape, config, SameToken())
     each = args.streams // clients
     readers = [spawn(ask, address, each) for _ in range(clients)]
 
