@@ -55,12 +55,13 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Give back what a test of a GPU has cached: with `-n` several processes share its memory."""
-    if item.get_closest_marker("gpu"):
-        import torch
+    if not item.get_closest_marker("gpu"):
+        return
+    import torch
 
+    if torch.cuda.is_initialized():  # else it was skipped, and a collection would take longer
         gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

@@ -158,7 +158,7 @@ class MockReplica:
         return bool(self._heard)
 
     def _offer(self) -> None:
-        """As a replica does it, but waiting for the coordinator."""
+        """Offer the coordinator a Unix socket as a replica does, but wait until it is open."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             name = secrets.token_hex(16)
             listener.bind(address_of(name))

@@ -205,7 +205,7 @@ class TestOnGpu:
 
 
 def test_which_products_are_streamed() -> None:
-    """Those that were measured, with the layouts that were best: Llama-3.1-8B's at 64 rows."""
+    """Products of Llama-3.1-8B at 64 rows, which were measured, in the layouts that were best."""
 
     def chosen(rows: int, outputs: int, k: int, activation: str, may_split: bool) -> StreamedPlan:
         plan = choose_plan(
