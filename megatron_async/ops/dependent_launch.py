@@ -8,9 +8,10 @@ a kernel may let its successor start before its own wait.
 
 Code before a kernel's wait may read weights, and what is written before a step's first layer: rows,
 positions, schedules, states of earlier steps. The embedding's kernel lets its successor start only
-after its own wait, when all that is there; so it must not be made to let start earlier. What a
-layer writes may be read before a wait only if a kernel between lets its successor start after its
-own wait (`is_settled` of `ops/attention/decode_attention.py`).
+after its own wait, when all that is there; so it must not be made to let start earlier. The flush
+of recurrent states lets nobody start before its end: a later stage of a pipeline has no embedding
+behind it. What a layer writes may be read before a wait only if a kernel between lets its successor
+start after its own wait (`is_settled` of `ops/attention/decode_attention.py`).
 """
 
 from __future__ import annotations

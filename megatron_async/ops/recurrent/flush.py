@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.dependent_launch import await_previous, launch_options
 from megatron_async.ops.recurrent.recurrent_math import add_products
 from megatron_async.ops.recurrent.recurrent_pools import (
     MAX_WIDTH,
@@ -173,7 +173,9 @@ def _flush_kernel(
     block: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    wait_for_previous(overlap)
+    # The next kernel starts when this one has ended: the layers' kernels read states before their
+    # own wait, and in a later stage of a pipeline no kernel that waits first is between.
+    await_previous(overlap)
     first = tl.program_id(1) * block
     each = first + tl.arange(0, block)
     begin = tl.load(base_before + each, mask=each < rows, other=0)

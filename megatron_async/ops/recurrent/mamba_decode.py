@@ -8,7 +8,7 @@ reads a tile of one head's state and adds the contents of the rings. Neither wri
 step again gives the same bits.
 
 The second kernel is here for one query token a row, and for all dtypes; for several in bfloat16 on
-a GPU that of `mamba_outputs.py` is used.
+a GPU that of `mamba_outputs.py` is used. A step of one row has one kernel (`mamba_row.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from megatron_async.ops.recurrent.mamba_pools import (
     check_gating,
     shape_of,
 )
+from megatron_async.ops.recurrent.mamba_row import MOST_ROWS, decode_row
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
 from megatron_async.ops.recurrent.step_arguments import check_decode_rows, output_for
 
@@ -79,6 +80,9 @@ def mamba_decode(
     if gating is not None:
         check_gating(op, gating, shape, rows, width)
     if not rows:
+        return out
+    if rows <= MOST_ROWS and width == 1 and gating is None:
+        decode_row(zxbcdt, params, pools, row_index, positions, base, rule, shape, out)
         return out
     step = row_index, positions, base, width, rule
     inputs = take_inputs(zxbcdt, params, pools, *step, shape, gating is not None)
