@@ -80,9 +80,13 @@ def test_flush(has_saves):
     constants = {"heads": 64, "head_dim": 64, "columns": 128, "channels": 5120, "ring": 17}
     constants |= {"gates": 2, "parts": 16, "lanes": 32, "entries": 16, "turns": 1, "inputs": 24576}
     constants |= {"has_saves": has_saves, "is_exact": False, "block": 4, "overlap": True}
-    in_loops, in_branches = products(compiled(flush._flush_kernel, constants, 4, 3))
+    text = compiled(flush._flush_kernel, constants, 4, 3)
+    in_loops, in_branches = products(text)
     assert in_loops >= 1
     assert in_branches == 0
+    assert "griddepcontrol.wait" in text or "gdc_wait" in text
+    early = "griddepcontrol.launch_dependents" in text or "gdc_launch_dependents" in text
+    assert not early, "layers read states before their wait"
 
 
 def test_state_table():
