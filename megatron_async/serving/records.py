@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -200,6 +201,19 @@ class RoutedRequest:
         self.routes.give(self.number, None if replica is None else replica.index)
 
 
+class UnseenRun(NamedTuple):
+    """A run that a replica's status does not count yet."""
+
+    number: int
+    """Of the run, from 1."""
+    tokens: int
+    """That may have to be computed."""
+    blocks: int
+    """KV blocks that it may take."""
+    hashes: Sequence[bytes]
+    """Of its prompt's blocks."""
+
+
 class ReplicaRecord:
     """A replica that has joined.
 
@@ -228,9 +242,9 @@ class ReplicaRecord:
         self.completed = 0
         self.prefix = PrefixTable(info.kv_blocks)
         self._runs = 0
-        self._unseen: deque[tuple[int, int, int, Sequence[bytes]]] = deque()
-        """Runs that its status does not count yet: number of the run, tokens that may have to be
-        computed, blocks, hashes of its prompt's blocks."""
+        self._unseen: deque[UnseenRun] = deque()
+        # Sums over them: the policy asks for each request, and in a burst there are many.
+        self._unseen_tokens = self._unseen_blocks = 0
 
     @property
     def name(self) -> str:
@@ -265,7 +279,10 @@ class ReplicaRecord:
         self.requests[request.number] = request
         self._runs += 1
         tokens = max(request.tokens - match * self.info.block_size_tokens, 0)
-        self._unseen.append((self._runs, tokens, self.blocks_of(request), hashes))
+        run = UnseenRun(self._runs, tokens, self.blocks_of(request), hashes)
+        self._unseen.append(run)
+        self._unseen_tokens += run.tokens
+        self._unseen_blocks += run.blocks
         self.prefix.add(hashes)
 
     def heard(self, status: ReplicaStatus, now: float) -> None:
@@ -275,21 +292,22 @@ class ReplicaRecord:
         idle = not status.unfinished_tokens or status.is_stopped
         if before is None or idle or status.resolved_steps != before.resolved_steps:
             self.last_progress = now
-        while self._unseen and self._unseen[0][0] <= status.runs_seen:
-            self._unseen.popleft()
+        while self._unseen and self._unseen[0].number <= status.runs_seen:
+            run = self._unseen.popleft()
+            self._unseen_tokens -= run.tokens
+            self._unseen_blocks -= run.blocks
         self.prefix.remove(status.lost_blocks)
-        for _, _, _, hashes in self._unseen:  # it will compute these again
-            self.prefix.add(hashes)
+        for run in self._unseen:  # it will compute these again
+            self.prefix.add(run.hashes)
 
     def candidate(self) -> Candidate:
         """What the policy looks at."""
-        tokens = sum(tokens for _, tokens, _, _ in self._unseen)
-        blocks = sum(blocks for _, _, blocks, _ in self._unseen)
-        free = self.info.kv_blocks
+        tokens, free = self._unseen_tokens, self.info.kv_blocks
         if self.status is not None:
             tokens += self.status.unfinished_tokens
             free = self.status.free_blocks
-        return Candidate(self.name, tokens, free - blocks, len(self.requests), self.prefix)
+        free -= self._unseen_blocks
+        return Candidate(self.name, tokens, free, len(self.requests), self.prefix)
 
     def as_dict(self) -> dict[str, object]:
         """For `stats`."""
