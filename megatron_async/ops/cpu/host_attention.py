@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, override
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
@@ -12,6 +17,37 @@ from megatron_async.ops.cpu.rows import serves
 
 if TYPE_CHECKING:
     from megatron_async.device_state.batch_dimensions import BatchDimensions
+
+LEAST_SHARED = 2**20
+"""Elements of keys that decode rows read, counted for each query head, from which on threads share
+the rows: 240 microseconds of one core, several times what a thread takes to wake up. SmolLM2-135M's
+step of eight rows takes a tenth less by it (docs/records/cpu_throughput.md, 2026-11-25)."""
+
+
+@cache
+def _helpers(threads: int) -> ThreadPoolExecutor:
+    """Threads beside the caller's. The loops that they run hold no lock of Python's."""
+    return ThreadPoolExecutor(threads - 1, thread_name_prefix="decode_attention")
+
+
+# A forked process has no threads but the one that forked.
+os.register_at_fork(after_in_child=_helpers.cache_clear)
+
+
+def shares_of(lengths: np.ndarray, shares: int) -> list[int]:
+    """Where to cut rows so that each share reads about as many keys.
+
+    Args:
+        lengths: int64 `[rows]`, keys of each row, at least one of them positive.
+        shares: at most so many; at least 1.
+
+    Returns:
+        ascending, from 0 to `rows`; share i is the rows from element i to element i + 1.
+    """
+    before = np.concatenate(([0], np.cumsum(lengths)))
+    wanted = before[-1] * np.arange(1, shares) / shares
+    cuts = np.abs(before[:, None] - wanted).argmin(0)
+    return sorted({0, *cuts.tolist(), len(lengths)})
 
 
 class HostPagedAttention(TorchPagedAttention):
@@ -42,8 +78,23 @@ class HostPagedAttention(TorchPagedAttention):
         from megatron_async.ops.cpu import attention_kernels
 
         assert serves(query, key_cache, value_cache, out), "made for float32"
-        attention_kernels.decode_attention(
+        arguments = (
             query.numpy(), key_cache.flatten(0, 1).numpy(), value_cache.flatten(0, 1).numpy(),
             self._tables, self._block_size, self._last, self._width, self._first_key,
-            np.float32(scale), 0, len(self._tables), out.numpy(),
+            np.float32(scale),
         )  # fmt: skip
+        target = out.numpy()
+
+        def attend(share: tuple[int, int]) -> None:
+            attention_kernels.decode_attention(*arguments, *share, target)
+
+        rows, threads = len(self._tables), torch.get_num_threads()
+        keys = self._last[: rows * self._width].reshape(rows, self._width).sum(1) + self._width
+        if threads == 1 or keys.sum() * query[0].numel() < LEAST_SHARED:
+            attend((0, rows))
+            return
+        own, *others = pairwise(shares_of(keys, threads))
+        running = [_helpers(threads).submit(attend, share) for share in others]
+        attend(own)
+        for share in wait(running).done:
+            share.result()

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,8 +11,9 @@ from megatron_async.ops.attention.backends.base import AttentionShape
 from megatron_async.ops.attention.backends.selection import BACKENDS, STEP_CLASSES, PrefillChoice
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
+from megatron_async.ops.cpu import host_attention
 from megatron_async.ops.cpu.compiler import compiles
-from megatron_async.ops.cpu.host_attention import HostPagedAttention
+from megatron_async.ops.cpu.host_attention import HostPagedAttention, shares_of
 
 needs_gpu = [
     pytest.mark.gpu,
@@ -91,16 +93,39 @@ CASES = [
 
 
 @pytest.mark.parametrize(("block_size", "decode", "prefill", "kv_heads", "group", "dim"), CASES)
-@pytest.mark.parametrize("kind", [TorchPagedAttention, HostPagedAttention])
-def test_torch_backend(kind, block_size, decode, prefill, kv_heads, group, dim):
+@pytest.mark.parametrize(
+    ("kind", "threads"),
+    [(TorchPagedAttention, 1), (HostPagedAttention, 1), (HostPagedAttention, 3)],
+)
+def test_torch_backend(
+    kind, threads, block_size, decode, prefill, kv_heads, group, dim, monkeypatch
+):
     if kind is HostPagedAttention and not compiles():
         pytest.skip("Numba is not here, or switched off")
+    monkeypatch.setattr(host_attention, "LEAST_SHARED", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
 
     def backend(size, blocks):
         return kind(size, blocks, torch.device("cpu"))
 
     for width in (1, 2, 5):
         check(backend, "cpu", block_size, decode, prefill, kv_heads, group, dim, 1e-5, width)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shares", "cuts"),
+    [
+        ([5], 2, [0, 1]),
+        ([1, 1, 1, 1], 2, [0, 2, 4]),
+        ([9, 1, 1, 1], 2, [0, 1, 4]),
+        ([1, 1, 1, 9], 2, [0, 3, 4]),
+        ([3, 3, 3], 3, [0, 1, 2, 3]),
+        ([0, 4, 0, 4, 0], 2, [0, 2, 5]),
+        ([2, 2], 8, [0, 1, 2]),
+    ],
+)
+def test_shares_of_rows(lengths, shares, cuts):
+    assert shares_of(np.array(lengths), shares) == cuts
 
 
 @pytest.mark.parametrize(
