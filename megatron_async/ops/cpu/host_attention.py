@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 LEAST_SHARED = 2**20
 """Elements of keys that decode rows read, counted for each query head, from which on threads share
-the rows: 240 microseconds of one core, several times what a thread takes to wake up. SmolLM2-135M's
-step of eight rows takes a tenth less by it (docs/records/cpu_throughput.md, 2026-11-25)."""
+the rows: some 400 microseconds of one core. To share costs about 130, mostly until a thread is
+awake. SmolLM2-135M's step of eight rows takes a tenth less at 400 keys a row, and at 75 it would
+take a tenth more (docs/records/cpu_throughput.md, 2026-11-25)."""
 
 
 @cache
