@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 LEAST_SHARED = 2**20
 """Elements of keys that decode rows read, counted for each query head, from which on threads share
 the rows: some 400 microseconds of one core. To share costs about 130, mostly until a thread is
-awake. SmolLM2-135M's step of eight rows takes a tenth less at 400 keys a row, and at 75 it would
-take a tenth more (docs/records/cpu_throughput.md, 2026-11-25)."""
+awake. SmolLM2-135M's step of eight rows takes 9 % less at 400 keys a row, and at 75 it would take 6
+to 10 % more (docs/records/cpu_throughput.md, 2026-11-25)."""
 
 
 @cache
@@ -48,7 +48,7 @@ def shares_of(lengths: np.ndarray, shares: int) -> list[int]:
     before = np.concatenate(([0], np.cumsum(lengths)))
     wanted = before[-1] * np.arange(1, shares) / shares
     cuts = np.abs(before[:, None] - wanted).argmin(0)
-    return sorted({0, *cuts.tolist(), len(lengths)})
+    return sorted({0, *cuts.tolist(), len(lengths)})  # sync-ok: NumPy
 
 
 class HostPagedAttention(TorchPagedAttention):
@@ -71,6 +71,10 @@ class HostPagedAttention(TorchPagedAttention):
         else:
             assert positions is not None
             self._last = positions[: dims.decode_tokens].numpy().astype(np.int64)
+        rows = len(self._tables)
+        keys = self._last[: rows * dims.width].reshape(rows, dims.width).sum(1) + dims.width
+        self._num_keys, self._threads = int(keys.sum()), torch.get_num_threads()
+        self._shares = list(pairwise(shares_of(keys, self._threads)))
 
     @override
     def _decode(
@@ -89,13 +93,11 @@ class HostPagedAttention(TorchPagedAttention):
         def attend(share: tuple[int, int]) -> None:
             attention_kernels.decode_attention(*arguments, *share, target)
 
-        rows, threads = len(self._tables), torch.get_num_threads()
-        keys = self._last[: rows * self._width].reshape(rows, self._width).sum(1) + self._width
-        if threads == 1 or keys.sum() * query[0].numel() < LEAST_SHARED:
-            attend((0, rows))
+        if len(self._shares) == 1 or self._num_keys * query[0].numel() < LEAST_SHARED:
+            attend((0, len(self._tables)))
             return
-        own, *others = pairwise(shares_of(keys, threads))
-        running = [_helpers(threads).submit(attend, share) for share in others]
+        own, *others = self._shares
+        running = [_helpers(self._threads).submit(attend, share) for share in others]
         attend(own)
         for share in wait(running).done:
             share.result()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 STREAMED_ROWS = 64
 """Most rows of such a product: what a warpgroup multiplies at once."""
 FEW_ROWS = 16
-"""Rows of a small step's product: so many are brought."""
+"""Most rows of a small step's product: so many are brought."""
 FROM_FEW, STREAMED_FROM = 9, 33
 """Fewest rows of a small step, and of others. Fewer than 9 and 17 to 32 were not measured."""
 STREAMED_INPUTS = 4096
@@ -56,16 +56,12 @@ def streamed_plan(
     2026-11-25). On an H200 its step takes 4.230 instead of 4.268 ms at 16 rows, on an H100 as long
     as before. Other lengths were not measured.
     """
-    if FROM_FEW <= rows <= FEW_ROWS:
-        block_m = FEW_ROWS
-    elif STREAMED_FROM <= rows <= STREAMED_ROWS:
-        block_m = STREAMED_ROWS
-    else:
-        return None
-    if itemsize != 2:
+    is_few = FROM_FEW <= rows <= FEW_ROWS
+    if not (is_few or STREAMED_FROM <= rows <= STREAMED_ROWS) or itemsize != 2:
         return None
     if k < STREAMED_INPUTS or k % CHUNK:
         return None
+    block_m = FEW_ROWS if is_few else STREAMED_ROWS
     if may_split:
         return _layout((SPLIT_OUTPUTS,), 2, outputs, gated, block_m)
     height = -(-outputs // (8 * PROCESSORS)) * 8

@@ -160,7 +160,7 @@ def _outputs_kernel(
     inside = lane < head_dim
     column = tl.arange(0, d_state)
     # No kernel of this step's layers writes what is read before the wait: rows, positions and bases
-    # are there before the first layer, and states since earlier steps.
+    # are there before the first layer, and states since the flush.
     pool_row = tl.load(row_index + row).to(tl.int64)
     first = tl.load(positions + row * width).to(tl.int32)
     base = tl.load(bases + row)

@@ -245,8 +245,8 @@ def _take_group(
 
 
 # Before its wait this kernel reads what steps before have left in the pools, and what the step's
-# first kernels have written: all done when the product before this kernel starts, because a kernel
-# behind them (the embedding's, or a norm's) lets its successor start only when it has waited.
+# first kernels have written: all done when the product before this kernel starts, because the flush
+# behind them lets nobody start before its end.
 @triton.jit(do_not_specialize_on_alignment=["row_index", "positions", "bases"])
 def _inputs_kernel(
     zxbcdt: tl.tensor,
@@ -283,7 +283,7 @@ def _inputs_kernel(
     overlap: tl.constexpr,
 ) -> None:
     if is_gated:
-        # The states that the next kernel reads were there before this step.
+        # The states that the next kernel reads are there since the flush.
         let_next_start(overlap)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     bc_dim: tl.constexpr = groups * d_state

@@ -22,8 +22,15 @@ from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPoo
 MOST_ROWS = 1
 """Rows of such a step. Each head's program makes B and C again, in 32 programs of a group of
 Nemotron-3-Nano: with more rows, that is the work."""
-WARPS = 1
-"""With two, Nemotron-3-Nano's step takes 5 us longer, with four 12."""
+WARP_INPUTS = 2048
+"""Elements of B since the base that a warp can hold beside its share of the state: as few warps as
+that take. Nemotron-3-Nano, 16 of 128, has one; with two its step takes 5 us longer, with four 12.
+"""
+
+
+def warps_of(d_state: int, window: int) -> int:
+    """Warps of a program: a power of two, as `d_state` and `window` are."""
+    return max(d_state * window // WARP_INPUTS, 1)
 
 
 def decode_row(
@@ -44,6 +51,7 @@ def decode_row(
         shape: sizes of the layer.
         out: `[decode rows, d_inner]`, written.
     """
+    window = window_of(rule, 1)
     _row_kernel[(shape.heads * triton.cdiv(shape.head_dim, LANES), row_index.numel())](
         zxbcdt,
         zxbcdt.stride(0),
@@ -67,9 +75,9 @@ def decode_row(
         d_state=shape.d_state,
         ring=pools.ring_xb.size(1),
         conv_ring=pools.conv.size(1),
-        window=window_of(rule, 1),
+        window=window,
         tile=LANES,
-        num_warps=WARPS,
+        num_warps=warps_of(shape.d_state, window),
         **launch_options(zxbcdt),
     )
 
@@ -91,7 +99,8 @@ def _convolved(
     return bias + weight_0 * input_0 + weight_1 * input_1 + weight_2 * input_2, weight_3
 
 
-# What is read before the wait is of steps before, as in `mamba_inputs.py`. A program writes entries
+# What is read before the wait is of steps before and of this step's flush, which has ended when the
+# product before this kernel starts (`ops/dependent_launch.py`). A program writes entries
 # of this token's position alone, which no other program reads: their own are in registers.
 @triton.jit(do_not_specialize_on_alignment=["row_index", "positions", "bases", "out"])
 def _row_kernel(

@@ -1,4 +1,5 @@
-"""Mamba-2's outputs by the matrix units, compiled for a GPU, which needs none."""
+"""Kernels of Mamba-2's outputs, by the matrix units and of one row, compiled for a GPU, which needs
+none."""
 
 import re
 import subprocess
@@ -7,16 +8,22 @@ from pathlib import Path
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton_interpreter import INTERPRETED
 
 from megatron_async.ops.recurrent.mamba_outputs import WARPS, _products_kernel
+from megatron_async.ops.recurrent.mamba_row import _row_kernel, warps_of
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 KINDS = {
     "weights": "*fp32", "decays": "*fp32", "row_index": "*i64", "positions": "*i64",
     "bases": "*i32", "xb_stride": "i32", "state_stride": "i32", "out_stride": "i32",
+}  # fmt: skip
+KINDS_OF_ROW = KINDS | {
+    "ring_gates": "*fp32", "a_log": "*fp32", "d": "*fp32", "input_stride": "i32",
+    "gates_stride": "i32", "conv_stride": "i32",
 }  # fmt: skip
 NANO = {"heads": 64, "head_dim": 64, "d_state": 128, "d_inner": 4096, "bc_dim": 1024}
 NANO_9B = {"heads": 128, "head_dim": 80, "d_state": 128, "d_inner": 10240, "bc_dim": 1024}
@@ -54,7 +61,33 @@ def test_the_state_comes_before_the_wait_and_stays_in_registers(
     assert "bar.sync" not in ptx
     products = shape["d_state"] // 16 * (2 if state == "*fp32" else 1) + window // 16 * 2
     assert ptx.count("mma.sync") == products
-    (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
-    command = [TOOLS / "cuobjdump", "-res-usage", tmp_path / "kernel.cubin"]
+    assert keeps_registers(compiled, tmp_path)
+
+
+def keeps_registers(compiled, folder):
+    (folder / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+    command = [TOOLS / "cuobjdump", "-res-usage", folder / "kernel.cubin"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "STACK:0" in said
+    return "STACK:0" in said
+
+
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("window", [16, 32])
+@pytest.mark.parametrize("d_state", [32, 64, 128, 256])
+def test_one_row_waits_for_its_own_inputs_alone(d_state, window, dtype, tmp_path):
+    constants = {"heads": 64, "groups": 8, "head_dim": 64, "d_state": d_state, "ring": window + 1}
+    constants |= {"conv_ring": 4, "window": window, "tile": 16, "overlap": True}
+    signature, attributes = {}, {}
+    for place, name in enumerate(_row_kernel.arg_names):
+        kind = "*fp32" if name == "state" else KINDS_OF_ROW.get(name, dtype)
+        signature[name] = "constexpr" if name in constants else kind
+        if name not in constants:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(_row_kernel, signature, constants, attributes)
+    options = {"num_warps": warps_of(d_state, window), "launch_pdl": True}
+    compiled = triton.compile(source, target=HOPPER, options=options)
+    before, behind = compiled.asm["ptx"].split("griddepcontrol.wait")
+    assert "ld.global.cg" in before, "the state"
+    assert "ld.global.cg" not in behind
+    assert "st.global" not in before
+    assert keeps_registers(compiled, tmp_path)
