@@ -18,7 +18,7 @@ from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.contexts.width_choice import (
     LEARNING_SHIFT,
     ONE,
-    expected_gain,
+    ExpectedGain,
     is_wide_worth_it,
 )
 from megatron_async.ops.sampling.slot_records import RowFeature
@@ -42,15 +42,45 @@ class FewerDrafts(IntEnum):
     """The step had width 1, because a wider one did not seem worth its time."""
 
 
-class Verified(NamedTuple):
-    """Verified and accepted drafts of a step's decode rows, without rows of ended requests."""
+_REASONS = 8
+"""A limit of drafts times this, plus its reason, is one number: the least of several is the limit
+that holds."""
 
-    drafted: IntArray
-    """int32 `[rows]`: drafts that the row verified."""
-    accepted: IntArray
-    """int32 `[rows]`: verified drafts that equal the tokens of plain decoding."""
-    fewer: IntArray
-    """int64 `[reasons]`: rows that verified fewer drafts than the most, by `FewerDrafts`."""
+
+class Verified(NamedTuple):
+    """What a step's decode rows verified, without rows of ended requests."""
+
+    limits: IntArray
+    """int32 `[rows]`: drafts that the row verified, times 8, plus why not more: a
+    `FewerDrafts`."""
+    counts: IntArray
+    """int32 `[rows]`: tokens that it yields."""
+
+    @property
+    def drafted(self) -> IntArray:
+        """int32 `[rows]`: drafts that the row verified."""
+        drafted: IntArray = self.limits // _REASONS
+        return drafted
+
+    @property
+    def accepted(self) -> IntArray:
+        """int32 `[rows]`: verified drafts that equal the tokens of plain decoding."""
+        return np.minimum(np.maximum(self.counts - 1, 0), self.drafted)
+
+    def fewer(self, count: int) -> IntArray:
+        """int64 `[reasons]`: rows that verified fewer than `count`, by `FewerDrafts`."""
+        reasons = self.limits[self.limits < count * _REASONS] % _REASONS
+        return np.bincount(reasons, minlength=len(FewerDrafts))
+
+
+FOUND, FIRST, RIGHT, HITS, GAIN, MOST = range(6)
+"""Rows of what is kept of requests: the number of drafts in the newest report and its first draft;
+running shares of first drafts that were right, and of steps that had a right one, and the expected
+gain in tokens of a wide step, in units of 1 / `ONE`; and the most drafts that the request may have,
+as in `Verified.limits`."""
+_BY_GRAMMAR, _BY_REQUEST, _BY_LENGTH, _BY_FINDING, _BY_BLOCKS, _BY_STEP = map(int, FewerDrafts)
+_ONE = np.int32(ONE)
+# NumPy takes an `IntEnum` for an unknown object, for microseconds.
 
 
 class DraftBooks:
@@ -71,19 +101,13 @@ class DraftBooks:
     def __init__(self, slots: RequestSlots, count: int, chooses_widths: bool) -> None:
         self._slots = slots
         self._count = count
+        self._expected = ExpectedGain(count)
         self.chooses_widths = chooses_widths
         self._generation = np.full(slots.capacity, -1, dtype=np.int64)
         """Generation of the request to which the slot's entries belong."""
-        self._found = np.zeros(slots.capacity, dtype=np.int32)
-        """Number of drafts in the newest report."""
-        self._first = np.zeros(slots.capacity, dtype=np.int32)
-        """The first draft of the newest report."""
-        self._right = np.zeros(slots.capacity, dtype=np.int32)
-        """Running share of first drafts that were right, in units of 1 / `ONE`."""
-        self._gain = np.zeros(slots.capacity, dtype=np.int64)
-        """Expected gain in tokens from the newest report's drafts, in units of 1 / `ONE`."""
-        self._limits = np.zeros((len(FewerDrafts), slots.capacity), dtype=np.int32)
-        """Scratch memory: most drafts of each row, by reason."""
+        self._entries = np.zeros((MOST + 1, slots.capacity), dtype=np.int32)
+        """int32 `[MOST + 1, slots]`: one array, as a call of NumPy takes as long as its work on
+        many rows."""
 
     def width_for(self, wants: NDArray[np.bool_]) -> int:
         """The width of the step that is planned.
@@ -95,7 +119,7 @@ class DraftBooks:
         if not self.chooses_widths:
             return most
         drafting = wants & (self._generation == self._slots.generation)
-        gain = int(self._gain[drafting].sum())
+        gain = int(self._entries[GAIN, drafting].sum())
         rows = int(np.count_nonzero(wants)) if gain else 0
         return most if gain and is_wide_worth_it(rows, most, gain) else 1
 
@@ -110,57 +134,48 @@ class DraftBooks:
             counts: int32 `[rows]`: how many tokens each row yields.
             drafts: int32 `[rows, drafts]`: for the next step, -1 from the first missing draft on.
         """
-        slots, owners, decoding = self._slots, plan.slots, plan.num_decode
-        live = (slots.generation[owners] == plan.generations) & plan.produces
+        slots, owners, generation = self._slots, plan.slots, plan.generations
+        decoding, live = plan.num_decode, slots.generation[owners] == generation
+        if decoding < len(owners):
+            live &= plan.produces
         if not live.all():
-            owners, sampled = owners[live], sampled[live]
+            owners, generation, sampled = owners[live], generation[live], sampled[live]
             counts, drafts = counts[live], drafts[live]
             decoding = int(np.count_nonzero(live[:decoding]))
-        generation = slots.generation[owners]
+        entries = self._entries.take(owners, axis=1)
         is_known = self._generation[owners] == generation
-        found = np.where(is_known, self._found[owners], 0)
-        verified = self._verify(plan, owners[:decoding], found[:decoding], counts[:decoding])
-        right = self._learnt(owners, is_known, found, sampled[:, 0], counts)
-        found = (drafts >= 0).sum(axis=1)
-        self._generation[owners] = generation
-        self._found[owners] = found
-        self._first[owners] = drafts[:, 0]
-        self._right[owners] = right
-        self._gain[owners] = expected_gain(found, right)
-        return verified
+        if not is_known.all():
+            entries[:, ~is_known] = self._new_entries(owners[~is_known])
+            self._generation[owners] = generation
+        limits = self._limits(plan, owners[:decoding], entries[:, :decoding])
+        before, first, right, hits, gain, most = entries
+        # Compared with the drafts reported before, whether a step verified these or not.
+        had = before > 0
+        target = (had & (first == sampled[:, 0])) * _ONE
+        right += ((target - right) >> LEARNING_SHIFT) * had
+        hits += (target - hits) >> LEARNING_SHIFT
+        (drafts >= 0).sum(axis=1, out=before)
+        first[:] = drafts[:, 0]
+        gain[:] = self._expected.of(before, right, hits, most // _REASONS)
+        self._entries[:, owners] = entries
+        return Verified(limits, counts[:decoding].copy())
 
-    def _verify(
-        self, plan: StepPlan, owners: IntArray, found: IntArray, counts: IntArray
-    ) -> Verified:
-        slots, in_step = self._slots, plan.width - 1
-        limits = self._limits[:, : len(owners)]
-        by_grammar = slots.features[owners] & RowFeature.CONSTRAINED
-        limits[FewerDrafts.GRAMMAR] = np.where(by_grammar, 0, self._count)
-        limits[FewerDrafts.REQUEST] = slots.drafts[owners]
-        left = slots.max_length[owners] - slots.num_known[owners] - 1
-        limits[FewerDrafts.LENGTH] = np.maximum(left, 0)
-        limits[FewerDrafts.NOTHING_FOUND] = found
-        limits[FewerDrafts.BLOCKS] = in_step if plan.short_of_blocks else self._count
-        limits[FewerDrafts.NARROW_STEP] = in_step
-        drafted = np.minimum.reduce(limits)
-        reasons = limits.argmin(axis=0)[drafted < self._count]
-        return Verified(
-            drafted,
-            np.minimum(np.maximum(counts - 1, 0), drafted),
-            np.bincount(reasons, minlength=len(FewerDrafts)),
-        )
+    def _new_entries(self, owners: IntArray) -> IntArray:
+        """Entries of requests of which nothing is known."""
+        slots = self._slots
+        entries = np.zeros((MOST + 1, len(owners)), dtype=np.int32)
+        entries[RIGHT] = ONE // 2
+        by_grammar = (slots.features[owners] & RowFeature.CONSTRAINED) != 0
+        asked = np.minimum(slots.drafts[owners], self._count) * _REASONS + _BY_REQUEST
+        entries[MOST] = np.where(by_grammar, _BY_GRAMMAR, asked)
+        return entries
 
-    def _learnt(
-        self,
-        owners: IntArray,
-        is_known: NDArray[np.bool_],
-        found: IntArray,
-        tokens: IntArray,
-        counts: IntArray,
-    ) -> IntArray:
-        """`_right` of the rows, after comparing the next tokens with the drafts reported before
-        them, whether a step verified these drafts or not."""
-        right = np.where(is_known, self._right[owners], ONE // 2)
-        told = (found > 0) & (counts > 0)
-        target = np.where(self._first[owners] == tokens, ONE, 0)
-        return right + ((target - right) >> LEARNING_SHIFT) * told
+    def _limits(self, plan: StepPlan, owners: IntArray, entries: IntArray) -> IntArray:
+        """Drafts that decode rows verified, and why not more: `Verified.limits`."""
+        slots = self._slots
+        left = np.maximum(slots.max_length[owners] - slots.num_known[owners] - 1, 0)
+        limits = np.minimum(entries[MOST], entries[FOUND] * _REASONS + _BY_FINDING)
+        limits = np.minimum(limits, left * _REASONS + _BY_LENGTH)
+        reason = _BY_BLOCKS if plan.short_of_blocks else _BY_STEP
+        by_step: IntArray = np.minimum(limits, (plan.width - 1) * _REASONS + reason)
+        return by_step

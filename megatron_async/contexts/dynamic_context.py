@@ -253,14 +253,21 @@ class DynamicInferenceContext:
     # ---- To the device and back --------------------------------------------------------------
 
     def transfer_bookkeeping_to_gpu(self, plan: StepPlan) -> None:
-        """Launch the step's one host-to-device copy, beside the step before it."""
-        staged = self._staging.pack(plan, self.slots)
+        """Launch the step's one host-to-device copy, beside the step before it; none if the device
+        has the same words from the step before the last ones in flight."""
         compute, upload = self.device.compute, self.device.upload
-        upload.launch(partial(self.gpu_view.receive, staged, plan.step))
-        if upload is not compute:
-            arrived = self._arrived[plan.step % len(self._arrived)]
-            upload.record(arrived)
-            compute.wait(arrived)
+        try:
+            staged = self._staging.pack(plan, self.slots)
+            if staged is None:
+                return
+            upload.launch(partial(self.gpu_view.receive, staged, plan.step))
+            if upload is not compute:
+                arrived = self._arrived[plan.step % len(self._arrived)]
+                upload.record(arrived)
+                compute.wait(arrived)
+        except BaseException:
+            self._staging.forget(plan.step)
+            raise
 
     def transfer_dummy_rows_to_gpu(self, dims: BatchDimensions) -> None:
         """Copy a step that has only dummy rows to the device, to capture a graph of its shape;
@@ -301,8 +308,7 @@ class DynamicInferenceContext:
         verified = None
         if self.drafts is not None and drafts is not None:
             verified = self.drafts.book(plan, sampled, counts, drafts)
-        output = book_samples(plan, self.slots, sampled, counts, log_probs)
-        return output if verified is None else replace(output, verified=verified)
+        return book_samples(plan, self.slots, sampled, counts, log_probs, verified)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block, slot and state row is accounted for once."""

@@ -32,6 +32,14 @@ class PlanFeatures:
     constrained_rows: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """Rows that produce a token with a grammar: they are sampled separately."""
 
+    @property
+    def needs_copy(self) -> bool:
+        """Whether a copy brings something of the step to the host that the step does not write
+        there itself: log probs, and what is sampled behind it."""
+        return (
+            self.wants_log_probs or self.num_prompt_log_probs > 0 or len(self.constrained_rows) > 0
+        )
+
 
 NO_FEATURES = PlanFeatures()
 """What every plan below the mode PROCESSED shares."""

@@ -67,6 +67,7 @@ def book_samples(
     sampled: IntArray,
     counts: IntArray,
     log_probs: IntArray | None,
+    verified: Verified | None = None,
 ) -> StepOutput:
     """Book the samples of a step, each row up to its first stop token.
 
@@ -74,6 +75,7 @@ def book_samples(
         plan: of the step.
         slots: per-request state.
         sampled, counts, log_probs: of `DynamicInferenceContext.update_requests`.
+        verified: what the step's rows verified.
     """
     held = slots.generation[plan.slots] == plan.generations
     zombies = len(held) - int(np.count_nonzero(held))
@@ -87,7 +89,8 @@ def book_samples(
     slots.count_back(owners, widths)
     tokens, rows = sampled[:, 0].copy(), np.arange(len(owners))
     stop_ids, failed = slots.stop_ids[owners], NO_SLOTS
-    if slots.max_width == 1 and not np.count_nonzero(tokens < 0):
+    has_one = slots.max_width == 1 or np.count_nonzero(counts == 1) == len(counts)
+    if has_one and not np.count_nonzero(tokens < 0):
         stopped = _is_any(stop_ids, tokens)
         slots.tokens[owners, length] = tokens
         end = length + 1
@@ -116,6 +119,7 @@ def book_samples(
         failed_slots=failed,
         zombie_rows=zombies,
         log_probs=log_probs,
+        verified=verified,
     )
 
 

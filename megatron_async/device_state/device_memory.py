@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 from megatron_async.config import InferenceConfig
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.device_state.device_slots import DeviceSlots
+from megatron_async.device_state.feed_back import ring_words
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.device_state.kv_cache import (
     GIB,
@@ -91,6 +93,7 @@ def make_gpu_view(
         config.num_speculative_tokens,
     )
     states.append(FeedbackState(slots, config.steps_in_flight if takes_back else 0))
+    samples = config.steps_in_flight, config.max_rows, ring_words(config.decode_width)
     view = ContextGPUView(
         config,
         BookkeepingLayout.capacity(config.max_rows, config.max_tokens, num_blocks)
@@ -108,6 +111,7 @@ def make_gpu_view(
         model.layernorm_epsilon,
         _make_attention(model, config, device, max_blocks),
         states,
+        device.host_buffer(math.prod(samples), torch.int32).view(samples),
         # Of each depth of an MTP drafter, whose first entry is at the place of the depth's number.
         tuple(
             _make_attention(model, config, device, max_blocks, first_key=1 + depth)

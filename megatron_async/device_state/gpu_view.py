@@ -15,11 +15,7 @@ from megatron_async.config import InferenceConfig
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.device_state.device_slots import DeviceSlots
-from megatron_async.device_state.feed_back import (
-    feed_back_kernel,
-    feed_back_reference,
-    ring_words,
-)
+from megatron_async.device_state.feed_back import feed_back_kernel, feed_back_reference
 from megatron_async.device_state.kv_cache import PagedKVCache
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.slot_states import SlotStates
@@ -46,12 +42,14 @@ class ContextGPUView(StepView):
         norm_eps: epsilon of the model's q/k norms.
         attention: the attention backend.
         states: slot states: data that steps leave for later steps, by slot.
+        host_samples: as `sample_ring`, host memory.
         draft_attentions: the attention backend of each depth of an MTP drafter; empty without one.
 
     Attributes:
         rotary: as given, or of the model's own rotary embedding, where it has one.
         sample_ring: int32 `[steps in flight, rows, words]`: what each row of a step yields
             (`device_state/feed_back.py`).
+        host_samples: as given: the same, which steps write besides, for the host.
 
     Attributes (valid from `begin_step` until the next):
         dims: host-known shape of the batch.
@@ -75,6 +73,7 @@ class ContextGPUView(StepView):
         norm_eps: float,
         attention: TorchPagedAttention,
         states: SlotStates,
+        host_samples: Tensor,
         draft_attentions: tuple[TorchPagedAttention, ...] = (),
     ) -> None:
         super().__init__(kv_cache, norm_eps, attention)
@@ -85,12 +84,12 @@ class ContextGPUView(StepView):
         # Both rings have one entry for each step in flight, and an entry is written again only
         # after the host has resolved the step that used it. Bookkeeping: written by the step's one
         # copy, on the upload stream; read by the step, which waits for the copy's event. Samples:
-        # written by the step; read by the copy to the host, which waits for the step's event.
+        # written by the step, here and on the host, which waits for the step's event.
         self.bookkeeping = torch.zeros(ring, buffer_words, dtype=torch.int32, device=device)
-        words = ring_words(config.decode_width)
-        self.sample_ring = torch.zeros(
-            ring, config.max_rows, words, dtype=torch.int32, device=device
-        )
+        self.host_samples = host_samples
+        self.sample_ring = torch.zeros_like(host_samples, device=device)
+        # One view for each entry: to make one takes a launch some microseconds.
+        self._entries = self.bookkeeping.unbind()
         # Counted on the device, because a graph's arguments are fixed: each step moves it on.
         self._next_entry = torch.zeros(1, dtype=torch.int32, device=device)
         self.states = states
@@ -115,7 +114,7 @@ class ContextGPUView(StepView):
 
     def receive(self, staged: Tensor, step: int) -> None:
         """The step's one host-to-device copy: packed words, int32, from staging memory."""
-        entry = self.bookkeeping[step % len(self.bookkeeping)]
+        entry = self._entries[step % len(self._entries)]
         entry[: len(staged)].copy_(staged, non_blocking=True)
 
     def expect_step(self, step: int) -> None:
@@ -174,7 +173,7 @@ class ContextGPUView(StepView):
 
     def feed_back(self, sampled: Tensor) -> None:
         """Store the tokens that each row yields, of the sampled ones, int64 `[sample rows]`, for
-        the next step and for the copy to the host."""
+        the next step and for the host."""
         self.sampled = sampled
         feed_back = feed_back_kernel if sampled.is_cuda else feed_back_reference
         feed_back(
@@ -184,6 +183,7 @@ class ContextGPUView(StepView):
             self.bookkeeping,
             self.slots,
             self.sample_ring,
+            self.host_samples,
             self._next_entry,
         )
 

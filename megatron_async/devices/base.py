@@ -101,7 +101,8 @@ class Device(ABC):
 
     @abstractmethod
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Host staging memory, `[size]`, from which copies do not block (pinned, on a GPU)."""
+        """Host memory, `[size]`, from which copies do not block, and which launched work may write
+        (pinned, on a GPU)."""
 
     @abstractmethod
     def free_memory(self) -> int:

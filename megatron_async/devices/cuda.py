@@ -57,13 +57,10 @@ class CudaStream(Stream):
         self.stream = torch.cuda.Stream(device)
 
     def launch(self, work: Callable[[], None]) -> None:
-        # What `with torch.cuda.stream(...)` does, in 1 microsecond instead of 7.
-        before = torch.cuda.current_stream(self.stream.device)
-        torch.cuda.set_stream(self.stream)
-        try:
+        # torch's own context manager of a stream, `torch.cuda.stream(...)`, takes Python 7
+        # microseconds; this one is compiled.
+        with self.stream:
             work()
-        finally:
-            torch.cuda.set_stream(before)
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from megatron_async.contexts.draft_books import FewerDrafts, Verified
 from megatron_async.contexts.step_plan import IntArray
+
+BATCH = 128
+"""Steps that are counted at once: counting one takes as long as counting many."""
+
+
+class _Counts(NamedTuple):
+    drafted: IntArray
+    accepted: IntArray
+    fewer: IntArray
 
 
 class DraftStatistics:
@@ -13,42 +24,67 @@ class DraftStatistics:
 
     Args:
         count: most drafts of a row.
-
-    Attributes:
-        drafted, accepted: int64 `[drafts]`: drafts that steps verified, and those that were what
-            plain decoding says, by their position in the row.
-        fewer: int64 `[reasons]`: rows that verified fewer than `count`, by `FewerDrafts`.
     """
 
     def __init__(self, count: int = 0) -> None:
-        self.drafted = np.zeros(count, dtype=np.int64)
-        self.accepted = np.zeros(count, dtype=np.int64)
-        self.fewer = np.zeros(len(FewerDrafts), dtype=np.int64)
+        self._count = count
+        zeros = np.zeros(count, dtype=np.int64)
+        # In one attribute, so that other threads read counts and the steps that they lack.
+        self._state: tuple[_Counts, list[Verified]] = (
+            _Counts(zeros, zeros, np.zeros(len(FewerDrafts), dtype=np.int64)), []
+        )  # fmt: skip
 
     def count(self, verified: Verified) -> None:
         """Add a step."""
-        self.fewer += verified.fewer
-        if not verified.drafted.any():
-            return
-        self.drafted += self._by_position(verified.drafted)
-        self.accepted += self._by_position(verified.accepted)
+        _, steps = self._state
+        steps.append(verified)
+        if len(steps) >= BATCH:
+            self._state = (self._counts(), [])
+
+    def _counts(self) -> _Counts:
+        counts, steps = self._state
+        if not steps:
+            return counts
+        limits, yielded = zip(*steps, strict=True)
+        rows = Verified(np.concatenate(limits), np.concatenate(yielded))
+        return _Counts(
+            counts.drafted + self._by_position(rows.drafted),
+            counts.accepted + self._by_position(rows.accepted),
+            counts.fewer + rows.fewer(self._count),
+        )
+
+    @property
+    def drafted(self) -> IntArray:
+        """Drafts that steps verified, by their position in the row, int64 `[drafts]`."""
+        return self._counts().drafted
+
+    @property
+    def accepted(self) -> IntArray:
+        """Drafts that were what plain decoding says, by position, int64 `[drafts]`."""
+        return self._counts().accepted
+
+    @property
+    def fewer(self) -> IntArray:
+        """Rows that verified fewer than the most, by `FewerDrafts`, int64 `[reasons]`."""
+        return self._counts().fewer
 
     def _by_position(self, drafts: IntArray) -> IntArray:
         """How many rows have a draft at each position, int64 `[drafts]`."""
-        exactly = np.bincount(drafts, minlength=len(self.drafted) + 1)
+        exactly = np.bincount(drafts, minlength=self._count + 1)
         by_position: IntArray = exactly[:0:-1].cumsum()[::-1]
         return by_position
 
     def as_dict(self) -> dict[str, float | int]:
         """The entries of `engine.stats()` about drafts."""
-        drafted, accepted = int(self.drafted.sum()), int(self.accepted.sum())
-        rows = int(self.drafted[0]) if len(self.drafted) else 0
+        counts = self._counts()
+        drafted, accepted = int(counts.drafted.sum()), int(counts.accepted.sum())
+        rows = int(counts.drafted[0]) if self._count else 0
         return {
             "drafted_tokens": drafted,
             "accepted_tokens": accepted,
             "mean_accepted_length": 1 + accepted / rows if rows else 0.0,
-            **{f"drafted_tokens_at_{i}": int(n) for i, n in enumerate(self.drafted, 1)},
-            **{f"accepted_tokens_at_{i}": int(n) for i, n in enumerate(self.accepted, 1)},
+            **{f"drafted_tokens_at_{i}": int(n) for i, n in enumerate(counts.drafted, 1)},
+            **{f"accepted_tokens_at_{i}": int(n) for i, n in enumerate(counts.accepted, 1)},
             **{f"fewer_drafts_{reason}": n for reason, n in self.fewer_by_reason.items()},
         }
 

@@ -37,9 +37,11 @@ class PipelineStage:
 
     Attributes:
         is_last: whether it computes logits and samples.
+        returns_samples: whether samples go to other stages, or come from one.
     """
 
     is_last = True
+    returns_samples = False
 
     def await_samples(self, plan: StepPlan) -> None:
         """Let the compute stream wait for the samples that the step's rows read."""
@@ -111,6 +113,7 @@ class LinkedStage(PipelineStage):
             )
         model, view = context.model_config, context.gpu_view
         stage = stage_of(model)
+        self.returns_samples = True
         self.is_first, self.is_last = stage.is_first, stage.is_last
         self._number = stage.index + 1
         self._context, self._view, self._device = context, view, context.device

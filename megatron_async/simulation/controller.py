@@ -19,6 +19,7 @@ from megatron_async.text_generation_controllers.cuda_graphs import CaptureReport
 from megatron_async.text_generation_controllers.drafting import Drafter, Drafting
 from megatron_async.text_generation_controllers.sample_buffers import SampleBuffers
 from megatron_async.text_generation_controllers.text_generation_controller import (
+    LaunchedStep,
     TextGenerationController,
 )
 
@@ -137,6 +138,10 @@ class ModelLessController(TextGenerationController):
             self._virtual.clock.spend(self._machine.cpu.eager_launch_us)
             stream.free_us = max(stream.free_us, self._virtual.clock.now_us)
         self._busy_until_us = stream.free_us
+
+    def _deliver(self, launched: LaunchedStep) -> None:
+        plan = launched.plan  # no step writes anything here
+        self._copy_samples(plan, self._ring[plan.step % len(self._ring)])
 
     def _transfer_samples_to_cpu(self, plan: StepPlan, buffers: SampleBuffers) -> None:
         tokens, counts = self._sampled

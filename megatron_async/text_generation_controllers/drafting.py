@@ -56,13 +56,18 @@ class Drafting:
         self._count = count
 
     def draft(self, view: ContextGPUView) -> None:
-        """Store drafts by slot, for the next step, and in the sample ring, for the host and other
+        """Store drafts by slot, for the next step, and in the sample rings, for the host and other
         pipeline stages."""
         step = view.step
         drafts = self.drafter.propose(view, self._count)
-        first = TOKENS + view.config.decode_width
         kernels_for(drafts).store_drafts(
-            drafts, step.row_slots, step.entry, view.slots.drafts, view.sample_ring, first
+            drafts,
+            step.row_slots,
+            step.entry,
+            view.slots.drafts,
+            view.sample_ring,
+            view.host_samples,
+            TOKENS + view.config.decode_width,
         )
 
 

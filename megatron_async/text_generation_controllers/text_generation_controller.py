@@ -143,9 +143,13 @@ class TextGenerationController:
         self.constrained = ConstrainedSampler(view, self.sampler, self.vocab_size, self.device)
         self._prompt = PromptLogProbs(inference_wrapped_model, self.device)
         self._ring = [
-            SampleBuffers(samples, config.decode_width, log_probs, prompt, self.device)
-            for samples, log_probs, prompt in zip(
-                view.sample_ring, self.sampler.log_probs, self._prompt.ring, strict=True
+            SampleBuffers(samples, host, config.decode_width, log_probs, prompt, self.device)
+            for samples, host, log_probs, prompt in zip(
+                view.sample_ring,
+                view.host_samples,
+                self.sampler.log_probs,
+                self._prompt.ring,
+                strict=True,
             )
         ]
         self.stage = make_stage(self.context, self.sampler.log_probs)
@@ -232,8 +236,15 @@ class TextGenerationController:
             self._deliver(launched)
 
     def _deliver(self, launched: LaunchedStep) -> None:
-        """Enqueue the sample copy of a step."""
+        """Say when a step's samples are on the host, behind the copy of those that the step has not
+        written there itself."""
         plan, buffers = launched.plan, self._ring[launched.plan.step % len(self._ring)]
+        if plan.features.needs_copy or self.stage.returns_samples:
+            self._copy_samples(plan, buffers)
+        else:
+            self.device.compute.record(buffers.ready)
+
+    def _copy_samples(self, plan: StepPlan, buffers: SampleBuffers) -> None:
         compute, copy = self.device.compute, self.device.copy
         compute.record(buffers.sampled)
         copy.wait(buffers.sampled)

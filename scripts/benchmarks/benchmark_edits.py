@@ -3,8 +3,9 @@
 With --edit BEFORE AFTER the prompt is a file before a real edit, and the answer is the file after
 the edit. The answer is forced on the model (`megatron_async/profiling/forced_text.py`), so random
 weights serve too. Without --edit the model answers freely the prompts of --prompts FILE, a JSON
-list of texts. Decode alone is timed, from the first token of an answer to its last. Engines with
-and without drafts take turns.
+object of texts by name (default: `texts/edits_and_questions.json`), and ends its answers itself.
+Decode alone is timed, from the first token of an answer to its last. Engines with and without
+drafts take turns.
 
     git show REV^:FILE > before.py; git show REV:FILE > after.py
     python scripts/benchmarks/benchmark_edits.py --models dummy:llama-3.1-8b \\
@@ -28,6 +29,7 @@ from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.forced_text import ForcedText
 from megatron_async.text.tokenizer import TOKENIZER, Tokenizer
 
+PROMPTS = Path(__file__).with_name("texts") / "edits_and_questions.json"
 INSTRUCTION = "Rewrite this file with the change that was discussed.\n\n"
 
 
@@ -59,18 +61,20 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
         prompt = tokenizer.tokenize(INSTRUCTION + Path(before).read_text())
         answer = tokenizer.tokenize(Path(after).read_text(), add_special_tokens=False)
         found.append(Task(Path(after).name, prompt, answer, len(answer)))
-    for number, text in enumerate(json.loads(args.prompts.read_text()) if args.prompts else ()):
+    texts = {} if args.edit else json.loads(args.prompts.read_text())
+    for name, text in texts.items():
         chat = tokenizer.apply_chat_template([{"role": "user", "content": text}])
         prompt = tokenizer.tokenize(chat, add_special_tokens=False)
-        found.append(Task(f"prompt {number}", prompt, [], args.answer_tokens))
+        found.append(Task(name, prompt, [], args.answer_tokens))
     return found
 
 
 def timed(llm: LLM, task: Task, temperature: float) -> tuple[float, float, list[int]]:
     """Tokens a second and tokens a step of one answer, and the answer."""
     params = SamplingParams(
-        num_tokens_to_generate=task.tokens, temperature=temperature, seed=1, termination_id=-1
-    )
+        num_tokens_to_generate=task.tokens, temperature=temperature, seed=1,
+        termination_id=-1 if task.answer else None,
+    )  # fmt: skip
     steps = llm.engine.statistics.resolved_steps
     request = llm.generate([task.prompt], params)[0]
     if request.error is not None:
@@ -130,8 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="a folder with tokenizer.json, or a model that has one",
     )
     parser.add_argument("--edit", nargs=2, action="append", default=[], metavar="FILE")
-    parser.add_argument("--prompts", type=Path, help="JSON list of texts, without --edit")
-    parser.add_argument("--answer-tokens", type=int, default=256, help="with --prompts")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="JSON object of texts")
+    parser.add_argument("--answer-tokens", type=int, default=256, help="at most, with --prompts")
     parser.add_argument("--device", default=None)
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--lookahead", type=int, default=1)
@@ -141,8 +145,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
-    if bool(args.edit) == bool(args.prompts):
-        parser.error("give --edit BEFORE AFTER, as often as you like, or --prompts FILE")
     print(f"{'model':<22}{'task':<28}{'prompt':>8}{'tokens':>8}{'plain t/s':>12}{'drafts t/s':>12}"
           f"{'ratio':>8}{'a step':>8}")  # fmt: skip
     tasks = tasks_of(args)

@@ -1,4 +1,5 @@
-"""Store drafts of a step by slot, for the next step, and in the sample ring, for the host."""
+"""Store drafts of a step by slot, for the next step, and in the sample rings, for the host and for
+other pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ TILE = 128
 
 
 def store_drafts(
-    drafts: Tensor, row_slots: Tensor, entry: Tensor, by_slot: Tensor, ring: Tensor, first: int
+    drafts: Tensor,
+    row_slots: Tensor,
+    entry: Tensor,
+    by_slot: Tensor,
+    ring: Tensor,
+    host: Tensor,
+    first: int,
 ) -> None:
     """Store a step's drafts.
 
@@ -22,23 +29,31 @@ def store_drafts(
         entry: int32 `[1]`: the step's entry of the ring.
         by_slot: int64 `[slots, count]`, changed at the rows' slots.
         ring: int32 `[entries, rows or more, words]`, changed in the step's entry.
+        host: as `ring`, host memory that the device may write.
         first: word of a row of the ring that its first draft goes to.
     """
     rows, count = drafts.shape
     _store_drafts_kernel[(triton.cdiv(rows * count, TILE),)](
-        drafts, row_slots, entry, by_slot, ring, ring.stride(0), ring.size(2), first, rows, count,
-        TILE, **launch_options(drafts),
+        drafts, row_slots, entry, by_slot, ring, host, ring.stride(0), ring.size(2), first, rows,
+        count, TILE, **launch_options(drafts),
     )  # fmt: skip
 
 
 def store_drafts_reference(
-    drafts: Tensor, row_slots: Tensor, entry: Tensor, by_slot: Tensor, ring: Tensor, first: int
+    drafts: Tensor,
+    row_slots: Tensor,
+    entry: Tensor,
+    by_slot: Tensor,
+    ring: Tensor,
+    host: Tensor,
+    first: int,
 ) -> None:
     """`store_drafts` in plain torch."""
     rows, count = drafts.shape
     by_slot.index_copy_(0, row_slots, drafts)
-    found = ring[:, :rows, first : first + count]
-    found.index_copy_(0, entry.long(), drafts.int()[None])
+    for samples in (ring, host):
+        found = samples[:, :rows, first : first + count]
+        found.index_copy_(0, entry.long(), drafts.int()[None])
 
 
 @triton.jit(do_not_specialize=["ring_stride", "first", "rows"])
@@ -48,6 +63,7 @@ def _store_drafts_kernel(
     entry: tl.tensor,
     by_slot: tl.tensor,
     ring: tl.tensor,
+    host: tl.tensor,
     ring_stride: tl.tensor,
     words: tl.constexpr,
     first: tl.tensor,
@@ -63,5 +79,6 @@ def _store_drafts_kernel(
     token = tl.load(drafts + number, exists, other=-1)
     slot = tl.load(row_slots + row, exists, other=0)
     tl.store(by_slot + slot * count + draft, token, exists)
-    place = ring + tl.load(entry).to(tl.int64) * ring_stride + row * words + first + draft
-    tl.store(place, token.to(tl.int32), exists)
+    place = tl.load(entry).to(tl.int64) * ring_stride + row * words + first + draft
+    tl.store(ring + place, token.to(tl.int32), exists)
+    tl.store(host + place, token.to(tl.int32), exists)

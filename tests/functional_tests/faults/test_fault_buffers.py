@@ -37,6 +37,7 @@ def expected(tiny_model: torch.nn.Module) -> list[list[int]]:
 
 def play(engine: DynamicInferenceEngine, step: Callable[[], object]) -> list[list[int]]:
     """Requests join, end and are aborted while others run, so that rows change in every few steps.
+    One asks for log probs: its steps' samples are copied, those of other steps are not.
 
     Returns:
         the tokens of each prompt.
@@ -45,7 +46,8 @@ def play(engine: DynamicInferenceEngine, step: Callable[[], object]) -> list[lis
     for _ in range(6):
         step()
     engine.abort_request(VICTIM)
-    futures[VICTIM] = engine.add_request(VICTIM, PROMPTS[VICTIM], greedy(TOKENS))
+    asking = greedy(TOKENS, return_log_probs=True)
+    futures[VICTIM] = engine.add_request(VICTIM, PROMPTS[VICTIM], asking)
     for _ in range(4):
         step()
     futures += [engine.add_request(i, PROMPTS[i], greedy(TOKENS)) for i in range(3, 6)]
@@ -69,7 +71,10 @@ def test_no_copy_meets_another_step_s_data(
     - `ContextGPUView.__init__`: `self.sample_ring` with one entry
     - `feed_back_reference`: store into row 0 of the ring, not into row `entry`
     - `transfer_bookkeeping_to_gpu`: no `compute.wait(arrived)`
-    - `launch_step`: no `copy.wait(buffers.sampled)`
+    - `HostStaging.pack`: None for every decode step
+    - `TextGenerationController._copy_samples`: no `copy.wait(buffers.sampled)`
+    - `TextGenerationController._deliver`: `ready` recorded on the copy stream
+    - `feed_back_reference`: nothing stored in `host`
     - `RankGroup.wait`: no `event.wait()`
     """
     device = LateDevice(eager)

@@ -44,6 +44,22 @@ def one_staging_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostStaging, "__init__", make_of_one_buffer)
 
 
+def bookkeeping_thought_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host forgets that a step with prefill wrote over an entry of the device's ring, and does
+    not copy a later decode step's rows."""
+    pack = HostStaging.pack
+
+    def pack_and_forget(staging: HostStaging, plan: StepPlan, slots: RequestSlots) -> Any:
+        entry = plan.step % len(staging._on_device)
+        before = staging._on_device[entry]
+        words = pack(staging, plan, slots)
+        if not plan.dims.is_decode_only:
+            staging._on_device[entry] = before
+        return words
+
+    monkeypatch.setattr(HostStaging, "pack", pack_and_forget)
+
+
 def one_sample_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples that nobody has read are written over."""
     make = TextGenerationController.__init__
@@ -321,6 +337,7 @@ def one_token_less_at_a_border(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BUGS: list[Plant] = [
     one_staging_buffer,
+    bookkeeping_thought_there,
     one_sample_buffer,
     no_generations,
     one_block_too_few,

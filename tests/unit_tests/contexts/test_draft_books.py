@@ -10,7 +10,7 @@ import pytest
 from megatron_async.contexts.draft_books import DraftBooks, FewerDrafts
 from megatron_async.contexts.plan_builder import dummy_plan
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
-from megatron_async.contexts.width_choice import ONE, expected_gain, extra_time, is_wide_worth_it
+from megatron_async.contexts.width_choice import ONE, ExpectedGain, extra_time, is_wide_worth_it
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.engines.draft_statistics import DraftStatistics
 from megatron_async.ops.sampling.slot_records import RowFeature
@@ -80,7 +80,7 @@ def served(rng, drafts, lookahead, found, right, stays, tokens, width=None):
 def test_little_is_lost_and_much_is_won(drafts, lookahead):
     """However often there are drafts, and however often they are right.
 
-    With `LEARNING_SHIFT` 6 requests of 128 tokens lose a tenth; with `SHARE` of 0, too.
+    With `LEARNING_SHIFT` 6 requests of 192 tokens lose 5 %.
     """
     rng = np.random.default_rng(0)
     for found in (0.05, 0.4, 1.0):
@@ -90,7 +90,7 @@ def test_little_is_lost_and_much_is_won(drafts, lookahead):
                 for _ in range(4):
                     more = served(rng, drafts, lookahead, found, right, stays, 192)
                     tokens, time = tokens + more[0], time + more[1]
-                assert tokens / time > 0.965, (found, right, stays)
+                assert tokens / time > 0.975, (found, right, stays)
                 if found == 1 and right > 0.6:
                     always = served(rng, drafts, lookahead, found, right, stays, 1500, drafts + 1)
                     assert tokens / time > 0.9 * always[0] / always[1], (found, right, stays)
@@ -150,12 +150,12 @@ def test_why_rows_have_fewer_drafts():
     assert found.accepted.tolist() == [0, 1, 1, 2, 3, 0]
     wanted = {FewerDrafts.GRAMMAR: 1, FewerDrafts.REQUEST: 1, FewerDrafts.LENGTH: 1,
               FewerDrafts.NOTHING_FOUND: 1}  # fmt: skip
-    assert found.fewer.tolist() == [wanted.get(reason, 0) for reason in FewerDrafts]
+    assert found.fewer(3).tolist() == [wanted.get(reason, 0) for reason in FewerDrafts]
     for short, reason in ((True, FewerDrafts.BLOCKS), (False, FewerDrafts.NARROW_STEP)):
         narrow = plan_of(slots, 1, short)
         less = books.book(narrow, np.full((6, 4), 7), np.ones(6, int), reports(6, 3, 3))
-        assert less.fewer[reason] == 5
-        assert less.fewer.sum() == 6
+        assert less.fewer(3)[reason] == 5
+        assert less.fewer(3).sum() == 6
     statistics.count(found)
     stats = statistics.as_dict()
     assert [stats[f"drafted_tokens_at_{n}"] for n in (1, 2, 3)] == [5, 4, 2]
@@ -164,11 +164,51 @@ def test_why_rows_have_fewer_drafts():
     assert stats["mean_accepted_length"] == 1 + 7 / 5
 
 
+def test_a_row_that_often_has_drafts_may_have_some_again():
+    """Reports are some steps old: text that is copied has a report without drafts now and then."""
+    slots = decoding_slots(1, 3)
+    books, everyone = DraftBooks(slots, 3, True), np.ones(1, dtype=np.bool_)
+    right, none = np.full((1, 4), 7), reports(1, 3, 0)
+    books.book(plan_of(slots, 1), right, np.ones(1, int), none)
+    assert books.width_for(everyone) == 1
+    for _ in range(4):
+        books.book(plan_of(slots, 1), right, np.ones(1, int), reports(1, 3, 3))
+    books.book(plan_of(slots, 1), right, np.ones(1, int), none)
+    assert books.width_for(everyone) == 4
+    widths = []
+    for _ in range(24):
+        books.book(plan_of(slots, 1), right, np.ones(1, int), none)
+        widths.append(books.width_for(everyone))
+    assert widths == sorted(widths, reverse=True)
+    assert widths[-1] == 1
+    # Drafts that were wrong do not count.
+    slots.generation[:] += 1
+    wrong = np.full((1, 4), 5)
+    for found in (3, 3, 3, 3, 0):
+        books.book(plan_of(slots, 1), wrong, np.ones(1, int), reports(1, 3, found))
+    assert books.width_for(everyone) == 1
+
+
+def gain_of(rows, found, right, hits=0):
+    """Expected tokens of `rows` such rows, in units of 1 / `ONE`."""
+    row = [np.full(rows, value) for value in (found, right, hits, 3)]
+    return int(ExpectedGain(3).of(*row).sum())
+
+
+def test_expected_tokens():
+    half = ONE // 2
+    assert gain_of(2, 3, half) == 2 * (ONE // 2 + ONE // 4 + ONE // 8)
+    assert gain_of(1, 1, half) == half
+    assert gain_of(1, 0, half) == 0
+    assert gain_of(1, 0, half, half) == half + half // 2 + half // 4
+    assert gain_of(1, 2, 0, half) == 0
+
+
 def test_wide_steps_of_many_rows_cost_more():
-    assert extra_time(1, 2) == extra_time(40, 2) == 2 * (ONE // 20)
-    assert extra_time(1, 4) == extra_time(40, 4) == 4 * (ONE // 20)
-    assert extra_time(160, 2) > ONE
-    certain, three = np.array([ONE] * 8), np.full(8, 3)
-    assert is_wide_worth_it(8, 4, int(expected_gain(three, certain).sum()))
-    assert not is_wide_worth_it(100, 4, int(expected_gain(three, certain).sum()))  # 8 of 100
-    assert not is_wide_worth_it(1, 2, int(expected_gain(np.array([1]), np.array([ONE // 10]))[0]))
+    assert extra_time(1, 2) == extra_time(40, 2) == ONE // 20 + ONE // 60
+    assert extra_time(1, 4) == extra_time(20, 4) == ONE // 20 + 3 * (ONE // 60)
+    for rows, width, measured in ((64, 2, 0.20), (64, 4, 0.70)):  # docs/records/speculation.md
+        assert abs(extra_time(rows, width) / ONE - measured) < 0.08
+    assert is_wide_worth_it(8, 4, gain_of(8, 3, ONE))
+    assert not is_wide_worth_it(100, 4, gain_of(8, 3, ONE))  # 8 of 100
+    assert not is_wide_worth_it(1, 2, gain_of(1, 1, ONE // 20))

@@ -123,6 +123,34 @@ def test_device_reads_what_the_host_wrote(slots, staging):
     assert record[Header.MAX_LENGTH] == 20
 
 
+def test_words_that_the_device_has_are_not_copied(slots, staging):
+    builder = PlanBuilder(slots)
+    builder.build(NO_DECODE, [PrefillChunk(0, 0, 6), PrefillChunk(2, 0, 2)])
+
+    def is_copied(decode, prefill=()):
+        return (
+            staging.pack(builder.build(decode_rows(slots, decode), list(prefill)), slots)
+            is not None
+        )
+
+    assert is_copied([0])
+    assert is_copied([0])  # the ring's other entry
+    assert not is_copied([0])
+    builder.add_block_updates(*(np.array([v], np.int32) for v in (0, 1, 5)))
+    assert is_copied([0])  # a new block
+    assert not is_copied([0])
+    assert is_copied([0])  # without it
+    assert is_copied([0], [PrefillChunk(1, 0, 6)])
+    assert not is_copied([0])
+    assert is_copied([0])  # the step with prefill wrote over it
+    assert is_copied([0, 1])
+    assert not is_copied([0])
+    assert not is_copied([0, 1])
+    assert not is_copied([0])
+    staging.forget(builder.next_step)
+    assert is_copied([0, 1])
+
+
 def test_padded_rows_point_at_the_dummy_slot(slots, staging):
     builder = PlanBuilder(slots, GraphShapes((1, 2, 4)))
     builder.build(NO_DECODE, [PrefillChunk(i, 0, 6) for i in range(3)])

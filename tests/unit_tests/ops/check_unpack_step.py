@@ -213,16 +213,27 @@ for (decode, query_lengths, dummies, padding, count, blocks, block_size), share 
     sampled = torch.from_numpy(rng.integers(-1, 3, dims.sample_rows)).to(where)
     wide = ring_words(1 + slots.drafts.size(1))
     ring = torch.full((RING, dims.rows + 2, wide), -5, dtype=torch.int32, device=where)
-    truth_ring, after = ring.clone(), torch.full_like(next_entry, -5)
+    host = torch.full_like(ring, -5, device="cpu", pin_memory=where != "cpu")
+    truth_ring, truth_host, after = ring.clone(), host.clone(), torch.full_like(next_entry, -5)
     truth_after = after.clone()
-    for place, target, its_slots, its_ring, its_after in (
-        (feed_back_ops.feed_back_reference, truth, truth_slots, truth_ring, truth_after),
-        (feed_back_ops.feed_back_kernel, found, slots, ring, after),
+    truth_host = truth_host.to(where)
+    for place, target, its_slots, its_ring, its_host, its_after in (
+        (
+            feed_back_ops.feed_back_reference,
+            truth,
+            truth_slots,
+            truth_ring,
+            truth_host,
+            truth_after,
+        ),
+        (feed_back_ops.feed_back_kernel, found, slots, ring, host, after),
     ):
-        place(sampled, target, dims, device_words, its_slots, its_ring, its_after)
+        place(sampled, target, dims, device_words, its_slots, its_ring, its_host, its_after)
     # Nothing defines what stands after a chunk's one token.
     truth_ring[:, decode:, 3:] = ring[:, decode:, 3:]
     assert torch.equal(ring, truth_ring), dims
+    assert torch.equal(host, ring.cpu()), dims
+    assert torch.equal(truth_host[:, :decode], truth_ring[:, :decode]), dims
     for name in vars(slots):
         mine, its = getattr(slots, name), getattr(truth_slots, name)
         assert torch.equal(mine[:-1], its[:-1]), (name, dims)

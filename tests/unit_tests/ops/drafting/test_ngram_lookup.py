@@ -120,18 +120,21 @@ def test_stored(device):
         (
             torch.full((slots, count), -9, dtype=torch.int64, device=device),
             torch.full((3, rows + 5, 9), -9, dtype=torch.int32, device=device),
+            torch.full((3, rows + 5, 9), -9, dtype=torch.int32, pin_memory=device != "cpu"),
         )
         for _ in range(2)
     )
     store_drafts.store_drafts(drafts, row_slots, entry, *found, 6)
+    truth = (*truth[:2], truth[2].to(device))
     store_drafts.store_drafts_reference(drafts, row_slots, entry, *truth, 6)
-    assert all(map(torch.equal, found, truth))
+    assert all(torch.equal(mine.cpu(), its.cpu()) for mine, its in zip(found, truth, strict=True))
+    assert torch.equal(found[1].cpu(), found[2])
 
 
 POINTERS = {
     "block_tokens": "*i32", "block_tables": "*i32", "row_slots": "*i64", "lengths": "*i32",
     "last_token": "*i64", "records": "*i32", "best": "*i32", "drafts": "*i64", "entry": "*i32",
-    "by_slot": "*i64", "ring": "*i32",
+    "by_slot": "*i64", "ring": "*i32", "host": "*i32",
 }  # fmt: skip
 
 
