@@ -84,6 +84,13 @@ class ExpectedGain:
             gain = np.where(found > 0, self._table.take(line + found), gain)
         return gain
 
+    def of_row(self, found: int, right: int, hits: int, allowed: int) -> int:
+        """`of` one row."""
+        line = (right >> _STEP_SHIFT) * self._columns
+        if found:
+            return int(self._table[line + found])
+        return hits * (ONE + int(self._table[line + allowed - 1])) // ONE
+
 
 def is_wide_worth_it(rows: int, width: int, gain: int) -> bool:
     """Whether a step of this width is expected to yield more tokens in its time than one of width

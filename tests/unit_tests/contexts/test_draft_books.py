@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_async.contexts import draft_books
 from megatron_async.contexts.draft_books import DraftBooks, FewerDrafts
 from megatron_async.contexts.plan_builder import dummy_plan
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
@@ -111,6 +112,40 @@ def test_a_new_owner_begins_anew():
     assert books.width_for(everyone) == 1
     books.book(plan_of(slots, 1), np.full((2, 4), 5), np.ones(2, int), reports(2, 3, [0, 0]))
     assert books.width_for(everyone) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_rows_are_booked_as_many(seed, monkeypatch):
+    """One by one and as arrays: random steps, owners that change, rows that produce nothing."""
+    rng = np.random.default_rng(seed)
+    slots = decoding_slots(4, 3)
+    slots.drafts[:] = rng.integers(0, 5, 4)
+    slots.features[0] = rng.choice([0, RowFeature.CONSTRAINED])
+    slots.max_length[:] = slots.num_known + rng.integers(1, 60, 4)
+    few, many = (DraftBooks(slots, 3, True) for _ in range(2))
+    for _ in range(60):
+        width, decoding = int(rng.choice([1, 4])), int(rng.integers(0, 5))
+        plan = replace(
+            plan_of(slots, width, bool(rng.random() < 0.2)),
+            num_decode=decoding,
+            produces=(np.arange(4) < decoding) | (rng.random(4) < 0.5),
+            slots=rng.permutation(4),
+        )
+        plan = replace(plan, generations=slots.generation[plan.slots])
+        slots.generation[rng.random(4) < 0.1] += 1
+        sampled, counts = rng.integers(-1, 3, (4, 4)), rng.integers(0, width + 1, 4)
+        most = np.where(slots.features & RowFeature.CONSTRAINED, 0, slots.drafts)[plan.slots]
+        found = np.minimum(rng.integers(0, 4, 4), most)
+        drafts = np.where(np.arange(3) < found[:, None], rng.integers(0, 3, (4, 3)), -1)
+        verified = []
+        for books, limit in ((few, 4), (many, 0)):
+            monkeypatch.setattr(draft_books, "FEW_ROWS", limit)
+            verified.append(books.book(plan, sampled, counts, drafts))
+        assert [part.tolist() for part in verified[0]] == [part.tolist() for part in verified[1]]
+        known = few._generation == slots.generation
+        assert np.array_equal(few._generation, many._generation)
+        assert np.array_equal(few._entries[:, known], many._entries[:, known])
+        slots.num_known[:] += rng.integers(0, 3, 4)
 
 
 def test_beside_rows_of_requests_that_have_ended():
