@@ -212,8 +212,8 @@ class DraftBooks:
         left = np.maximum(slots.max_length[owners] - slots.num_known[owners] - 1, 0)
         limits = np.minimum(entries[MOST], entries[FOUND] * _REASONS + _BY_FINDING)
         limits = np.minimum(limits, left * _REASONS + _BY_LENGTH)
-        limits = np.minimum(limits, self._limit_of(plan))
-        return limits
+        by_step: IntArray = np.minimum(limits, self._limit_of(plan))
+        return by_step
 
     def _limit_of(self, plan: StepPlan) -> int:
         """The limit that a step sets to all its rows."""

@@ -97,13 +97,13 @@ def book_samples(
         is_first = length == slots.prompt_length[owners]
     else:
         is_token = np.arange(sampled.shape[1]) < counts[:, None]
-        tokens, (rows, place) = sampled[is_token], is_token.nonzero()
+        tokens, (rows, place) = sampled[is_token], np.nonzero(is_token)
         is_stop = stop_ids.take(rows, axis=0) == tokens[:, None]
         if np.count_nonzero(is_stop) or np.count_nonzero(tokens < 0):
             counts, stopped, without = _cut(sampled, counts, stop_ids)
             failed = owners[without]
             is_token = np.arange(sampled.shape[1]) < counts[:, None]
-            tokens, (rows, place) = sampled[is_token], is_token.nonzero()
+            tokens, (rows, place) = sampled[is_token], np.nonzero(is_token)
         else:
             stopped = np.zeros(len(owners), dtype=np.bool_)
         slots.tokens[owners[rows], length[rows] + place] = tokens

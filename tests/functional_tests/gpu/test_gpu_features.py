@@ -244,7 +244,7 @@ def test_requests_that_did_not_ask_cost_nothing(make_gpu_engine: EngineFactory) 
     plain = kernels_and_copies(engine, greedy(100))
     asking = kernels_and_copies(engine, greedy(100, return_log_probs=True, min_tokens=3))
     assert kernels_and_copies(engine, greedy(100)) == plain
-    assert plain["HtoD"] == plain["DtoH"] == 1
-    assert asking["HtoD"] == 1
+    # Copies of less than every step, for new blocks, count as none.
+    assert plain["HtoD"] == plain["DtoH"] == asking["HtoD"] == 0
     assert asking["DtoH"] == 2
     assert asking["kernels"] > plain["kernels"]
