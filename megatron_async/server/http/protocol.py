@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.http.replies import Headers
 
 WRITE_BUFFER_BYTES = 256 << 10
 """Bytes that may wait for a reader in the transport before its stream holds tokens back."""
@@ -82,10 +87,25 @@ class HttpProtocol(HttpToolsProtocol):
         """Bytes of answers that wait in this process for the reader."""
         return self.transport.get_write_buffer_size()
 
-    def write_without_chunks(self) -> None:
-        """HTTP/1.0 knows no chunks: the next answer's end is that of the connection. (uvicorn
-        would send chunks.)"""
-        self._has_chunks = self.cycle.chunked_encoding = False
+    def begin_events(self, scope: Mapping[str, Any], headers: Headers, data: bytes) -> None:
+        """Begin an answer as uvicorn would, but in one write with its first part. HTTP/1.0 knows
+        no chunks, which uvicorn would send."""
+        cycle: RequestResponseCycle = scope["state"]["cycle"]
+        cycle.response_started, cycle.waiting_for_100_continue = True, False
+        cycle.chunked_encoding = self._has_chunks = scope["http_version"] != "1.0"
+        if not self._has_chunks:
+            cycle.keep_alive = False
+        head = [STATUS_LINE[200]]
+        for name, value in (*cycle.default_headers, *headers):
+            head += name, b": ", value, b"\r\n"
+        if not cycle.keep_alive:
+            head.append(b"connection: close\r\n")
+        if self._has_chunks:
+            head.append(b"transfer-encoding: chunked\r\n")
+            if data:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+        head += b"\r\n", data
+        self.transport.write(b"".join(head))
 
     def write_chunk(self, data: bytes) -> None:
         """Write a part of an answer that has begun, chunked as uvicorn would; the end is uvicorn's
@@ -144,6 +164,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.has_body_to_come = True
         self._expect("the request's body", self.limits.body_s)
         super().on_headers_complete()
+        self.scope["state"]["cycle"] = self.cycle
 
     def on_message_complete(self) -> None:
         """All of a request is there."""
