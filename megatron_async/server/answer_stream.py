@@ -89,9 +89,10 @@ class AnswerStream:
         if self._connection.is_gone:
             self.give_up()
             return
-        if any(feed.end is not None and feed.end.failure is not None for feed in self.feeds):
-            self.done.set_result(None)
-            return
+        for feed in self.feeds:
+            if feed.end is not None and feed.end.failure is not None:
+                self.done.set_result(None)
+                return
         try:
             assert self._start is not None, "set with the connection"
             assert self._first is not None, "likewise"

@@ -103,7 +103,9 @@ class TokenRoutes:
         rows, count = len(numbers) // 8, int.from_bytes(counts[:4], "little", signed=True)
         if message.log_probs is not None or rows < 1 or count < 1 or len(numbers) != 8 * rows:
             return None
-        if counts != counts[:4] * rows or len(message.tokens) != 4 * count * rows:
+        if len(counts) != 4 * rows or len(message.tokens) != 4 * count * rows:
+            return None
+        if counts != counts[:4] * rows:
             return None
         places = np.frombuffer(numbers, np.int64) & self._mask
         clients = self._client[places].tobytes()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_async.server.answer_stream import AnswerStream
+from megatron_async.server.http.answer_connection import AsgiConnection
 from megatron_async.server.stream_hub import StreamHub
 from megatron_async.serving.readers import RequestEnd
 
@@ -140,5 +141,29 @@ def test_who_is_gone_before_the_first_token_is_given_up():
         assert one.stream.done.done()
         assert one.aborts == [1]
         assert one.heads == []
+
+    played(play)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_another_server_gets_the_beginning_first(version):
+    """Break it: `_write` without the start; or `begin_events` that is the same for HTTP/1.0."""
+
+    async def play():
+        sent = []
+
+        async def send(message):
+            await asyncio.sleep(0)
+            sent.append(message)
+
+        connection = AsgiConnection(asyncio.Future, send)
+        connection.begin_events({"http_version": version}, [(b"a", b"b")], b"1")
+        connection.write_chunk(b"2")
+        await connection.send({"type": "http.response.body", "body": b""})
+        start, *parts = sent
+        closes = [(b"connection", b"close")] if version == "1.0" else []
+        assert start["headers"] == [(b"a", b"b"), *closes]
+        assert b"".join(part["body"] for part in parts) == b"12"
+        assert "more_body" not in parts[-1]
 
     played(play)
