@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import numbers
 import reprlib
@@ -158,8 +157,10 @@ class SamplingParams:
 
     def copy(self) -> SamplingParams:
         """An independent copy: a request's own parameters never change under it."""
-        copied = copy.copy(self)  # `validate` is for the engine to call, for this request alone
-        if isinstance(self.stop_token_ids, Iterable):
+        # Without checks: `validate` is for the engine to call, for this request alone.
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        if self.stop_token_ids is not None and isinstance(self.stop_token_ids, Iterable):
             copied.stop_token_ids = list(self.stop_token_ids)
         if isinstance(self.stop_words, list):
             copied.stop_words = list(self.stop_words)
