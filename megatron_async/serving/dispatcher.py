@@ -288,11 +288,11 @@ class Dispatcher(RequestBooks):
 
     def _send_to(self, request: RoutedRequest, replica: ReplicaRecord, now: float) -> None:
         """Send a request to a replica; it is booked after that."""
+        if is_sampled(trace := request.asked.traceparent):
+            logger.info("%s goes to replica %s.", named(request.number, trace), replica.name)
         self._send(replica.identity, request.run())
         request.give_to(replica)
         request.given_at = now
-        if is_sampled(trace := request.asked.traceparent):
-            logger.info("%s goes to replica %s.", named(request.number, trace), replica.name)
 
     def _has_room(self, replica: ReplicaRecord, for_suspect: bool) -> bool:
         most = max(self._config.requests_per_slot * replica.info.slots, 1)
