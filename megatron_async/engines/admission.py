@@ -82,7 +82,9 @@ class Admission:
         """Add a request (`DynamicInferenceEngine.add_request`) and log it in `group`."""
         controller = self._controller
         checked_id = check_request_id(request_id)
-        request = new_request(checked_id, prompt, controller.tokenizer, traceparent)
+        request = new_request(
+            checked_id, prompt, sampling_params, controller.tokenizer, traceparent
+        )
         entry = self._requests.new_entry(request)
         try:
             self._job.check()

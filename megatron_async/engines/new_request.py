@@ -35,13 +35,16 @@ INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledErr
 
 
 def new_request(
-    request_id: int, prompt: Any, tokenizer: Any, traceparent: str = ""
+    request_id: int, prompt: Any, given_params: Any, tokenizer: Any, traceparent: str = ""
 ) -> DynamicInferenceRequest:
-    """A request that nothing is known of yet but its id and its trace."""
+    """A request of which nothing is checked yet but its id and its trace. Parameters that are given
+    are the caller's until `prepare_request` copies them."""
     request = DynamicInferenceRequest(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
-        sampling_params=SamplingParams(),
+        sampling_params=(
+            given_params if isinstance(given_params, SamplingParams) else SamplingParams()
+        ),
         # The tokenizer's method, not the controller's: a request that led back to the engine would
         # keep the engine's memory until Python looks for cycles.
         detokenizer=None if tokenizer is None else tokenizer.detokenize,

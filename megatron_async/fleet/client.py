@@ -36,7 +36,7 @@ from megatron_async.serving.model_card import ModelCard, decode_card
 from megatron_async.serving.readers import TokenReader
 from megatron_async.serving.reasons import why_not_again
 from megatron_async.serving.records import CoordinatorConfig, tokens_of
-from megatron_async.serving.request_message import request_message
+from megatron_async.serving.request_message import check_request, request_message
 from megatron_async.serving.routing import prompt_hashes
 from megatron_async.serving.sent_request import SentRequest
 from megatron_async.serving.sent_requests import SentRequests
@@ -118,6 +118,7 @@ class FleetClient:
     ) -> int:
         """Send one request; arguments, result and errors are those of `TokenClient.send`."""
         asked = request_message(prompt, params, priority, owner, label, traceparent)
+        check_request(asked)
         asked.number = number = next(self._numbers)
         self._counters["received"] += 1
         top_n = params.top_n_logprobs if params.return_log_probs else 0

@@ -35,60 +35,90 @@ class AnswerStream:
 
     Args:
         hub: writes it.
-        formatters: of its choices.
-        begin: makes the events before all others.
+        choices: how many it has.
         abort: ends all requests of the answer.
 
     Attributes:
         feeds: the readers of its choices.
-        begun: done when something came: an answer that fails at once can still have a status.
-        done: done when all is written, or nobody reads any more.
+        has_begun: its head is written. An answer that fails before can still have a status.
+        done: done when all is written, when it fails before it has begun, or when nobody reads any
+            more. It raises what prevented the first write.
         is_urgent, written_at: see `HubStream`.
     """
 
-    def __init__(
-        self,
-        hub: StreamHub,
-        formatters: Sequence[ChoiceFormatter],
-        begin: Callable[[], bytes],
-        abort: Callable[[], None],
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        self._hub, self._formatters, self._begin, self._abort = hub, formatters, begin, abort
-        self.feeds = [ChoiceFeed(self._hear) for _ in formatters]
+    def __init__(self, hub: StreamHub, choices: int, abort: Callable[[], None]) -> None:
+        self._hub, self._abort = hub, abort
+        self._formatters: Sequence[ChoiceFormatter] = ()
+        self._first: Callable[[], bytes] | None = None
+        self._start: Callable[[bytes], None] | None = None
+        self.feeds = [ChoiceFeed(self._hear) for _ in range(choices)]
         self._number_of = {feed: number for number, feed in enumerate(self.feeds)}
         self._waiting: dict[ChoiceFeed, None] = {}
         self._unended = len(self.feeds)
         self._connection: AnswerConnection | None = None
         self._stalled_since: float | None = None
-        self.begun: asyncio.Future[None] = loop.create_future()
-        self.done: asyncio.Future[None] = loop.create_future()
+        self.has_begun = False
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_urgent, self.written_at = False, 0.0
 
-    def open(self, connection: AnswerConnection) -> None:
-        """The answer's headers are written: events may follow."""
+    def open(
+        self,
+        connection: AnswerConnection,
+        start: Callable[[bytes], None],
+        formatters: Sequence[ChoiceFormatter],
+        first: Callable[[], bytes],
+    ) -> None:
+        """From now on the answer can be written; what came before is written now.
+
+        Args:
+            connection: that it goes to.
+            start: writes its head and the first events.
+            formatters: of its choices.
+            first: makes the events before all others.
+        """
+        self._start, self._formatters, self._first = start, formatters, first
         self._connection = connection
+        if self._waiting:
+            self.begin()
+
+    def begin(self) -> None:
+        """Something has come: write the answer's head with it, in one write. No task is woken for
+        it. Never raises."""
+        if self._connection is None or self.has_begun or self.done.done():
+            return
+        if self._connection.is_gone:
+            self.give_up()
+            return
+        for feed in self.feeds:
+            if feed.end is not None and feed.end.failure is not None:
+                self.done.set_result(None)
+                return
+        try:
+            assert self._start is not None, "set with the connection"
+            assert self._first is not None, "likewise"
+            self._start(self._first() + self._news())
+        except Exception as error:  # of this answer alone; others are begun and written after it
+            self.done.set_exception(error)
+            return
+        self.has_begun = True
         self.written_at = asyncio.get_running_loop().time()
-        if data := self._begin():
-            connection.write_chunk(data)
-        self._hub.add(self)
-        if not self.write(self.written_at):
-            self._hub.due(self)
+        if self._unended:
+            self._hub.add(self)
+        else:
+            self.done.set_result(None)
 
     def give_up(self) -> None:
         """Nobody reads any more, or the process ends: abort what is not ended."""
         self._hub.discard(self)
         if self._unended:
             self._abort()
-        if not self.begun.done():
-            self.begun.set_result(None)
         if not self.done.done():
             self.done.set_result(None)
 
     def write(self, now: float) -> bool:
         """Write what has come; False if the reader must read first."""
         connection = self._connection
-        if connection is None or self.done.done():
+        if connection is None or not self.has_begun or self.done.done():
             return True
         if connection.is_gone:
             self.give_up()
@@ -98,14 +128,10 @@ class AnswerStream:
             self._stalled_since = self._stalled_since or now
             return False
         self._stalled_since = None
-        waiting, self._waiting = self._waiting, {}
-        data = b"".join(map(self._events_of, waiting))
-        is_over = not self._unended
-        if data:
+        if data := self._news():
             connection.write_chunk(data)
             self.written_at = now
-        self.is_urgent = False
-        if is_over:
+        if not self._unended:
             self._hub.discard(self)
             self.done.set_result(None)
         return True
@@ -121,6 +147,12 @@ class AnswerStream:
             connection.write_chunk(PING)
             self.written_at = now
 
+    def _news(self) -> bytes:
+        """The events of what has come."""
+        waiting, self._waiting = self._waiting, {}
+        self.is_urgent = False
+        return b"".join(map(self._events_of, waiting))
+
     def _events_of(self, feed: ChoiceFeed) -> bytes:
         formatter = self._formatters[self._number_of[feed]]
         events = formatter.push(*feed.take()) if feed.has_news else b""
@@ -132,7 +164,9 @@ class AnswerStream:
     def _hear(self, feed: ChoiceFeed, is_urgent: bool) -> None:
         self._waiting[feed] = None
         self.is_urgent |= is_urgent
-        if not self.begun.done():
-            self.begun.set_result(None)
-            self._hub.begins()
-        self._hub.due(self)
+        if self.has_begun:
+            self._hub.due(self)
+        elif feed.end is None or feed.end.failure is None:
+            self._hub.begins(self)
+        elif not self.done.done():  # its task tells of it, also where no message brought it
+            self.done.set_result(None)

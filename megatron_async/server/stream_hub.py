@@ -37,6 +37,9 @@ class HubStream(Protocol):
     def write(self, now: float) -> bool:
         """Write what there is; False if its reader is too slow for it now."""
 
+    def begin(self) -> None:
+        """Begin the answer, if that can be done now; never raises."""
+
     def look(self, now: float) -> None:
         """Once in a while: say something into a long silence, give up a reader that stalls."""
 
@@ -51,8 +54,8 @@ class StreamHub:
         self._looking: asyncio.TimerHandle | None = None
         self._write_s = 0.0
         """Seconds of a write: an exponential moving average."""
-        self._num_beginning = 0
-        """Streams that began since the last pass."""
+        self._beginning: dict[HubStream, None] = {}
+        """Streams whose first news came since the last pass."""
         self._num_stalled = 0
         """Streams whose readers were too slow in the last pass."""
 
@@ -66,24 +69,25 @@ class StreamHub:
         """The stream has ended."""
         self._open.pop(stream, None)
         self._due.pop(stream, None)
+        self._beginning.pop(stream, None)
 
     def due(self, stream: HubStream) -> None:
         """Something came for a stream."""
         self._due[stream] = None
 
-    def begins(self) -> None:
-        """A stream's first news are there; a task begins its answer in the loop's next turn.
-        Other streams are written after it."""
-        self._num_beginning += 1
+    def begins(self, stream: HubStream) -> None:
+        """A stream's first news are there: its answer begins before other streams are written."""
+        self._beginning[stream] = None
 
     def flush(self) -> None:
         """Write due streams; called after each message of the coordinator."""
-        if self._num_beginning:
-            # A first token is an event of its own, and its reader waits longest: the task that
-            # begins the answer runs in the next turn, and its bytes leave at the turn's end.
-            self._num_beginning = 0
-            loop = asyncio.get_running_loop()
-            loop.call_soon(loop.call_soon, self._write_due)
+        if self._beginning:
+            # A first token is an event of its own, and its reader waits longest: its bytes leave
+            # before this turn ends, and all others in the next one.
+            beginning, self._beginning = self._beginning, {}
+            for stream in beginning:
+                stream.begin()
+            asyncio.get_running_loop().call_soon(self._write_due)
         else:
             self._write_due()
 

@@ -10,7 +10,7 @@ from megatron_async.errors import RequestError
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.model_card import ModelCard
 from megatron_async.serving.remote_request import Completion, RemoteRequest, TokenChunk
-from megatron_async.serving.request_message import request_message
+from megatron_async.serving.request_message import check_request, request_message
 from megatron_async.serving.token_client import TokenClient
 
 Prompt = str | Sequence[int] | Any
@@ -54,6 +54,7 @@ class AsyncCoordinatorClient(TokenClient):
         params = sampling_params or SamplingParams()
         given = prompt if isinstance(prompt, str) else _token_ids(prompt)
         message = request_message(given, params, priority, traceparent=traceparent)
+        check_request(message)
         await self._first_replica.wait(self.stats)
         card = await self.card()
         reader = RemoteRequest(given, params, await self._text_of(card), card.replica_makes_text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import socket as sockets
 import stat
@@ -20,6 +19,7 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.serving.address import check_address, why_not_bound
 from megatron_async.serving.dispatcher import Dispatcher
 from megatron_async.serving.host_sockets import HostSockets
+from megatron_async.serving.inputs import Inputs
 from megatron_async.serving.messages import (
     MOST_BYTES,
     UNREADABLE,
@@ -96,7 +96,11 @@ class Coordinator:
         self._waiting: dict[bytes, deque[bytes]] = {}
         self._gone: dict[bytes, str] = {}
         self._pipes = StepPipes()
-        self._sockets = HostSockets()
+        watched = [self._socket, self._monitor]
+        if self._doorkeeper is not None:
+            watched.append(self._doorkeeper.socket)
+        self._inputs = Inputs(watched)
+        self._sockets = HostSockets(self._inputs.epoll)
         self._is_probing = False
         self._stop = threading.Event()
         self.dispatcher = Dispatcher(self._config, self._send, time.monotonic())
@@ -104,26 +108,16 @@ class Coordinator:
 
     def run(self) -> None:
         """Serve until `stop`; then all peers see that the coordinator is gone."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
-        if self._doorkeeper is not None:
-            poller.register(self._doorkeeper.socket, zmq.POLLIN)
-        if (watched := self._sockets.fileno()) is not None:
-            poller.register(watched, zmq.POLLIN)
         told = 0.0
         try:
             while not self._stop.is_set():
                 wait_s = self._pipes.wait_s(time.monotonic(), TURN_MS / 1000)
-                ready = dict(poller.poll(math.ceil(1000 * wait_s)))
-                if self._doorkeeper is not None and self._doorkeeper.socket in ready:
-                    self._doorkeeper.answer()
-                if self._socket in ready:
+                for number in self._inputs.wait(wait_s):
+                    for identity, messages in self._sockets.read(number):
+                        for data in messages:
+                            self._hear(identity, data)
+                if self._inputs.is_due(time.monotonic()):
                     self._receive()
-                if watched in ready:
-                    self._receive_here()
-                if self._monitor in ready:
-                    self._probe()
                 now = time.monotonic()
                 for identity, steps in self._pipes.due(now):
                     self.dispatcher.hear(identity, steps, now)
@@ -140,6 +134,7 @@ class Coordinator:
             self._socket.close()
             self._pipes.close_all()
             self._sockets.close_all()
+            self._inputs.close()
             if self._doorkeeper is not None:
                 self._doorkeeper.close()
             self._context.term()
@@ -149,23 +144,22 @@ class Coordinator:
         self._stop.set()
 
     def _receive(self) -> None:
-        """All messages that have arrived, up to the limit of a turn."""
+        """What has come by ZMQ: all messages, up to the limit of a turn."""
+        if self._doorkeeper is not None and self._inputs.is_readable(self._doorkeeper.socket):
+            self._doorkeeper.answer()
         for _ in range(1000):
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             for data in self._sockets.before_message(identity):
                 self._hear(identity, data)
             self._hear(identity, frames[-1] if frames else b"")
             for data in self._sockets.after_message(identity):
                 self._hear(identity, data)
 
-    def _receive_here(self) -> None:
-        """What has come from peers of this host."""
-        for identity, messages in self._sockets.ready():
-            for data in messages:
-                self._hear(identity, data)
+        if self._inputs.is_readable(self._monitor):
+            self._probe()
 
     def _hear(self, identity: bytes, data: bytes) -> None:
         """A peer's message."""
@@ -223,6 +217,7 @@ class Coordinator:
 
     def _try(self, identity: bytes, data: bytes) -> bool:
         """Send; False if the peer's queue is full."""
+        self._inputs.look_again()
         try:
             self._socket.send_multipart([identity, data], zmq.NOBLOCK)
         except zmq.Again:

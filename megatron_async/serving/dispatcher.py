@@ -91,7 +91,7 @@ class Dispatcher(RequestBooks):
 
     def hear(self, identity: bytes, message: ToCoordinator, now: float) -> None:
         """Handle a message."""
-        if isinstance(message, ClientHello | ReplicaHello):
+        if isinstance(message, (ClientHello, ReplicaHello)):
             self._welcome(identity, message, now)
         elif (replica := self.replicas.get(identity)) is not None:
             replica.last_heard = now
@@ -259,14 +259,17 @@ class Dispatcher(RequestBooks):
         innocent would die with who is not."""
         for suspects in (True, False):
             while (request := self.queue.first(suspects)) is not None:
-                ready = [r for r in self.replicas.values() if self._has_room(r, suspects)]
-                if not ready:
+                if not (ready := self._ready(suspects)):
                     break
+                self.queue.discard(request)
                 self._give(request, ready, now)
 
+    def _ready(self, for_suspect: bool) -> list[ReplicaRecord]:
+        """Replicas that have room."""
+        return [each for each in self.replicas.values() if self._has_room(each, for_suspect)]
+
     def _give(self, request: RoutedRequest, ready: list[ReplicaRecord], now: float) -> None:
-        """Give a request to one of these replicas."""
-        self.queue.discard(request)
+        """Give a request that is not queued, or not any more, to one of these replicas."""
         is_chosen = len(ready) == 1
         if is_chosen:  # it need not wait for hashes
             self._send_to(request, ready[0], now)
@@ -285,11 +288,11 @@ class Dispatcher(RequestBooks):
 
     def _send_to(self, request: RoutedRequest, replica: ReplicaRecord, now: float) -> None:
         """Send a request to a replica; it is booked after that."""
-        request.give_to(replica)
-        request.given_at = now
         if is_sampled(trace := request.asked.traceparent):
             logger.info("%s goes to replica %s.", named(request.number, trace), replica.name)
         self._send(replica.identity, request.run())
+        request.give_to(replica)
+        request.given_at = now
 
     def _has_room(self, replica: ReplicaRecord, for_suspect: bool) -> bool:
         most = max(self._config.requests_per_slot * replica.info.slots, 1)
@@ -336,7 +339,11 @@ class Dispatcher(RequestBooks):
         request = RoutedRequest(number, client.identity, asked, self.routes, received_at=now)
         self.requests[request.number] = client.requests[asked.number] = request
         self.in_flight.add(request)
-        self.queue.add(request)
+        ready = [] if self.queue else self._ready(False)
+        if ready:  # nobody is before it
+            self._give(request, ready, now)
+        else:
+            self.queue.add(request)
 
     def _fail_queue(self, now: float) -> None:
         waited = now - self._replica_there

@@ -165,8 +165,12 @@ class OfferedSocket(HostSocket):
         self.greet()
 
     def _read(self) -> None:
-        if ready := self.receive(MOST_AT_ONCE):
-            self._hear(ready)
+        # The first one is heard before the kernel is asked for more: mostly there are none, and an
+        # exception for that takes as long as many a message.
+        if first := self.receive(1):
+            self._hear(first)
+        if more := self.receive(MOST_AT_ONCE):
+            self._hear(more)
 
 
 def _sent_before(record: bytes) -> int:

@@ -10,19 +10,19 @@ from megatron_async.serving.host_socket import MOST_AT_ONCE, HostSocket
 
 
 class HostSockets:
-    """Open sockets by the peer's identity. Used by the coordinator's thread only."""
+    """Open sockets by the peer's identity. Used by the coordinator's thread only.
 
-    def __init__(self) -> None:
+    Args:
+        epoll: watches them while they are open; None: this system has no such sockets.
+    """
+
+    def __init__(self, epoll: select.epoll | None) -> None:
         self._sockets: dict[bytes, HostSocket] = {}
         self._peers: dict[int, bytes] = {}
-        self._epoll = select.epoll() if hasattr(select, "epoll") else None
+        self._epoll = epoll
 
     def __len__(self) -> int:
         return len(self._sockets)
-
-    def fileno(self) -> int | None:
-        """Readable while a socket is; None: this system has no such sockets."""
-        return None if self._epoll is None else self._epoll.fileno()
 
     def open(self, identity: bytes, name: str) -> bool:
         """A peer offers a socket; one of another host is not found.
@@ -69,13 +69,16 @@ class HostSockets:
         found.heard_otherwise += 1
         return self._receive(identity)
 
-    def ready(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """What has come: identity of the peer, and its messages."""
-        if self._epoll is None:
-            return
-        for number, _ in self._epoll.poll(0):
+    def read(self, number: int) -> Iterator[tuple[bytes, list[bytes]]]:
+        """What has come by a socket: identity of the peer, and its messages. The first one is given
+        before the kernel is asked for more.
+
+        Args:
+            number: of the socket; others than those that are open here give nothing.
+        """
+        for most in (1, MOST_AT_ONCE):
             if (identity := self._peers.get(number)) is not None:
-                yield identity, self._receive(identity, MOST_AT_ONCE)
+                yield identity, self._receive(identity, most)
 
     def close(self, identity: bytes) -> list[bytes]:
         """Use a peer's socket no more.
@@ -95,8 +98,6 @@ class HostSockets:
         """Use none any more."""
         for identity in list(self._sockets):
             self.close(identity)
-        if self._epoll is not None:
-            self._epoll.close()
 
     def _receive(self, identity: bytes, most: int | None = None) -> list[bytes]:
         found = self._sockets[identity]

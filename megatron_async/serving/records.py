@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -174,7 +175,7 @@ class RoutedRequest:
         """Place in the queue; a request that is served again keeps its place."""
         return -self.asked.priority, self.number
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens that the request can come to, as limits count them (`tokens_of`)."""
         return tokens_of(self.asked)

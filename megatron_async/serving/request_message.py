@@ -26,6 +26,9 @@ def request_message(
 ) -> Generate:
     """The message of a request, without a number; the arguments are those of `TokenClient.send`.
 
+    Whether the prompt can be sent is found out when it is (`check_request` asks before). A replica
+    refuses parameters of other types than they should be of, as it refuses those out of range.
+
     Raises:
         RequestError: a value of the request cannot be sent.
     """
@@ -36,15 +39,31 @@ def request_message(
             f"a label of {len(label)} and an owner of {len(owner)} characters were given: at "
             f"most {MOST_LABEL} are allowed."
         )
-    message = Generate(
+    return Generate(
         0, prompt if isinstance(prompt, str) else list(prompt), msgspec.Raw(_encoded(params)),
         params.num_tokens_to_generate, priority, label, owner, checked_traceparent(traceparent),
     )  # fmt: skip
+
+
+def check_request(message: Generate) -> None:
+    """Check what `request_message` leaves to others: for callers who tell of it before they send.
+
+    Raises:
+        RequestError: the message cannot be sent, or its parameters cannot be read.
+    """
+    try:
+        msgspec.msgpack.decode(message.params, type=SamplingParams)
+    except UNSENDABLE as error:
+        raise RequestError(f"sampling_params cannot be sent: {error}") from error
     try:
         check_sendable(message)
     except UNSENDABLE as error:
-        raise RequestError(f"the prompt cannot be sent: {error}") from error
-    return message
+        raise unsendable_prompt(error) from error
+
+
+def unsendable_prompt(error: Exception) -> RequestError:
+    """What a caller is told whose prompt cannot be encoded."""
+    return RequestError(f"the prompt cannot be sent: {error}")
 
 
 def checked_traceparent(given: str) -> str:
@@ -68,8 +87,6 @@ def _encoded(params: SamplingParams) -> bytes:
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params={params!r} must be SamplingParams.")
     try:
-        data = encode(params)
-        msgspec.msgpack.decode(data, type=SamplingParams)
+        return encode(params)
     except UNSENDABLE as error:
         raise RequestError(f"sampling_params cannot be sent: {error}") from error
-    return data

@@ -36,7 +36,11 @@ class StepParts:
         clients: Mapping[bytes, ClientRecord],
     ) -> None:
         self._clients = clients
-        self._parts = dict(routes.split(replica.index, StepArrays.of(message)))
+        whole = routes.whole(replica.index, message)
+        if whole is not None:
+            self._parts = dict([whole])
+        else:
+            self._parts = dict(routes.split(replica.index, StepArrays.of(message)))
         for number, text in message.texts:
             if (request := replica.requests.get(number)) is not None:
                 self._part_of(request).texts.append((request.asked.number, text))

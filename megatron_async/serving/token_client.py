@@ -16,6 +16,7 @@ from megatron_async.serving.failures import exception_of
 from megatron_async.serving.first_replica import FirstReplica
 from megatron_async.serving.messages import (
     PROTOCOL,
+    UNSENDABLE,
     Abort,
     Again,
     Answer,
@@ -32,7 +33,7 @@ from megatron_async.serving.messages import (
 from megatron_async.serving.model_card import ModelCard, decode_card
 from megatron_async.serving.readers import TokenReader
 from megatron_async.serving.remote_request import RemoteRequest
-from megatron_async.serving.request_message import request_message
+from megatron_async.serving.request_message import request_message, unsendable_prompt
 from megatron_async.serving.sent_request import SentRequest
 from megatron_async.serving.sent_requests import SentRequests
 
@@ -183,7 +184,10 @@ class TokenClient:
     def _send(self, message: Generate, params: SamplingParams, reader: TokenReader) -> int:
         assert self._connection is not None
         message.number = next(self._numbers)
-        self._connection.send(message)
+        try:
+            self._connection.send(message)
+        except UNSENDABLE as error:
+            raise unsendable_prompt(error) from error
         top_n = params.top_n_logprobs if params.return_log_probs else 0
         self._sent.put(message.number, SentRequest(reader, top_n))
         return message.number
@@ -273,6 +277,7 @@ class TokenClient:
         self._card_is_new = False
         questions, self._questions = self._questions, {}
         self._sent.fail_all(CoordinatorLost.__name__, str(error))
+        self._flush()
         for question in questions.values():
             if not question.done():
                 question.set_exception(error)

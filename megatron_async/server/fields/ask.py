@@ -7,16 +7,21 @@ event loop (`is_quick`).
 from __future__ import annotations
 
 import copy
-import secrets
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import singledispatch
 from typing import Literal
 
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.server.chat.tool_choice import tool_plan
-from megatron_async.server.fields.asked import AnswerStyle, Asked, AskedChoice, Caller, ChatStyle
+from megatron_async.server.fields.asked import (
+    PLAIN,
+    AnswerStyle,
+    Asked,
+    AskedChoice,
+    Caller,
+    ChatStyle,
+)
 from megatron_async.server.fields.chat_request import ChatRequest
 from megatron_async.server.fields.completion_request import CompletionRequest
 from megatron_async.server.fields.formats import structured_output
@@ -40,6 +45,7 @@ COMPLETION_TOKENS = 16
 QUICK_BYTES = 8 << 10
 """Bodies that are asked on an event loop: some 2,000 tokens, a few milliseconds."""
 ID_BYTES = 12
+NOBODY = Caller()
 
 
 def is_quick(body: bytes) -> bool:
@@ -48,8 +54,7 @@ def is_quick(body: bytes) -> bool:
     return len(body) <= QUICK_BYTES
 
 
-@singledispatch
-def ask(request: SharedFields, served: ServedModel, caller: Caller = Caller()) -> Asked:  # noqa: B008
+def ask(request: SharedFields, served: ServedModel, caller: Caller = NOBODY) -> Asked:
     """What the engine is asked.
 
     Args:
@@ -60,12 +65,16 @@ def ask(request: SharedFields, served: ServedModel, caller: Caller = Caller()) -
     Raises:
         Refusal: naming the field, its value and what is allowed.
     """
+    if isinstance(request, CompletionRequest):
+        return ask_completion(request, served, caller)
+    if isinstance(request, ChatRequest):
+        return ask_chat(request, served, caller)
     raise TypeError(f"{type(request).__name__} is no request that can be asked.")
 
 
-@ask.register
-def _(request: CompletionRequest, served: ServedModel, caller: Caller = Caller()) -> Asked:  # noqa: B008
-    style = _style(request, served, "completions")
+def ask_completion(request: CompletionRequest, served: ServedModel, caller: Caller) -> Asked:
+    """What the engine is asked for a completion; as `ask`."""
+    model, prompt_top_n = _check_style(request, served)
     refuse_what_is_not_served(request)
     top_n = log_prob_count("logprobs", request.logprobs)
     echo = bool(request.echo)
@@ -75,13 +84,13 @@ def _(request: CompletionRequest, served: ServedModel, caller: Caller = Caller()
     params = sampling_params(request, served, caller, most, structured_output(request))
     params.echo = echo
     prompts = completion_prompts(request, served)
-    style = replace(style, top_n=top_n, echo=echo, is_scoring=is_scoring)
+    style = _style(request, "completions", model, prompt_top_n, top_n, echo, is_scoring)
     return _asked(request, served, caller, params, prompts, style)
 
 
-@ask.register
-def _(request: ChatRequest, served: ServedModel, caller: Caller = Caller()) -> Asked:  # noqa: B008
-    style = _style(request, served, "chat")
+def ask_chat(request: ChatRequest, served: ServedModel, caller: Caller) -> Asked:
+    """What the engine is asked for a chat; as `ask`."""
+    model, prompt_top_n = _check_style(request, served)
     refuse_what_is_not_served(request)
     if request.top_logprobs is not None and not request.logprobs:
         raise Refusal(
@@ -122,14 +131,17 @@ def _(request: ChatRequest, served: ServedModel, caller: Caller = Caller()) -> A
         forced_calls=plan.is_named,
         prefix=served.chat.continued_text(request) if request.echo else "",
     )
-    return _asked(
-        request, served, caller, params, [ids_cut], replace(style, top_n=top_n, chat=chat)
-    )
+    style = _style(request, "chat", model, prompt_top_n, top_n, chat=chat)
+    return _asked(request, served, caller, params, [ids_cut], style)
 
 
-def _style(
-    request: SharedFields, served: ServedModel, endpoint: Literal["completions", "chat"]
-) -> AnswerStyle:
+def _check_style(request: SharedFields, served: ServedModel) -> tuple[str, int | None]:
+    """Check how the answer shall be; returns the name of its model, and
+    how many log probs its prompt has.
+
+    Raises:
+        Refusal: the model is another, or the fields contradict each other.
+    """
     model = served.name(request.model)
     options = request.stream_options
     if options is not None and not request.stream:
@@ -143,19 +155,37 @@ def _style(
             "prompt_logprobs are not told in a stream: leave them out, or set stream to false.",
             param="prompt_logprobs",
         )
+    return model, prompt_top_n
+
+
+def _style(
+    request: SharedFields,
+    endpoint: Literal["completions", "chat"],
+    model: str,
+    prompt_top_n: int | None,
+    top_n: int | None,
+    echo: bool = False,
+    is_scoring: bool = False,
+    chat: ChatStyle = PLAIN,
+) -> AnswerStyle:
     prefix = "cmpl-" if endpoint == "completions" else "chatcmpl-"
+    options = request.stream_options
     return AnswerStyle(
         endpoint=endpoint,
-        id=prefix + secrets.token_hex(ID_BYTES),
+        id=prefix + os.urandom(ID_BYTES).hex(),
         created=int(time.time()),
         model=model,
         is_stream=bool(request.stream),
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+        top_n=top_n,
         prompt_top_n=prompt_top_n,
+        echo=echo,
+        is_scoring=is_scoring,
         gives_token_ids=bool(request.return_token_ids),
         names_by_id=bool(request.return_tokens_as_token_ids),
         keeps_special_tokens=request.skip_special_tokens is False,
+        chat=chat,
     )
 
 
@@ -181,7 +211,7 @@ def _asked(
     choices: list[AskedChoice] = []
     for prompt in range(len(prompts)):
         for i in range(n):
-            own = copy.copy(params)
+            own = copy.copy(params) if choices else params
             own.seed = seed_of(request, i)
             choices.append(AskedChoice(len(choices), prompt, own))
     return Asked(prompts, choices, priority_of(request, served, caller), style)

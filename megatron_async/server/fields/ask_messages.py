@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from megatron_async.server.chat.tool_choice import tool_plan
-from megatron_async.server.fields.ask import ID_BYTES, ask
+from megatron_async.server.fields.ask import ID_BYTES, ask_chat
 from megatron_async.server.fields.asked import Asked, Caller
 from megatron_async.server.fields.chat_request import (
     ChatRequest,
@@ -60,9 +61,11 @@ def ask_messages(request: MessagesRequest, served: ServedModel, caller: Caller) 
         "max_completion_tokens": max_tokens_of("max_tokens", request.max_tokens),
         "response_format": _format(request),
     }
-    asked = ask(ChatRequest(**fields), served, caller)
-    style = replace(asked.style, endpoint="messages", id="msg_" + secrets.token_hex(ID_BYTES))
-    return replace(asked, style=style)
+    asked = ask_chat(ChatRequest(**fields), served, caller)
+    style = msgspec.structs.replace(
+        asked.style, endpoint="messages", id="msg_" + secrets.token_hex(ID_BYTES)
+    )
+    return msgspec.structs.replace(asked, style=style)
 
 
 def count_tokens(request: CountTokensRequest, served: ServedModel) -> int:

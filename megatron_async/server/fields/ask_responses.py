@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from megatron_async.server.fields.ask import ID_BYTES, ask
+from megatron_async.server.fields.ask import ID_BYTES, ask_chat
 from megatron_async.server.fields.asked import Asked, Caller
 from megatron_async.server.fields.chat_request import (
     ChatRequest,
@@ -72,14 +71,14 @@ def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         **extra_fields(request),
     )
-    asked = ask(chat, served, caller)
-    style = replace(
+    asked = ask_chat(chat, served, caller)
+    style = msgspec.structs.replace(
         asked.style,
         endpoint="responses",
         id="resp_" + secrets.token_hex(ID_BYTES),
         repeated=_repeated(request, asked),
     )
-    return replace(asked, style=style)
+    return msgspec.structs.replace(asked, style=style)
 
 
 def _tools(request: ResponsesRequest) -> list[Tool] | None:

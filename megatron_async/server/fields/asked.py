@@ -1,17 +1,20 @@
-"""`Asked`: an HTTP request in the engine's terms, and what formats its answer."""
+"""`Asked`: an HTTP request in the engine's terms, and what formats its answer.
+
+Structs and not dataclasses: a frozen dataclass takes a call for each field of a new object.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import msgspec
 
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.server.chat.tool_format import ToolFormat
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """The sender of a request.
 
     Attributes:
@@ -23,8 +26,7 @@ class Caller:
     is_admin: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ChatStyle:
+class ChatStyle(msgspec.Struct, frozen=True):
     """How the text of a chat's answer is split into parts.
 
     Attributes:
@@ -51,8 +53,10 @@ class ChatStyle:
         return not self.thoughts and self.tool_format is None
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerStyle:
+PLAIN = ChatStyle()
+
+
+class AnswerStyle(msgspec.Struct, frozen=True):
     """How an answer is written.
 
     Attributes:
@@ -88,12 +92,11 @@ class AnswerStyle:
     gives_token_ids: bool = False
     names_by_id: bool = False
     keeps_special_tokens: bool = False
-    chat: ChatStyle = field(default_factory=ChatStyle)
-    repeated: Mapping[str, Any] = field(default_factory=dict)
+    chat: ChatStyle = PLAIN
+    repeated: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class AskedChoice:
+class AskedChoice(msgspec.Struct, frozen=True):
     """One request to the engine.
 
     Attributes:
@@ -107,8 +110,7 @@ class AskedChoice:
     params: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """What the engine is asked for one HTTP request.
 
     Attributes:

@@ -8,7 +8,6 @@ int64 at vLLM, and not negative in the engine.
 from __future__ import annotations
 
 import hashlib
-import math
 from typing import Any
 
 from megatron_async.errors import RequestError
@@ -25,6 +24,16 @@ MAX_TEMPERATURE = 100.0
 SMALLEST = 1e-5
 """A smaller temperature or top_p is greedy: in float32 it may be 0, which means another thing."""
 MIN_REPETITION_PENALTY = 0.01
+NUMBERS = (
+    ("top_k", 0, -1, 2**63),
+    ("temperature", 1.0, 0, MAX_TEMPERATURE),
+    ("top_p", 1.0, 0, 1),
+    ("min_p", 0.0, 0, 1),
+    ("frequency_penalty", 0.0, -2, 2),
+    ("presence_penalty", 0.0, -2, 2),
+    ("repetition_penalty", 1.0, MIN_REPETITION_PENALTY, 100),
+)
+"""Field, the value that is off, the smallest and the largest one."""
 MAX_BIASES = 512
 MAX_SALT = 1024
 """Characters of a cache salt."""
@@ -52,27 +61,18 @@ def sampling_params(
         Refusal: naming the field and what is allowed.
     """
     defaults = served.card.generation_config
-
-    def number(name: str, off: float, low: float, high: float) -> float:
+    params: dict[str, Any] = {}
+    for name, off, low, high in NUMBERS:
         value = getattr(request, name)
         if value is None:
             value = defaults.get(name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             value = value if is_number else off
-        if not math.isfinite(value) or not low <= value <= high:
+        if not low <= value <= high:  # NaN is in no range
             raise not_allowed(name, value, f"{low:g} to {high:g}")
-        return float(value)
-
-    top_k = int(number("top_k", 0, -1, 2**63))
-    params: dict[str, Any] = {
-        "temperature": number("temperature", 1.0, 0, MAX_TEMPERATURE),
-        "top_k": 0 if top_k >= served.card.vocab_size else max(top_k, 0),
-        "top_p": number("top_p", 1.0, 0, 1),
-        "min_p": number("min_p", 0.0, 0, 1),
-        "frequency_penalty": number("frequency_penalty", 0.0, -2, 2),
-        "presence_penalty": number("presence_penalty", 0.0, -2, 2),
-        "repetition_penalty": number("repetition_penalty", 1.0, MIN_REPETITION_PENALTY, 100),
-    }
+        params[name] = float(value)
+    top_k = int(params["top_k"])
+    params["top_k"] = 0 if top_k >= served.card.vocab_size else max(top_k, 0)
     if params["temperature"] < SMALLEST:
         params["temperature"] = 0.0
     if params["top_p"] < SMALLEST:

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from megatron_async.server.http.replies import Send
+from megatron_async.server.http.replies import Headers, Send
 
 
 class AnswerConnection(Protocol):
@@ -24,11 +24,17 @@ class AnswerConnection(Protocol):
     def tell_when_lost(self, call: Callable[[], None] | None) -> None:
         """Call this once when the connection is lost; None: nothing."""
 
+    def begin_events(self, scope: Mapping[str, Any], headers: Headers, data: bytes) -> None:
+        """Begin the answer of status 200 to a request, and write its first part.
+
+        Args:
+            scope: of the request. If it is of HTTP/1.0, the answer's end is the connection's.
+            headers: of the answer.
+            data: the first part, perhaps empty.
+        """
+
     def write_chunk(self, data: bytes) -> None:
         """Write a part of an answer that has begun."""
-
-    def write_without_chunks(self) -> None:
-        """The end of the answer is that of the connection."""
 
     def cut_off(self) -> None:
         """End the connection at once."""
@@ -47,6 +53,7 @@ class AsgiConnection:
     def __init__(self, receive: Callable[[], Awaitable[Any]], send: Send) -> None:
         self._receive, self._send = receive, send
         self._chunks: list[bytes] = []
+        self._start: dict[str, Any] | None = None
         self._unread = 0
         self._is_gone = False
         self._call: Callable[[], None] | None = None
@@ -84,15 +91,19 @@ class AsgiConnection:
         if self._watching is None and call is not None:
             self._watching = asyncio.create_task(self._watch())
 
+    def begin_events(self, scope: Mapping[str, Any], headers: Headers, data: bytes) -> None:
+        """Begin the answer of status 200; how it ends, the server in front decides."""
+        if scope["http_version"] == "1.0":
+            headers = [*headers, (b"connection", b"close")]
+        self._start = {"type": "http.response.start", "status": 200, "headers": headers}
+        self.write_chunk(data)
+
     def write_chunk(self, data: bytes) -> None:
         """Write a part of an answer that has begun."""
         self._chunks.append(data)
         self._unread += len(data)
         if self._writing is None:
             self._writing = asyncio.create_task(self._write())
-
-    def write_without_chunks(self) -> None:
-        """Nothing: how an answer ends, the server in front decides."""
 
     def cut_off(self) -> None:
         """Give the connection up. ASGI cannot end it: the server in front sees an answer that does
@@ -101,6 +112,9 @@ class AsgiConnection:
 
     async def _write(self) -> None:
         try:
+            if self._start is not None:
+                start, self._start = self._start, None
+                await self._send(start)
             while self._chunks and not self._is_gone:
                 data = b"".join(self._chunks)
                 self._chunks.clear()

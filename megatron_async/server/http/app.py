@@ -62,7 +62,7 @@ class App:
         headers = dict(scope["headers"])
         given = request_id(headers)
         told: Headers = () if given is None else ((b"x-request-id", given),)
-        exchange = Exchange(scope, receive, _telling(send, told), headers)
+        exchange = Exchange(scope, receive, send, headers, told)
         error_body: Callable[[Refusal], bytes] = Refusal.body
         try:
             self._access.check_host(headers)
@@ -110,23 +110,6 @@ class App:
                 code="method_not_allowed",
             )  # fmt: skip
         return route, rest
-
-
-def _telling(send: Send, headers: Headers) -> Send:
-    """`send` with further headers; an answer that has begun is not begun again."""
-    begun = False
-
-    async def sending(message: Any) -> None:
-        nonlocal begun
-        if message["type"] == "http.response.start":
-            if begun:
-                raise ClientGone  # an error behind the beginning of an answer: the connection ends
-            begun = True
-            if headers:
-                message = {**message, "headers": [*message["headers"], *headers]}
-        await send(message)
-
-    return sending
 
 
 def query_of(scope: Mapping[str, Any]) -> dict[str, str]:

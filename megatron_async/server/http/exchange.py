@@ -9,12 +9,13 @@ from megatron_async.requests.trace_context import read_traceparent
 from megatron_async.server.fields.asked import Caller
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.http.answer_connection import AnswerConnection
-from megatron_async.server.http.replies import Send
+from megatron_async.server.http.replies import EVENTS, Headers, Send
 
 if TYPE_CHECKING:
     from megatron_async.server.tracing import RequestTrace
 
 JSON = b"application/json"
+NOBODY = Caller()
 
 
 class ClientGone(Exception):
@@ -27,6 +28,7 @@ class Exchange:
     Args:
         scope, receive, send: of ASGI.
         headers: by lower-case name; of equal names the last one.
+        told: further headers of the answer, whatever it is.
 
     Attributes:
         caller: who sent it; set once that is known.
@@ -39,10 +41,12 @@ class Exchange:
         receive: Callable[[], Awaitable[Any]],
         send: Send,
         headers: Mapping[bytes, bytes],
+        told: Headers = (),
     ) -> None:
-        self.scope, self.send, self.headers = scope, send, headers
-        self._receive = receive
-        self.caller = Caller()
+        self.scope, self.headers = scope, headers
+        self._receive, self._send, self._told = receive, send, told
+        self._has_begun = False
+        self.caller = NOBODY
         self.trace: RequestTrace | None = None
 
     @property
@@ -58,6 +62,37 @@ class Exchange:
             return self.trace.traceparent
         header = self.headers.get(b"traceparent")
         return "" if header is None else read_traceparent(header.decode("latin-1").strip())
+
+    async def send(self, message: Any) -> None:
+        """ASGI's `send`; an answer that has begun is not begun again.
+
+        Raises:
+            ClientGone: an error behind the beginning of an answer: the connection ends.
+        """
+        if message["type"] == "http.response.start":
+            self._begin()
+            if self._told:
+                message = {**message, "headers": [*message["headers"], *self._told]}
+        await self._send(message)
+
+    def begin_events(self, data: bytes) -> None:
+        """Begin an answer of events without waiting for anything; further ones go to the
+        `connection`, and ASGI's last message ends the answer.
+
+        Args:
+            data: the first events, or none yet.
+
+        Raises:
+            ClientGone: an answer has begun.
+        """
+        self._begin()
+        headers = [*EVENTS, *self._told] if self._told else EVENTS
+        self.connection.begin_events(self.scope, headers, data)
+
+    def _begin(self) -> None:
+        if self._has_begun:
+            raise ClientGone
+        self._has_begun = True
 
     async def body(self, most: int) -> bytes:
         """The whole body of the request.

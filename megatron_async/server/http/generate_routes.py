@@ -15,7 +15,7 @@ from megatron_async.server.answers.forms import stream_form, whole_form
 from megatron_async.server.answers.message_writer import message_error_body
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.choice_feed import ChoiceFeed
-from megatron_async.server.fields.ask import ask, is_quick
+from megatron_async.server.fields.ask import ask_chat, ask_completion, is_quick
 from megatron_async.server.fields.ask_messages import ask_messages, count_tokens
 from megatron_async.server.fields.ask_responses import ask_responses
 from megatron_async.server.fields.asked import Asked, Caller
@@ -30,7 +30,7 @@ from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.server.http.app import Route
 from megatron_async.server.http.exchange import ClientGone, Exchange
 from megatron_async.server.http.openapi import openapi
-from megatron_async.server.http.replies import EVENTS, reply, reply_json
+from megatron_async.server.http.replies import reply, reply_json
 from megatron_async.server.http.tokenize_routes import TokenizeRoutes
 from megatron_async.server.stream_hub import StreamHub
 from megatron_async.server.tracing import RequestTracer
@@ -52,8 +52,8 @@ class Endpoint(NamedTuple):
 
 
 ENDPOINTS = {
-    "/v1/completions": Endpoint(CompletionRequest, ask),
-    "/v1/chat/completions": Endpoint(ChatRequest, ask),
+    "/v1/completions": Endpoint(CompletionRequest, ask_completion),
+    "/v1/chat/completions": Endpoint(ChatRequest, ask_chat),
     "/v1/responses": Endpoint(ResponsesRequest, ask_responses),
     "/v1/messages": Endpoint(MessagesRequest, ask_messages, message_error_body),
 }
@@ -136,6 +136,8 @@ class GenerateRoutes:
                     code="not_ready", kind="server_error",
                 )  # fmt: skip
         card = await self._client.card()
+        if self._served is not None and self._served.card.digest == card.digest:
+            return self._served
         async with self._loading:
             if self._served is None or self._served.card.digest != card.digest:
                 config = self._config
@@ -199,25 +201,16 @@ class GenerateRoutes:
     async def _stream(self, exchange: Exchange, asked: Asked, served: ServedModel) -> None:
         numbers: list[int] = []
         connection = exchange.connection
-        answer = stream_form(asked, served, self._config.one_event_a_token)
-        stream = AnswerStream(
-            self._hub, answer.formatters, answer.begin, lambda: self._abort(numbers)
-        )
+        stream = AnswerStream(self._hub, len(asked.choices), lambda: self._abort(numbers))
         connection.tell_when_lost(stream.give_up)
         try:
             self._send(asked, stream.feeds, exchange, numbers)
-            await stream.begun
-            if not connection.is_gone:
+            # What writes the answer is made while the engine works for it.
+            form = stream_form(asked, served, self._config.one_event_a_token)
+            stream.open(connection, exchange.begin_events, form.formatters, form.begin)
+            await stream.done
+            if not stream.has_begun and not connection.is_gone:
                 self._check_ends(stream.feeds)
-                headers = EVENTS
-                if exchange.scope["http_version"] == "1.0":
-                    connection.write_without_chunks()
-                    headers = [*EVENTS, (b"connection", b"close")]
-                await exchange.send(
-                    {"type": "http.response.start", "status": 200, "headers": headers}
-                )
-                stream.open(connection)
-                await stream.done
         except BaseException:
             stream.give_up()
             raise

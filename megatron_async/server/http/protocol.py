@@ -9,20 +9,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.http.replies import Headers
 
 WRITE_BUFFER_BYTES = 256 << 10
 """Bytes that may wait for a reader in the transport before its stream holds tokens back."""
 
 _errors = logging.getLogger("megatron_async.http")
 _errors.setLevel(logging.ERROR)
+
+
+_Pairs = Sequence[tuple[bytes, bytes]]
+_last_head: tuple[_Pairs, _Pairs, bytes] = ((), (), b"")
+
+
+def _head_of(default: _Pairs, headers: _Pairs) -> bytes:
+    """The status line and headers of an answer of events. The last one is kept: uvicorn's headers
+    are a new list once a second, with the date."""
+    global _last_head
+    if _last_head[0] is not default or _last_head[1] is not headers:
+        lines = [b"%b: %b\r\n" % pair for pair in (*default, *headers)]
+        _last_head = default, headers, STATUS_LINE[200] + b"".join(lines)
+    return _last_head[2]
 
 
 class HttpLimits(NamedTuple):
@@ -60,6 +79,9 @@ class HttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.logger = _errors  # what strangers send is no news, and must not fill the log
         self._deadline: asyncio.TimerHandle | None = None
+        self._expected: tuple[str, float] | None = None
+        """What comes next, and in how many seconds."""
+        self._is_new = self._is_reading = False
         self._refusal: Refusal | None = None
         self._head_bytes = 0
         self._when_lost: Callable[[], None] | None = None
@@ -82,10 +104,22 @@ class HttpProtocol(HttpToolsProtocol):
         """Bytes of answers that wait in this process for the reader."""
         return self.transport.get_write_buffer_size()
 
-    def write_without_chunks(self) -> None:
-        """HTTP/1.0 knows no chunks: the next answer's end is that of the connection. (uvicorn
-        would send chunks.)"""
-        self._has_chunks = self.cycle.chunked_encoding = False
+    def begin_events(self, scope: Mapping[str, Any], headers: Headers, data: bytes) -> None:
+        """Begin an answer as uvicorn would, but in one write with its first part. HTTP/1.0 knows
+        no chunks, which uvicorn would send."""
+        cycle: RequestResponseCycle = scope["state"]["cycle"]
+        cycle.response_started, cycle.waiting_for_100_continue = True, False
+        cycle.chunked_encoding = self._has_chunks = scope["http_version"] != "1.0"
+        if not self._has_chunks:
+            cycle.keep_alive = False
+        end = b"\r\n"
+        if self._has_chunks:
+            end = b"transfer-encoding: chunked\r\n\r\n"
+            if data:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+        if not cycle.keep_alive:
+            end = b"connection: close\r\n" + end
+        self.transport.write(_head_of(cycle.default_headers, headers) + end + data)
 
     def write_chunk(self, data: bytes) -> None:
         """Write a part of an answer that has begun, chunked as uvicorn would; the end is uvicorn's
@@ -112,6 +146,16 @@ class HttpProtocol(HttpToolsProtocol):
         if call is not None:
             call()
 
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come. Deadlines are set when all of them are parsed: a request that comes in
+        one piece needs no timers."""
+        self._is_reading = True
+        try:
+            super().data_received(data)
+        finally:
+            self._is_reading = False
+            self._set_deadline()
+
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         super().on_message_begin()
@@ -131,19 +175,26 @@ class HttpProtocol(HttpToolsProtocol):
         self._count_head(len(name) + len(value))
         if self.has_body_to_come:
             return
-        if len(self.headers) >= self.limits.headers:
+        headers, name = self.headers, name.lower()
+        if len(headers) >= self.limits.headers:
             raise self._refused(
                 f"the request has more than {self.limits.headers} headers: send fewer.", 431
             )
-        if name.lower() == b"host" and any(known == b"host" for known, _ in self.headers):
-            raise self._refused("the request has two Host headers: send one.", 400)
-        super().on_header(name, value)
+        if name == b"host":
+            for known, _ in headers:
+                if known == b"host":
+                    raise self._refused("the request has two Host headers: send one.", 400)
+        # As uvicorn does, without a further call for each header.
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """The body follows."""
         self.has_body_to_come = True
         self._expect("the request's body", self.limits.body_s)
         super().on_headers_complete()
+        self.scope["state"]["cycle"] = self.cycle
 
     def on_message_complete(self) -> None:
         """All of a request is there."""
@@ -184,10 +235,20 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _expect(self, what: str | None, seconds: float = 0.0) -> None:
         """Set the deadline of the next thing to come; None: there is none."""
+        self._expected = None if what is None else (what, seconds)
+        self._is_new = True
+        if not self._is_reading:
+            self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        if not self._is_new:
+            return
+        self._is_new = False
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        if what is not None:
+        if self._expected is not None:
+            what, seconds = self._expected
             self._deadline = self.loop.call_later(seconds, self._too_late, what, seconds)
 
     def _too_late(self, what: str, seconds: float) -> None:

@@ -4,10 +4,12 @@ nothing is lost when a socket is full, closed, or was never there."""
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +32,8 @@ class Line:
 
     def __init__(self) -> None:
         self.peer = OfferedSocket(self._hear)
-        self.coordinator = HostSockets()
+        self.epoll = select.epoll()
+        self.coordinator = HostSockets(self.epoll)
         self.up: deque[bytes] = deque([b"Offer"])
         self.peer.sent_otherwise += 1
         self.down: deque[bytes] = deque()
@@ -81,7 +84,8 @@ class Line:
         self.at_coordinator += self.coordinator.after_message(ME)
 
     def hear_here(self) -> None:
-        for identity, messages in self.coordinator.ready():
+        ready = [number for number, _ in self.epoll.poll(0)]
+        for identity, messages in chain.from_iterable(map(self.coordinator.read, ready)):
             assert identity == ME
             self.at_coordinator += messages
 
@@ -230,7 +234,7 @@ def test_other_users_are_sent_away_on_both_sides(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_name_that_is_none_opens_nothing() -> None:
-    sockets = HostSockets()
+    sockets = HostSockets(select.epoll())
     for name in ("nobody", "x" * 200, "a\0b"):
         assert not sockets.open(ME, name)
     assert not len(sockets)

@@ -263,7 +263,7 @@ def test_failures(kind: str, status: int) -> None:
 def test_texts_of_the_replica() -> None:
     asked = asked_completion(prompt="a", stream=True)
     demo_texts = demo()
-    object.__setattr__(asked.style, "keeps_special_tokens", False)
+    msgspec.structs.force_setattr(asked.style, "keeps_special_tokens", False)
     without = demo_texts.__class__.of(
         msgspec.structs.replace(demo_texts.card, tokenizer_json=None, replica_makes_text=True)
     )

@@ -32,6 +32,12 @@ class Handlers:
             await asyncio.sleep(0)
         await exchange.send({"type": "http.response.body", "body": b""})
 
+    async def events(self, exchange, rest):
+        exchange.begin_events(b"data: 0\n\n" if rest else b"")
+        await asyncio.sleep(0)
+        exchange.connection.write_chunk(b"data: 1\n\n")
+        await exchange.send({"type": "http.response.body", "body": b""})
+
     async def fail(self, exchange, rest):
         raise RuntimeError("a secret of the server")
 
@@ -49,6 +55,7 @@ def served(monkeypatch):
     monkeypatch.setattr(HttpProtocol, "limits", HttpLimits(2000, 20, 0.3, 0.3))
     routes = [
         Route("POST", "/echo/*", handlers.echo), Route("GET", "/stream", handlers.stream),
+        Route("GET", "/events/*", handlers.events), Route("GET", "/events", handlers.events),
         Route("GET", "/fail", handlers.fail), Route("GET", "/wait", handlers.wait),
     ]  # fmt: skip
     app = App(routes, Access(ApiConfig(coordinator="x")), "/root")
@@ -109,6 +116,40 @@ def test_a_connection_serves_one_request_after_the_other(served):
             status, headers, body = await answer(reader)
             assert (status, json.loads(body)) == (200, {"bytes": 4, "rest": "x"})
             assert headers["x-request-id"] == "a.1"
+        writer.close()
+
+    served(test)
+
+
+def test_events_begin_in_one_write(served):
+    """As uvicorn would begin them: also for requests that were sent before the answer to the first
+    one, in HTTP/1.0, and where the client wants the connection to end.
+
+    Break it: `begin_events` of the connection's newest cycle instead of the request's.
+    """
+    both = b"data: 0\n\ndata: 1\n\n"
+
+    async def test(port, _):
+        reader, writer = await connect(port)
+        first = b"GET /events/x HTTP/1.1\r\n" + HEAD + b"X-Request-Id: a\r\n\r\n"
+        writer.write(first + b"GET /events HTTP/1.1\r\n" + HEAD + b"Connection: close\r\n\r\n")
+        status, headers, body = await answer(reader)
+        assert (status, body, headers["x-request-id"]) == (200, both, "a")
+        assert headers["content-type"].startswith("text/event-stream")
+        assert {"date", "server"} <= headers.keys()
+        assert "connection" not in headers
+        status, headers, body = await answer(reader)
+        assert (status, body, headers["connection"]) == (200, both[9:], "close")
+        assert "x-request-id" not in headers
+        assert await reader.read() == b""
+        writer.close()
+        reader, writer = await connect(port)
+        writer.write(b"GET /events/x HTTP/1.0\r\n" + HEAD + b"\r\n")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert body == both
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert head.count(b"connection: close") == 1
+        assert b"chunked" not in head
         writer.close()
 
     served(test)
@@ -217,6 +258,29 @@ def test_a_silent_connection_ends(served):
         start = time.monotonic()
         assert (await answer(reader))[0] == 408
         assert await reader.read() == b""
+        assert 0.2 < time.monotonic() - start < 5
+        writer.close()
+
+    served(test)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b"GET /ech",
+        b"POST /root/echo/x HTTP/1.1\r\n" + HEAD + b"Content-Length: 9\r\n\r\n{",
+    ],
+)
+def test_a_request_that_stops_ends(served, part):
+    """Break it: `data_received` that sets no deadline."""
+
+    async def test(port, _):
+        reader, writer = await connect(port)
+        writer.write(b"POST /root/echo/x HTTP/1.1\r\n" + HEAD + b"Content-Length: 0\r\n\r\n")
+        assert (await answer(reader))[0] == 200
+        writer.write(part)
+        start = time.monotonic()
+        assert (await answer(reader))[0] == 408
         assert 0.2 < time.monotonic() - start < 5
         writer.close()
 

@@ -13,7 +13,10 @@ from megatron_async.server.stream_hub import AT_ONCE, EVERY_S, StreamHub
 class Stream:
     def __init__(self, takes=True):
         self.is_urgent, self.written_at, self.writes, self.takes = False, -1.0, [], takes
-        self.looks = 0
+        self.looks = self.begins = 0
+
+    def begin(self):
+        self.begins += 1
 
     def write(self, now):
         if self.takes:
@@ -131,23 +134,25 @@ def test_silent_streams_are_looked_at(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_stream_that_begins_is_written_before_others():
-    """Its task begins the answer in the next turn, and the bytes leave at that turn's end.
+    """It begins in the flush that brings its news, and other streams are written one turn later.
 
-    Break it: `flush` without its first branch; or `_write_due` that asks for beginnings again.
+    Break it: `flush` without its first branch; or `_write_due` called there at once.
     """
 
     async def play(hub):
-        old, news, loop = Stream(), [], asyncio.get_running_loop()
+        old, new = Stream(), Stream()
         hub.due(old)
-        hub.begins()
+        hub.begins(new)
         hub.flush()
-        assert not old.writes
-        loop.call_soon(lambda: news.append(len(old.writes)))  # the task
-        await asyncio.sleep(0)
-        assert news == [0]
-        hub.begins()  # others that begin meanwhile do not hold it up again
-        await asyncio.sleep(0)
+        assert (new.begins, len(old.writes)) == (1, 0)
+        hub.begins(new)  # others that begin meanwhile do not hold it up again
         await asyncio.sleep(0)
         assert len(old.writes) == 1
+        hub.flush()
+        assert new.begins == 2
+        hub.begins(new)
+        hub.discard(new)
+        hub.flush()
+        assert new.begins == 2
 
     played(play)
