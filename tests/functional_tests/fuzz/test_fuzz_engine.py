@@ -8,7 +8,8 @@ More schedules than CI plays, and others:
 Planted bugs (`planted_bugs.py`, `planted_recurrent_bugs.py`, `planted_mtp_bugs.py`) and the
 schedule that found them, by seed 0 or that of `SEEDS`, each with serial answers of its own:
 
-    a buffer changes under a copy      one_staging_buffer 2, one_sample_buffer 6
+    a buffer changes under a copy      one_staging_buffer 2, one_sample_buffer 6,
+                                       bookkeeping_thought_there 6
     rows and blocks are reused         no_generations 6, one_block_too_few 35
     counters, and what they count      last_token_twice 35, pending_for_ever 42
     overlap is silently off            serial_after_an_abort 6
