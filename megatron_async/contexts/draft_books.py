@@ -45,8 +45,6 @@ class FewerDrafts(IntEnum):
 _REASONS = 8
 """A limit of drafts times this, plus its reason, is one number: the least of several is the limit
 that holds."""
-
-
 FEW_ROWS = 4
 """So many rows are booked one by one, in 5 microseconds each: arrays take 20 for any number, and,
 after a wait that has emptied the caches, 80."""
@@ -83,9 +81,9 @@ FOUND, FIRST, RIGHT, HITS, GAIN, MOST = range(6)
 running shares of first drafts that were right, and of steps that had a right one, and the expected
 gain in tokens of a wide step, in units of 1 / `ONE`; and the most drafts that the request may have,
 as in `Verified.limits`."""
+# NumPy takes an `IntEnum` for an unknown object, for microseconds.
 _BY_GRAMMAR, _BY_REQUEST, _BY_LENGTH, _BY_FINDING, _BY_BLOCKS, _BY_STEP = map(int, FewerDrafts)
 _ONE = np.int32(ONE)
-# NumPy takes an `IntEnum` for an unknown object, for microseconds.
 
 
 class DraftBooks:

@@ -2,7 +2,7 @@
 
 The samples are stored twice: in a ring on the device, for later kernels, copies and pipeline
 stages, and in a ring in host memory, which a GPU writes over the bus. So a step that has no log
-probs needs no copy of its samples: 28 microseconds of the engine's thread on one host.
+probs needs no copy of its samples (docs/records/whole_steps.md, "A step without copies").
 
 A decode row yields its samples up to and including the first that differs from the draft after it.
 Each of these was drawn from the logits and with the noise of plain decoding at its position. So the

@@ -80,7 +80,7 @@ class Device(ABC):
         torch_device: where its tensors live.
         compute: the one stream on which steps run; a total order: a step that is launched later
             runs later.
-        copy: the stream that carries samples to the host.
+        copy: the stream that carries to the host what steps do not write there themselves.
         upload: the stream that carries bookkeeping to the device; it may be `compute`.
         captures_graphs: whether `capture` works here.
     """

@@ -1,10 +1,10 @@
 """Named ranges: one call marks a stage for NVTX and for the step timeline.
 
 The stages are `step`, `schedule`, `prepare_step`, `transfer_bookkeeping_to_gpu`, `launch_step`,
-`forward_pass`, `sampling`, `transfer_samples_to_cpu`, `resolve`, `update_requests` and `emit`. On a
-GPU the ranges are NVTX ranges of the launching thread, and the timeline's device lane comes from
-timed events; on a CPU device the stages really run on the stream's thread, so their ranges are the
-device lane.
+`forward_pass`, `sampling`, `transfer_samples_to_cpu` (where samples are copied), `resolve`,
+`update_requests` and `emit`. On a GPU the ranges are NVTX ranges of the launching thread, and the
+timeline's device lane comes from timed events; on a CPU device the stages really run on the
+stream's thread, so their ranges are the device lane.
 """
 
 from __future__ import annotations

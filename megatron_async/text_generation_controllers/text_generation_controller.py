@@ -165,7 +165,7 @@ class TextGenerationController:
         return make_drafting(drafter, config, model, self.sampler)
 
     def launch_step(self, plan: StepPlan) -> LaunchedStep:
-        """Enqueue a step whose bookkeeping copy is launched: forward, sampling, sample copy.
+        """Enqueue a step whose bookkeeping is on its way: forward, sampling, samples to the host.
 
         Returns without waiting. An error of the step's own work is kept in the result's `error`.
         """
