@@ -107,7 +107,8 @@ class HttpProtocol(HttpToolsProtocol):
     def begin_events(self, scope: Mapping[str, Any], headers: Headers, data: bytes) -> None:
         """Begin an answer as uvicorn would, but in one write with its first part. HTTP/1.0 knows
         no chunks, which uvicorn would send."""
-        cycle: RequestResponseCycle = scope["state"]["cycle"]
+        # Taken out: with it the two would refer to each other.
+        cycle: RequestResponseCycle = scope["state"].pop("cycle")
         cycle.response_started, cycle.waiting_for_100_continue = True, False
         cycle.chunked_encoding = self._has_chunks = scope["http_version"] != "1.0"
         if not self._has_chunks:
