@@ -23,8 +23,8 @@ class HostStaging:
 
     Writer: the host, in `pack`. Reader: the step's host-to-device copy. The host writes a buffer
     again one turn of the ring later. By then it has resolved the step that read the buffer. So what
-    the device's entry of the ring has is known then, and a decode step of the same rows, without a
-    new block, needs no copy: nearly all steps of few requests.
+    the device's entry of the ring has is known then, and a step of the same words needs no copy: a
+    decode step of the same rows without a new block, as nearly all steps of few requests are.
 
     Args:
         device: supplies the host memory.
@@ -61,13 +61,6 @@ class HostStaging:
         fields["block_update_indices"][:] = updates.indices
         fields["block_update_blocks"][:] = updates.blocks
         end = layout.size
-        if plan.dims.is_decode_only and plan.states is None:
-            words = self._arrays[entry][:end].tobytes()
-            if words == self._on_device[entry]:
-                return None
-            self._on_device[entry] = words
-            return self._tensors[entry][:end]
-        self._on_device[entry] = None
         if not plan.dims.is_decode_only:
             _fill(row_slots[decode:], plan.slots[plan.num_decode :], self._dummy_slot)
             _pack_prefill(fields, plan)
@@ -75,6 +68,10 @@ class HostStaging:
         if plan.states is not None:
             fields["states"][0] = end
             end = pack_states(self._arrays[entry], end, plan.states)
+        words = self._arrays[entry][:end].tobytes()
+        if words == self._on_device[entry]:
+            return None
+        self._on_device[entry] = words
         return self._tensors[entry][:end]
 
     def forget(self, step: int) -> None:

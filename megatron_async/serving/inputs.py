@@ -20,7 +20,7 @@ LOOK_EVERY_S = 0.05
 
 
 class Inputs:
-    """Used by one thread only.
+    """What a coordinator waits for. Used by one thread only.
 
     Args:
         watched: sockets of ZMQ.

@@ -16,7 +16,7 @@ class CpuTimes:
     prepare_us: float = 28.0
     """`prepare_step`."""
     launch_us: float = 84.0
-    """Bookkeeping copy and launch of a captured step."""
+    """Bookkeeping copy and launch of a captured step; measured while each step had a copy."""
     resolve_us: float = 38.0
     """`update_requests` and `emit`."""
     eager_launch_us: float = 0.0
@@ -24,5 +24,5 @@ class CpuTimes:
     add_us: float = 60.0
     """Taking in one request."""
     turnaround_us: float = 40.0
-    """From the end of a step's last kernel to the host's going on: the samples' copy, the event,
-    and the waking of the thread."""
+    """From the end of a step's last kernel to the host's going on: the event, and the waking of the
+    thread; measured while samples came by a copy."""

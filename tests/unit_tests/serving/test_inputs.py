@@ -28,7 +28,7 @@ def pair() -> Iterator[Sockets]:
 
 
 def settled(watched: Inputs) -> None:
-    """As a coordinator that has heard all."""
+    """Hear all, as a coordinator does."""
     for _ in range(3):
         watched.wait(0)
         watched.is_due(time.monotonic())

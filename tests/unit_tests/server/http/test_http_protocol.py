@@ -122,8 +122,8 @@ def test_a_connection_serves_one_request_after_the_other(served):
 
 
 def test_events_begin_in_one_write(served):
-    """As uvicorn would begin them: also for requests that were sent before the answer to the first
-    one, in HTTP/1.0, and where the client wants the connection to end.
+    """Answers begin as uvicorn would begin them: also for requests that were sent before the answer
+    to the first one, in HTTP/1.0, and where the client wants the connection to end.
 
     Break it: `begin_events` of the connection's newest cycle instead of the request's.
     """

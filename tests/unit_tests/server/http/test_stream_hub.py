@@ -134,7 +134,7 @@ def test_silent_streams_are_looked_at(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_stream_that_begins_is_written_before_others():
-    """It begins in the flush that brings its news, and other streams are written one turn later.
+    """An answer begins in the flush that brings its news; others are written one turn later.
 
     Break it: `flush` without its first branch; or `_write_due` called there at once.
     """
