@@ -15,7 +15,8 @@ from torch import Tensor
 
 
 class Event(ABC):
-    """A point in a stream's order. Re-record it only after the host has waited for it."""
+    """A point in a stream's order. Recorded again, it is another point, for those who ask or wait
+    from then on: a stream that was told to wait before still waits for the earlier one."""
 
     @abstractmethod
     def query(self) -> bool:

@@ -48,23 +48,23 @@ class Chaos:
     max_delay_s: float = 0.002
 
 
-class CpuEvent(Event):
-    """A `threading.Event` and the time at which it was set."""
+class _Point:
+    """One recording of an event. It is also the queue item that marks the point as reached."""
 
-    def __init__(self) -> None:
+    always = True
+    """Runs also after a fault."""
+
+    def __init__(self, worker: _Worker | None) -> None:
+        self.time_us = 0.0
+        self._worker = worker
         self._reached = threading.Event()
-        self._time_us = 0.0
         self._failure: BaseException | None = None
         self._calls: deque[Callable[[], None]] = deque()
 
-    def arm(self) -> None:
-        """Forget the last recording (host side, before the point is enqueued again)."""
-        self._reached.clear()
-
-    def reach(self, failure: BaseException | None) -> None:
-        """Mark the point as reached (worker side)."""
-        self._time_us = time.perf_counter_ns() / 1e3
-        self._failure = failure
+    def __call__(self) -> None:
+        self.time_us = time.perf_counter_ns() / 1e3
+        self._failure = None if self._worker is None else self._worker.failure
+        self._worker = None
         self._reached.set()
         self._call_all()
 
@@ -75,17 +75,18 @@ class CpuEvent(Event):
         self.wait_for(None)
 
     def wait_for(self, seconds: float | None) -> bool:
+        """`Event.wait_for`; None waits for ever."""
         if not self._reached.wait(seconds):
             return False
         if self._failure is not None:
             raise RuntimeError("work on the CPU stream failed") from self._failure
         return True
 
-    def tell(self, call: Callable[[], None]) -> bool:
+    def tell(self, call: Callable[[], None]) -> None:
+        """`Event.tell`."""
         self._calls.append(call)
         if self._reached.is_set():  # perhaps only now: then one of the two threads finds `call`
             self._call_all()
-        return True
 
     def _call_all(self) -> None:
         while self._calls:
@@ -95,8 +96,33 @@ class CpuEvent(Event):
                 return
             call()
 
+
+class CpuEvent(Event):
+    """Its last recording; the earlier ones live on for the streams that wait for them."""
+
+    def __init__(self) -> None:
+        self.point = _Point(None)
+
+    def arm(self, worker: _Worker) -> _Point:
+        """Begin a recording (host side): the item to be queued."""
+        self.point = _Point(worker)
+        return self.point
+
+    def query(self) -> bool:
+        return self.point.query()
+
+    def wait(self) -> None:
+        self.point.wait()
+
+    def wait_for(self, seconds: float) -> bool:
+        return self.point.wait_for(seconds)
+
+    def tell(self, call: Callable[[], None]) -> bool:
+        self.point.tell(call)
+        return True
+
     def time_us(self) -> float:
-        return self._time_us
+        return self.point.time_us
 
 
 class _Worker:
@@ -129,18 +155,6 @@ class _Worker:
             time.sleep(self._random.random() * self._chaos.max_delay_s)
 
 
-class _Reach:
-    """Queue item that marks an event as reached; it runs also after a fault."""
-
-    always = True
-
-    def __init__(self, event: CpuEvent, worker: _Worker) -> None:
-        self._event, self._worker = event, worker
-
-    def __call__(self) -> None:
-        self._event.reach(self._worker.failure)
-
-
 class CpuStream(Stream):
     """A FIFO queue and its worker thread."""
 
@@ -154,11 +168,11 @@ class CpuStream(Stream):
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
-        event.arm()
-        self._put(_Reach(event, self._worker))
+        self._put(event.arm(self._worker))
 
     def wait(self, event: Event) -> None:
-        self._put(event.wait)
+        assert isinstance(event, CpuEvent)
+        self._put(event.point.wait)
 
     def _put(self, item: Callable[[], None]) -> None:
         if not self._stop.alive:

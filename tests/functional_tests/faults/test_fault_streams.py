@@ -29,9 +29,9 @@ class AskedEvent(CpuEvent):
     questions = 0
     """Since its last recording."""
 
-    def arm(self) -> None:
-        super().arm()
+    def arm(self, worker: Any) -> Any:
         self.questions = 0
+        return super().arm(worker)
 
     def query(self) -> bool:
         self.questions += 1

@@ -22,7 +22,7 @@ from harness import (
 )
 
 from megatron_async import SamplingParams, Status, StructuredOutput
-from megatron_async.devices.cpu import Chaos, CpuDevice
+from megatron_async.devices.cpu import Chaos, CpuDevice, CpuStream
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
 from megatron_async.text.tokenizer import Tokenizer
@@ -136,6 +136,22 @@ def test_equal_to_serial_and_valid(
     assert bool(stats["evictions"]) == bool(memory)
     if invalidation == "reconcile":
         assert stats["overlap_ratio"] >= (0.9 if memory else 1.0) * bool(lookahead)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_masks_that_arrive_late(
+    make_tiny_engine: EngineFactory,
+    ascii_tokenizer: Tokenizer,
+    serial_tokens: list[list[int]],
+    seed: int,
+) -> None:
+    """A step's first masks are still on their way when its last ones are sent: its rows wait each
+    for their own."""
+    device = CpuDevice(Chaos(seed, probability=0.0))
+    device.upload = CpuStream("upload", Chaos(seed, probability=0.3, max_delay_s=0.02))
+    engine = make_tiny_engine(lookahead=2, tokenizer=ascii_tokenizer, device=device, **PRESSURE)
+    compile_grammars(engine, PARAMS)
+    assert run_at(engine, {0: JOBS}) == serial_tokens
 
 
 def test_the_next_forward_is_launched_before_the_token_is_known(

@@ -143,6 +143,30 @@ def test_an_event_may_be_recorded_again():
     device.close()
 
 
+def test_each_wait_is_for_the_recording_before_it():
+    """An event is recorded again while a stream has not come to its wait for the first recording:
+    the first recording lets the first wait pass, and not the second."""
+    device = CpuDevice(Chaos(seed=0, probability=0.0))
+    gates, passed = ([threading.Event(), threading.Event()] for _ in range(2))
+    arrived = device.event()
+    for gate, done in zip(gates, passed, strict=True):
+        device.upload.launch(gate.wait)
+        device.upload.record(arrived)
+        device.compute.wait(arrived)
+        device.compute.launch(done.set)
+    try:
+        gates[0].set()
+        assert passed[0].wait(10)
+        assert not passed[1].wait(0.05)
+        assert not arrived.query()
+        gates[1].set()
+        assert passed[1].wait(10)
+        assert arrived.query()
+    finally:
+        gates[1].set()
+        device.close()
+
+
 def delays(seed, monkeypatch):
     """Delays of the compute stream over 50 launches, seconds."""
     slept = []
