@@ -98,7 +98,7 @@ class _Point:
 
 
 class CpuEvent(Event):
-    """Its last recording; the earlier ones live on for the streams that wait for them."""
+    """An event whose earlier recordings live on for the streams that wait for them."""
 
     def __init__(self) -> None:
         self.point = _Point(None)
