@@ -5,16 +5,20 @@
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 16}'
 
+The ingress listens there itself, so Ray's HTTP proxy is not started: without it a token is cheaper.
 On a cluster: `ray.init(address="auto")`, and gpus=1 of FleetSettings. docs/ray.md tells the rest.
 """
 
 import argparse
 import time
 
-import ray
-from ray import serve
+from megatron_async.fleet.ray_environment import set_for_cluster
 
-from megatron_async.fleet.ray_app import FleetSettings, build
+set_for_cluster()
+import ray  # noqa: E402
+from ray import serve  # noqa: E402
+
+from megatron_async.fleet.ray_app import FleetSettings, build  # noqa: E402
 
 
 def main() -> None:
@@ -31,12 +35,14 @@ def main() -> None:
         min_replicas=arguments.replicas,
         max_replicas=arguments.max_replicas or arguments.replicas,
         gpus=arguments.gpus,
+        port=arguments.port,
     )
     # Ray's own ports are open to the network, its jobs' too: its token keeps others out, which is
     # on unless RAY_AUTH_MODE says otherwise.
     ray.init(include_dashboard=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": arguments.port})
+    serve.start(proxy_location="Disabled")
     serve.run(build(settings), name=settings.name)
+    print(f"Serving at http://127.0.0.1:{arguments.port}/v1 (Ctrl-C ends it)", flush=True)
     try:
         while True:
             time.sleep(1)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Ray Serve in front of small CPU replicas: a replica killed among 100 streams, scaling, cost.
 
-    python scripts/check_ray.py --out record.json            # all three; about 5 minutes on 2 cores
+    python scripts/check_ray.py --out record.json            # all three; 8 minutes on 2 cores
     python scripts/check_ray.py kill scale                   # some of them
 
 `kill`: the same 100 greedy streams twice, and SIGKILL to one of two replicas in the middle of the
@@ -28,15 +28,21 @@ from typing import Any
 
 import aiohttp
 import psutil
-import ray
-from ray import serve
 
-from megatron_async.fleet.ray_app import FleetSettings, build
+from megatron_async.fleet.ray_environment import set_for_cluster
+
+set_for_cluster()
+import ray  # noqa: E402
+from ray import serve  # noqa: E402
+
+from megatron_async.fleet.ray_app import FleetSettings, build  # noqa: E402
 
 MODEL = "smollm2"
 ENGINE = {"device": "cpu", "dtype": "float32", "max_sequence_length": 256, "max_requests": 50}
-RAY_PORT, OWN_PORT = 18321, 18322
+RAY_PORT, OWN_PORT, INGRESS_PORT = 18321, 18322, 18323
 STREAMS, TOKENS = 100, 24
+PAIRS, LOADS = 120, 9
+"""Of `cost`: single requests, and runs of `STREAMS` streams, of each fleet."""
 CPUS = os.cpu_count() or 1
 """Of a replica: Ray gives its process as many OpenMP threads, and `serve` gives all there are."""
 NAME = f"check-ray-{os.getpid()}"
@@ -48,6 +54,7 @@ def ray_fleet(lowest: int, highest: int) -> Iterator[str]:
     settings = FleetSettings(
         model=MODEL, engine=ENGINE, name=NAME, min_replicas=lowest, max_replicas=highest,
         target_ongoing_requests=8, upscale_delay_s=2.0, downscale_delay_s=5.0, cpus=CPUS,
+        port=INGRESS_PORT,
     )  # fmt: skip
     ray.init(
         num_cpus=4 * CPUS, include_dashboard=False,
@@ -56,7 +63,7 @@ def ray_fleet(lowest: int, highest: int) -> Iterator[str]:
     serve.start(http_options={"host": "127.0.0.1", "port": RAY_PORT})
     try:
         serve.run(build(settings), name=NAME)
-        yield f"http://127.0.0.1:{RAY_PORT}"
+        yield f"http://127.0.0.1:{INGRESS_PORT}"
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -94,12 +101,12 @@ async def wait_ready(url: str, replicas: int) -> None:
 
 
 async def stream(
-    session: aiohttp.ClientSession, url: str, number: int, tokens: list[int]
+    session: aiohttp.ClientSession, url: str, number: int, tokens: list[int], most: int
 ) -> dict[str, Any]:
-    """One greedy stream: its tokens, put into `tokens` as they come, how it ended, and the seconds
-    to its first token."""
+    """One greedy stream of `most` tokens: its tokens, put into `tokens` as they come, how it ended,
+    and the seconds to its first token."""
     body = {
-        "model": MODEL, "prompt": f"Story {number}. Once upon a time", "max_tokens": TOKENS,
+        "model": MODEL, "prompt": f"Story {number}. Once upon a time", "max_tokens": most,
         "temperature": 0, "stream": True, "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
     start, first, end = time.monotonic(), None, ""
@@ -119,13 +126,15 @@ async def stream(
     return {"tokens": tokens, "end": end, "ttft": first or 0.0}
 
 
-async def streams(url: str, count: int, kill_after_s: float | None = None) -> dict[str, Any]:
+async def streams(
+    url: str, count: int, kill_after_s: float | None = None, most: int = TOKENS
+) -> dict[str, Any]:
     """Many streams at once; SIGKILL to a replica behind Ray after so many seconds."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(300)) as s:
         start = time.monotonic()
         tokens: list[list[int]] = [[] for _ in range(count)]
-        tasks = [asyncio.create_task(stream(s, url, n, tokens[n])) for n in range(count)]
+        tasks = [asyncio.create_task(stream(s, url, n, tokens[n], most)) for n in range(count)]
         killed = None
         if kill_after_s is not None:
             await asyncio.sleep(kill_after_s)
@@ -216,22 +225,36 @@ async def check_cost() -> dict[str, Any]:
         for url in urls.values():
             await wait_ready(url, 2)
             await streams(url, 8)
-        for _ in range(30):
-            for name, url in urls.items():
-                alone[name].append(1e3 * (await streams(url, 1))["answers"][0]["ttft"])
-        for _ in range(3):
-            for name, url in urls.items():
+        for turn in range(PAIRS):
+            for name, url in in_turn(urls, turn):
+                answers = (await streams(url, 1, most=2))["answers"]
+                alone[name].append(1e3 * answers[0]["ttft"])
+        for turn in range(LOADS):
+            for name, url in in_turn(urls, turn):
                 many[name].append(STREAMS * TOKENS / (await streams(url, STREAMS))["seconds"])
     added = [mine - ours for mine, ours in zip(alone["ray"], alone["own"])]
     lost = [100 * (1 - mine / ours) for mine, ours in zip(many["ray"], many["own"])]
     return {
         "load_average": os.getloadavg(),
-        "ttft_ms_median": {name: round(statistics.median(all_), 1) for name, all_ in alone.items()},
+        "ttft_ms_median": medians(alone),
         "ttft_ms": {name: [round(value, 1) for value in all_] for name, all_ in alone.items()},
         "tokens_per_s": {name: [round(value, 1) for value in all_] for name, all_ in many.items()},
         "ttft_added_ms_median_of_pairs": round(statistics.median(added), 1),
+        "tokens_per_s_median": medians(many),
         "throughput_lost_percent_of_pairs": [round(value, 1) for value in lost],
+        "throughput_lost_percent_median": round(statistics.median(lost), 1),
     }
+
+
+def in_turn(urls: dict[str, str], turn: int) -> list[tuple[str, str]]:
+    """Both fleets, every second time the other one first: a machine's speed changes."""
+    pairs = list(urls.items())
+    return pairs[::-1] if turn % 2 else pairs
+
+
+def medians(found: dict[str, list[float]]) -> dict[str, float]:
+    """The median of each fleet."""
+    return {name: round(statistics.median(values), 1) for name, values in found.items()}
 
 
 CHECKS = {"kill": check_kill, "scale": check_scale, "cost": check_cost}

@@ -10,11 +10,16 @@ its request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from itertools import count
 
 from megatron_async.fleet.messages import FleetBatch, encode_batch
 from megatron_async.serving.messages import StepTokens
+
+BEGUN_S = 0.2
+"""So long a begun request waits for the first tokens to be told with them: before they come the
+engine is busy with its prompt, and on a CPU a batch of its own takes time from that."""
 
 
 class _Call:
@@ -37,7 +42,7 @@ class FleetChannel:
     def __init__(self, replica: str, batch_s: float) -> None:
         self._replica, self._batch_s = replica, batch_s
         self._sequence = count()
-        self._last_s = 0.0
+        self._last_s = self._begun_s = 0.0
         self._begun: list[tuple[int, int]] = []
         self._steps: list[StepTokens] = []
         self._calls: dict[int, _Call] = {}
@@ -74,6 +79,8 @@ class FleetChannel:
             Exception: that `fail` was given.
         """
         call = self._calls[number] = _Call(number)
+        if not self._begun:
+            self._begun_s = asyncio.get_running_loop().time()
         self._begun.append((number, attempt))
         if self._carrier is None:
             self._carrier = call
@@ -84,10 +91,14 @@ class FleetChannel:
                 if self._failure is not None:
                     raise self._failure
                 if self._carrier is call and (self._steps or self._begun):
-                    wait_s = self._last_s + self._batch_s - asyncio.get_running_loop().time()
-                    if wait_s > 0:
-                        await asyncio.sleep(wait_s)
-                    yield self._take()
+                    wait_s = self._due_s() - asyncio.get_running_loop().time()
+                    if wait_s <= 0:
+                        yield self._take()
+                        continue
+                    call.wake.clear()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(wait_s):
+                            await call.wake.wait()
                 elif call.has_ended:
                     return
                 else:
@@ -97,6 +108,11 @@ class FleetChannel:
             del self._calls[number]
             if self._carrier is call:
                 self._hand_over()
+
+    def _due_s(self) -> float:
+        """The earliest time of the next batch, on the loop's clock."""
+        due_s = self._last_s + self._batch_s
+        return due_s if self._steps else max(due_s, self._begun_s + BEGUN_S)
 
     def _take(self) -> bytes:
         """All that is new."""

@@ -13,6 +13,7 @@ import msgspec
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.fleet.messages import RouteHint
+from megatron_async.fleet.ray_environment import process_environment
 from megatron_async.fleet.settings import FleetSettings
 from megatron_async.serving.records import CoordinatorConfig
 
@@ -107,6 +108,7 @@ class _Ingress:
 
     def _make(self) -> Any:
         from megatron_async.fleet.client import FleetClient
+        from megatron_async.fleet.own_port import OwnPort
         from megatron_async.fleet.ray_fleet import RayFleet
         from megatron_async.server.http.asgi_app import AsgiApp, make_app
         from megatron_async.server.stream_hub import StreamHub
@@ -122,7 +124,10 @@ class _Ingress:
         self._first_card = asyncio.get_running_loop().create_task(client.card())
         names = settings.api.served_names or (settings.model,)
         api = msgspec.structs.replace(settings.api, served_names=names)
-        return AsgiApp(make_app(client, api, hub))
+        app = make_app(client, api, hub)
+        if settings.port is None:
+            return AsgiApp(app)
+        return AsgiApp(app, OwnPort(app, api, settings.host, settings.port))
 
 
 def build(settings: FleetSettings) -> Any:
@@ -132,6 +137,7 @@ def build(settings: FleetSettings) -> Any:
         ConfigurationError: the settings cannot work.
     """
     settings.check()
+    environment = {"env_vars": process_environment()}
     engine: Any = serve.deployment(
         EngineDeployment,
         name="engine",
@@ -146,7 +152,11 @@ def build(settings: FleetSettings) -> Any:
         ),
         placement_group_bundles=[{"CPU": settings.cpus, "GPU": settings.gpus}] * settings.ranks,
         placement_group_strategy="PACK",
-        ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
+        ray_actor_options={
+            "num_cpus": settings.cpus,
+            "num_gpus": settings.gpus,
+            "runtime_env": environment,
+        },
         max_ongoing_requests=settings.max_ongoing_requests,
         graceful_shutdown_timeout_s=settings.shutdown_timeout_s,
         health_check_period_s=2.0,
@@ -160,7 +170,7 @@ def build(settings: FleetSettings) -> Any:
         serve.ingress(_Ingress(settings))(),
         name="ingress",
         num_replicas=settings.ingresses,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "runtime_env": environment},
         max_ongoing_requests=settings.max_unfinished,
     )
     return ingress.bind(engine.bind(settings))

@@ -8,6 +8,7 @@ import msgspec
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.api_config import ApiConfig
+from megatron_async.server.supervisor.listener import is_loopback, resolve
 from megatron_async.serving.routing import make_policy
 
 SMALLEST_BATCH_S = 0.005
@@ -31,6 +32,9 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
         gpus: of a rank.
         cpus: of a rank.
         ingresses: HTTP processes.
+        port: where each ingress serves HTTP itself, without the manager's proxy; None: only behind
+            the proxy. Ingresses on one host share it.
+        host: of that port; other hosts reach it only if `api` has keys.
         batch_s: seconds from one batch of a replica's news for one ingress to the next at least.
         policy: which replica serves a request, by a name of `routing.POLICIES`.
         api: keys, names and limits of the HTTP routes. `coordinator` is not used.
@@ -51,6 +55,8 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     gpus: float = 0.0
     cpus: float = 1.0
     ingresses: int = 1
+    port: int | None = None
+    host: str = "127.0.0.1"
     batch_s: float = 0.005
     policy: str = "prefix"
     api: ApiConfig = ApiConfig(coordinator="")
@@ -87,4 +93,19 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"batch_s={self.batch_s} must be {SMALLEST_BATCH_S} or more: a batch costs what "
                 "carries it far more than the tokens in it."
             )
+        if self.port is not None:
+            self._check_port(self.port)
         make_policy(self.policy)
+
+    def _check_port(self, port: int) -> None:
+        if not 1 <= port <= 65535:
+            raise ConfigurationError(
+                f"port={port} must be from 1 to 65535, the same for all ingresses, or None for the "
+                "proxy's alone."
+            )
+        is_exposed = not is_loopback(resolve(self.host, port)[1][0])
+        if is_exposed and not self.api.keys:
+            raise ConfigurationError(
+                f"host={self.host!r} is reached from other hosts, and without a key all of them "
+                'could use the model: give api=ApiConfig(keys=...), or host="127.0.0.1".'
+            )

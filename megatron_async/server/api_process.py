@@ -6,22 +6,17 @@ It imports neither torch nor Megatron-Core nor transformers: a test asserts it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
-
-import uvicorn
 
 from megatron_async.errors import ConfigurationError, CoordinatorLost
 from megatron_async.server.api_config import ApiConfig
-from megatron_async.server.http.app import App
 from megatron_async.server.http.asgi_app import make_app
 from megatron_async.server.http.live_routes import LiveRoutes
 from megatron_async.server.http.page_routes import page_routes
-from megatron_async.server.http.protocol import HttpProtocol
+from megatron_async.server.http.server import HttpServer
 from megatron_async.server.stream_hub import StreamHub
 from megatron_async.server.tracing import make_tracer
 from megatron_async.serving.secret import read_secret
@@ -29,20 +24,8 @@ from megatron_async.serving.token_client import TokenClient
 
 logger = logging.getLogger("megatron_async")
 
-KEEP_ALIVE_S = 75
-"""A connection may be silent so long between two requests; proxies, which give up after 60 s, are
-first then."""
 CONNECT_S = 10.0
 """Seconds of waiting for a coordinator; then the process is started again."""
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's server, whose signals are its process' own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Nothing: `run_api_process` has handlers."""
-        yield
 
 
 def run_api_process(config: ApiConfig, listener_fd: int) -> int:
@@ -76,39 +59,13 @@ async def _serve(config: ApiConfig, listener_fd: int) -> int:
         further += page_routes()
     tracer = make_tracer(config.otlp_endpoint, os.environ)
     app = make_app(client, config, hub, tracer, further)
-    server = _Server(_uvicorn_config(app, config))
+    server = HttpServer(app, config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _stop, server)
+        loop.add_signal_handler(number, server.stop)
     with socket.socket(fileno=listener_fd) as listener:
-        await server.serve([listener])
+        await server.serve(listener)
     await client.close()
     if tracer is not None:
         await asyncio.to_thread(tracer.close)
     return 0
-
-
-def _stop(server: uvicorn.Server) -> None:
-    server.force_exit = server.should_exit
-    server.should_exit = True
-
-
-def _uvicorn_config(app: App, config: ApiConfig) -> uvicorn.Config:
-    tls = config.tls
-    return uvicorn.Config(
-        app,
-        interface="asgi3",
-        proxy_headers=False,  # nothing here looks at who the client says it is
-        http=HttpProtocol,
-        ws="none",
-        lifespan="off",
-        loop="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(int(config.shutdown_timeout_s), 1),
-        ssl_certfile=None if tls is None else tls.certificate,
-        ssl_keyfile=None if tls is None else tls.key,
-        ssl_keyfile_password=None if tls is None else tls.password,
-    )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from megatron_async.errors import ConfigurationError
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.http.access import Access
 from megatron_async.server.http.answer_connection import AsgiConnection
@@ -40,21 +41,37 @@ def make_app(
     return App(routes, Access(config), config.root_path)
 
 
+class Lifespan(Protocol):
+    """What begins and ends with the server that an `AsgiApp` stands behind."""
+
+    async def begin(self) -> None:
+        """Begin; the server takes no request before.
+
+        Raises:
+            ConfigurationError: the server must not begin.
+        """
+
+    async def end(self) -> None:
+        """End; the server takes no request any more."""
+
+
 class AsgiApp:
     """The routes behind a server that is not ours. Limits of connections (time and size of
     headers, time of bodies) are that server's; all else is as in an API process.
 
     Args:
         app: the routes.
+        lifespan: what begins and ends with the server; None: nothing.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, lifespan: Lifespan | None = None) -> None:
         self._app = app
+        self._lifespan = lifespan
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         """One request of ASGI, or the beginning and end of the server ("lifespan")."""
         if scope["type"] == "lifespan":
-            await _follow_lifespan(receive, send)
+            await _follow_lifespan(receive, send, self._lifespan)
             return
         if scope["type"] != "http":
             return
@@ -66,10 +83,17 @@ class AsgiApp:
             connection.close()
 
 
-async def _follow_lifespan(receive: Any, send: Send) -> None:
+async def _follow_lifespan(receive: Any, send: Send, lifespan: Lifespan | None) -> None:
     while True:
         kind = (await receive())["type"]
+        is_end = kind == "lifespan.shutdown"
+        try:
+            if lifespan is not None:
+                await (lifespan.end() if is_end else lifespan.begin())
+        except ConfigurationError as error:
+            await send({"type": f"{kind}.failed", "message": str(error)})
+            return
         await asyncio.sleep(0)
         await send({"type": f"{kind}.complete"})
-        if kind == "lifespan.shutdown":
+        if is_end:
             return

@@ -37,12 +37,14 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     """A socket that listens; children inherit it.
 
     Args:
         host: name or address.
         port: 0 takes a free one.
+        is_shared: other processes of this user may listen there too: the kernel gives each
+            connection to one of them.
 
     Raises:
         ConfigurationError: the address is in use, or not one of this host.
@@ -52,6 +54,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         if os.name == "posix":  # ports of connections that have just ended are free
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from megatron_async.fleet.channel import FleetChannel
 from megatron_async.fleet.messages import (
     FleetBatch,
@@ -144,5 +146,27 @@ def test_a_carrier_that_is_cancelled_hands_over() -> None:
         await first.aclose()
         assert decode_batch(await asyncio.wait_for(coming, 5)).begun == [(2, 0)]
         await second.aclose()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_what_has_begun_is_told_with_the_first_tokens_or_after_a_while(
+    has_tokens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_async.fleet.channel.BEGUN_S", 60.0 if has_tokens else 0.05)
+
+    async def run() -> None:
+        channel = FleetChannel("a", 0.0)
+        calls = channel.carry(1, 0)
+        coming = asyncio.ensure_future(anext(calls))
+        await asyncio.sleep(0.02)
+        assert not coming.done()
+        if has_tokens:
+            channel.tell(StepTokens(tokens=b"1234"))
+        batch = decode_batch(await asyncio.wait_for(coming, 5))
+        assert batch.begun == [(1, 0)]
+        assert len(batch.steps) == has_tokens
+        await calls.aclose()
 
     asyncio.run(run())

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.fleet.settings import FleetSettings
+from megatron_async.server.api_config import ApiConfig, KeyDigest
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
@@ -21,6 +22,10 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
         ({"engine": {"expert_model_parallel_size": 2}}, ("expert_model_parallel_size", "serve")),
         ({"batch_s": 0.001}, ("batch_s=0.001", "0.005")),
         ({"policy": "random"}, ("random", "least-loaded")),
+        ({"port": 0}, ("port=0", "1 to 65535")),
+        ({"port": 70000}, ("port=70000", "1 to 65535")),
+        ({"port": 8000, "host": "0.0.0.0"}, ("0.0.0.0", "keys")),
+        ({"port": 8000, "host": "no.such.host.here"}, ("no.such.host.here", "127.0.0.1")),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(
@@ -29,6 +34,12 @@ def test_what_cannot_work_is_refused_by_name(
     with pytest.raises(ConfigurationError) as error:
         FleetSettings(model="m", **fields).check()
     assert all(word in str(error.value) for word in words)
+
+
+def test_an_exposed_port_has_keys() -> None:
+    api = ApiConfig(coordinator="", keys=(KeyDigest("a", "0" * 64),))
+    FleetSettings(model="m", port=8000, host="0.0.0.0", api=api).check()
+    FleetSettings(model="m", port=8000).check()
 
 
 def test_a_replica_has_as_many_ranks_as_its_sizes_say() -> None:

@@ -1,0 +1,44 @@
+"""`OwnPort`: HTTP of an ingress on a port of its own, beside its manager's proxy."""
+
+from __future__ import annotations
+
+import asyncio
+
+from megatron_async.server.api_config import ApiConfig
+from megatron_async.server.http.app import App
+from megatron_async.server.http.server import HttpServer
+from megatron_async.server.supervisor.listener import listen
+
+
+class OwnPort:
+    """Serves an ingress' routes from the ingress' begin to its end; a `Lifespan`.
+
+    A manager's proxy passes each write of a stream on by a call of its own: behind Ray's, proxy and
+    ingress took 13 times the CPU time of an API process of `serve` (docs/ray.md). Clients of this
+    port come without it.
+
+    Args:
+        app: the routes.
+        config: certificate, and how long requests may go on at the end.
+        host, port: where. Ingresses on one host share the port.
+    """
+
+    def __init__(self, app: App, config: ApiConfig, host: str, port: int) -> None:
+        self._server = HttpServer(app, config)
+        self._address = host, port
+        self._serving: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigurationError: the address is in use, or not one of this host.
+        """
+        listener = listen(*self._address, is_shared=True)
+        self._serving = asyncio.create_task(self._server.serve(listener))
+
+    async def end(self) -> None:
+        """Take no connection any more, finish what is in flight, and end."""
+        if self._serving is not None:
+            self._server.stop()
+            await self._serving
