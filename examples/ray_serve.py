@@ -12,13 +12,11 @@ On a cluster: `ray.init(address="auto")`, and gpus=1 of FleetSettings. docs/ray.
 import argparse
 import time
 
+import ray
+from ray import serve
+
+from megatron_async.fleet.ray_app import FleetSettings, build
 from megatron_async.fleet.ray_environment import set_for_cluster
-
-set_for_cluster()
-import ray  # noqa: E402
-from ray import serve  # noqa: E402
-
-from megatron_async.fleet.ray_app import FleetSettings, build  # noqa: E402
 
 
 def main() -> None:
@@ -39,6 +37,7 @@ def main() -> None:
     )
     # Ray's own ports are open to the network, its jobs' too: its token keeps others out, which is
     # on unless RAY_AUTH_MODE says otherwise.
+    set_for_cluster()
     ray.init(include_dashboard=False)
     serve.start(proxy_location="Disabled")
     serve.run(build(settings), name=settings.name)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Ray Serve in front of small CPU replicas: a replica killed among 100 streams, scaling, cost.
 
-    python scripts/check_ray.py --out record.json            # all three; 8 minutes on 2 cores
+    python scripts/check_ray.py --out record.json            # all three; 10 minutes on 2 cores
     python scripts/check_ray.py kill scale                   # some of them
 
 `kill`: the same 100 greedy streams twice, and SIGKILL to one of two replicas in the middle of the
@@ -28,14 +28,11 @@ from typing import Any
 
 import aiohttp
 import psutil
+import ray
+from ray import serve
 
+from megatron_async.fleet.ray_app import FleetSettings, build
 from megatron_async.fleet.ray_environment import set_for_cluster
-
-set_for_cluster()
-import ray  # noqa: E402
-from ray import serve  # noqa: E402
-
-from megatron_async.fleet.ray_app import FleetSettings, build  # noqa: E402
 
 MODEL = "smollm2"
 ENGINE = {"device": "cpu", "dtype": "float32", "max_sequence_length": 256, "max_requests": 50}
@@ -56,6 +53,7 @@ def ray_fleet(lowest: int, highest: int) -> Iterator[str]:
         target_ongoing_requests=8, upscale_delay_s=2.0, downscale_delay_s=5.0, cpus=CPUS,
         port=INGRESS_PORT,
     )  # fmt: skip
+    set_for_cluster()
     ray.init(
         num_cpus=4 * CPUS, include_dashboard=False,
         object_store_memory=200 << 20, log_to_driver=False,

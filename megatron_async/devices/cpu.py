@@ -49,7 +49,8 @@ class Chaos:
 
 
 class _Point:
-    """One recording of an event. It is also the queue item that marks the point as reached."""
+    """One recording of an event (without a worker: an event that is not recorded). It is also the
+    queue item that marks the point as reached."""
 
     always = True
     """Runs also after a fault."""
@@ -62,9 +63,9 @@ class _Point:
         self._calls: deque[Callable[[], None]] = deque()
 
     def __call__(self) -> None:
+        assert self._worker is not None, "it was recorded"
         self.time_us = time.perf_counter_ns() / 1e3
-        self._failure = None if self._worker is None else self._worker.failure
-        self._worker = None
+        self._failure = self._worker.failure
         self._reached.set()
         self._call_all()
 

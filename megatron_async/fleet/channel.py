@@ -19,7 +19,8 @@ from megatron_async.serving.messages import StepTokens
 
 BEGUN_S = 0.2
 """So long a begun request waits for the first tokens to be told with them: before they come the
-engine is busy with its prompt, and on a CPU a batch of its own takes time from that."""
+engine is busy with its prompt, and on a CPU a batch of its own takes time from that. An ingress
+that aborts the request before it knows who serves it waits as long."""
 
 
 class _Call:
@@ -90,7 +91,8 @@ class FleetChannel:
             while True:
                 if self._failure is not None:
                     raise self._failure
-                if self._carrier is call and (self._steps or self._begun):
+                has_news = self._steps or (self._begun and not call.has_ended)
+                if self._carrier is call and has_news:
                     wait_s = self._due_s() - asyncio.get_running_loop().time()
                     if wait_s <= 0:
                         yield self._take()

@@ -172,5 +172,7 @@ def build(settings: FleetSettings) -> Any:
         num_replicas=settings.ingresses,
         ray_actor_options={"num_cpus": 0, "runtime_env": environment},
         max_ongoing_requests=settings.max_unfinished,
+        # Streams of its own port may go on so long; by default Ray ends it after 20 s.
+        graceful_shutdown_timeout_s=settings.api.shutdown_timeout_s + 5.0,
     )
     return ingress.bind(engine.bind(settings))

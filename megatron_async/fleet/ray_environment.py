@@ -1,6 +1,6 @@
 """Settings of Ray and Ray Serve, all of them environment variables, that cost requests less time.
 
-What each saves was measured on two CPU cores (docs/ray.md). A variable that is set already stays as
+What they save was measured on two CPU cores (docs/ray.md). A variable that is set already stays as
 it is.
 """
 
@@ -38,7 +38,7 @@ def process_environment() -> dict[str, str]:
 
 
 def set_for_cluster() -> None:
-    """Set the variables of `CLUSTER` for a Ray that this process starts. Call it before `import
-    ray`. A cluster that is there already must be started with them (`ray start`)."""
+    """Set the variables of `CLUSTER` for a Ray that this process starts. Call it before `ray.init`.
+    A cluster that is there already must be started with them (`ray start`)."""
     for name, value in CLUSTER.items():
         os.environ.setdefault(name, value)
