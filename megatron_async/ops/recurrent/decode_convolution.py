@@ -78,12 +78,17 @@ def convolve_into_ring(
     kept = conv + pool_row * conv_stride + channel
     input_0, input_1, input_2 = history(kept, first, inside, conv_dim, conv_ring)
     wait_for_previous(overlap)
+    # All loads before the first store: none may be moved ahead of a store that it could alias.
+    counts, raws = (), ()
     for query in tl.static_range(width):
         token = row * width + query
-        position = first + query
-        brought = (first > 0) & (tl.load(positions + token).to(tl.int32) == position)
+        counts = counts + (tl.load(positions + token).to(tl.int32),)
         source = zxbcdt + token * input_stride + d_inner
-        raw = tl.load(source + channel, mask=inside, other=0.0)
+        raws = raws + (tl.load(source + channel, mask=inside, other=0.0),)
+    for query in tl.static_range(width):
+        position = first + query
+        brought = (first > 0) & (counts[query] == position)
+        raw = raws[query]
         input_3 = raw.to(tl.float32)
         tl.store(kept + (position % conv_ring) * conv_dim, raw, mask=inside & brought)
         value = bias + weight_0 * input_0 + weight_1 * input_1

@@ -30,8 +30,10 @@ CHANNELS = 256
 HEADS = 8
 """Heads of a group that a program takes: each makes B and C again, the first one keeps them."""
 MANY_ROWS = 32
-"""From so many rows on, a program has two warps instead of four: programs are many then, and each
-takes as many instructions (Granite-4.0-H-350M's step at 64 rows 1.211 -> 1.204 ms)."""
+"""From so many rows of one query token on, a program has two warps instead of four: programs are
+many then, and each takes as many instructions (Granite-4.0-H-350M's step at 64 rows 1.211 -> 1.204
+ms). Rows of four tokens are slower so: 76.8 instead of 73.4 us for 64 rows of Nemotron-3-Nano's
+layer (an H200, 2026-11-26)."""
 
 
 class DecodeInputs(NamedTuple):
@@ -117,7 +119,7 @@ def take_inputs(
         window=window,
         tile=CHANNELS,
         is_gated=is_gated,
-        num_warps=2 if rows >= MANY_ROWS else 4,
+        num_warps=2 if rows >= MANY_ROWS and width == 1 else 4,
         **launch_options(zxbcdt),
     )
     return DecodeInputs(c, weights, decays, gates)
@@ -203,14 +205,22 @@ def _take_group(
     share *= tl.exp(left[:, None] - tl.cumsum(decay, 1))
     left = tl.exp(left)
     wait_for_previous(overlap)
+    # All loads before the first store: none may be moved ahead of a store that it could alias, and
+    # each query token would wait for memory anew.
+    counts, b_raws, c_raws, dts = (), (), (), ()
+    for query in tl.static_range(width):
+        token = row * width + query
+        source = zxbcdt + token * input_stride + d_inner
+        counts = counts + (tl.load(positions + token).to(tl.int32),)
+        b_raws = b_raws + (tl.load(source + b_channel),)
+        c_raws = c_raws + (tl.load(source + c_channel),)
+        dt = tl.load(source + conv_dim + head, mask=has_head, other=0.0)
+        dts = dts + (dt.to(tl.float32),)
     for query in tl.static_range(width):
         token = row * width + query
         position = first + query
-        brought = (first > 0) & (tl.load(positions + token).to(tl.int32) == position)
-        source = zxbcdt + token * input_stride + d_inner
-        b_raw = tl.load(source + b_channel)
-        c_raw = tl.load(source + c_channel)
-        dt = tl.load(source + conv_dim + head, mask=has_head, other=0.0).to(tl.float32)
+        brought = (first > 0) & (counts[query] == position)
+        b_raw, c_raw, dt = b_raws[query], c_raws[query], dts[query]
         dt = softplus(dt + shift)
         g = dt * rate
         b_input_3, c_input_3 = b_raw.to(tl.float32), c_raw.to(tl.float32)
