@@ -79,12 +79,13 @@ def convolve_into_ring(
     input_0, input_1, input_2 = history(kept, first, inside, conv_dim, conv_ring)
     wait_for_previous(overlap)
     # All loads before the first store: none may be moved ahead of a store that it could alias.
-    counts, raws = (), ()
+    counts: tl.tuple = ()
+    raws: tl.tuple = ()
     for query in tl.static_range(width):
         token = row * width + query
-        counts = counts + (tl.load(positions + token).to(tl.int32),)
+        counts += (tl.load(positions + token).to(tl.int32),)
         source = zxbcdt + token * input_stride + d_inner
-        raws = raws + (tl.load(source + channel, mask=inside, other=0.0),)
+        raws += (tl.load(source + channel, mask=inside, other=0.0),)
     for query in tl.static_range(width):
         position = first + query
         brought = (first > 0) & (counts[query] == position)

@@ -207,15 +207,18 @@ def _take_group(
     wait_for_previous(overlap)
     # All loads before the first store: none may be moved ahead of a store that it could alias, and
     # each query token would wait for memory anew.
-    counts, b_raws, c_raws, dts = (), (), (), ()
+    counts: tl.tuple = ()
+    b_raws: tl.tuple = ()
+    c_raws: tl.tuple = ()
+    dts: tl.tuple = ()
     for query in tl.static_range(width):
         token = row * width + query
         source = zxbcdt + token * input_stride + d_inner
-        counts = counts + (tl.load(positions + token).to(tl.int32),)
-        b_raws = b_raws + (tl.load(source + b_channel),)
-        c_raws = c_raws + (tl.load(source + c_channel),)
+        counts += (tl.load(positions + token).to(tl.int32),)
+        b_raws += (tl.load(source + b_channel),)
+        c_raws += (tl.load(source + c_channel),)
         dt = tl.load(source + conv_dim + head, mask=has_head, other=0.0)
-        dts = dts + (dt.to(tl.float32),)
+        dts += (dt.to(tl.float32),)
     for query in tl.static_range(width):
         token = row * width + query
         position = first + query
