@@ -24,6 +24,22 @@ def compiles() -> bool:
     return wanted == "numba" and find_spec("numba") is not None
 
 
+@cache
+def multiplies_integers() -> bool:
+    """Whether `integer_products.py` serves this CPU: loops are compiled, for an x86 CPU with AVX2.
+
+    Numba's own settings of another CPU forbid it: LLVM ends the process at an instruction that the
+    CPU it compiles for does not have.
+    """
+    if not compiles():
+        return False
+    import llvmlite.binding as llvm
+    from numba import config
+
+    is_own = not config.CPU_NAME and not config.CPU_FEATURES
+    return is_own and bool(llvm.get_host_cpu_features().get("avx2", False))
+
+
 def compile_all() -> None:
     """Compile the loops, so that no first step does: some seconds once for a machine, for Numba
     keeps what it has compiled beside the source, or in the user's cache if that cannot be written.

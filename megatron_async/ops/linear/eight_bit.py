@@ -1,15 +1,17 @@
-"""Products with 8-bit weights on a CPU, by torch's own fbgemm kernels.
+"""Products with 8-bit weights on a CPU.
 
 A CPU's decode step is bound by the bytes of its weights, and a larger batch by its multipliers:
-8-bit integers are a quarter of float32's bytes and, with VNNI instructions, four times the
-products. The weight has a scale for each output.
+8-bit integers are a quarter of float32's bytes. The weight has a scale for each output. So that a
+request's answer does not depend on the other requests, each row of the input has a scale of its own
+("per token" in vLLM). Eight bits are too few for rows with one very large element, as in language
+models; so rows have 16.
 
-torch's dynamic quantisation uses one scale for all rows of an input, so a request's answer would
-depend on the other requests. Here each row has its own scale ("per token" in vLLM): rows are
-divided by their scale first, the kernel rounds them with scale 1, sums are exact integers, and the
-result is multiplied by the row's scale. Eight bits are too few for rows with one very large
-element, as in language models. So the remainder of the first rounding is a second row of eight
-bits, which costs little while the weight's bytes set the time.
+There are two kinds of products. With VNNI instructions torch's fbgemm kernels multiply 8-bit
+integers, four times as many as float32; a row is two rows of 8 bits then, the second one what the
+rounding of the first has left, which costs little while the weight's bytes set the time. Without
+VNNI the loops of `ops/cpu/integer_products.py` multiply 16-bit integers, where Numba compiles them:
+on such a CPU they take a third of fbgemm's time at one row, and less than half at eight
+(docs/records/cpu_throughput.md, 2026-11-26).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.ops.cpu.compiler import compiles
+from megatron_async.ops.cpu.compiler import compiles, multiplies_integers
+from megatron_async.ops.linear.widened_weight import WidenedWeight
 
 ENGINE = "fbgemm"
 ZERO = 128
@@ -39,7 +42,7 @@ _product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.def
 
 
 class EightBitWeight:
-    """A weight as 8-bit integers, in fbgemm's layout.
+    """A weight as 8-bit integers, in the layout of its kernels.
 
     Args:
         weight: float32 `[outputs, k]` on a CPU.
@@ -53,6 +56,10 @@ class EightBitWeight:
 
     def __init__(self, weight: Tensor) -> None:
         check_available()
+        self._widened = WidenedWeight(weight) if widens() else None
+        if self._widened is not None:
+            self.nbytes = self._widened.nbytes
+            return
         outputs = weight.size(0)
         largest = LARGEST if has_vnni() else LARGEST_WITHOUT_VNNI
         scales = weight.abs().amax(1).div(largest).clamp_min(LEAST_SCALE)
@@ -76,6 +83,8 @@ class EightBitWeight:
         Returns:
             float32 `[..., outputs]`. A row depends on no other one.
         """
+        if self._widened is not None:
+            return self._widened.product(x, bias)
         if compiles() and bias is None and x.is_contiguous():
             return self._product(x)
         rows = x.reshape(-1, x.size(-1))
@@ -113,6 +122,11 @@ def check_available() -> None:
             f"quantization='int8' needs torch's {ENGINE} kernels, which are for x86 CPUs; this "
             f"torch has {torch.backends.quantized.supported_engines}: leave it None."
         )
+
+
+def widens() -> bool:
+    """Whether weights are widened to 16 bits here instead of multiplied by fbgemm."""
+    return not has_vnni() and multiplies_integers()
 
 
 def has_vnni() -> bool:

@@ -1,0 +1,108 @@
+"""`Helpers`: threads that stay awake between the products of a step, and take part in each.
+
+A step of a small model has some hundred products of 30 to 500 microseconds. To wake a thread costs
+as much as the shorter ones take. So a helper that has no work looks for it for a while, in compiled
+code without Python's lock, and then sleeps; whoever finds it asleep wakes it and goes on alone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import cache
+
+import numpy as np
+
+PATIENCE = 20_000
+"""Turns of a helper without work, some 10 to 40 nanoseconds each, before it sleeps."""
+CHUNK_BYTES = 2**16
+"""Of the weights that a thread takes at a time."""
+LEAST_SHARED = 2**17
+"""Bytes of weights from which on a product is shared."""
+
+
+class _Alone(threading.local):
+    """What a thread that computes alone has instead of the control that helpers look at."""
+
+    def __init__(self) -> None:
+        from megatron_async.ops.cpu import integer_products
+
+        self.control = np.zeros(integer_products.CONTROL_BYTES // 8, np.int64)
+        self.address = self.control.ctypes.data
+
+
+class Helpers:
+    """Threads beside the caller's, which take part in products.
+
+    Args:
+        count: of helpers; 0: every product is the caller's alone.
+    """
+
+    def __init__(self, count: int) -> None:
+        from megatron_async.ops.cpu import integer_products
+
+        self._kernels = integer_products
+        self._count = count
+        self._control = np.zeros(integer_products.CONTROL_BYTES // 8, np.int64)
+        self._address = self._control.ctypes.data
+        self._awake = integer_products.AWAKE // 8
+        self._least = LEAST_SHARED if count else 2**62
+        self._lock, self._alone = threading.Lock(), _Alone()
+        self._wake = [threading.Event() for _ in range(count)]
+        for number, event in enumerate(self._wake):
+            name = f"integer_products-{number}"
+            threading.Thread(target=self._help, args=(event,), name=name, daemon=True).start()
+
+    def product(
+        self, x: int, rows: int, k: int, weight: int, blocks: int, scales: int, out: int
+    ) -> None:
+        """`integer_products.product` on as many threads as are free; any thread may call it.
+
+        Args:
+            x: address of float32 `[rows, k]`.
+            rows, k: sizes of x.
+            weight: address of int8 `[blocks, steps, 4, 16]`.
+            blocks: outputs over four.
+            scales: address of float32 `[4 blocks]`.
+            out: address of float32 `[whole_tiles(rows), 4 blocks]`; written.
+        """
+        size = max(CHUNK_BYTES // (4 * k), 1)
+        # Two threads may compute at once, those of two engines: one of them does so alone.
+        if 4 * blocks * k < self._least or not self._lock.acquire(blocking=False):
+            alone = self._alone.address
+            self._kernels.product(alone, x, rows, k, weight, blocks, scales, out, blocks)
+            return
+        try:
+            if self._control[self._awake] < self._count:
+                for event in self._wake:
+                    event.set()
+            self._kernels.product(self._address, x, rows, k, weight, blocks, scales, out, size)
+        finally:
+            self._lock.release()
+
+    def _help(self, event: threading.Event) -> None:
+        while True:
+            event.wait()
+            event.clear()
+            self._kernels.serve(self._address, PATIENCE)
+
+
+@cache
+def helpers_of(threads: int) -> Helpers:
+    """The process's helpers where so many threads compute, the caller's among them."""
+    return Helpers(threads - 1)
+
+
+# A forked process has no threads but the one that forked.
+os.register_at_fork(after_in_child=helpers_of.cache_clear)
+
+
+@cache
+def compile_products() -> None:
+    """Compile the loops, so that no first step does."""
+    from megatron_async.ops.cpu import integer_products
+
+    alone, numbers = _Alone().address, np.zeros(64, np.float32)
+    place = numbers.ctypes.data
+    integer_products.product(alone, place, 1, 16, place, 1, place, place, 1)
+    integer_products.serve(alone, 0)

@@ -1,0 +1,156 @@
+"""The instructions of one tile of `integer_products.py`: some rows by some outputs.
+
+`pmaddwd` multiplies 16 pairs of 16-bit integers and adds neighbours in 32 bits: eight lanes, whose
+sums are added in float64. All these sums are exact, in whatever order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+STEP = 16
+"""Inputs that an instruction takes."""
+OUTPUTS = 4
+"""Outputs whose weights are side by side, and sums that are added up together."""
+STEPS_OF_PIECE = 256
+"""Most steps whose sums have room in 32 bits: in each, a lane adds two products of at most 32,767 x
+127."""
+
+LONG, REAL = ir.IntType(64), ir.FloatType()
+BYTES, SHORTS = ir.VectorType(ir.IntType(8), STEP), ir.VectorType(ir.IntType(16), STEP)
+LANES = ir.VectorType(ir.IntType(32), 8)
+WIDE, NARROW = ir.VectorType(ir.DoubleType(), 4), ir.VectorType(REAL, 4)
+
+
+def _constant(value: int) -> Any:
+    return ir.Constant(LONG, value)
+
+
+class TileWriter:
+    """Writes a tile's instructions.
+
+    Args:
+        builder: of llvmlite, at the place where they go.
+        rows: of the tile: a multiple of four, or one output more or less makes no sum of four.
+        outputs: of the tile, at most `OUTPUTS`; `rows * outputs` is a multiple of four.
+    """
+
+    def __init__(self, builder: Any, rows: int, outputs: int) -> None:
+        self._builder, self._rows, self._outputs = builder, rows, outputs
+        kind = ir.FunctionType(LANES, [SHORTS, SHORTS])
+        module = builder.module
+        self._multiply = module.globals.get("llvm.x86.avx2.pmadd.wd") or ir.Function(
+            module, kind, "llvm.x86.avx2.pmadd.wd"
+        )
+
+    def totals(self, x: Any, stride: Any, weight: Any, steps: Any) -> list[Any]:
+        """The sums, float64 in four parts, for each row those of its outputs."""
+        builder, count = self._builder, self._rows * self._outputs
+        sources = [builder.add(x, builder.mul(stride, _constant(r))) for r in range(self._rows)]
+        before = builder.block
+        names = ("piece", "products", "piece_end", "end")
+        piece, loop, piece_end, end = (builder.append_basic_block(name) for name in names)
+        builder.branch(piece)
+
+        builder.position_at_end(piece)
+        begin = builder.phi(LONG)
+        begin.add_incoming(_constant(0), before)
+        totals = [builder.phi(WIDE) for _ in range(count)]
+        for total in totals:
+            total.add_incoming(ir.Constant(WIDE, None), before)
+        stop = builder.add(begin, _constant(STEPS_OF_PIECE))
+        stop = builder.select(builder.icmp_signed("<", stop, steps), stop, steps)
+        builder.branch(loop)
+
+        builder.position_at_end(loop)
+        step = builder.phi(LONG)
+        step.add_incoming(begin, piece)
+        sums = [builder.phi(LANES) for _ in range(count)]
+        for lanes in sums:
+            lanes.add_incoming(ir.Constant(LANES, None), piece)
+        added = self._products(step, sources, weight, sums)
+        following = builder.add(step, _constant(1))
+        step.add_incoming(following, loop)
+        for lanes, now in zip(sums, added):
+            lanes.add_incoming(now, loop)
+        builder.cbranch(builder.icmp_signed("<", following, stop), loop, piece_end)
+
+        builder.position_at_end(piece_end)
+        raised = [builder.fadd(t, self._halves(now)) for t, now in zip(totals, added)]
+        begin.add_incoming(stop, piece_end)
+        for total, now in zip(totals, raised):
+            total.add_incoming(now, piece_end)
+        builder.cbranch(builder.icmp_signed("<", stop, steps), piece, end)
+        builder.position_at_end(end)
+        return raised
+
+    def store(self, totals: list[Any], factors: Any, scales: Any, out: Any, columns: Any) -> None:
+        """Write the sums, each times its row's factor and its output's scale."""
+        builder, rows, outputs = self._builder, self._rows, self._outputs
+        stride = builder.mul(columns, _constant(4))
+        for four in range(0, rows * outputs, OUTPUTS):
+            if outputs == OUTPUTS:
+                row = four // outputs
+                sums = self._together(totals[four : four + OUTPUTS])
+                factor = self._load(REAL, factors, 4 * row, 4)
+                sums = builder.fmul(sums, self._everywhere(factor))
+                sums = builder.fmul(sums, self._load(NARROW, scales, 0, 4))
+                place = builder.add(out, builder.mul(stride, _constant(row)))
+                builder.store(sums, builder.inttoptr(place, NARROW.as_pointer()), align=4)
+                continue
+            output, first = four // rows, four % rows
+            mine = [totals[(first + i) * outputs + output] for i in range(OUTPUTS)]
+            sums = builder.fmul(self._together(mine), self._load(NARROW, factors, 4 * first, 4))
+            scale = self._load(REAL, scales, 4 * output, 4)
+            sums = builder.fmul(sums, self._everywhere(scale))
+            for i in range(OUTPUTS):
+                place = builder.add(out, builder.mul(stride, _constant(first + i)))
+                place = builder.add(place, _constant(4 * output))
+                value = builder.extract_element(sums, ir.Constant(ir.IntType(32), i))
+                builder.store(value, builder.inttoptr(place, REAL.as_pointer()), align=4)
+
+    def _products(self, step: Any, sources: list[Any], weight: Any, sums: list[Any]) -> list[Any]:
+        """The sums with a step's products."""
+        builder = self._builder
+        place = builder.add(weight, builder.mul(step, _constant(OUTPUTS * STEP)))
+        weights = [
+            builder.sext(self._load(BYTES, place, STEP * output, 1), SHORTS)
+            for output in range(self._outputs)
+        ]
+        at, added = builder.mul(step, _constant(2 * STEP)), []
+        for row, source in enumerate(sources):
+            inputs = self._load(SHORTS, builder.add(source, at), 0, 2)
+            for output, wide in enumerate(weights):
+                products = builder.call(self._multiply, [inputs, wide])
+                added.append(builder.add(sums[row * self._outputs + output], products))
+        return added
+
+    def _load(self, kind: Any, address: Any, offset: int, align: int) -> Any:
+        place = self._builder.add(address, _constant(offset))
+        return self._builder.load(self._builder.inttoptr(place, kind.as_pointer()), align=align)
+
+    def _halves(self, lanes: Any) -> Any:
+        """Eight sums of 32 bits as four of float64."""
+        low, high = (self._pick(lanes, lanes, *range(i, i + 4)) for i in (0, 4))
+        return self._builder.fadd(self._builder.sitofp(low, WIDE), self._builder.sitofp(high, WIDE))
+
+    def _together(self, four: list[Any]) -> Any:
+        """Four sums in four parts each as one vector of float32."""
+        add, pick = self._builder.fadd, self._pick
+        left, right = (
+            add(pick(a, b, 0, 4, 2, 6), pick(a, b, 1, 5, 3, 7)) for a, b in (four[:2], four[2:])
+        )
+        sums = add(pick(left, right, 0, 1, 4, 5), pick(left, right, 2, 3, 6, 7))
+        return self._builder.fptrunc(sums, NARROW)
+
+    def _pick(self, left: Any, right: Any, *elements: int) -> Any:
+        kind = ir.VectorType(ir.IntType(32), len(elements))
+        return self._builder.shuffle_vector(left, right, ir.Constant(kind, list(elements)))
+
+    def _everywhere(self, value: Any) -> Any:
+        vector = self._builder.insert_element(
+            ir.Constant(NARROW, ir.Undefined), value, ir.Constant(ir.IntType(32), 0)
+        )
+        return self._pick(vector, vector, 0, 0, 0, 0)

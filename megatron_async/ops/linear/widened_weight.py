@@ -1,0 +1,71 @@
+"""`WidenedWeight`: 8-bit weights that become 16 bits in registers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_async.ops.cpu.helpers import compile_products, helpers_of
+
+LARGEST = 127
+LEAST_SCALE = 1e-30
+"""Scale of an output whose weights are zeros."""
+
+
+class WidenedWeight:
+    """A weight as 8-bit integers, in the order of `integer_products.py`.
+
+    Args:
+        weight: float32 `[outputs, k]` on a CPU.
+
+    Attributes:
+        nbytes: of the integers and their scales.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        from megatron_async.ops.cpu import integer_tile as kernels
+
+        compile_products()
+        self._outputs, self._k = weight.shape
+        blocks, steps = -(-self._outputs // kernels.OUTPUTS), -(-self._k // kernels.STEP)
+        scales = weight.abs().amax(1).div_(LARGEST).clamp_min_(LEAST_SCALE)
+        # torch aligns memory to cache lines, and a step's 64 bytes are one.
+        packed = torch.zeros((blocks, steps, kernels.OUTPUTS, kernels.STEP), dtype=torch.int8)
+        whole = torch.zeros(blocks * kernels.OUTPUTS, steps * kernels.STEP, dtype=torch.int8)
+        whole[: self._outputs, : self._k] = (weight / scales[:, None]).round_()
+        by_step = whole.view(blocks, kernels.OUTPUTS, steps, kernels.STEP)
+        packed.copy_(by_step.transpose(1, 2))
+        self._weight, self._address = packed, packed.data_ptr()
+        self._scales = F.pad(scales, (0, len(whole) - self._outputs))
+        self._scale_address = self._scales.data_ptr()
+        self.nbytes = packed.numel() + 4 * self._outputs
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x @ weight.T + bias`.
+
+        Args:
+            x: float32 `[..., k]` on a CPU.
+            bias: `[outputs]` or None.
+
+        Returns:
+            float32 `[..., outputs]`. A row depends on no other one.
+        """
+        from megatron_async.ops.cpu.integer_products import whole_tiles
+
+        if not x.is_contiguous():
+            x = x.contiguous()
+        rows, (blocks, _steps, *_), outputs = (
+            x.numel() // self._k,
+            self._weight.shape,
+            self._outputs,
+        )
+        tiles = whole_tiles(rows)
+        is_whole = tiles == rows and outputs == blocks * 4
+        out = torch.empty((*x.shape[:-1], outputs) if is_whole else (tiles, blocks * 4))
+        helpers_of(torch.get_num_threads()).product(
+            x.data_ptr(), rows, self._k, self._address, blocks, self._scale_address, out.data_ptr()
+        )
+        if not is_whole:
+            out = out[:rows, :outputs].reshape(*x.shape[:-1], outputs)
+        return out if bias is None else out.add_(bias)
