@@ -54,9 +54,11 @@ def compile_all() -> None:
         return np.ones(shape, np.float32)
 
     one, place = np.float32(1), np.zeros(1, np.int64)
-    row_kernels.norm(array(1, 4), array(4), one, array(1, 4))
-    row_kernels.add_norm(array(1, 4), array(1, 4), array(4), one, array(1, 4), array(1, 4))
-    row_kernels.swiglu(array(1, 2, 4), array(1, 4))
+    numbers = array(32)
+    row = numbers.ctypes.data
+    row_kernels.norm(row, row, 1, 4, one, row)
+    row_kernels.add_norm(row, row, row, 1, 4, one, row, row)
+    row_kernels.swiglu(row, 1, 4, row)
     row_kernels.halves(array(1, 4), array(2, 4), array(1), one, one, one)
     row_kernels.whole(array(2, 4), array(1), one)
     qkv, tables, cache, table = (

@@ -16,12 +16,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from megatron_async.ops.cpu import atomics
 from megatron_async.ops.cpu.integer_tile import OUTPUTS, STEP, TileWriter
+from megatron_async.ops.cpu.row_kernels import floats
 
 MOST_ROWS = 4
 """Rows of the largest tile."""
@@ -77,16 +77,6 @@ of the first output's scale and of the first of what is written; `stride` bytes 
 next in x, `columns` numbers in out."""
 _two = _tile(2, 4)
 _four = _tile(4, 2)
-
-
-@intrinsic
-def _floats(typingctx: Any, address: Any) -> Any:
-    """An address as that of float32 numbers."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.FloatType().as_pointer())
-
-    return types.CPointer(types.float32)(types.int64), codegen
 
 
 @njit(nogil=True, cache=True)
@@ -189,8 +179,6 @@ def product(
 ) -> None:  # pragma: no cover - compiled
     """Into out: `x @ weight.T`; threads that are in `serve` take part.
 
-    Tensors are given by their addresses: Numba takes five microseconds for an array.
-
     Args:
         control: of `CONTROL_BYTES` that are this call's and the helpers'.
         x: of float32 `[rows, k]`.
@@ -203,7 +191,7 @@ def product(
     """  # fmt: skip
     tiles, steps = whole_tiles(rows), (k + STEP - 1) // STEP
     rounded, factors = np.empty((tiles, steps * STEP), np.int16), np.empty(tiles, np.float32)
-    round_rows(carray(_floats(x), (rows, k)), rounded, factors)
+    round_rows(carray(floats(x), (rows, k)), rounded, factors)
     atomics.write(control + X, rounded.ctypes.data)
     atomics.write(control + ROWS, rows)
     atomics.write(control + WEIGHT, weight)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 
 REORDERS = {"reassoc", "contract", "arcp", "nsz"}
@@ -67,44 +67,69 @@ def exp(typingctx: Any, x: Any = None) -> Any:
     return types.float32(types.float32), codegen
 
 
+@intrinsic
+def floats(typingctx: Any, address: Any) -> Any:
+    """An address as that of float32 numbers. Tensors are given to small loops by their addresses:
+    Numba takes some five microseconds for an array."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.FloatType().as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), codegen
+
+
 @njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
 def add_norm(
-    x: Any, residual: Any, weight: Any, eps: Any, normed: Any, total: Any
+    x_at: Any,
+    residual_at: Any,
+    weight_at: Any,
+    rows: Any,
+    hidden: Any,
+    eps: Any,
+    normed_at: Any,
+    total_at: Any,
 ) -> None:  # pragma: no cover - compiled
-    """Into total: x + residual; into normed: RMSNorm of it; `[rows, hidden]`, weight `[hidden]`."""
-    hidden = np.float32(x.shape[1])
-    for row in range(x.shape[0]):
+    """Into total: x + residual; into normed: RMSNorm of it. All by their addresses, `[rows,
+    hidden]`, weight `[hidden]`."""  # fmt: skip
+    sizes, weight = (rows, hidden), carray(floats(weight_at), (hidden,))
+    x, residual = carray(floats(x_at), sizes), carray(floats(residual_at), sizes)
+    normed, total = carray(floats(normed_at), sizes), carray(floats(total_at), sizes)
+    for row in range(rows):
         square = np.float32(0.0)
-        for i in range(x.shape[1]):
+        for i in range(hidden):
             value = x[row, i] + residual[row, i]
             total[row, i] = value
             square += value * value
-        factor = np.float32(1.0) / np.sqrt(square / hidden + eps)
-        for i in range(x.shape[1]):
+        factor = np.float32(1.0) / np.sqrt(square / np.float32(hidden) + eps)
+        for i in range(hidden):
             normed[row, i] = total[row, i] * factor * weight[i]
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
-def norm(x: Any, weight: Any, eps: Any, normed: Any) -> None:  # pragma: no cover - compiled
-    """Into normed: RMSNorm of x. `[rows, hidden]`, weight `[hidden]`."""
-    hidden = np.float32(x.shape[1])
-    for row in range(x.shape[0]):
+def norm(
+    x_at: Any, weight_at: Any, rows: Any, hidden: Any, eps: Any, normed_at: Any
+) -> None:  # pragma: no cover - compiled
+    """Into normed: RMSNorm of x. By their addresses, `[rows, hidden]`, weight `[hidden]`."""
+    weight = carray(floats(weight_at), (hidden,))
+    x, normed = carray(floats(x_at), (rows, hidden)), carray(floats(normed_at), (rows, hidden))
+    for row in range(rows):
         square = np.float32(0.0)
-        for i in range(x.shape[1]):
+        for i in range(hidden):
             square += x[row, i] * x[row, i]
-        factor = np.float32(1.0) / np.sqrt(square / hidden + eps)
-        for i in range(x.shape[1]):
+        factor = np.float32(1.0) / np.sqrt(square / np.float32(hidden) + eps)
+        for i in range(hidden):
             normed[row, i] = x[row, i] * factor * weight[i]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def swiglu(x: Any, out: Any) -> None:  # pragma: no cover - compiled
-    """Into out: silu(gate) * up; x `[rows, 2, width]`, out `[rows, width]`."""
-    for row in range(x.shape[0]):
+def swiglu(x_at: Any, rows: Any, width: Any, out_at: Any) -> None:  # pragma: no cover - compiled
+    """Into out: silu(gate) * up; by their addresses, x `[rows, 2, width]`, out `[rows, width]`."""
+    x, out = carray(floats(x_at), (rows, 2, width)), carray(floats(out_at), (rows, width))
+    for row in range(rows):
         # Whole rows: Numba takes a part of one for strided, and an index that is a sum for one that
         # may be negative. Neither becomes vectors.
         gates, ups, target = x[row, 0], x[row, 1], out[row]
-        for i in range(out.shape[1]):
+        for i in range(width):
             target[i] = gates[i] / (np.float32(1.0) + exp(-gates[i])) * ups[i]
 
 

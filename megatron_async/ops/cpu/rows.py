@@ -41,14 +41,17 @@ def add_rms_norm(
         return rms_norm.add_rms_norm_reference(x, residual, weight, eps)
     from megatron_async.ops.cpu import row_kernels
 
-    normed, factors = torch.empty_like(x), weight.detach().numpy()
+    normed, (rows, hidden) = torch.empty_like(x), x.shape
     if residual is None:
-        row_kernels.norm(x.numpy(), factors, np.float32(eps), normed.numpy())
+        row_kernels.norm(
+            x.data_ptr(), weight.data_ptr(), rows, hidden, np.float32(eps), normed.data_ptr()
+        )
         return normed, x
     total = torch.empty_like(x)
     row_kernels.add_norm(
-        x.numpy(), residual.numpy(), factors, np.float32(eps), normed.numpy(), total.numpy()
-    )
+        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, hidden, np.float32(eps),
+        normed.data_ptr(), total.data_ptr(),
+    )  # fmt: skip
     return normed, total
 
 
@@ -59,9 +62,9 @@ def swiglu(x: Tensor) -> Tensor:
         return gated.swiglu_reference(x)
     from megatron_async.ops.cpu import row_kernels
 
-    halves = x.view(x.size(0), 2, x.size(1) // 2)
-    out = x.new_empty((x.size(0), x.size(1) // 2))
-    row_kernels.swiglu(halves.numpy(), out.numpy())
+    rows, width = x.size(0), x.size(1) // 2
+    out = torch.empty((rows, width), dtype=torch.float32)
+    row_kernels.swiglu(x.data_ptr(), rows, width, out.data_ptr())
     return out
 
 

@@ -62,7 +62,8 @@ class WidenedWeight:
         )
         tiles = whole_tiles(rows)
         is_whole = tiles == rows and outputs == blocks * 4
-        out = torch.empty((*x.shape[:-1], outputs) if is_whole else (tiles, blocks * 4))
+        sizes = (*x.shape[:-1], outputs) if is_whole else (tiles, blocks * 4)
+        out = torch.empty(sizes, dtype=torch.float32)
         helpers_of(torch.get_num_threads()).product(
             x.data_ptr(), rows, self._k, self._address, blocks, self._scale_address, out.data_ptr()
         )
