@@ -25,13 +25,18 @@ from megatron_async.ops.cpu.row_kernels import floats
 
 MOST_ROWS = 4
 """Rows of the largest tile."""
+MOST = np.float32(32767.0)
+"""Of an element of a row as an integer."""
+LEAST = np.float32(1e-30)
+"""What the largest element of a row of zeros counts as."""
+LARGEST_FINITE = np.finfo(np.float32).max
 GROUP = 8
 """Rows that are multiplied by a block of outputs before the next block is read. They stay in the
 first cache with it, while the next block is on its way."""
 
 TICKET, FINISHED, AWAKE, JOB = 0, 64, 128, 192
-"""Bytes from the start of `control`, each in a cache line of its own: the ticket, the chunks that
-are done, the helpers that wait for a job, and the job's numbers."""
+"""Bytes from the start of `control`, 64 apart so that no two share a cache line: the ticket, the
+chunks that are done, the helpers that wait for a job, and the job's numbers."""
 X, ROWS, WEIGHT, STEPS, SCALES, FACTORS, OUT, BLOCKS, CHUNK_BLOCKS = (
     JOB + 8 * number for number in range(9)
 )
@@ -103,14 +108,14 @@ def round_rows(x: Any, rounded: Any, factors: Any) -> None:  # pragma: no cover 
         most, is_broken = np.float32(0.0), 0
         for i in range(x.shape[1]):
             most = max(most, abs(given[i]))
-            is_broken |= not abs(given[i]) <= np.float32(3.4028235e38)
+            is_broken |= not abs(given[i]) <= LARGEST_FINITE
         if is_broken:
             factors[row] = np.float32(np.nan)
             target[:] = 0
             continue
-        most = max(most, np.float32(1e-30))
-        factor = np.float32(32767.0) / most
-        factors[row] = most / np.float32(32767.0)
+        most = max(most, LEAST)
+        factor = MOST / most
+        factors[row] = most / MOST
         for i in range(x.shape[1]):
             target[i] = np.int16(np.int32(np.rint(given[i] * factor)))
         target[x.shape[1] :] = 0
@@ -188,7 +193,7 @@ def product(
         scales: of float32 `[4 blocks]`.
         out: of float32 `[whole_tiles(rows), 4 blocks]`; written.
         size: blocks of a chunk; all of them: no thread takes part.
-    """  # fmt: skip
+    """
     tiles, steps = whole_tiles(rows), (k + STEP - 1) // STEP
     rounded, factors = np.empty((tiles, steps * STEP), np.int16), np.empty(tiles, np.float32)
     round_rows(carray(floats(x), (rows, k)), rounded, factors)

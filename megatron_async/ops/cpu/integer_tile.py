@@ -33,8 +33,8 @@ class TileWriter:
 
     Args:
         builder: of llvmlite, at the place where they go.
-        rows: of the tile: a multiple of four, or one output more or less makes no sum of four.
-        outputs: of the tile, at most `OUTPUTS`; `rows * outputs` is a multiple of four.
+        rows: of the tile; a multiple of four where outputs are fewer than `OUTPUTS`.
+        outputs: of the tile, at most `OUTPUTS`.
     """
 
     def __init__(self, builder: Any, rows: int, outputs: int) -> None:

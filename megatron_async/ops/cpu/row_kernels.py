@@ -70,7 +70,7 @@ def exp(typingctx: Any, x: Any = None) -> Any:
 @intrinsic
 def floats(typingctx: Any, address: Any) -> Any:
     """An address as that of float32 numbers. Tensors are given to small loops by their addresses:
-    Numba takes some five microseconds for an array."""
+    `numpy()` and the array it makes take one to two microseconds each time, `data_ptr()` 0.2."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], ir.FloatType().as_pointer())

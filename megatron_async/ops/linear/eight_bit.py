@@ -10,7 +10,7 @@ There are two kinds of products. With VNNI instructions torch's fbgemm kernels m
 integers, four times as many as float32; a row is two rows of 8 bits then, the second one what the
 rounding of the first has left, which costs little while the weight's bytes set the time. Without
 VNNI the loops of `ops/cpu/integer_products.py` multiply 16-bit integers, where Numba compiles them:
-on such a CPU they take a third of fbgemm's time at one row, and less than half at eight
+on such a CPU they take a third to six tenths of fbgemm's time at one row, and half at eight
 (docs/records/cpu_throughput.md, 2026-11-26).
 """
 
@@ -22,12 +22,11 @@ from torch import Tensor
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.cpu.compiler import compiles, multiplies_integers
-from megatron_async.ops.linear.widened_weight import WidenedWeight
+from megatron_async.ops.linear.widened_weight import LARGEST, LEAST_SCALE, WidenedWeight
 
 ENGINE = "fbgemm"
 ZERO = 128
 """fbgemm's rows are unsigned."""
-LARGEST = 127
 LARGEST_WITHOUT_VNNI = 63
 """Without VNNI instructions fbgemm adds two products in 16 bits, which saturate beyond 32,767:
 2 x 255 x 63 does not."""
@@ -35,8 +34,6 @@ FINER = 254
 """Factor of the remainder after rounding, at most a half, so that it uses the range of 8 bits."""
 ROUNDING = 1.5 * 2**23
 """float32 numbers of this size have no fraction: added and taken away it rounds, to even."""
-LEAST_SCALE = 1e-30
-"""Scale of a row of zeros."""
 _LARGEST, _FINER, _LEAST = np.float32(LARGEST), np.float32(FINER), np.float32(LEAST_SCALE)
 _product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from megatron_async.ops.cpu.helpers import compile_products, helpers_of
 
 LARGEST = 127
+"""Of a weight as an integer."""
 LEAST_SCALE = 1e-30
-"""Scale of an output whose weights are zeros."""
+"""Of an output whose weights are zeros, and of a row of zeros."""
 
 
 class WidenedWeight:
@@ -55,14 +56,10 @@ class WidenedWeight:
 
         if not x.is_contiguous():
             x = x.contiguous()
-        rows, (blocks, _steps, *_), outputs = (
-            x.numel() // self._k,
-            self._weight.shape,
-            self._outputs,
-        )
-        tiles = whole_tiles(rows)
-        is_whole = tiles == rows and outputs == blocks * 4
-        sizes = (*x.shape[:-1], outputs) if is_whole else (tiles, blocks * 4)
+        rows, outputs, blocks = x.numel() // self._k, self._outputs, len(self._weight)
+        tiles, columns = whole_tiles(rows), len(self._scales)
+        is_whole = tiles == rows and outputs == columns
+        sizes = (*x.shape[:-1], outputs) if is_whole else (tiles, columns)
         out = torch.empty(sizes, dtype=torch.float32)
         helpers_of(torch.get_num_threads()).product(
             x.data_ptr(), rows, self._k, self._address, blocks, self._scale_address, out.data_ptr()
