@@ -3,8 +3,7 @@
 A thread that waits would be simpler. But the hand-over to it and back costs 70 microseconds of CPU.
 And where the loop serves hundreds of readers, the thread gets the interpreter's lock milliseconds
 after the event. So a CPU device calls the loop when an event is reached. A GPU's event is queried
-in every turn of the loop (a turn costs 4 microseconds, a query one). A thread in CUDA's wait would
-keep a core as busy, and wake a loop whose core sleeps.
+in every turn of the loop (a turn costs 4 microseconds, a query one).
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ from typing import Any
 
 from megatron_async.devices import Event
 
-ASK_FOR_S = 0.05
-"""Seconds for which an event is queried. Then a thread waits, and whoever called it also looks
-whether other ranks are lost."""
+ASK_FOR_S = 0.002
+"""Seconds for which an event is queried. A longer wait uses a thread: its cost matters less then,
+and queries keep a core busy."""
 TOLD_WITHIN_S = 0.05
-"""Seconds within which a device that calls the loop may do so; then likewise."""
+"""Seconds within which a device that calls the loop may do so. Then a thread waits, and whoever
+called it also looks whether other ranks are lost."""
 
 
 async def arrival(event: Event, wait: Callable[[Event], Coroutine[Any, Any, None]]) -> None:

@@ -20,7 +20,6 @@ from megatron_async.server.http.server import HttpServer
 from megatron_async.server.stream_hub import StreamHub
 from megatron_async.server.tracing import make_tracer
 from megatron_async.serving.secret import read_secret
-from megatron_async.serving.short_sleeps import ShortSleeps
 from megatron_async.serving.token_client import TokenClient
 
 logger = logging.getLogger("megatron_async")
@@ -62,18 +61,11 @@ async def _serve(config: ApiConfig, listener_fd: int) -> int:
     app = make_app(client, config, hub, tracer, further)
     server = HttpServer(app, config)
     loop = asyncio.get_running_loop()
-    sleeps = ShortSleeps.where_worth_it(lambda: client.has_unfinished_requests)
-    if sleeps is not None:
-        loop.add_reader(sleeps, sleeps.tick)
-        client.before_send = sleeps.begin
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
     with socket.socket(fileno=listener_fd) as listener:
         await server.serve(listener)
     await client.close()
-    if sleeps is not None:
-        loop.remove_reader(sleeps)
-        sleeps.close()
     if tracer is not None:
         await asyncio.to_thread(tracer.close)
     return 0

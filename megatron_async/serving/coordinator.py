@@ -34,7 +34,6 @@ from megatron_async.serving.messages import (
 )
 from megatron_async.serving.records import CoordinatorConfig
 from megatron_async.serving.secret import Doorkeeper, secure_coordinator
-from megatron_async.serving.short_sleeps import ShortSleeps
 from megatron_async.serving.step_pipes import StepPipes
 
 logger = logging.getLogger("megatron_async")
@@ -100,8 +99,7 @@ class Coordinator:
         watched = [self._socket, self._monitor]
         if self._doorkeeper is not None:
             watched.append(self._doorkeeper.socket)
-        self._sleeps = ShortSleeps.where_worth_it(self._has_work)
-        self._inputs = Inputs(watched, self._sleeps)
+        self._inputs = Inputs(watched)
         self._sockets = HostSockets(self._inputs.epoll)
         self._is_probing = False
         self._stop = threading.Event()
@@ -128,8 +126,6 @@ class Coordinator:
                 now = time.monotonic()
                 self.dispatcher.tick(now)
                 self._bury()
-                if self._sleeps is not None and self._has_work():
-                    self._sleeps.begin()
                 if now - told >= self._config.ping_interval_s:
                     told, self.latest_stats = now, self.dispatcher.stats()
         finally:
@@ -146,9 +142,6 @@ class Coordinator:
     def stop(self) -> None:
         """Let `run` return; may be called from another thread or a signal handler."""
         self._stop.set()
-
-    def _has_work(self) -> bool:
-        return self.dispatcher.in_flight.requests > 0
 
     def _receive(self) -> None:
         """What has come by ZMQ: all messages, up to the limit of a turn."""

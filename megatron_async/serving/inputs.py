@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import math
 import select
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import zmq
-
-from megatron_async.serving.short_sleeps import ShortSleeps
 
 LOOK_EVERY_S = 0.05
 """Seconds after which ZMQ is asked in any case."""
@@ -27,18 +24,14 @@ class Inputs:
 
     Args:
         watched: sockets of ZMQ.
-        sleeps: how `wait` sleeps; None: until something comes. Closed with this object.
 
     Attributes:
         epoll: watches them; other sockets may be added. None: this system has none, and ZMQ's poll
             waits.
     """
 
-    def __init__(
-        self, watched: Sequence[zmq.Socket[Any]], sleeps: ShortSleeps | None = None
-    ) -> None:
-        self._watched, self._sleeps = watched, sleeps
-        self._timer = -1 if sleeps is None else sleeps.fileno()
+    def __init__(self, watched: Sequence[zmq.Socket[Any]]) -> None:
+        self._watched = watched
         self._is_due = True
         self._looked = 0.0
         self._numbers: set[int] = set()
@@ -49,8 +42,6 @@ class Inputs:
             self._numbers = {int(each.get(zmq.FD)) for each in watched}
             for number in self._numbers:
                 self.epoll.register(number, select.EPOLLIN)
-            if sleeps is not None:
-                self.epoll.register(sleeps, select.EPOLLIN)
         else:
             for each in watched:
                 self._poller.register(each, zmq.POLLIN)
@@ -66,24 +57,10 @@ class Inputs:
             self._poller.poll(0 if self._is_due else math.ceil(1000 * wait_s))
             self._is_due = True
             return []
-        found = self._found(self.epoll, 0 if self._is_due else wait_s)
+        found = [number for number, _ in self.epoll.poll(0 if self._is_due else wait_s)]
         ready = [number for number in found if number not in self._numbers]
         self._is_due |= len(ready) < len(found)
         return ready
-
-    def _found(self, epoll: select.epoll, wait_s: float) -> list[int]:
-        """Numbers that have something, the timer's not among them."""
-        end = time.monotonic() + wait_s
-        while True:
-            found = [number for number, _ in epoll.poll(wait_s)]
-            if self._timer not in found:
-                return found
-            assert self._sleeps is not None, "the timer is its"
-            self._sleeps.tick()
-            found.remove(self._timer)
-            wait_s = end - time.monotonic()
-            if found or wait_s <= 0:
-                return found
 
     def look_again(self) -> None:
         """ZMQ was used: it may have taken the signal of what has come."""
@@ -109,5 +86,3 @@ class Inputs:
         """Watch nothing any more; the sockets stay open."""
         if self.epoll is not None:
             self.epoll.close()
-        if self._sleeps is not None:
-            self._sleeps.close()

@@ -28,9 +28,6 @@ class SentRequests:
     def __contains__(self, number: int) -> bool:
         return number in self._requests
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def put(self, number: int, request: SentRequest) -> None:
         """From now on the request gets the messages for its number."""
         self._requests[number] = request

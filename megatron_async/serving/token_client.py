@@ -57,7 +57,6 @@ class TokenClient:
         secret: the coordinator's, if it asks for one.
 
     Attributes:
-        before_send: called before a request is sent.
         after_message: called when readers were given all that had come: who writes for several of
             them writes once.
         lost: called when the coordinator is lost; all readers have been told before.
@@ -84,7 +83,6 @@ class TokenClient:
         self._card: ModelCard | None = None
         self._card_is_new = False
         self._tokenizer: tuple[str, Any] | None = None
-        self.before_send: Callable[[], None] | None = None
         self.after_message: Callable[[], None] | None = None
         self.lost: Callable[[CoordinatorLost], None] | None = None
 
@@ -185,8 +183,6 @@ class TokenClient:
 
     def _send(self, message: Generate, params: SamplingParams, reader: TokenReader) -> int:
         assert self._connection is not None
-        if self.before_send is not None:
-            self.before_send()
         message.number = next(self._numbers)
         try:
             self._connection.send(message)
@@ -234,11 +230,6 @@ class TokenClient:
     def is_open(self) -> bool:
         """Whether there is a connection now."""
         return self._connection is not None
-
-    @property
-    def has_unfinished_requests(self) -> bool:
-        """Whether an answer is still to come."""
-        return len(self._sent) > 0
 
     async def _keep_open(self) -> None:
         while True:

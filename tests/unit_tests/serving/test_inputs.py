@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import time
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ import zmq
 
 from megatron_async.serving import inputs
 from megatron_async.serving.inputs import Inputs
-from megatron_async.serving.short_sleeps import ShortSleeps
 
 Sockets = tuple["zmq.Socket[Any]", "zmq.Socket[Any]"]
 LONG_S = 10.0
@@ -102,31 +100,3 @@ def test_another_socket_is_told_by_its_number_and_zmq_is_not_asked(pair: Sockets
     watched.close()
     mine.close()
     other.close()
-
-
-def test_short_sleeps_end_no_wait(pair: Sockets) -> None:
-    """A wait lasts as long as it is to, and ends at once for what comes.
-
-    Break it: return when the timer has ticked; or go on waiting when something has come too.
-    """
-    ours, theirs = pair
-    sleeps = ShortSleeps(lambda: True)
-    watched = Inputs([ours], sleeps)
-    a, b = socket.socketpair()
-    assert watched.epoll is not None
-    watched.epoll.register(a, select.EPOLLIN)
-    settled(watched)
-    sleeps.begin()
-    start = time.monotonic()
-    assert watched.wait(0.2) == []
-    assert time.monotonic() - start >= 0.2
-    b.send(b"x")
-    start = time.monotonic()
-    assert watched.wait(LONG_S) == [a.fileno()]
-    assert time.monotonic() - start < LONG_S / 2
-    theirs.send(b"a")
-    watched.wait(LONG_S)
-    assert watched.is_due(time.monotonic())
-    watched.close()
-    a.close()
-    b.close()
