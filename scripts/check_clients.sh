@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Ask a running server by the clients that people use, each in an environment of its own, and write
-# what came out of it to docs/server_clients.md.
+# what came out of it to docs/server_clients.md. Rows of clients that are not asked stay.
 #
 #   bash scripts/check_clients.sh                     # starts `megatron-async serve smollm2` itself
 #   bash scripts/check_clients.sh openai-1 litellm    # only these
@@ -22,6 +22,21 @@ NAMES=(Qwen/Qwen3-0.6B HuggingFaceH4/zephyr-7b-beta HuggingFaceTB/SmolLM2-135M-I
        Qwen/Qwen2.5-1.5B-Instruct gpt-3.5-turbo-instruct)
 # Whose tests are run: of the packages' sources on PyPI.
 export LLAMA_CPP_PYTHON=0.3.36 VLLM=0.33.0
+names=("$@")
+[ ${#names[@]} -gt 0 ] || names=("${ALL[@]}")
+for name in "${names[@]}"; do
+    case " ${ALL[*]} guidellm " in
+    *" $name "*) ;;
+    *) sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "$0"
+       case $name in -h | --help) exit 0 ;; esac
+       echo "There is no client '$name': name some of ${ALL[*]} guidellm, or none for all but the last." >&2
+       exit 2 ;;
+    esac
+done
+UV=$(command -v uv .venv/bin/uv | head -1)
+[ -n "$UV" ] || { echo "uv makes the environments: bash scripts/setup.sh, or pip install uv" >&2; exit 1; }
+UV=$(realpath "$UV")
+export UV
 mkdir -p "$ENVS/logs"
 export MODEL=${MODEL:-smollm2} API_KEY=${API_KEY:-sk-check-clients}
 # Not a Python that uv would fetch, but the one that the project's own environment is made of.
@@ -58,8 +73,7 @@ environment() { # NAME PACKAGE...: its Python
     local folder="$ENVS/$1"
     shift
     if [ ! -x "$folder/bin/python" ]; then
-        command -v uv >/dev/null || { echo "uv makes the environments: pip install uv" >&2; return 1; }
-        uv venv -q --python "$BASE_PYTHON" "$folder" && uv pip install -q --python "$folder" "$@" || {
+        "$UV" venv -q --python "$BASE_PYTHON" "$folder" && "$UV" pip install -q --python "$folder" "$@" || {
             rm -rf "$folder"
             return 1
         }
@@ -166,9 +180,10 @@ run_vllm() {
         "$tests"/entrypoints/serve/{tokenize/test_tokenization,instrumentator/test_basic}.py
 }
 
-names=("$@")
-[ ${#names[@]} -gt 0 ] || names=("${ALL[@]}")
-rows=()
+declare -A rows
+for name in "${ALL[@]}" guidellm; do
+    rows[$name]=$(grep -s "^| $name |" "$REPORT")
+done
 failed=0
 for name in "${names[@]}"; do
     log="$ENVS/logs/$name.log"
@@ -187,15 +202,18 @@ found = {re.sub("_", "-", d.name): d.version for d in importlib.metadata.distrib
 print(next(found[n] for n in names if n in found))' "$name" 2>/dev/null) ;;
     esac
     echo "$name ${version:-} $result ($((SECONDS - start)) s; $log)"
-    rows+=("| $name | ${version:--} | $result | $(grep -av "^[[:space:]]*$" "$log" | tail -n 1 | tr '|' ' ' | cut -c 1-120) |")
+    last=$(grep -av "^[[:space:]]*$" "$log" | tail -n 1 | tr '|' ' ' | cut -c 1-120)
+    rows[$name]="| $name | ${version:--} | $result | $(date -u +%Y-%m-%d) | $last |"
 done
 {
     echo "# Clients that were asked"
     echo
-    echo "Written by \`bash scripts/check_clients.sh${*:+ $*}\` on $(date -u +%Y-%m-%d), model $MODEL."
+    echo "Written by \`bash scripts/check_clients.sh\`, model $MODEL."
     echo
-    echo "| client | version | outcome | last line of its output |"
-    echo "| --- | --- | --- | --- |"
-    printf '%s\n' "${rows[@]}"
+    echo "| client | version | outcome | date | last line of its output |"
+    echo "| --- | --- | --- | --- | --- |"
+    for name in "${ALL[@]}" guidellm; do
+        [ -z "${rows[$name]}" ] || printf '%s\n' "${rows[$name]}"
+    done
 } >"$REPORT"
 exit $failed
