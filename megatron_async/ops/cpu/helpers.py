@@ -12,6 +12,8 @@ import threading
 from functools import cache
 
 import numpy as np
+import torch
+from torch import Tensor
 
 PATIENCE = 20_000
 """Turns of a helper without work before it sleeps, 31 nanoseconds each on a Zen 3 EPYC: 0.6 ms."""
@@ -21,14 +23,40 @@ LEAST_SHARED = 2**17
 """Bytes of weights from which on a product is shared."""
 
 
-class _Alone(threading.local):
-    """What a thread that computes alone has instead of the control that helpers look at."""
+KEPT_BYTES = 2**20
+"""Of scratch memory that waits for the next product; more is given back after each."""
+
+
+class _Desk:
+    """What one product at a time works with.
+
+    Attributes:
+        control: int64, what its threads tell each other.
+        address: of control.
+    """
 
     def __init__(self) -> None:
         from megatron_async.ops.cpu import integer_products
 
         self.control = np.zeros(integer_products.CONTROL_BYTES // 8, np.int64)
         self.address = self.control.ctypes.data
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def scratch(self, num_bytes: int) -> Tensor:
+        """At least so much memory, the caller's until the product is done."""
+        if num_bytes <= self._scratch.numel():
+            return self._scratch
+        scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes <= KEPT_BYTES:
+            self._scratch = scratch
+        return scratch
+
+
+class _Alone(threading.local):
+    """The desk of each thread that computes alone."""
+
+    def __init__(self) -> None:
+        self.desk = _Desk()
 
 
 class Helpers:
@@ -43,9 +71,7 @@ class Helpers:
 
         self._kernels = integer_products
         self._count = count
-        self._control = np.zeros(integer_products.CONTROL_BYTES // 8, np.int64)
-        self._address = self._control.ctypes.data
-        self._awake = integer_products.AWAKE // 8
+        self._desk, self._awake = _Desk(), integer_products.AWAKE // 8
         self._least = LEAST_SHARED if count else 2**62
         self._lock, self._alone = threading.Lock(), _Alone()
         self._wake = [threading.Event() for _ in range(count)]
@@ -66,17 +92,25 @@ class Helpers:
             scales: address of float32 `[4 blocks]`.
             out: address of float32 `[whole_tiles(rows), 4 blocks]`; written.
         """
-        size = max(CHUNK_BYTES // (4 * k), 1)
+        num_bytes = self._kernels.scratch_bytes(rows, k)
         # Two threads may compute at once, those of two engines: one of them does so alone.
         if 4 * blocks * k < self._least or not self._lock.acquire(blocking=False):
-            alone = self._alone.address
-            self._kernels.product(alone, x, rows, k, weight, blocks, scales, out, blocks)
+            desk = self._alone.desk
+            scratch = desk.scratch(num_bytes)
+            self._kernels.product(
+                desk.address, scratch.data_ptr(), x, rows, k, weight, blocks, scales, out, blocks
+            )
             return
         try:
-            if self._control[self._awake] < self._count:
+            if self._desk.control[self._awake] < self._count:
                 for event in self._wake:
                     event.set()
-            self._kernels.product(self._address, x, rows, k, weight, blocks, scales, out, size)
+            size = max(CHUNK_BYTES // (4 * k), 1)
+            scratch = self._desk.scratch(num_bytes)
+            self._kernels.product(
+                self._desk.address, scratch.data_ptr(), x, rows, k, weight, blocks, scales, out,
+                size,
+            )  # fmt: skip
         finally:
             self._lock.release()
 
@@ -84,7 +118,7 @@ class Helpers:
         while True:
             event.wait()
             event.clear()
-            self._kernels.serve(self._address, PATIENCE)
+            self._kernels.serve(self._desk.address, PATIENCE)
 
 
 @cache
@@ -102,7 +136,9 @@ def compile_products() -> None:
     """Compile the loops, so that no first step does."""
     from megatron_async.ops.cpu import integer_products
 
-    alone, numbers = _Alone().address, np.zeros(64, np.float32)
-    place = numbers.ctypes.data
-    integer_products.product(alone, place, 1, 16, place, 1, place, place, 1)
-    integer_products.serve(alone, 0)
+    desk, numbers = _Desk(), torch.zeros(64)
+    scratch, place = desk.scratch(integer_products.scratch_bytes(1, 16)), numbers.data_ptr()
+    integer_products.product(
+        desk.address, scratch.data_ptr(), place, 1, 16, place, 1, place, place, 1
+    )
+    integer_products.serve(desk.address, 0)

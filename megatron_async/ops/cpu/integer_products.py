@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 from megatron_async.ops.cpu import atomics
 from megatron_async.ops.cpu.integer_tile import OUTPUTS, STEP, TileWriter
-from megatron_async.ops.cpu.row_kernels import floats
+from megatron_async.ops.cpu.row_kernels import floats, integers
 
 MOST_ROWS = 4
 """Rows of the largest tile."""
@@ -84,11 +84,17 @@ _two = _tile(2, 4)
 _four = _tile(4, 2)
 
 
-@njit(nogil=True, cache=True)
+@register_jitable
 def whole_tiles(rows: Any) -> Any:
     """So many rows, and those that fill the last tile: tiles have 1, 2 or 4 rows."""
     last = rows % MOST_ROWS
     return rows - last + (last if last <= 2 else MOST_ROWS)
+
+
+@register_jitable
+def scratch_bytes(rows: Any, k: Any) -> Any:
+    """Bytes of a product's rows as integers, and of their factors."""
+    return whole_tiles(rows) * ((k + STEP - 1) // STEP * (2 * STEP) + 4)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -173,6 +179,7 @@ def _take_chunk(control: Any) -> bool:  # pragma: no cover - compiled
 @njit(nogil=True, cache=True, error_model="numpy")
 def product(
     control: Any,
+    scratch: Any,
     x: Any,
     rows: Any,
     k: Any,
@@ -184,8 +191,12 @@ def product(
 ) -> None:  # pragma: no cover - compiled
     """Into out: `x @ weight.T`; threads that are in `serve` take part.
 
+    All are addresses of memory that the caller keeps. An array made here would be freed before the
+    threads have read it: Numba does not know of reads by address.
+
     Args:
         control: of `CONTROL_BYTES` that are this call's and the helpers'.
+        scratch: of `scratch_bytes(rows, k)`; written.
         x: of float32 `[rows, k]`.
         rows, k: sizes of x.
         weight: of int8 `[blocks, steps, 4, 16]`, steps the fewest that hold k.
@@ -195,14 +206,18 @@ def product(
         size: blocks of a chunk; all of them: no thread takes part.
     """
     tiles, steps = whole_tiles(rows), (k + STEP - 1) // STEP
-    rounded, factors = np.empty((tiles, steps * STEP), np.int16), np.empty(tiles, np.float32)
-    round_rows(carray(floats(x), (rows, k)), rounded, factors)
-    atomics.write(control + X, rounded.ctypes.data)
+    factors = scratch + 2 * STEP * tiles * steps
+    round_rows(
+        carray(floats(x), (rows, k)),
+        carray(integers(scratch), (tiles, steps * STEP)),
+        carray(floats(factors), (tiles,)),
+    )
+    atomics.write(control + X, scratch)
     atomics.write(control + ROWS, rows)
     atomics.write(control + WEIGHT, weight)
     atomics.write(control + STEPS, steps)
     atomics.write(control + SCALES, scales)
-    atomics.write(control + FACTORS, factors.ctypes.data)
+    atomics.write(control + FACTORS, factors)
     atomics.write(control + OUT, out)
     atomics.write(control + BLOCKS, blocks)
     atomics.write(control + CHUNK_BLOCKS, size)

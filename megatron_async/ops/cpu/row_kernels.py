@@ -67,15 +67,22 @@ def exp(typingctx: Any, x: Any = None) -> Any:
     return types.float32(types.float32), codegen
 
 
-@intrinsic
-def floats(typingctx: Any, address: Any) -> Any:
-    """An address as that of float32 numbers. Tensors are given to small loops by their addresses:
-    `numpy()` and the array it makes take one to two microseconds each time, `data_ptr()` 0.2."""
+def _numbers(kind: Any, element: Any) -> Any:
+    @intrinsic
+    def numbers(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], element.as_pointer())
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.FloatType().as_pointer())
+        return types.CPointer(kind)(types.int64), codegen
 
-    return types.CPointer(types.float32)(types.int64), codegen
+    return numbers
+
+
+floats = _numbers(types.float32, ir.FloatType())
+"""An address as that of float32 numbers. Tensors are given to small loops by their addresses:
+`numpy()` and the array it makes take one to two microseconds each time, `data_ptr()` 0.2."""
+integers = _numbers(types.int16, ir.IntType(16))
+"""An address as that of int16 numbers."""
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)

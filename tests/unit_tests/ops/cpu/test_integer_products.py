@@ -1,6 +1,8 @@
 """Products that several threads compute: exact, whoever takes which part, and nobody hangs."""
 
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -85,11 +87,26 @@ def test_threads_at_once(shares):
         list(threads.map(often, cases, timeout=120))
 
 
+def test_reads_no_memory_that_is_free():
+    """Pages of large arrays go back to the system at once, and to read them ends the process."""
+    code = """
+import torch
+from megatron_async.ops.linear.widened_weight import WidenedWeight
+weight, x = torch.eye(4096), torch.randint(-9, 9, (64, 4096)).float()
+x[:, 0] = 32767
+packed = WidenedWeight(127 * weight)
+for _ in range(3):
+    assert torch.equal(packed.product(x), 127 * x)
+"""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_PERTURB_": "85"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+
+
 def test_helpers_sleep_and_are_woken(shares):
     pool, case = helpers.Helpers(1), Case(400, 64, 2, 0)
 
     def awake():
-        return bool(pool._control[pool._awake])
+        return bool(pool._desk.control[pool._awake])
 
     def wait_until(condition):
         deadline = time.monotonic() + 60
