@@ -52,6 +52,7 @@ NOT_SERVED = {
     "default_limit": INSIDE,
     "test_structured_outputs_json_chat": ITS_MODEL,
     "test_structured_outputs_regex_chat": ITS_MODEL,
+    "test_structured_outputs_choice_chat": ITS_MODEL,
     "test_named_tool_use": ITS_MODEL,
     "tokenize_chat_with_tools": "where the template knows no tools, a system message tells of them",
     "custom_role": ENDLESS,
