@@ -62,6 +62,11 @@ class StepView:
         self._attention = attention
 
     @property
+    def backend(self) -> TorchPagedAttention:
+        """The attention backend, which knows the pass that runs."""
+        return self._attention
+
+    @property
     def first_dummy_place(self) -> int:
         """Tokens of no request write to this place of the flat KV cache or a later one."""
         return self.kv_cache.dummy_block * self.kv_cache.block_size

@@ -10,6 +10,7 @@ from megatron.core.utils import WrappedTensor
 from torch import Tensor, nn
 
 from megatron_async.errors import ConfigurationError
+from megatron_async.models.compiled_layers import CompiledLayers
 from megatron_async.models.layer_kinds import LAYER_KINDS
 from megatron_async.models.norm import factors_of, make_norm
 from megatron_async.models.recurrent_layers import stamp_state_layers
@@ -28,9 +29,11 @@ class PagedHybridStack(HybridStack):
         mtp_hidden: `[tokens, hidden]` of the last `forward`: the input of the first depth of
             multi-token prediction, taken after the final norm, or before it with
             `mtp_hidden_before_norm`. None if no multi-token prediction is built.
+        compiled: the layers as one call for some steps; None where there is none.
     """
 
     mtp_hidden: Tensor | None = None
+    compiled: CompiledLayers | None = None
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
@@ -100,6 +103,8 @@ class PagedHybridStack(HybridStack):
             the last layer's output and the residual stream that it belongs to, for `add_norm`; None
             where the output is the whole stream.
         """
+        if self.compiled is not None and self.compiled.serves(hidden_states, inference_context):
+            return self.compiled.run(hidden_states, inference_context)
         output: Any = hidden_states
         residual: Tensor | None = None
         for layer, character in zip(self.layers, self.layer_type_list, strict=True):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import stamp_kv_layers
+from megatron_async.models.compiled_layers import compile_layers
 from megatron_async.models.embedding import InferenceOutputLayer
 from megatron_async.models.fitness import check_model
 from megatron_async.models.linear import linear, pack_weights
@@ -82,8 +83,8 @@ class GPTInferenceWrapper:
         check_model(model, inference_context.model_config, inference_context.config)
         take_over_positions(model, inference_context)
         self._is_last_stage = stage_of(inference_context.model_config).is_last
-        keep_packed_weights(model, inference_context)
         fold_norms(model)
+        keep_packed_weights(model, inference_context)
         self.vocab_size: int = model.vocab_size  # type: ignore[assignment]
         groups = getattr(model, "pg_collection", None) or ensure_process_groups()
         self.collectives = collectives_of(groups.tp)
@@ -178,6 +179,8 @@ class GPTInferenceWrapper:
 def keep_packed_weights(model: nn.Module, context: DynamicInferenceContext) -> None:
     """Pack the linear weights as the context's configuration says; again where they are packed.
 
+    Call it after `fold_norms`.
+
     Raises:
         ConfigurationError: 8-bit weights on a GPU, or of a model that is not float32.
     """
@@ -190,3 +193,4 @@ def keep_packed_weights(model: nn.Module, context: DynamicInferenceContext) -> N
             f"{device.torch_device}: leave it None, or use device='cpu' and dtype='float32'."
         )
     pack_weights(model, device.free_memory(), quantization)
+    compile_layers(model)

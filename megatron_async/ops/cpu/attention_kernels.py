@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from megatron_async.ops.cpu.row_kernels import REORDERS, exp
+from megatron_async.ops.cpu.row_kernels import REORDERS, exp, stay_apart
 
 
 @njit(inline="always", fastmath=REORDERS)
@@ -45,6 +45,7 @@ def rope_append(
     q_weight: Any, k_weight: Any, has_norm: Any, eps: Any, group: Any, gates: Any, query: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """`ops/attention/rope_append.py`; qkv `[tokens, kv heads, heads of each, dim]`, caches flat."""
+    stay_apart()
     for token in range(qkv.shape[0]):
         row_cos, row_sin = cos[positions[token]], sin[positions[token]]
         place = places[token]
@@ -73,6 +74,7 @@ def decode_attention(
     blocks]`; positions `[rows * width]`: a query sees the keys from min(its position, first_key) to
     its position.
     """
+    stay_apart()
     heads, dim, kv_heads = query.shape[1], query.shape[2], keys.shape[1]
     group = heads // kv_heads
     most = np.int64(0)

@@ -74,3 +74,9 @@ def compile_all() -> None:
     attention_kernels.decode_attention(
         array(1, 1, 4), cache, cache, table, 1, place, 1, 0, one, 0, 1, array(1, 1, 4)
     )
+    if multiplies_integers():
+        from megatron_async.ops.cpu import layer_kernels
+        from megatron_async.ops.cpu.helpers import compile_products
+
+        compile_products()
+        layer_kernels.compile_loops()

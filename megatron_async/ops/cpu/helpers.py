@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -21,8 +23,6 @@ CHUNK_BYTES = 2**16
 """Of the weights that a thread takes at a time."""
 LEAST_SHARED = 2**17
 """Bytes of weights from which on a product is shared."""
-
-
 KEPT_BYTES = 2**20
 """Of scratch memory that waits for the next product; more is given back after each."""
 
@@ -36,9 +36,9 @@ class _Desk:
     """
 
     def __init__(self) -> None:
-        from megatron_async.ops.cpu import integer_products
+        from megatron_async.ops.cpu import jobs
 
-        self.control = np.zeros(integer_products.CONTROL_BYTES // 8, np.int64)
+        self.control = np.zeros(jobs.CONTROL_BYTES // 8, np.int64)
         self.address = self.control.ctypes.data
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -67,12 +67,10 @@ class Helpers:
     """
 
     def __init__(self, count: int) -> None:
-        from megatron_async.ops.cpu import integer_products
+        from megatron_async.ops.cpu import jobs
 
-        self._kernels = integer_products
-        self._count = count
-        self._desk, self._awake = _Desk(), integer_products.AWAKE // 8
-        self._least = LEAST_SHARED if count else 2**62
+        self._jobs, self._count, self._desk = jobs, count, _Desk()
+        self._least = LEAST_SHARED if count else jobs.NEVER
         self._lock, self._alone = threading.Lock(), _Alone()
         self._wake = [threading.Event() for _ in range(count)]
         for number, event in enumerate(self._wake):
@@ -82,7 +80,7 @@ class Helpers:
     def product(
         self, x: int, rows: int, k: int, weight: int, blocks: int, scales: int, out: int
     ) -> None:
-        """`integer_products.product` on as many threads as are free; any thread may call it.
+        """`jobs.product` on as many threads as are free; any thread may call it.
 
         Args:
             x: address of float32 `[rows, k]`.
@@ -92,33 +90,64 @@ class Helpers:
             scales: address of float32 `[4 blocks]`.
             out: address of float32 `[whole_tiles(rows), 4 blocks]`; written.
         """
-        num_bytes = self._kernels.scratch_bytes(rows, k)
+        from megatron_async.ops.cpu import integer_products
+
+        num_bytes = integer_products.scratch_bytes(rows, k)
         # Two threads may compute at once, those of two engines: one of them does so alone.
         if 4 * blocks * k < self._least or not self._lock.acquire(blocking=False):
             desk = self._alone.desk
             scratch = desk.scratch(num_bytes)
-            self._kernels.product(
+            self._jobs.product(
                 desk.address, scratch.data_ptr(), x, rows, k, weight, blocks, scales, out, blocks
             )
             return
         try:
-            if self._desk.control[self._awake] < self._count:
-                for event in self._wake:
-                    event.set()
+            self._rouse()
             size = max(CHUNK_BYTES // (4 * k), 1)
             scratch = self._desk.scratch(num_bytes)
-            self._kernels.product(
+            self._jobs.product(
                 self._desk.address, scratch.data_ptr(), x, rows, k, weight, blocks, scales, out,
                 size,
             )  # fmt: skip
         finally:
             self._lock.release()
 
+    @contextmanager
+    def held(self) -> Iterator[tuple[int, int]]:
+        """For a call that does many jobs: helpers stay awake until it is over.
+
+        Yields:
+            the address of the control for functions of `jobs.py`, and the bytes of weights from
+            which on a product is to be shared; `jobs.NEVER`: this thread computes alone.
+        """
+        from megatron_async.ops.cpu import jobs
+
+        if not self._count or not self._lock.acquire(blocking=False):
+            yield self._alone.desk.address, jobs.NEVER
+            return
+        try:
+            self._desk.control[jobs.HELD // 8] = 1
+            self._rouse()
+            yield self._desk.address, self._least
+        finally:
+            self._desk.control[jobs.HELD // 8] = 0
+            self._lock.release()
+
+    @property
+    def awake(self) -> int:
+        """Helpers that look for work, or do some."""
+        return int(self._desk.control[self._jobs.AWAKE // 8])
+
+    def _rouse(self) -> None:
+        if self.awake < self._count:
+            for event in self._wake:
+                event.set()
+
     def _help(self, event: threading.Event) -> None:
         while True:
             event.wait()
             event.clear()
-            self._kernels.serve(self._desk.address, PATIENCE)
+            self._jobs.serve(self._desk.address, PATIENCE)
 
 
 @cache
@@ -134,11 +163,9 @@ os.register_at_fork(after_in_child=helpers_of.cache_clear)
 @cache
 def compile_products() -> None:
     """Compile the loops, so that no first step does."""
-    from megatron_async.ops.cpu import integer_products
+    from megatron_async.ops.cpu import integer_products, jobs
 
     desk, numbers = _Desk(), torch.zeros(64)
     scratch, place = desk.scratch(integer_products.scratch_bytes(1, 16)), numbers.data_ptr()
-    integer_products.product(
-        desk.address, scratch.data_ptr(), place, 1, 16, place, 1, place, place, 1
-    )
-    integer_products.serve(desk.address, 0)
+    jobs.product(desk.address, scratch.data_ptr(), place, 1, 16, place, 1, place, place, 1)
+    jobs.serve(desk.address, 0)

@@ -6,7 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, override
+from typing import TYPE_CHECKING, NamedTuple, override
 
 import numpy as np
 import torch
@@ -51,6 +51,18 @@ def shares_of(lengths: np.ndarray, shares: int) -> list[int]:
     return sorted({0, *cuts.tolist(), len(lengths)})  # sync-ok: NumPy
 
 
+class DecodeRows(NamedTuple):
+    """The decode rows of a pass, as `attention_kernels.decode_attention` takes them."""
+
+    tables: np.ndarray
+    """int32 `[rows, blocks]`."""
+    last: np.ndarray
+    """int64 `[rows * width]`: the last key that each query token sees."""
+    block_size: int
+    width: int
+    first_key: int
+
+
 class HostPagedAttention(TorchPagedAttention):
     """Float32 decode rows without gathering their keys and values; a row depends on no other one.
 
@@ -75,6 +87,10 @@ class HostPagedAttention(TorchPagedAttention):
         keys = self._last[: rows * dims.width].reshape(rows, dims.width).sum(1) + dims.width
         self._num_keys, self._threads = int(keys.sum()), torch.get_num_threads()
         self._shares = list(pairwise(shares_of(keys, self._threads)))
+
+    def decode_rows(self) -> DecodeRows:
+        """The decode rows of the pass that runs."""
+        return DecodeRows(self._tables, self._last, self._block_size, self._width, self._first_key)
 
     @override
     def _decode(

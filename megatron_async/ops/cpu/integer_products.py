@@ -16,12 +16,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, types
+from numba import njit, types
 from numba.extending import intrinsic, register_jitable
 
-from megatron_async.ops.cpu import atomics
 from megatron_async.ops.cpu.integer_tile import OUTPUTS, STEP, TileWriter
-from megatron_async.ops.cpu.row_kernels import floats, integers
+from megatron_async.ops.cpu.row_kernels import stay_apart
 
 MOST_ROWS = 4
 """Rows of the largest tile."""
@@ -33,19 +32,6 @@ LARGEST_FINITE = np.finfo(np.float32).max
 GROUP = 8
 """Rows that are multiplied by a block of outputs before the next block is read. They stay in the
 first cache with it, while the next block is on its way."""
-
-TICKET, FINISHED, AWAKE, JOB = 0, 64, 128, 192
-"""Bytes from the start of `control`, 64 apart so that no two share a cache line: the ticket, the
-chunks that are done, the helpers that wait for a job, and the job's numbers."""
-X, ROWS, WEIGHT, STEPS, SCALES, FACTORS, OUT, BLOCKS, CHUNK_BLOCKS = (
-    JOB + 8 * number for number in range(9)
-)
-"""Bytes from the start of `control` to each of the job's numbers."""
-CONTROL_BYTES = CHUNK_BLOCKS + 8
-FIELD = 20
-"""Bits of a ticket's two lower numbers: chunks of the job, and the next one to be taken. Above them
-jobs are counted, so that no ticket comes twice."""
-LOW, JOBS = 2**FIELD - 1, 2**22 - 1
 
 
 def _tile(rows: int, outputs: int) -> Any:
@@ -104,6 +90,7 @@ def round_rows(x: Any, rounded: Any, factors: Any) -> None:  # pragma: no cover 
 
     A row that is not finite has the factor NaN and integers of no meaning.
     """
+    stay_apart()
     for row in range(rounded.shape[0]):
         target = rounded[row]
         if row >= x.shape[0]:
@@ -128,13 +115,23 @@ def round_rows(x: Any, rounded: Any, factors: Any) -> None:  # pragma: no cover 
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _multiply(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
-    """Blocks of four outputs, from first to last, of the job in `control`, for all its rows."""
-    rows, steps = atomics.read(control + ROWS), atomics.read(control + STEPS)
-    x, stride = atomics.read(control + X), 2 * STEP * steps
-    weight, columns = atomics.read(control + WEIGHT), OUTPUTS * atomics.read(control + BLOCKS)
-    scales, factors = atomics.read(control + SCALES), atomics.read(control + FACTORS)
-    out = atomics.read(control + OUT)
+def multiply(
+    x: Any, factors: Any, rows: Any, steps: Any, weight: Any, scales: Any, blocks: Any, out: Any,
+    first: Any, last: Any,
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """Blocks of four outputs, from first to last, for all rows.
+
+    Args:
+        x: address of rows as `round_rows` makes them.
+        factors: address of their factors.
+        rows, steps, blocks: sizes of x and of the weight.
+        weight: address of int8 `[blocks, steps, 4, 16]`.
+        scales: address of float32 `[4 blocks]`.
+        out: address of float32 `[rows, 4 blocks]`; written.
+        first, last: blocks.
+    """
+    stay_apart()
+    stride, columns = 2 * STEP * steps, OUTPUTS * blocks
     for group in range(0, rows, GROUP):
         for block in range(first, last):
             place, output = weight + block * (steps * OUTPUTS * STEP), block * OUTPUTS
@@ -155,91 +152,3 @@ def _multiply(control: Any, first: Any, last: Any) -> None:  # pragma: no cover 
                         columns,
                     )  # fmt: skip
                     row += 4
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _take_chunk(control: Any) -> bool:  # pragma: no cover - compiled
-    """Take and compute the next chunk of the job, if there is one; whether there was.
-
-    A ticket is swapped only if it is still the one that was read. So the job's numbers, read behind
-    that, are of this job: it does not end before this chunk has.
-    """
-    ticket = atomics.read(control + TICKET)
-    chunk = ticket & LOW
-    if chunk >= (ticket >> FIELD) & LOW:
-        return False
-    if atomics.swap_if(control + TICKET, ticket, ticket + 1):
-        size = atomics.read(control + CHUNK_BLOCKS)
-        end = min((chunk + 1) * size, atomics.read(control + BLOCKS))
-        _multiply(control, chunk * size, end)
-        atomics.add(control + FINISHED, 1)
-    return True
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def product(
-    control: Any,
-    scratch: Any,
-    x: Any,
-    rows: Any,
-    k: Any,
-    weight: Any,
-    blocks: Any,
-    scales: Any,
-    out: Any,
-    size: Any,
-) -> None:  # pragma: no cover - compiled
-    """Into out: `x @ weight.T`; threads that are in `serve` take part.
-
-    All are addresses of memory that the caller keeps. An array made here would be freed before the
-    threads have read it: Numba does not know of reads by address.
-
-    Args:
-        control: of `CONTROL_BYTES` that are this call's and the helpers'.
-        scratch: of `scratch_bytes(rows, k)`; written.
-        x: of float32 `[rows, k]`.
-        rows, k: sizes of x.
-        weight: of int8 `[blocks, steps, 4, 16]`, steps the fewest that hold k.
-        blocks: outputs over four.
-        scales: of float32 `[4 blocks]`.
-        out: of float32 `[whole_tiles(rows), 4 blocks]`; written.
-        size: blocks of a chunk; all of them: no thread takes part.
-    """
-    tiles, steps = whole_tiles(rows), (k + STEP - 1) // STEP
-    factors = scratch + 2 * STEP * tiles * steps
-    round_rows(
-        carray(floats(x), (rows, k)),
-        carray(integers(scratch), (tiles, steps * STEP)),
-        carray(floats(factors), (tiles,)),
-    )
-    atomics.write(control + X, scratch)
-    atomics.write(control + ROWS, rows)
-    atomics.write(control + WEIGHT, weight)
-    atomics.write(control + STEPS, steps)
-    atomics.write(control + SCALES, scales)
-    atomics.write(control + FACTORS, factors)
-    atomics.write(control + OUT, out)
-    atomics.write(control + BLOCKS, blocks)
-    atomics.write(control + CHUNK_BLOCKS, size)
-    chunks = (blocks + size - 1) // size
-    atomics.write(control + FINISHED, 0)
-    job = (atomics.read(control + TICKET) >> (2 * FIELD)) + 1 & JOBS
-    atomics.write(control + TICKET, (job << (2 * FIELD)) | (chunks << FIELD))
-    while _take_chunk(control):
-        pass
-    while atomics.read(control + FINISHED) < chunks:
-        atomics.pause()
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def serve(control: Any, patience: Any) -> None:  # pragma: no cover - compiled
-    """Take chunks of other threads' products until none has come for so many turns."""
-    atomics.add(control + AWAKE, 1)
-    turn = 0
-    while turn < patience:
-        if _take_chunk(control):
-            turn = 0
-        else:
-            atomics.pause()
-            turn += 1
-    atomics.add(control + AWAKE, -1)

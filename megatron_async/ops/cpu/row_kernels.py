@@ -30,6 +30,18 @@ MOST, LEAST = 88.3762626647949, -87.3365447504
 
 
 @intrinsic
+def stay_apart(typingctx: Any) -> Any:
+    """Keep the function that says this a function: its machine code, and so the order of its sums,
+    is the same whoever calls it. In its caller LLVM might choose other vectors."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
 def exp(typingctx: Any, x: Any = None) -> Any:
     """The exponential in float32, to 2 units in the last place; NaN for NaN.
 
@@ -82,7 +94,9 @@ floats = _numbers(types.float32, ir.FloatType())
 """An address as that of float32 numbers. Tensors are given to small loops by their addresses:
 `numpy()` and the array it makes take one to two microseconds each time, `data_ptr()` 0.2."""
 integers = _numbers(types.int16, ir.IntType(16))
-"""An address as that of int16 numbers."""
+words = _numbers(types.int32, ir.IntType(32))
+longs = _numbers(types.int64, ir.IntType(64))
+"""An address as that of int16, int32 and int64 numbers."""
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
@@ -98,6 +112,7 @@ def add_norm(
 ) -> None:  # pragma: no cover - compiled
     """Into total: x + residual; into normed: RMSNorm of it. All by their addresses, `[rows,
     hidden]`, weight `[hidden]`."""  # fmt: skip
+    stay_apart()
     sizes, weight = (rows, hidden), carray(floats(weight_at), (hidden,))
     x, residual = carray(floats(x_at), sizes), carray(floats(residual_at), sizes)
     normed, total = carray(floats(normed_at), sizes), carray(floats(total_at), sizes)
@@ -117,6 +132,7 @@ def norm(
     x_at: Any, weight_at: Any, rows: Any, hidden: Any, eps: Any, normed_at: Any
 ) -> None:  # pragma: no cover - compiled
     """Into normed: RMSNorm of x. By their addresses, `[rows, hidden]`, weight `[hidden]`."""
+    stay_apart()
     weight = carray(floats(weight_at), (hidden,))
     x, normed = carray(floats(x_at), (rows, hidden)), carray(floats(normed_at), (rows, hidden))
     for row in range(rows):
@@ -131,6 +147,7 @@ def norm(
 @njit(nogil=True, cache=True, error_model="numpy")
 def swiglu(x_at: Any, rows: Any, width: Any, out_at: Any) -> None:  # pragma: no cover - compiled
     """Into out: silu(gate) * up; by their addresses, x `[rows, 2, width]`, out `[rows, width]`."""
+    stay_apart()
     x, out = carray(floats(x_at), (rows, 2, width)), carray(floats(out_at), (rows, width))
     for row in range(rows):
         # Whole rows: Numba takes a part of one for strided, and an index that is a sum for one that

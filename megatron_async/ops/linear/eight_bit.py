@@ -46,6 +46,7 @@ class EightBitWeight:
 
     Attributes:
         nbytes: of the integers and their scales.
+        widened: the weight, where our own loops multiply it; else None.
 
     Raises:
         ConfigurationError: torch has no fbgemm here (it is for x86 CPUs with AVX2).
@@ -53,9 +54,9 @@ class EightBitWeight:
 
     def __init__(self, weight: Tensor) -> None:
         check_available()
-        self._widened = WidenedWeight(weight) if widens() else None
-        if self._widened is not None:
-            self.nbytes = self._widened.nbytes
+        self.widened = WidenedWeight(weight) if widens() else None
+        if self.widened is not None:
+            self.nbytes = self.widened.nbytes
             return
         outputs = weight.size(0)
         largest = LARGEST if has_vnni() else LARGEST_WITHOUT_VNNI
@@ -80,8 +81,8 @@ class EightBitWeight:
         Returns:
             float32 `[..., outputs]`. A row depends on no other one.
         """
-        if self._widened is not None:
-            return self._widened.product(x, bias)
+        if self.widened is not None:
+            return self.widened.product(x, bias)
         if compiles() and bias is None and x.is_contiguous():
             return self._product(x)
         rows = x.reshape(-1, x.size(-1))

@@ -22,24 +22,29 @@ class WidenedWeight:
 
     Attributes:
         nbytes: of the integers and their scales.
+        k: inputs.
+        address: of the integers.
+        scale_address: of the scales, float32.
+        is_whole: whether the outputs fill the last block.
     """
 
     def __init__(self, weight: Tensor) -> None:
         from megatron_async.ops.cpu import integer_tile as kernels
 
         compile_products()
-        self._outputs, self._k = weight.shape
-        blocks, steps = -(-self._outputs // kernels.OUTPUTS), -(-self._k // kernels.STEP)
+        self._outputs, self.k = weight.shape
+        blocks, steps = -(-self._outputs // kernels.OUTPUTS), -(-self.k // kernels.STEP)
         scales = weight.abs().amax(1).div_(LARGEST).clamp_min_(LEAST_SCALE)
         # torch aligns memory to cache lines, and a step's 64 bytes are one.
         packed = torch.zeros((blocks, steps, kernels.OUTPUTS, kernels.STEP), dtype=torch.int8)
         whole = torch.zeros(blocks * kernels.OUTPUTS, steps * kernels.STEP, dtype=torch.int8)
-        whole[: self._outputs, : self._k] = (weight / scales[:, None]).round_()
+        whole[: self._outputs, : self.k] = (weight / scales[:, None]).round_()
         by_step = whole.view(blocks, kernels.OUTPUTS, steps, kernels.STEP)
         packed.copy_(by_step.transpose(1, 2))
-        self._weight, self._address = packed, packed.data_ptr()
+        self._weight, self.address = packed, packed.data_ptr()
         self._scales = F.pad(scales, (0, len(whole) - self._outputs))
-        self._scale_address = self._scales.data_ptr()
+        self.scale_address = self._scales.data_ptr()
+        self.is_whole = len(whole) == self._outputs
         self.nbytes = packed.numel() + 4 * self._outputs
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -56,13 +61,13 @@ class WidenedWeight:
 
         if not x.is_contiguous():
             x = x.contiguous()
-        rows, outputs, blocks = x.numel() // self._k, self._outputs, len(self._weight)
+        rows, outputs, blocks = x.numel() // self.k, self._outputs, len(self._weight)
         tiles, columns = whole_tiles(rows), len(self._scales)
         is_whole = tiles == rows and outputs == columns
         sizes = (*x.shape[:-1], outputs) if is_whole else (tiles, columns)
         out = torch.empty(sizes, dtype=torch.float32)
         helpers_of(torch.get_num_threads()).product(
-            x.data_ptr(), rows, self._k, self._address, blocks, self._scale_address, out.data_ptr()
+            x.data_ptr(), rows, self.k, self.address, blocks, self.scale_address, out.data_ptr()
         )
         if not is_whole:
             out = out[:rows, :outputs].reshape(*x.shape[:-1], outputs)

@@ -106,7 +106,7 @@ def test_helpers_sleep_and_are_woken(shares):
     pool, case = helpers.Helpers(1), Case(400, 64, 2, 0)
 
     def awake():
-        return bool(pool._desk.control[pool._awake])
+        return bool(pool.awake)
 
     def wait_until(condition):
         deadline = time.monotonic() + 60

@@ -1,0 +1,205 @@
+"""`CompiledLayers`: a dense decoder's layers as one compiled call, for decode steps on a CPU.
+
+Only where every product has 8-bit weights that our own loops multiply (`WidenedWeight`): other
+products are calls of torch. All other steps and models run module by module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.utils import get_pg_size
+from torch import Tensor, nn
+
+from megatron_async.device_state.step_view import StepView
+from megatron_async.models.attention import PagedSelfAttention
+from megatron_async.models.layer_kinds import LAYER_KINDS
+from megatron_async.models.linear import (
+    InferenceColumnParallelLinear,
+    InferenceRowParallelLinear,
+)
+from megatron_async.models.mlp import InferenceMLP
+from megatron_async.models.norm import factors_of
+from megatron_async.ops.cpu.helpers import CHUNK_BYTES, helpers_of
+from megatron_async.ops.cpu.host_attention import HostPagedAttention
+from megatron_async.ops.cpu.rows import serves
+from megatron_async.ops.linear.eight_bit import EightBitWeight
+from megatron_async.ops.linear.widened_weight import WidenedWeight
+
+
+class CompiledLayers:
+    """Layers of a stack, by the addresses of their weights.
+
+    Args:
+        stack: a `PagedHybridStack` that `can_compile`.
+    """
+
+    def __init__(self, stack: Any) -> None:
+        from megatron_async.ops.cpu import layer_kernels
+
+        layer_kernels.compile_loops()
+        config, first = stack.config, stack.layers[0]
+        attention, eps = first.self_attention, first.input_layernorm.eps
+        dim, self._scale = attention.hidden_size_per_attention_head, config.softmax_scale
+        self._hidden, self._ffn = config.hidden_size, _weight(stack.layers[1].mlp.linear_fc2).k
+        self._heads = attention.num_attention_heads_per_partition
+        self._kv_heads, self._dim = attention.num_query_groups_per_partition, dim
+        self._eps = np.float32(eps)
+        # The table has addresses alone, so what is there must be kept.
+        self._kept: list[Any] = []
+        rows = []
+        for mixer, feed in zip(stack.layers[::2], stack.layers[1::2], strict=True):
+            block, mlp = mixer.self_attention, feed.mlp
+            rows.append([
+                self._factors(mixer.input_layernorm),
+                *self._product(block.linear_qkv),
+                self._bias(block.linear_qkv),
+                *(self._factors(norm) for norm in (block.q_layernorm, block.k_layernorm)),
+                block.kv_layer_index,
+                *self._product(block.linear_proj),
+                self._factors(feed.pre_mlp_layernorm),
+                *self._product(mlp.linear_fc1),
+                *self._product(mlp.linear_fc2),
+            ])  # fmt: skip
+        self._table = np.array(rows, np.int64)
+        assert self._table.shape[1] == len(layer_kernels.COLUMNS)
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._kernels = layer_kernels
+
+    def serves(self, hidden_states: Tensor, view: StepView | None) -> bool:
+        """Whether `run` does this pass: of decode rows alone, on the backend of a CPU."""
+        return (
+            isinstance(view, StepView)
+            and view.dims.is_decode_only
+            and view.dims.decode_rows > 0
+            and isinstance(view.backend, HostPagedAttention)
+            and serves(hidden_states, view.rotary.cos)
+        )
+
+    def run(self, hidden_states: Tensor, view: StepView) -> tuple[Tensor, Tensor]:
+        """The layers: see `PagedHybridStack.run`.
+
+        Args:
+            hidden_states: float32 `[tokens, 1, hidden]`.
+            view: of the pass.
+
+        Returns:
+            the last layer's output and the residual stream that it belongs to, each `[tokens, 1,
+            hidden]`.
+        """
+        from megatron_async.ops.cpu.integer_products import scratch_bytes, whole_tiles
+
+        backend = view.backend
+        assert isinstance(backend, HostPagedAttention), "see serves"
+        decode, rows, hidden = backend.decode_rows(), len(hidden_states), self._hidden
+        keys, _ = view.kv_cache.layer(0)
+        cos, sin, tiles = view.rotary.cos, view.rotary.sin, whole_tiles(rows)
+        heads = self._heads * self._dim
+        widths = (
+            hidden, heads + 2 * self._kv_heads * self._dim, heads, heads, 2 * self._ffn, self._ffn,
+        )  # fmt: skip
+        longest = max(hidden, heads, self._ffn)
+        parts = [4 * tiles * width for width in widths]
+        room = self._find_room(sum(parts) + scratch_bytes(rows, longest))
+        places = np.cumsum([room.data_ptr(), *parts]).tolist()  # sync-ok: NumPy
+        out = torch.empty(tiles, 1, hidden)
+        stream, other = torch.empty(rows, 1, hidden), torch.empty(rows, 1, hidden)
+        sizes = (hidden, self._ffn, self._heads, self._kv_heads, self._dim, cos.size(1), len(cos))
+        batch = (
+            rows, *decode.tables.shape, decode.block_size, decode.width, decode.first_key,
+            keys.numel() // (self._kv_heads * self._dim), 2 * keys.numel(),
+        )  # fmt: skip
+        addresses = (
+            cos.data_ptr(), sin.data_ptr(), view.step.positions.data_ptr(),
+            view.step.write_index.data_ptr(), decode.tables.ctypes.data, decode.last.ctypes.data,
+            keys.data_ptr(), hidden_states.data_ptr(), out.data_ptr(), stream.data_ptr(),
+            other.data_ptr(), *places,
+        )  # fmt: skip
+        scale = np.float32(self._dim**-0.5 if self._scale is None else self._scale)
+        scale_of_scores = np.array([scale])
+        with helpers_of(torch.get_num_threads()).held() as (control, least):
+            self._kernels.decode_layers(
+                control, least, CHUNK_BYTES, self._table, sizes, batch, addresses,
+                self._eps, np.float32(view.norm_eps), scale_of_scores.ctypes.data,
+            )  # fmt: skip
+        return out[:rows], stream
+
+    def _find_room(self, num_bytes: int) -> Tensor:
+        if self._room.nbytes < num_bytes:
+            self._room = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._room
+
+    def _factors(self, norm: nn.Module | None) -> int:
+        if norm is None:
+            return 0
+        factors = factors_of(norm)
+        self._kept.append(factors)
+        return factors.data_ptr()
+
+    def _bias(self, linear: Any) -> int:
+        self._kept.append(linear.bias)
+        return 0 if linear.bias is None else linear.bias.data_ptr()
+
+    def _product(self, linear: Any) -> tuple[int, int]:
+        weight = _weight(linear)
+        self._kept.append(weight)
+        return weight.address, weight.scale_address
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Give the stacks of `model` their compiled layers, where they can have them; again when its
+    weights have changed."""
+    from megatron_async.models.hybrid_stack import PagedHybridStack
+
+    for stack in model.modules():
+        if isinstance(stack, PagedHybridStack):
+            stack.compiled = CompiledLayers(stack) if can_compile(stack) else None
+
+
+def can_compile(stack: Any) -> bool:
+    """Whether `CompiledLayers` does what the modules of a `PagedHybridStack` do."""
+    kinds, config = stack.layer_type_list, stack.config
+    if not kinds or kinds != ["*", "-"] * (len(kinds) // 2) or get_pg_size(stack.tp_group) > 1:
+        return False
+    pairs = zip(stack.layers[::2], stack.layers[1::2], strict=True)
+    norms = [LAYER_KINDS[k].norm(layer) for k, layer in zip(kinds, stack.layers, strict=True)]
+    return (
+        all(_is_served(mixer.self_attention, feed.mlp, config) for mixer, feed in pairs)
+        and all(serves(factors_of(norm)) for norm in norms)
+        and len({norm.eps for norm in norms}) == 1
+    )
+
+
+def _is_served(attention: Any, mlp: Any, config: Any) -> bool:
+    if type(attention) is not PagedSelfAttention or type(mlp) is not InferenceMLP:
+        return False
+    norms = [n for n in (attention.q_layernorm, attention.k_layernorm) if n is not None]
+    linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+    return (
+        config.gated_linear_unit
+        and not config.attention_output_gate
+        and all(serves(factors_of(norm)) for norm in norms)
+        and len(norms) in (0, 2)
+        and all(_is_whole(linear) for linear in linears)
+        and (linears[0].bias is None or not linears[0].skip_bias_add)
+        and all(linear.bias is None for linear in linears[1:])
+    )
+
+
+def _is_whole(linear: Any) -> bool:
+    """Whether a linear layer is a product that the loops write where they are told to."""
+    kinds = (InferenceColumnParallelLinear, InferenceRowParallelLinear)
+    packed = getattr(linear, "packed_weight", None)
+    return (
+        type(linear) in kinds
+        and isinstance(packed, EightBitWeight)
+        and packed.widened is not None
+        and packed.widened.is_whole
+    )
+
+
+def _weight(linear: Any) -> WidenedWeight:
+    weight: WidenedWeight = linear.packed_weight.widened
+    return weight

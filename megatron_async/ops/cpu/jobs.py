@@ -1,0 +1,192 @@
+"""Work that threads share: who takes part takes the next chunk, until there is none.
+
+One thread has a job at a time, and shares it; the others are in `serve`. What they tell each other
+is in `control`, memory of all of them. A job is a product (`integer_products.py`), cut by outputs,
+or the attention of decode rows (`attention_kernels.py`), cut by sequences.
+
+All addresses are of memory that the caller keeps. An array made in such a function would be freed
+before the threads have read it: Numba does not know of reads by address. Imported only where loops
+are compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import carray, njit
+
+from megatron_async.ops.cpu import atomics
+from megatron_async.ops.cpu.attention_kernels import decode_attention
+from megatron_async.ops.cpu.integer_products import multiply, round_rows, whole_tiles
+from megatron_async.ops.cpu.integer_tile import STEP
+from megatron_async.ops.cpu.row_kernels import floats, integers, longs, stay_apart, words
+
+TICKET, FINISHED, AWAKE, HELD, JOB = range(0, 5 * 64, 64)
+"""Bytes from the start of `control`, 64 apart so that no two share a cache line: the ticket; chunks
+that are done; helpers that wait for a job; whether jobs follow each other in one call, so that
+helpers do not lose patience; and the job's numbers."""
+KIND, LENGTH, SIZE, ARGUMENTS = (JOB + 8 * number for number in range(4))
+"""The job's numbers: its kind, its length, what a chunk has of that, and the kind's own."""
+PRODUCT, ATTENTION = 0, 1
+"""Kinds of jobs."""
+MOST_ARGUMENTS = 16
+CONTROL_BYTES = ARGUMENTS + 8 * MOST_ARGUMENTS
+FIELD = 20
+"""Bits of a ticket's two lower numbers: chunks of the job, and the next one to be taken. Above them
+jobs are counted, so that no ticket comes twice."""
+NEVER = 2**62
+"""Bytes of weights from which on a product is shared, of a thread that computes alone."""
+LOW, JOBS = 2**FIELD - 1, 2**22 - 1
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _argument(control: Any, number: Any) -> Any:  # pragma: no cover - compiled
+    return atomics.read(control + ARGUMENTS + 8 * number)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _attend(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
+    """Sequences first to last of the attention in `control`."""
+    heads, kv_heads, dim = _argument(control, 4), _argument(control, 5), _argument(control, 6)
+    sequences, width = atomics.read(control + LENGTH), _argument(control, 12)
+    rows, places = (sequences * width, heads, dim), (_argument(control, 7), kv_heads, dim)
+    decode_attention(
+        carray(floats(_argument(control, 0)), rows),
+        carray(floats(_argument(control, 1)), places),
+        carray(floats(_argument(control, 2)), places),
+        carray(words(_argument(control, 8)), (sequences, _argument(control, 9))),
+        _argument(control, 10),
+        carray(longs(_argument(control, 11)), (sequences * width,)),
+        width,
+        _argument(control, 13),
+        carray(floats(_argument(control, 14)), (1,))[0],
+        first,
+        last,
+        carray(floats(_argument(control, 3)), rows),
+    )
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _compute(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
+    """From first to last of the job in `control`."""
+    if atomics.read(control + KIND) == ATTENTION:
+        _attend(control, first, last)
+        return
+    multiply(
+        _argument(control, 0), _argument(control, 1), _argument(control, 2),
+        _argument(control, 3), _argument(control, 4), _argument(control, 5),
+        atomics.read(control + LENGTH), _argument(control, 6), first, last,
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _take_chunk(control: Any) -> bool:  # pragma: no cover - compiled
+    """Take and compute the next chunk of the job, if there is one; whether there was.
+
+    A ticket is swapped only if it is still the one that was read. So the job's numbers, read behind
+    that, are of this job: it does not end before this chunk has.
+    """
+    stay_apart()
+    ticket = atomics.read(control + TICKET)
+    chunk = ticket & LOW
+    if chunk >= (ticket >> FIELD) & LOW:
+        return False
+    if atomics.swap_if(control + TICKET, ticket, ticket + 1):
+        size = atomics.read(control + SIZE)
+        end = min((chunk + 1) * size, atomics.read(control + LENGTH))
+        _compute(control, chunk * size, end)
+        atomics.add(control + FINISHED, 1)
+    return True
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _share(
+    control: Any, kind: Any, length: Any, size: Any, arguments: Any
+) -> None:  # pragma: no cover - compiled
+    """Do a job, with the threads that are in `serve`."""
+    atomics.write(control + KIND, kind)
+    atomics.write(control + LENGTH, length)
+    atomics.write(control + SIZE, size)
+    for number in range(len(arguments)):
+        atomics.write(control + ARGUMENTS + 8 * number, arguments[number])
+    chunks = (length + size - 1) // size
+    atomics.write(control + FINISHED, 0)
+    job = (atomics.read(control + TICKET) >> (2 * FIELD)) + 1 & JOBS
+    atomics.write(control + TICKET, (job << (2 * FIELD)) | (chunks << FIELD))
+    while _take_chunk(control):
+        pass
+    while atomics.read(control + FINISHED) < chunks:
+        atomics.pause()
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def product(
+    control: Any, scratch: Any, x: Any, rows: Any, k: Any, weight: Any, blocks: Any, scales: Any,
+    out: Any, size: Any,
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """Into out: `x @ weight.T`.
+
+    Args:
+        control: of `CONTROL_BYTES` that are this call's and the helpers'.
+        scratch: of `scratch_bytes(rows, k)`; written.
+        x: of float32 `[rows, k]`.
+        rows, k: sizes of x.
+        weight: of int8 `[blocks, steps, 4, 16]`, steps the fewest that hold k.
+        blocks: outputs over four.
+        scales: of float32 `[4 blocks]`.
+        out: of float32 `[whole_tiles(rows), 4 blocks]`; written.
+        size: blocks of a chunk; all of them: no thread takes part.
+    """
+    stay_apart()
+    tiles, steps = whole_tiles(rows), (k + STEP - 1) // STEP
+    factors = scratch + 2 * STEP * tiles * steps
+    round_rows(
+        carray(floats(x), (rows, k)),
+        carray(integers(scratch), (tiles, steps * STEP)),
+        carray(floats(factors), (tiles,)),
+    )
+    arguments = (scratch, factors, rows, steps, weight, scales, out)
+    _share(control, PRODUCT, blocks, size, arguments)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def attention(
+    control: Any, query: Any, keys: Any, values: Any, out: Any, heads: Any, kv_heads: Any,
+    dim: Any, places: Any, tables: Any, sequences: Any, blocks: Any, block_size: Any, last: Any,
+    width: Any, first_key: Any, scale: Any, size: Any,
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """`decode_attention` of all sequences.
+
+    Args:
+        control: of `CONTROL_BYTES` that are this call's and the helpers'.
+        query, out: of float32 `[sequences * width, heads, dim]`; out is written.
+        keys, values: of float32 `[places, kv heads, dim]`.
+        heads, kv_heads, dim, places, sequences, blocks: sizes.
+        tables: of int32 `[sequences, blocks]`.
+        block_size: tokens of a block.
+        last: of int64 `[sequences * width]`.
+        width, first_key: see `decode_attention`.
+        scale: of a float32.
+        size: sequences of a chunk; all of them: no thread takes part.
+    """
+    stay_apart()
+    arguments = (
+        query, keys, values, out, heads, kv_heads, dim, places, tables, blocks, block_size, last,
+        width, first_key, scale,
+    )  # fmt: skip
+    _share(control, ATTENTION, sequences, size, arguments)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def serve(control: Any, patience: Any) -> None:  # pragma: no cover - compiled
+    """Take chunks of other threads' jobs until none has come for so many turns, and none is about
+    to."""
+    atomics.add(control + AWAKE, 1)
+    turn = 0
+    while turn < patience:
+        if _take_chunk(control):
+            turn = 0
+        else:
+            atomics.pause()
+            turn = 0 if atomics.read(control + HELD) else turn + 1
+    atomics.add(control + AWAKE, -1)
