@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 SWITCH = "MEGATRON_ASYNC_CPU_KERNELS"
@@ -21,7 +24,29 @@ def compiles() -> bool:
     wanted = os.environ.get(SWITCH, "numba")
     if wanted not in ("numba", "torch"):
         raise ValueError(f"{SWITCH}={wanted!r} is unknown: use 'numba' or 'torch', or unset it.")
-    return wanted == "numba" and find_spec("numba") is not None
+    if wanted != "numba" or find_spec("numba") is None:
+        return False
+    forget_stale_loops(Path(__file__).parent)
+    return True
+
+
+def forget_stale_loops(folder: Path) -> None:
+    """Remove what Numba keeps beside the sources of `folder` if it is of other sources.
+
+    Numba looks at the date of a function's own file alone. So it would go on with machine code that
+    has functions of another file in it as they were.
+    """
+    sources, kept = hashlib.sha256(), folder / "__pycache__"
+    for source in sorted(folder.glob("*.py")):
+        sources.update(source.read_bytes())
+    stamp = kept / "loops.sha256"
+    with suppress(OSError):  # beside sources that nobody may write to, Numba keeps nothing
+        if stamp.exists() and stamp.read_text() == sources.hexdigest():
+            return
+        for stale in kept.glob("*.nb[ic]"):
+            stale.unlink(missing_ok=True)
+        kept.mkdir(exist_ok=True)
+        stamp.write_text(sources.hexdigest())
 
 
 @cache

@@ -45,8 +45,11 @@ class TileWriter:
             module, kind, "llvm.x86.avx2.pmadd.wd"
         )
 
-    def totals(self, x: Any, stride: Any, weight: Any, steps: Any) -> list[Any]:
-        """The sums, float64 in four parts, for each row those of its outputs."""
+    def totals(
+        self, x: Any, stride: Any, weight: Any, steps: Any, ahead: Any, pace: Any
+    ) -> list[Any]:
+        """The sums, float64 in four parts, for each row those of its outputs. With each step the
+        cache is told to fetch the next address from `ahead`, `pace` bytes after the one before."""
         builder, count = self._builder, self._rows * self._outputs
         sources = [builder.add(x, builder.mul(stride, _constant(r))) for r in range(self._rows)]
         before = builder.block
@@ -70,6 +73,7 @@ class TileWriter:
         sums = [builder.phi(LANES) for _ in range(count)]
         for lanes in sums:
             lanes.add_incoming(ir.Constant(LANES, None), piece)
+        self._fetch(builder.add(ahead, builder.mul(step, pace)))
         added = self._products(step, sources, weight, sums)
         following = builder.add(step, _constant(1))
         step.add_incoming(following, loop)
@@ -126,6 +130,14 @@ class TileWriter:
                 products = builder.call(self._multiply, [inputs, wide])
                 added.append(builder.add(sums[row * self._outputs + output], products))
         return added
+
+    def _fetch(self, address: Any) -> None:
+        builder, word = self._builder, ir.IntType(32)
+        place = builder.inttoptr(address, ir.IntType(8).as_pointer())
+        read, keep, data = (ir.Constant(word, number) for number in (0, 3, 1))
+        kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
+        builder.call(fetch, [place, read, keep, data])
 
     def _load(self, kind: Any, address: Any, offset: int, align: int) -> Any:
         place = self._builder.add(address, _constant(offset))

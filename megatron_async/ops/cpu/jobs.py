@@ -25,58 +25,72 @@ TICKET, FINISHED, AWAKE, HELD, JOB = range(0, 5 * 64, 64)
 """Bytes from the start of `control`, 64 apart so that no two share a cache line: the ticket; chunks
 that are done; helpers that wait for a job; whether jobs follow each other in one call, so that
 helpers do not lose patience; and the job's numbers."""
-KIND, LENGTH, SIZE, ARGUMENTS = (JOB + 8 * number for number in range(4))
-"""The job's numbers: its kind, its length, what a chunk has of that, and the kind's own."""
+KIND, LENGTH, SIZE, *_rest = (JOB + 8 * number for number in range(3 + 16))
+"""The job's numbers: its kind, its length, and what a chunk has of that."""
+ARGUMENT = tuple(_rest)
+"""The numbers of its kind."""
 PRODUCT, ATTENTION = 0, 1
 """Kinds of jobs."""
-MOST_ARGUMENTS = 16
-CONTROL_BYTES = ARGUMENTS + 8 * MOST_ARGUMENTS
+CONTROL_BYTES = ARGUMENT[-1] + 8
 FIELD = 20
 """Bits of a ticket's two lower numbers: chunks of the job, and the next one to be taken. Above them
 jobs are counted, so that no ticket comes twice."""
 NEVER = 2**62
 """Bytes of weights from which on a product is shared, of a thread that computes alone."""
 LOW, JOBS = 2**FIELD - 1, 2**22 - 1
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _argument(control: Any, number: Any) -> Any:  # pragma: no cover - compiled
-    return atomics.read(control + ARGUMENTS + 8 * number)
+_read = atomics.read
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _attend(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
     """Sequences first to last of the attention in `control`."""
-    heads, kv_heads, dim = _argument(control, 4), _argument(control, 5), _argument(control, 6)
-    sequences, width = atomics.read(control + LENGTH), _argument(control, 12)
-    rows, places = (sequences * width, heads, dim), (_argument(control, 7), kv_heads, dim)
+    heads, kv_heads, dim = (
+        _read(control + ARGUMENT[4]),
+        _read(control + ARGUMENT[5]),
+        _read(control + ARGUMENT[6]),
+    )
+    sequences, width = _read(control + LENGTH), _read(control + ARGUMENT[12])
+    rows, places = (
+        (sequences * width, heads, dim),
+        (_read(control + ARGUMENT[7]), kv_heads, dim),
+    )
     decode_attention(
-        carray(floats(_argument(control, 0)), rows),
-        carray(floats(_argument(control, 1)), places),
-        carray(floats(_argument(control, 2)), places),
-        carray(words(_argument(control, 8)), (sequences, _argument(control, 9))),
-        _argument(control, 10),
-        carray(longs(_argument(control, 11)), (sequences * width,)),
+        carray(floats(_read(control + ARGUMENT[0])), rows),
+        carray(floats(_read(control + ARGUMENT[1])), places),
+        carray(floats(_read(control + ARGUMENT[2])), places),
+        carray(
+            words(_read(control + ARGUMENT[8])),
+            (sequences, _read(control + ARGUMENT[9])),
+        ),
+        _read(control + ARGUMENT[10]),
+        carray(longs(_read(control + ARGUMENT[11])), (sequences * width,)),
         width,
-        _argument(control, 13),
-        carray(floats(_argument(control, 14)), (1,))[0],
+        _read(control + ARGUMENT[13]),
+        carray(floats(_read(control + ARGUMENT[14])), (1,))[0],
         first,
         last,
-        carray(floats(_argument(control, 3)), rows),
+        carray(floats(_read(control + ARGUMENT[3])), rows),
     )
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _compute(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
     """From first to last of the job in `control`."""
-    if atomics.read(control + KIND) == ATTENTION:
+    if _read(control + KIND) == ATTENTION:
         _attend(control, first, last)
         return
     multiply(
-        _argument(control, 0), _argument(control, 1), _argument(control, 2),
-        _argument(control, 3), _argument(control, 4), _argument(control, 5),
-        atomics.read(control + LENGTH), _argument(control, 6), first, last,
-    )  # fmt: skip
+        _read(control + ARGUMENT[0]),
+        _read(control + ARGUMENT[1]),
+        _read(control + ARGUMENT[2]),
+        _read(control + ARGUMENT[3]),
+        _read(control + ARGUMENT[4]),
+        _read(control + ARGUMENT[5]),
+        _read(control + LENGTH),
+        _read(control + ARGUMENT[6]),
+        first,
+        last,
+    )
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -87,13 +101,13 @@ def _take_chunk(control: Any) -> bool:  # pragma: no cover - compiled
     that, are of this job: it does not end before this chunk has.
     """
     stay_apart()
-    ticket = atomics.read(control + TICKET)
+    ticket = _read(control + TICKET)
     chunk = ticket & LOW
     if chunk >= (ticket >> FIELD) & LOW:
         return False
     if atomics.swap_if(control + TICKET, ticket, ticket + 1):
-        size = atomics.read(control + SIZE)
-        end = min((chunk + 1) * size, atomics.read(control + LENGTH))
+        size = _read(control + SIZE)
+        end = min((chunk + 1) * size, _read(control + LENGTH))
         _compute(control, chunk * size, end)
         atomics.add(control + FINISHED, 1)
     return True
@@ -108,14 +122,14 @@ def _share(
     atomics.write(control + LENGTH, length)
     atomics.write(control + SIZE, size)
     for number in range(len(arguments)):
-        atomics.write(control + ARGUMENTS + 8 * number, arguments[number])
+        atomics.write(control + ARGUMENT[number], arguments[number])
     chunks = (length + size - 1) // size
     atomics.write(control + FINISHED, 0)
-    job = (atomics.read(control + TICKET) >> (2 * FIELD)) + 1 & JOBS
+    job = (_read(control + TICKET) >> (2 * FIELD)) + 1 & JOBS
     atomics.write(control + TICKET, (job << (2 * FIELD)) | (chunks << FIELD))
     while _take_chunk(control):
         pass
-    while atomics.read(control + FINISHED) < chunks:
+    while _read(control + FINISHED) < chunks:
         atomics.pause()
 
 
@@ -188,5 +202,5 @@ def serve(control: Any, patience: Any) -> None:  # pragma: no cover - compiled
             turn = 0
         else:
             atomics.pause()
-            turn = 0 if atomics.read(control + HELD) else turn + 1
+            turn = 0 if _read(control + HELD) else turn + 1
     atomics.add(control + AWAKE, -1)
