@@ -18,7 +18,7 @@ def test_a_change_of_any_source_forgets_all(tmp_path):
     assert [is_kept(), is_kept()] == [False, True]
     source.write_text("STEP = 32")
     assert [is_kept(), is_kept()] == [False, True]
-    (tmp_path / "more.py").write_text("")
+    (tmp_path / "more.py").write_text("WIDER = True")
     assert [is_kept(), is_kept()] == [False, True]
 
 
