@@ -16,11 +16,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from llvmlite import ir
+from numba import carray, njit, types
 from numba.extending import intrinsic, register_jitable
 
 from megatron_async.ops.cpu.integer_tile import OUTPUTS, STEP, TileWriter
-from megatron_async.ops.cpu.row_kernels import stay_apart
+from megatron_async.ops.cpu.row_kernels import floats, stay_apart, words
 
 MOST_ROWS = 4
 """Rows of the largest tile."""
@@ -28,7 +29,8 @@ MOST = np.float32(32767.0)
 """Of an element of a row as an integer."""
 LEAST = np.float32(1e-30)
 """What the largest element of a row of zeros counts as."""
-LARGEST_FINITE = np.finfo(np.float32).max
+LARGEST_FINITE, MAGNITUDE = np.int32(0x7F7FFFFF), np.int32(0x7FFFFFFF)
+"""Of a float32's bits: the largest finite number, and all but the sign."""
 AHEAD = 6912
 """Bytes from the weights that are multiplied to those that the cache is told to fetch. A block's
 tiles together fetch as much as a block has. Else memory waits while tiles are computed, and tiles
@@ -77,6 +79,16 @@ _two = _tile(2, 4)
 _four = _tile(4, 2)
 
 
+@intrinsic
+def _as_float(typingctx: Any, bits: Any) -> Any:
+    """The float32 of these bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
 @register_jitable
 def whole_tiles(rows: Any) -> Any:
     """So many rows, and those that fill the last tile: tiles have 1, 2 or 4 rows."""
@@ -97,34 +109,37 @@ def scratch_bytes(rows: Any, k: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def round_rows(x: Any, rounded: Any, factors: Any) -> None:  # pragma: no cover - compiled
-    """Rows of float32 `[rows, k]` as int16 `[tiles of rows, steps of k]`, of which those beyond are
-    zeros; into factors `[tiles of rows]` what a sum is to be multiplied by.
+def round_rows(
+    x_at: Any, rows: Any, k: Any, rounded: Any, factors: Any
+) -> None:  # pragma: no cover - compiled
+    """Rows of float32 `[rows, k]` at an address as int16 `[tiles of rows, steps of k]`, of which
+    those beyond are zeros; into factors `[tiles of rows]` what a sum is to be multiplied by.
 
     A row that is not finite has the factor NaN and integers of no meaning.
     """
     stay_apart()
+    x, bits = carray(floats(x_at), (rows, k)), carray(words(x_at), (rows, k))
     for row in range(rounded.shape[0]):
         target = rounded[row]
-        if row >= x.shape[0]:
+        if row >= rows:
             factors[row] = 0
             target[:] = 0
             continue
-        given = x[row]
-        most, is_broken = np.float32(0.0), 0
-        for i in range(x.shape[1]):
-            most = max(most, abs(given[i]))
-            is_broken |= not abs(given[i]) <= LARGEST_FINITE
-        if is_broken:
+        # Without their signs, numbers are ordered as their bits are as integers, and what is not
+        # finite stands above all that is. LLVM makes no vectors of float32's own maximum.
+        largest, given = np.int32(0), bits[row]
+        for i in range(k):
+            largest = max(largest, given[i] & MAGNITUDE)
+        if largest > LARGEST_FINITE:
             factors[row] = np.float32(np.nan)
             target[:] = 0
             continue
-        most = max(most, LEAST)
-        factor = MOST / most
+        most = max(_as_float(largest), LEAST)
+        factor, numbers = MOST / most, x[row]
         factors[row] = most / MOST
-        for i in range(x.shape[1]):
-            target[i] = np.int16(np.int32(np.rint(given[i] * factor)))
-        target[x.shape[1] :] = 0
+        for i in range(k):
+            target[i] = np.int16(np.int32(np.rint(numbers[i] * factor)))
+        target[k:] = 0
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -10,6 +10,8 @@ from typing import Any
 
 from llvmlite import ir
 
+from megatron_async.ops.cpu.row_kernels import write_fetch
+
 STEP = 16
 """Inputs that an instruction takes."""
 OUTPUTS = 4
@@ -73,7 +75,7 @@ class TileWriter:
         sums = [builder.phi(LANES) for _ in range(count)]
         for lanes in sums:
             lanes.add_incoming(ir.Constant(LANES, None), piece)
-        self._fetch(builder.add(ahead, builder.mul(step, pace)))
+        write_fetch(builder, builder.add(ahead, builder.mul(step, pace)))
         added = self._products(step, sources, weight, sums)
         following = builder.add(step, _constant(1))
         step.add_incoming(following, loop)
@@ -130,14 +132,6 @@ class TileWriter:
                 products = builder.call(self._multiply, [inputs, wide])
                 added.append(builder.add(sums[row * self._outputs + output], products))
         return added
-
-    def _fetch(self, address: Any) -> None:
-        builder, word = self._builder, ir.IntType(32)
-        place = builder.inttoptr(address, ir.IntType(8).as_pointer())
-        read, keep, data = (ir.Constant(word, number) for number in (0, 3, 1))
-        kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
-        fetch = builder.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
-        builder.call(fetch, [place, read, keep, data])
 
     def _load(self, kind: Any, address: Any, offset: int, align: int) -> Any:
         place = self._builder.add(address, _constant(offset))

@@ -155,7 +155,9 @@ def product(
     tiles, steps = whole_tiles(rows), (k + STEP - 1) // STEP
     factors = scratch + 2 * STEP * tiles * steps
     round_rows(
-        carray(floats(x), (rows, k)),
+        x,
+        rows,
+        k,
         carray(integers(scratch), (tiles, steps * STEP)),
         carray(floats(factors), (tiles,)),
     )

@@ -42,6 +42,27 @@ def stay_apart(typingctx: Any) -> Any:
 
 
 @intrinsic
+def fetch(typingctx: Any, address: Any) -> Any:
+    """Tell the cache to fetch what is at an address, which need not be valid."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        write_fetch(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+def write_fetch(builder: Any, address: Any) -> None:
+    """Write the instruction of `fetch`."""
+    word = ir.IntType(32)
+    place = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    read, keep, data = (ir.Constant(word, number) for number in (0, 3, 1))
+    kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
+    function = builder.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
+    builder.call(function, [place, read, keep, data])
+
+
+@intrinsic
 def exp(typingctx: Any, x: Any = None) -> Any:
     """The exponential in float32, to 2 units in the last place; NaN for NaN.
 

@@ -6,12 +6,12 @@ request's answer does not depend on the other requests, each row of the input ha
 ("per token" in vLLM). Eight bits are too few for rows with one very large element, as in language
 models; so rows have 16.
 
-There are two kinds of products. With VNNI instructions torch's fbgemm kernels multiply 8-bit
-integers, four times as many as float32; a row is two rows of 8 bits then, the second one what the
-rounding of the first has left, which costs little while the weight's bytes set the time. Without
-VNNI the loops of `ops/cpu/integer_products.py` multiply 16-bit integers, where Numba compiles them:
-on such a CPU they take a third to six tenths of fbgemm's time at one row, and half at eight
-(docs/records/cpu_throughput.md, 2026-11-26).
+There are two kinds of products. Where Numba compiles loops, those of
+`ops/cpu/integer_products.py` multiply 16-bit integers. Elsewhere torch's fbgemm kernels multiply
+8-bit integers; a row is two rows of 8 bits then, the second one what the rounding of the first has
+left. On a Zen 3 EPYC our loops take a third to six tenths of fbgemm's time at one row, and half at
+eight. On a Xeon with VNNI instructions, which fbgemm has kernels for, a step of SmolLM2-135M takes
+a quarter of the time and a third (docs/records/cpu_throughput.md, 2026-11-26).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def check_available() -> None:
 
 def widens() -> bool:
     """Whether weights are widened to 16 bits here instead of multiplied by fbgemm."""
-    return not has_vnni() and multiplies_integers()
+    return multiplies_integers()
 
 
 def has_vnni() -> bool:
