@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from megatron_async.ops.cpu.row_kernels import REORDERS, exp, fetch, stay_apart
+from megatron_async.ops.cpu.row_kernels import LINE, REORDERS, exp, fetch, stay_apart
 
 KEYS = 4
 """Keys that are multiplied at once: a query is read, and an output written, once for them. Which
@@ -18,8 +18,6 @@ keys stand together depends on the row's own positions alone."""
 AHEAD = 8
 """Keys from those that are multiplied to those that the cache is told to fetch. Of 200 keys of each
 of eight sequences, a step of SmolLM2-135M on two threads of a Xeon takes 4.2 instead of 8.2 ms."""
-LINE = 64
-"""Bytes that a cache fetches at a time."""
 
 
 @njit(inline="always", fastmath=REORDERS)

@@ -85,7 +85,7 @@ class Helpers:
         Args:
             x: address of float32 `[rows, k]`.
             rows, k: sizes of x.
-            weight: address of int8 `[blocks, steps, 4, 16]`.
+            weight: address of int8 `[blocks, steps, 4, STEP]`.
             blocks: outputs over four.
             scales: address of float32 `[4 blocks]`.
             out: address of float32 `[whole_tiles(rows), 4 blocks]`; written.

@@ -1,14 +1,14 @@
 """Rows of 16 bits by weights of 8 bits, in an instruction that x86 CPUs with AVX2 have.
 
-`pmaddwd` multiplies 16 pairs of 16-bit integers and adds neighbours in 32 bits. Weights are 8 bits
-in memory and become 16 in a register. So a row of 16 bits is one row; fbgemm's kernels take it as
-two of 8 bits. And no sum saturates, so weights have all of 127 steps on a CPU without VNNI.
+`pmaddwd` multiplies pairs of 16-bit integers and adds neighbours in 32 bits. Weights are 8 bits in
+memory and become 16 in a register. So a row of 16 bits is one row; fbgemm's kernels take it as two
+of 8 bits. And no sum saturates, so weights have all of 127 steps on a CPU without VNNI.
 
 Imported only where loops are compiled. Sums are exact: a row depends on no other one, and on
 neither the tile nor the thread that computed it. Weights lie in the order in which a tile of one
-row reads them: `[outputs / 4, k / 16, 4, 16]`. In the order `[outputs, k]` four short streams are
-read at a time, and a step of one row of SmolLM2-135M takes 25.7 instead of 12.9 ms
-(docs/records/cpu_throughput.md, 2026-11-25).
+row reads them: `[outputs / 4, k / STEP, 4, STEP]`. In the order `[outputs, k]` four short streams
+are read at a time, and a step of one row of SmolLM2-135M takes 25.7 instead of 12.9 ms on an AVX2
+host (docs/records/cpu_throughput.md, 2026-11-25).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic, register_jitable
 
-from megatron_async.ops.cpu.integer_tile import OUTPUTS, STEP, TileWriter
-from megatron_async.ops.cpu.row_kernels import floats, stay_apart, words
+from megatron_async.ops.cpu.integer_tile import FETCHES, OUTPUTS, STEP, TileWriter
+from megatron_async.ops.cpu.row_kernels import LINE, floats, stay_apart, words
 
 MOST_ROWS = 4
 """Rows of the largest tile."""
@@ -153,7 +153,7 @@ def multiply(
         x: address of rows as `round_rows` makes them.
         factors: address of their factors.
         rows, steps, blocks: sizes of x and of the weight.
-        weight: address of int8 `[blocks, steps, 4, 16]`.
+        weight: address of int8 `[blocks, steps, 4, STEP]`.
         scales: address of float32 `[4 blocks]`.
         out: address of float32 `[rows, 4 blocks]`; written.
         first, last: blocks.
@@ -162,7 +162,8 @@ def multiply(
     stride, columns, line = 2 * STEP * steps, OUTPUTS * blocks, OUTPUTS * STEP
     for group in range(0, rows, GROUP):
         end = min(group + GROUP, rows)
-        pace = line // _tiles_of(end - group)
+        pace = LINE // _tiles_of(end - group)
+        fetched = steps * FETCHES * pace
         for block in range(first, last):
             place, output = weight + block * (steps * line), block * OUTPUTS
             scale, row, ahead = scales + 4 * output, group, place + AHEAD
@@ -177,10 +178,10 @@ def multiply(
                     row += 2
                 else:
                     _four(source, stride, place, steps, factor, scale, target, columns, ahead, pace)
-                    ahead += steps * pace
+                    ahead += fetched
                     _four(
                         source, stride, place + 2 * STEP, steps, factor, scale + 8, target + 8,
                         columns, ahead, pace,
                     )  # fmt: skip
                     row += 4
-                ahead += steps * pace
+                ahead += fetched

@@ -1,28 +1,36 @@
 """The instructions of one tile of `integer_products.py`: some rows by some outputs.
 
-`pmaddwd` multiplies 16 pairs of 16-bit integers and adds neighbours in 32 bits: eight lanes, whose
-sums are added in float64. All these sums are exact, in whatever order.
+`pmaddwd` multiplies 16 pairs of 16-bit integers, or 32 with AVX-512, and adds neighbours in 32
+bits: eight lanes or sixteen, whose sums are added in float64. All these sums are exact, in whatever
+order. With VNNI, LLVM makes one instruction of this and of the addition behind it.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 
-from megatron_async.ops.cpu.row_kernels import write_fetch
+from megatron_async.ops.cpu.row_kernels import LINE, write_fetch
 
-STEP = 16
+IS_WIDE = bool(llvm.get_host_cpu_features().get("avx512bw", False))
+"""Whether registers have 512 bits."""
+STEP = 32 if IS_WIDE else 16
 """Inputs that an instruction takes."""
 OUTPUTS = 4
 """Outputs whose weights are side by side, and sums that are added up together."""
+FETCHES = OUTPUTS * STEP // LINE
+"""Cache lines of a step's weights."""
 STEPS_OF_PIECE = 256
 """Most steps whose sums have room in 32 bits: in each, a lane adds two products of at most 32,767 x
 127."""
 
 LONG, REAL = ir.IntType(64), ir.FloatType()
 BYTES, SHORTS = ir.VectorType(ir.IntType(8), STEP), ir.VectorType(ir.IntType(16), STEP)
-LANES = ir.VectorType(ir.IntType(32), 8)
+LANES = ir.VectorType(ir.IntType(32), STEP // 2)
+MULTIPLY = "llvm.x86.avx512.pmaddw.d.512" if IS_WIDE else "llvm.x86.avx2.pmadd.wd"
 WIDE, NARROW = ir.VectorType(ir.DoubleType(), 4), ir.VectorType(REAL, 4)
 
 
@@ -43,15 +51,14 @@ class TileWriter:
         self._builder, self._rows, self._outputs = builder, rows, outputs
         kind = ir.FunctionType(LANES, [SHORTS, SHORTS])
         module = builder.module
-        self._multiply = module.globals.get("llvm.x86.avx2.pmadd.wd") or ir.Function(
-            module, kind, "llvm.x86.avx2.pmadd.wd"
-        )
+        self._multiply = module.globals.get(MULTIPLY) or ir.Function(module, kind, MULTIPLY)
 
     def totals(
         self, x: Any, stride: Any, weight: Any, steps: Any, ahead: Any, pace: Any
     ) -> list[Any]:
         """The sums, float64 in four parts, for each row those of its outputs. With each step the
-        cache is told to fetch the next address from `ahead`, `pace` bytes after the one before."""
+        cache is told to fetch `FETCHES` addresses from `ahead` on, `pace` bytes after each
+        other."""
         builder, count = self._builder, self._rows * self._outputs
         sources = [builder.add(x, builder.mul(stride, _constant(r))) for r in range(self._rows)]
         before = builder.block
@@ -75,7 +82,9 @@ class TileWriter:
         sums = [builder.phi(LANES) for _ in range(count)]
         for lanes in sums:
             lanes.add_incoming(ir.Constant(LANES, None), piece)
-        write_fetch(builder, builder.add(ahead, builder.mul(step, pace)))
+        for number in range(FETCHES):
+            place = builder.add(builder.mul(step, _constant(FETCHES)), _constant(number))
+            write_fetch(builder, builder.add(ahead, builder.mul(place, pace)))
         added = self._products(step, sources, weight, sums)
         following = builder.add(step, _constant(1))
         step.add_incoming(following, loop)
@@ -84,7 +93,7 @@ class TileWriter:
         builder.cbranch(builder.icmp_signed("<", following, stop), loop, piece_end)
 
         builder.position_at_end(piece_end)
-        raised = [builder.fadd(t, self._halves(now)) for t, now in zip(totals, added)]
+        raised = [builder.fadd(t, self._fours(now)) for t, now in zip(totals, added)]
         begin.add_incoming(stop, piece_end)
         for total, now in zip(totals, raised):
             total.add_incoming(now, piece_end)
@@ -137,10 +146,11 @@ class TileWriter:
         place = self._builder.add(address, _constant(offset))
         return self._builder.load(self._builder.inttoptr(place, kind.as_pointer()), align=align)
 
-    def _halves(self, lanes: Any) -> Any:
-        """Eight sums of 32 bits as four of float64."""
-        low, high = (self._pick(lanes, lanes, *range(i, i + 4)) for i in (0, 4))
-        return self._builder.fadd(self._builder.sitofp(low, WIDE), self._builder.sitofp(high, WIDE))
+    def _fours(self, lanes: Any) -> Any:
+        """Sums of 32 bits as four of float64."""
+        fours = [self._pick(lanes, lanes, *range(i, i + 4)) for i in range(0, LANES.count, 4)]
+        first, *others = (self._builder.sitofp(four, WIDE) for four in fours)
+        return reduce(self._builder.fadd, others, first)
 
     def _together(self, four: list[Any]) -> Any:
         """Four sums in four parts each as one vector of float32."""

@@ -145,7 +145,7 @@ def product(
         scratch: of `scratch_bytes(rows, k)`; written.
         x: of float32 `[rows, k]`.
         rows, k: sizes of x.
-        weight: of int8 `[blocks, steps, 4, 16]`, steps the fewest that hold k.
+        weight: of int8 `[blocks, steps, 4, STEP]`, steps the fewest that hold k.
         blocks: outputs over four.
         scales: of float32 `[4 blocks]`.
         out: of float32 `[whole_tiles(rows), 4 blocks]`; written.

@@ -17,6 +17,8 @@ from numba.extending import intrinsic
 REORDERS = {"reassoc", "contract", "arcp", "nsz"}
 """What sums may do. NaN and infinity stay what they are: they tell a broken row."""
 
+LINE = 64
+"""Bytes that a cache fetches at a time."""
 LOG2_E = 1.44269504088896341
 LN2 = 0.693359375, -2.12194440e-4
 """The natural logarithm of 2: a part without low bits, and the rest (Cody and Waite 1980)."""
