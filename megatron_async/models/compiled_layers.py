@@ -121,8 +121,9 @@ class CompiledLayers:
         scale_of_scores = np.array([scale])
         with helpers_of(torch.get_num_threads()).held() as (control, least):
             self._kernels.decode_layers(
-                control, least, CHUNK_BYTES, self._table, sizes, batch, addresses,
-                self._eps, np.float32(view.norm_eps), scale_of_scores.ctypes.data,
+                self._kernels.loop_addresses(), control, least, CHUNK_BYTES, self._table,
+                sizes, batch, addresses, self._eps, np.float32(view.norm_eps),
+                scale_of_scores.ctypes.data,
             )  # fmt: skip
         return out[:rows], stream
 

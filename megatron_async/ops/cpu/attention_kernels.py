@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit, types
 
-from megatron_async.ops.cpu.row_kernels import LINE, REORDERS, exp, fetch, stay_apart
+from megatron_async.ops.cpu.pointers import address_of
+from megatron_async.ops.cpu.row_kernels import LINE, REORDERS, exp, fetch
 
 KEYS = 4
 """Keys that are multiplied at once: a query is read, and an output written, once for them. Which
@@ -52,7 +53,6 @@ def rope_append(
     q_weight: Any, k_weight: Any, has_norm: Any, eps: Any, group: Any, gates: Any, query: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """`ops/attention/rope_append.py`; qkv `[tokens, kv heads, heads of each, dim]`, caches flat."""
-    stay_apart()
     for token in range(qkv.shape[0]):
         row_cos, row_sin = cos[positions[token]], sin[positions[token]]
         place = places[token]
@@ -81,7 +81,6 @@ def decode_attention(
     blocks]`; positions `[rows * width]`: a query sees the keys from min(its position, first_key) to
     its position.
     """
-    stay_apart()
     heads, dim, kv_heads = query.shape[1], query.shape[2], keys.shape[1]
     group = heads // kv_heads
     most = np.int64(0)
@@ -195,3 +194,20 @@ def _softmax(scores: Any, begin: Any, end: Any) -> None:  # pragma: no cover - c
     share = np.float32(1.0) / total
     for j in range(len(seen)):
         seen[j] *= share
+
+
+def attention_addresses() -> tuple[int, int]:
+    """`pointers.address_of` of `rope_append` and of `decode_attention`."""
+    one, two, three, four = (types.Array(types.float32, count, "C") for count in range(1, 5))
+    number, longs = types.int64, types.Array(types.int64, 1, "C")
+    tables = types.Array(types.int32, 2, "C")
+    return (
+        address_of(
+            rope_append, four, two, two, longs, longs, three, three, one, one, types.boolean,
+            types.float32, number, number, three,
+        ),
+        address_of(
+            decode_attention, three, three, three, tables, number, longs, number, number,
+            types.float32, number, number, three,
+        ),
+    )  # fmt: skip

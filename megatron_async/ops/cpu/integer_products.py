@@ -21,7 +21,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic, register_jitable
 
 from megatron_async.ops.cpu.integer_tile import FETCHES, OUTPUTS, STEP, TileWriter
-from megatron_async.ops.cpu.row_kernels import LINE, floats, stay_apart, words
+from megatron_async.ops.cpu.row_kernels import LINE, floats, words
 
 MOST_ROWS = 4
 """Rows of the largest tile."""
@@ -117,7 +117,6 @@ def round_rows(
 
     A row that is not finite has the factor NaN and integers of no meaning.
     """
-    stay_apart()
     x, bits = carray(floats(x_at), (rows, k)), carray(words(x_at), (rows, k))
     for row in range(rounded.shape[0]):
         target = rounded[row]
@@ -158,7 +157,6 @@ def multiply(
         out: address of float32 `[rows, 4 blocks]`; written.
         first, last: blocks.
     """
-    stay_apart()
     stride, columns, line = 2 * STEP * steps, OUTPUTS * blocks, OUTPUTS * STEP
     for group in range(0, rows, GROUP):
         end = min(group + GROUP, rows)

@@ -16,10 +16,10 @@ from typing import Any
 from numba import carray, njit
 
 from megatron_async.ops.cpu import atomics
-from megatron_async.ops.cpu.attention_kernels import decode_attention
 from megatron_async.ops.cpu.integer_products import multiply, round_rows, whole_tiles
 from megatron_async.ops.cpu.integer_tile import STEP
-from megatron_async.ops.cpu.row_kernels import floats, integers, longs, stay_apart, words
+from megatron_async.ops.cpu.pointers import call_at
+from megatron_async.ops.cpu.row_kernels import floats, integers, longs, words
 
 TICKET, FINISHED, AWAKE, HELD, JOB = range(0, 5 * 64, 64)
 """Bytes from the start of `control`, 64 apart so that no two share a cache line: the ticket; chunks
@@ -54,7 +54,7 @@ def _attend(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - 
         (sequences * width, heads, dim),
         (_read(control + ARGUMENT[7]), kv_heads, dim),
     )
-    decode_attention(
+    arguments = (
         carray(floats(_read(control + ARGUMENT[0])), rows),
         carray(floats(_read(control + ARGUMENT[1])), places),
         carray(floats(_read(control + ARGUMENT[2])), places),
@@ -71,6 +71,7 @@ def _attend(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - 
         last,
         carray(floats(_read(control + ARGUMENT[3])), rows),
     )
+    call_at(_read(control + ARGUMENT[15]), arguments)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -100,7 +101,6 @@ def _take_chunk(control: Any) -> bool:  # pragma: no cover - compiled
     A ticket is swapped only if it is still the one that was read. So the job's numbers, read behind
     that, are of this job: it does not end before this chunk has.
     """
-    stay_apart()
     ticket = _read(control + TICKET)
     chunk = ticket & LOW
     if chunk >= (ticket >> FIELD) & LOW:
@@ -151,7 +151,6 @@ def product(
         out: of float32 `[whole_tiles(rows), 4 blocks]`; written.
         size: blocks of a chunk; all of them: no thread takes part.
     """
-    stay_apart()
     tiles, steps = whole_tiles(rows), (k + STEP - 1) // STEP
     factors = scratch + 2 * STEP * tiles * steps
     round_rows(
@@ -167,14 +166,15 @@ def product(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def attention(
-    control: Any, query: Any, keys: Any, values: Any, out: Any, heads: Any, kv_heads: Any,
-    dim: Any, places: Any, tables: Any, sequences: Any, blocks: Any, block_size: Any, last: Any,
-    width: Any, first_key: Any, scale: Any, size: Any,
+    control: Any, loop: Any, query: Any, keys: Any, values: Any, out: Any, heads: Any,
+    kv_heads: Any, dim: Any, places: Any, tables: Any, sequences: Any, blocks: Any,
+    block_size: Any, last: Any, width: Any, first_key: Any, scale: Any, size: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """`decode_attention` of all sequences.
 
     Args:
         control: of `CONTROL_BYTES` that are this call's and the helpers'.
+        loop: of `decode_attention`.
         query, out: of float32 `[sequences * width, heads, dim]`; out is written.
         keys, values: of float32 `[places, kv heads, dim]`.
         heads, kv_heads, dim, places, sequences, blocks: sizes.
@@ -185,10 +185,9 @@ def attention(
         scale: of a float32.
         size: sequences of a chunk; all of them: no thread takes part.
     """
-    stay_apart()
     arguments = (
         query, keys, values, out, heads, kv_heads, dim, places, tables, blocks, block_size, last,
-        width, first_key, scale,
+        width, first_key, scale, loop,
     )  # fmt: skip
     _share(control, ATTENTION, sequences, size, arguments)
 

@@ -10,15 +10,17 @@ Imported only where loops are compiled. See `jobs.py` about addresses.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import carray, njit
 
-from megatron_async.ops.cpu.attention_kernels import rope_append
+from megatron_async.ops.cpu.attention_kernels import attention_addresses
 from megatron_async.ops.cpu.integer_tile import OUTPUTS
 from megatron_async.ops.cpu.jobs import NEVER, attention, product
-from megatron_async.ops.cpu.row_kernels import add_norm, floats, longs, norm, swiglu
+from megatron_async.ops.cpu.pointers import call_at
+from megatron_async.ops.cpu.row_kernels import floats, longs, norm_addresses, swiglu
 
 COLUMNS = (
     "attention_norm", "qkv", "qkv_scales", "qkv_bias", "q_norm", "k_norm", "cache", "proj",
@@ -82,12 +84,13 @@ def _add_bias(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def decode_layers(
-    control: Any, least: Any, chunk_bytes: Any, table: Any, sizes: Any, batch: Any,
+    loops: Any, control: Any, least: Any, chunk_bytes: Any, table: Any, sizes: Any, batch: Any,
     addresses: Any, eps: Any, head_eps: Any, scale: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """All layers, without the norm after them.
 
     Args:
+        loops: addresses of the loops that may reorder sums: `loop_addresses`.
         control, least: see `Helpers.held`.
         chunk_bytes: of the weights that a thread takes at a time.
         table: int64 `[layers, COLUMNS]`.
@@ -95,6 +98,7 @@ def decode_layers(
         eps, head_eps: float32, of the layers' norms and of those of heads.
         scale: address of the factor of scores, float32.
     """
+    norm, add_norm, rope_append, decode_attention = loops
     hidden, ffn, heads, kv_heads, dim, rotated, rope_positions = sizes
     rows, sequences, blocks, block_size, width, first_key, places, layer_floats = batch
     (
@@ -108,14 +112,14 @@ def decode_layers(
     write_index = carray(longs(write_index_at), (rows,))
     by_head = carray(floats(qkv), (rows, kv_heads, group + 2, dim))
     query = carray(floats(query_at), (rows, heads, dim))
-    # Not 0 itself, for which Numba would compile a second `rope_append`.
-    no_gates, residual = np.int64(0), x
+    residual = x
     for layer in range(len(table)):
         one = table[layer]
         if layer == 0:
-            norm(x, one[ATTENTION_NORM], rows, hidden, eps, normed)
+            call_at(norm, (x, one[ATTENTION_NORM], rows, hidden, eps, normed))
         else:
-            add_norm(out, residual, one[ATTENTION_NORM], rows, hidden, eps, normed, other)
+            weight = one[ATTENTION_NORM]
+            call_at(add_norm, (out, residual, weight, rows, hidden, eps, normed, other))
             residual = other
         _product(
             control, least, chunk_bytes, scratch, normed, rows, hidden, one[QKV],
@@ -131,20 +135,22 @@ def decode_layers(
         # Where heads have no norms, these factors are not read.
         q_norm = carray(floats(one[Q_NORM] if has_norm else one[ATTENTION_NORM]), (dim,))
         k_norm = carray(floats(one[K_NORM] if has_norm else one[ATTENTION_NORM]), (dim,))
-        rope_append(
+        arguments = (
             by_head, cos, sin, positions, write_index, keys, values, q_norm, k_norm, has_norm,
-            head_eps, group, no_gates, query,
+            head_eps, group, 0, query,
         )  # fmt: skip
+        call_at(rope_append, arguments)
         attention(
-            control, query_at, layer_keys, layer_values, attended, heads, kv_heads, dim, places,
-            tables, sequences, blocks, block_size, last, width, first_key, scale,
-            attention_size,
+            control, decode_attention, query_at, layer_keys, layer_values, attended, heads,
+            kv_heads, dim, places, tables, sequences, blocks, block_size, last, width,
+            first_key, scale, attention_size,
         )  # fmt: skip
         _product(
             control, least, chunk_bytes, scratch, attended, rows, heads * dim, one[PROJ],
             one[PROJ_SCALES], hidden, out,
         )  # fmt: skip
-        add_norm(out, residual, one[MLP_NORM], rows, hidden, eps, normed, stream)
+        weight = one[MLP_NORM]
+        call_at(add_norm, (out, residual, weight, rows, hidden, eps, normed, stream))
         residual = stream
         _product(
             control, least, chunk_bytes, scratch, normed, rows, hidden, one[FC1],
@@ -157,8 +163,14 @@ def decode_layers(
         )  # fmt: skip
 
 
+@cache
+def loop_addresses() -> tuple[int, int, int, int]:
+    """Addresses of `norm`, `add_norm`, `rope_append` and `decode_attention`."""
+    return *norm_addresses(), *attention_addresses()
+
+
 def compile_loops() -> None:
     """Compile `decode_layers`, so that no first step does: with no layers it reads nothing."""
     table, eps = np.zeros((0, len(COLUMNS)), np.int64), np.float32(0)
     sizes, batch, addresses = ((1,) * len(names) for names in (SIZES, BATCH, ADDRESSES))
-    decode_layers(0, 0, 0, table, sizes, batch, addresses, eps, eps, 0)
+    decode_layers(loop_addresses(), 0, 0, 0, table, sizes, batch, addresses, eps, eps, 0)

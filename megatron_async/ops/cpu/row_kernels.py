@@ -14,6 +14,8 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from megatron_async.ops.cpu.pointers import address_of
+
 REORDERS = {"reassoc", "contract", "arcp", "nsz"}
 """What sums may do. NaN and infinity stay what they are: they tell a broken row."""
 
@@ -29,18 +31,6 @@ POLYNOMIAL = (
 """Coefficients of Cephes' expf (S. Moshier), from the highest power."""
 MOST, LEAST = 88.3762626647949, -87.3365447504
 """Beyond, float32 overflows and underflows."""
-
-
-@intrinsic
-def stay_apart(typingctx: Any) -> Any:
-    """Keep the function that says this a function: its machine code, and so the order of its sums,
-    is the same whoever calls it. In its caller LLVM might choose other vectors."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.function.attributes.add("noinline")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
 
 
 @intrinsic
@@ -135,7 +125,6 @@ def add_norm(
 ) -> None:  # pragma: no cover - compiled
     """Into total: x + residual; into normed: RMSNorm of it. All by their addresses, `[rows,
     hidden]`, weight `[hidden]`."""  # fmt: skip
-    stay_apart()
     sizes, weight = (rows, hidden), carray(floats(weight_at), (hidden,))
     x, residual = carray(floats(x_at), sizes), carray(floats(residual_at), sizes)
     normed, total = carray(floats(normed_at), sizes), carray(floats(total_at), sizes)
@@ -155,7 +144,6 @@ def norm(
     x_at: Any, weight_at: Any, rows: Any, hidden: Any, eps: Any, normed_at: Any
 ) -> None:  # pragma: no cover - compiled
     """Into normed: RMSNorm of x. By their addresses, `[rows, hidden]`, weight `[hidden]`."""
-    stay_apart()
     weight = carray(floats(weight_at), (hidden,))
     x, normed = carray(floats(x_at), (rows, hidden)), carray(floats(normed_at), (rows, hidden))
     for row in range(rows):
@@ -167,10 +155,19 @@ def norm(
             normed[row, i] = x[row, i] * factor * weight[i]
 
 
+def norm_addresses() -> tuple[int, int]:
+    """`pointers.address_of` of `norm` and of `add_norm`."""
+    number, real = types.int64, types.float32
+    sizes = (number, number, real)
+    return (
+        address_of(norm, number, number, *sizes, number),
+        address_of(add_norm, number, number, number, *sizes, number, number),
+    )
+
+
 @njit(nogil=True, cache=True, error_model="numpy")
 def swiglu(x_at: Any, rows: Any, width: Any, out_at: Any) -> None:  # pragma: no cover - compiled
     """Into out: silu(gate) * up; by their addresses, x `[rows, 2, width]`, out `[rows, width]`."""
-    stay_apart()
     x, out = carray(floats(x_at), (rows, 2, width)), carray(floats(out_at), (rows, width))
     for row in range(rows):
         # Whole rows: Numba takes a part of one for strided, and an index that is a sum for one that

@@ -102,6 +102,20 @@ def test_bits_of_the_modules(
     assert min(len(set(tokens)) for tokens, _ in found) > 5, "dull answers show nothing"
 
 
+def test_loops_that_reorder_sums_are_compiled_once(tmp_path: Any) -> None:
+    """By whomever they are called: modules, compiled layers and their helpers."""
+    from megatron_async.ops.cpu import attention_kernels, row_kernels
+
+    answers(store(TINY, tmp_path))
+    for loop in (
+        row_kernels.norm,
+        row_kernels.add_norm,
+        attention_kernels.rope_append,
+        attention_kernels.decode_attention,
+    ):
+        assert len(loop.signatures) == 1
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_schedule(name: str, tmp_path: Any, threads: None) -> None:
     folder = store(TINY, tmp_path)
