@@ -6,14 +6,13 @@ products are calls of torch. All other steps and models run module by module.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
-from megatron_async.device_state.step_view import StepView
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.layer_kinds import LAYER_KINDS
 from megatron_async.models.linear import (
@@ -27,6 +26,9 @@ from megatron_async.ops.cpu.host_attention import HostPagedAttention
 from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.linear.eight_bit import EightBitWeight
 from megatron_async.ops.linear.widened_weight import WidenedWeight
+
+if TYPE_CHECKING:
+    from megatron_async.device_state.step_view import StepView
 
 
 class CompiledLayers:
@@ -65,16 +67,15 @@ class CompiledLayers:
             ])  # fmt: skip
         self._table = np.array(rows, np.int64)
         assert self._table.shape[1] == len(layer_kernels.COLUMNS)
-        self._room = torch.empty(0, dtype=torch.uint8)
         self._kernels = layer_kernels
 
     def serves(self, hidden_states: Tensor, view: StepView | None) -> bool:
         """Whether `run` does this pass: of decode rows alone, on the backend of a CPU."""
         return (
-            isinstance(view, StepView)
+            view is not None
+            and isinstance(view.backend, HostPagedAttention)
             and view.dims.is_decode_only
             and view.dims.decode_rows > 0
-            and isinstance(view.backend, HostPagedAttention)
             and serves(hidden_states, view.rotary.cos)
         )
 
@@ -102,10 +103,11 @@ class CompiledLayers:
         )  # fmt: skip
         longest = max(hidden, heads, self._ffn)
         parts = [4 * tiles * width for width in widths]
-        room = self._find_room(sum(parts) + scratch_bytes(rows, longest))
+        # Of this call alone: two engines may share a model.
+        room = torch.empty(sum(parts) + scratch_bytes(rows, longest), dtype=torch.uint8)
         places = np.cumsum([room.data_ptr(), *parts]).tolist()  # sync-ok: NumPy
-        out = torch.empty(tiles, 1, hidden)
-        stream, other = torch.empty(rows, 1, hidden), torch.empty(rows, 1, hidden)
+        out = hidden_states.new_empty(tiles, 1, hidden)
+        stream, other = torch.empty_like(hidden_states), torch.empty_like(hidden_states)
         sizes = (hidden, self._ffn, self._heads, self._kv_heads, self._dim, cos.size(1), len(cos))
         batch = (
             rows, *decode.tables.shape, decode.block_size, decode.width, decode.first_key,
@@ -126,11 +128,6 @@ class CompiledLayers:
                 scale_of_scores.ctypes.data,
             )  # fmt: skip
         return out[:rows], stream
-
-    def _find_room(self, num_bytes: int) -> Tensor:
-        if self._room.nbytes < num_bytes:
-            self._room = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._room
 
     def _factors(self, norm: nn.Module | None) -> int:
         if norm is None:

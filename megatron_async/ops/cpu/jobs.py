@@ -44,33 +44,24 @@ _read = atomics.read
 @njit(nogil=True, cache=True, error_model="numpy")
 def _attend(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
     """Sequences first to last of the attention in `control`."""
-    heads, kv_heads, dim = (
-        _read(control + ARGUMENT[4]),
-        _read(control + ARGUMENT[5]),
-        _read(control + ARGUMENT[6]),
-    )
-    sequences, width = _read(control + LENGTH), _read(control + ARGUMENT[12])
-    rows, places = (
-        (sequences * width, heads, dim),
-        (_read(control + ARGUMENT[7]), kv_heads, dim),
-    )
+    heads, kv_heads = _read(control + ARGUMENT[4]), _read(control + ARGUMENT[5])
+    dim, places = _read(control + ARGUMENT[6]), _read(control + ARGUMENT[7])
+    tables_at, blocks = _read(control + ARGUMENT[8]), _read(control + ARGUMENT[9])
+    block_size, last_at = _read(control + ARGUMENT[10]), _read(control + ARGUMENT[11])
+    width, first_key = _read(control + ARGUMENT[12]), _read(control + ARGUMENT[13])
+    sequences = _read(control + LENGTH)
+    rows, cached = (sequences * width, heads, dim), (places, kv_heads, dim)
+    query = carray(floats(_read(control + ARGUMENT[0])), rows)
+    keys = carray(floats(_read(control + ARGUMENT[1])), cached)
+    values = carray(floats(_read(control + ARGUMENT[2])), cached)
+    out = carray(floats(_read(control + ARGUMENT[3])), rows)
+    tables = carray(words(tables_at), (sequences, blocks))
+    last_keys = carray(longs(last_at), (sequences * width,))
+    scale = carray(floats(_read(control + ARGUMENT[14])), (1,))[0]
     arguments = (
-        carray(floats(_read(control + ARGUMENT[0])), rows),
-        carray(floats(_read(control + ARGUMENT[1])), places),
-        carray(floats(_read(control + ARGUMENT[2])), places),
-        carray(
-            words(_read(control + ARGUMENT[8])),
-            (sequences, _read(control + ARGUMENT[9])),
-        ),
-        _read(control + ARGUMENT[10]),
-        carray(longs(_read(control + ARGUMENT[11])), (sequences * width,)),
-        width,
-        _read(control + ARGUMENT[13]),
-        carray(floats(_read(control + ARGUMENT[14])), (1,))[0],
-        first,
-        last,
-        carray(floats(_read(control + ARGUMENT[3])), rows),
-    )
+        query, keys, values, tables, block_size, last_keys, width, first_key, scale, first, last,
+        out,
+    )  # fmt: skip
     call_at(_read(control + ARGUMENT[15]), arguments)
 
 
@@ -80,18 +71,11 @@ def _compute(control: Any, first: Any, last: Any) -> None:  # pragma: no cover -
     if _read(control + KIND) == ATTENTION:
         _attend(control, first, last)
         return
-    multiply(
-        _read(control + ARGUMENT[0]),
-        _read(control + ARGUMENT[1]),
-        _read(control + ARGUMENT[2]),
-        _read(control + ARGUMENT[3]),
-        _read(control + ARGUMENT[4]),
-        _read(control + ARGUMENT[5]),
-        _read(control + LENGTH),
-        _read(control + ARGUMENT[6]),
-        first,
-        last,
-    )
+    x, factors = _read(control + ARGUMENT[0]), _read(control + ARGUMENT[1])
+    rows, steps = _read(control + ARGUMENT[2]), _read(control + ARGUMENT[3])
+    weight, scales = _read(control + ARGUMENT[4]), _read(control + ARGUMENT[5])
+    blocks, out = _read(control + LENGTH), _read(control + ARGUMENT[6])
+    multiply(x, factors, rows, steps, weight, scales, blocks, out, first, last)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
