@@ -40,7 +40,9 @@ def forget_stale_loops(folder: Path) -> None:
     for source in sorted(folder.glob("*.py")):
         sources.update(source.read_bytes())
     stamp = kept / "loops.sha256"
-    with suppress(OSError):  # beside sources that nobody may write to, Numba keeps nothing
+    # Beside sources that nobody may write to, Numba keeps nothing: it has its own folder for each
+    # user then. Such an installation is replaced as a whole, and so the dates of all its files.
+    with suppress(OSError):
         if stamp.exists() and stamp.read_text() == sources.hexdigest():
             return
         for stale in kept.glob("*.nb[ic]"):

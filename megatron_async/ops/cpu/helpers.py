@@ -60,7 +60,7 @@ class _Alone(threading.local):
 
 
 class Helpers:
-    """Threads beside the caller's, which take part in products.
+    """Threads beside the caller's, which take part in the jobs of `jobs.py`.
 
     Args:
         count: of helpers; 0: every product is the caller's alone.

@@ -83,8 +83,12 @@ class HostPagedAttention(TorchPagedAttention):
         else:
             assert positions is not None
             self._last = positions[: dims.decode_tokens].numpy().astype(np.int64)
-        rows = len(self._tables)
-        keys = self._last[: rows * dims.width].reshape(rows, dims.width).sum(1) + dims.width
+        self._shares: list[tuple[int, int]] = []
+
+    def _divide(self) -> None:
+        """Divide the rows among threads, once for a pass; compiled layers do it by themselves."""
+        rows, width = len(self._tables), self._width
+        keys = self._last[: rows * width].reshape(rows, width).sum(1) + width
         self._num_keys, self._threads = int(keys.sum()), torch.get_num_threads()
         self._shares = list(pairwise(shares_of(keys, self._threads)))
 
@@ -105,6 +109,8 @@ class HostPagedAttention(TorchPagedAttention):
             np.float32(scale),
         )  # fmt: skip
         target = out.numpy()
+        if not self._shares:
+            self._divide()
 
         def attend(share: tuple[int, int]) -> None:
             attention_kernels.decode_attention(*arguments, *share, target)

@@ -124,6 +124,15 @@ def test_every_schedule(name: str, tmp_path: Any, threads: None) -> None:
     assert passes > 8
 
 
+def test_passes_of_an_mtp_layer(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model's layers are compiled as the model's: passes over entries, and over drafts."""
+    settings = {"num_speculative_tokens": 2, "speculative_method": "mtp"}
+    found, passes = answers("dummy:tiny-mtp", **settings)
+    modules(monkeypatch)
+    assert (found, 0) == answers("dummy:tiny-mtp", **settings)
+    assert passes > 20
+
+
 @pytest.mark.parametrize("model", ["dummy:tiny-hybrid", "dummy:tiny-moe"])
 def test_other_layers_stay_modules(model: str) -> None:
     assert answers(model)[1] == 0
