@@ -18,16 +18,15 @@ from megatron_async.ops.linear.row_tiles import TILE_BYTES
 from megatron_async.ops.linear.skinny_kernels import one_row_kernel, tile_kernel
 from megatron_async.ops.linear.skinny_plan import (
     LONG_ROW_REGISTERS,
-    WARPGROUP_ROWS,
     LongRowPlan,
     OneRowPlan,
     ResidentPlan,
     TilePlan,
-    WarpgroupPlan,
     may_be_copied,
 )
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.linear.warpgroup_kernel import chunks_of, warpgroup_kernel
+from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
 
 Activation = Literal["", "swiglu", "squared_relu"]
 """The activation after a product."""
@@ -249,11 +248,8 @@ def warpgroup_product(
         eps, x = x.eps, x.x
     n = outputs_of(x, weight, bias, activation)
     rows, k = x.shape
-    if rows > WARPGROUP_ROWS or x.itemsize != 2:
-        raise ValueError(
-            f"warpgroup_product: x is {rows} rows of {x.dtype}; it is for 16-bit numbers and at "
-            f"most {WARPGROUP_ROWS} rows."
-        )
+    if x.itemsize != 2:
+        raise ValueError(f"warpgroup_product: x is {x.dtype}; it is for 16-bit numbers.")
     if not may_be_copied(x) or not may_be_copied(weight):
         raise ValueError(
             "warpgroup_product: rows of x and weight must begin at multiples of 16 bytes; found "
@@ -265,8 +261,9 @@ def warpgroup_product(
         out = torch.empty((plan.splits, rows, n), dtype=torch.float32, device=x.device)
     else:
         out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-    warpgroup_kernel[(triton.cdiv(n, plan.block_n), plan.splits)](
-        chunks_of(x, WARPGROUP_ROWS, plan.chunk),
+    grid = (triton.cdiv(n, plan.block_n), plan.splits, triton.cdiv(rows, plan.block_m))
+    warpgroup_kernel[grid](
+        chunks_of(x, plan.block_m, plan.chunk),
         chunks_of(weight, plan.block_n, plan.chunk),
         weight if bias is None else bias,
         squares,
@@ -282,7 +279,7 @@ def warpgroup_product(
         parts=parts,
         block_parts=triton.next_power_of_2(parts),
         has_bias=bias is not None,
-        num_warps=4,
+        num_warps=plan.block_m // 16,
         **launch_options(x),
     )
     return out

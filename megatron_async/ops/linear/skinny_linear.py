@@ -29,7 +29,6 @@ from megatron_async.ops.linear.skinny_plan import (
     OneRowPlan,
     ResidentPlan,
     TilePlan,
-    WarpgroupPlan,
     plan_product,
 )
 from megatron_async.ops.linear.squared_relu import squared_relu, squared_relu_reference
@@ -37,6 +36,7 @@ from megatron_async.ops.linear.streamed_kernel import streamed_product
 from megatron_async.ops.linear.streamed_plan import StreamedPlan
 from megatron_async.ops.linear.swiglu import swiglu, swiglu_reference
 from megatron_async.ops.linear.unnormed import Unnormed
+from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
 
 
 def linear(

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from megatron_async.ops.linear.row_tiles import TILE_BYTES
 from megatron_async.ops.linear.streamed_plan import StreamedPlan, streamed_plan
+from megatron_async.ops.linear.warpgroup_plan import MOST_ROWS, WarpgroupPlan, warpgroup_plan
 
 MAX_ROWS = 64
-"""More rows go to cuBLAS."""
+"""More rows go to cuBLAS, but for products of narrow models (`warpgroup_plan`)."""
 MAX_ROWS_FLOAT32 = 16
 """`MAX_ROWS` in float32, which has no matrix units here; not measured."""
 MEASURED_MAJOR = 9
@@ -73,15 +74,6 @@ RESIDENT_ELEMENTS_OF_MANY = 3_200_000
 RESIDENT_ELEMENTS_OF_LONG = 2_100_000
 """`RESIDENT_ELEMENTS` for more than 8 rows of `WHOLE_ROW` inputs or more: a split product takes as
 long alone, and less beside others (Llama-3.2-1B's step at 16 rows: 0.96 and 1.00 ms)."""
-WARPGROUP_ROWS = 64
-"""Rows of a product of `warpgroup_kernel`: what a warpgroup multiplies at once."""
-WARPGROUP_INPUTS = 1024
-"""Most inputs of a program of that kernel: its weights, and most of its rows, are in shared
-memory."""
-WARPGROUP_LONGEST = 3072
-"""Most inputs of such a product that is split."""
-WARPGROUP_OUTPUTS = 32
-"""Outputs of a program of that kernel."""
 
 
 @dataclass(frozen=True)
@@ -136,21 +128,6 @@ class ResidentPlan:
     """Each takes a share of the inputs."""
 
 
-@dataclass(frozen=True)
-class WarpgroupPlan:
-    """Layout of `warpgroup_kernel`: each program takes `block_n` outputs of up to `WARPGROUP_ROWS`
-    rows and one of `splits` shares of the inputs, in chunks."""
-
-    block_n: int
-    splits: int
-    chunk: int
-    """Inputs of a chunk, a multiple of 64."""
-    chunks: int
-    """Chunks of a program; the last ones of the last share may reach beyond the inputs."""
-    ring: int
-    """Chunks of the rows that are in shared memory at a time."""
-
-
 Plan = OneRowPlan | LongRowPlan | TilePlan | ResidentPlan | WarpgroupPlan | StreamedPlan
 
 
@@ -170,7 +147,7 @@ def plan_product(
         may_split: the caller can take partial sums.
         normed: the product takes the norm before it along, if it can.
     """
-    if not x.is_cuda or x.size(0) > MAX_ROWS or not weight.is_contiguous():
+    if not x.is_cuda or x.size(0) > MOST_ROWS or not weight.is_contiguous():
         return None
     if not _is_measured(x.device.index):
         return None
@@ -180,6 +157,8 @@ def plan_product(
     plan = choose_plan(rows, outputs, k, weight.dtype, gated, may_split, normed)
     is_copied = isinstance(plan, WarpgroupPlan | StreamedPlan)
     if is_copied and not (may_be_copied(x) and may_be_copied(weight)):
+        if rows > MAX_ROWS:
+            return None
         return _tile(rows, outputs, k, weight.itemsize, gated, may_split)
     return plan
 
@@ -253,14 +232,16 @@ def choose_plan(
 ) -> Plan | None:
     """`plan_product` for a device that the rule was measured on."""
     itemsize = dtype.itemsize
-    if not 0 < rows <= MAX_ROWS or k * itemsize % 16:
+    if not rows or k * itemsize % 16:
         return None
     # float16 would overflow where a row meets its norm's factors before it is normalised.
     if dtype == torch.bfloat16:
         resident = _resident(rows, outputs, k, gated)
-        plan = resident or _warpgroup(rows, outputs, k, itemsize, gated, may_split)
+        plan = resident or warpgroup_plan(rows, outputs, k, itemsize, gated, may_split)
         if plan is not None:
             return plan
+    if rows > MAX_ROWS:
+        return None
     streamed = streamed_plan(rows, outputs, k, itemsize, gated, may_split)
     if streamed is not None:
         return streamed
@@ -299,26 +280,6 @@ def _resident(rows: int, outputs: int, k: int, gated: bool) -> ResidentPlan | No
     in_eights = triton.cdiv(outputs, block_n) * triton.cdiv(rows, 8)
     in_eights_fit = k <= 1536 and in_eights <= ONE_WAVE
     return ResidentPlan(8 if rows <= 8 or in_eights_fit else 16, block_n, warps)
-
-
-def _warpgroup(
-    rows: int, outputs: int, k: int, itemsize: int, gated: bool, may_split: bool
-) -> WarpgroupPlan | None:
-    """For more rows than a thread can load. Up to `RESIDENT_ROWS` rows resident weights come first:
-    the products after them can include a norm, which partial sums forbid (Granite's step at 32 rows
-    1.010 -> 1.088 ms with this kernel)."""
-    if not 16 < rows <= WARPGROUP_ROWS or outputs >= WIDE:
-        return None
-    if k > (WARPGROUP_LONGEST if may_split else WARPGROUP_INPUTS):
-        return None
-    chunk = 256 if k >= 1024 and k % 256 == 0 else 128
-    total = triton.cdiv(k, chunk)
-    chunks = triton.cdiv(total, max(2, triton.cdiv(k, WARPGROUP_INPUTS)) if may_split else 1)
-    weights = chunks * (2 if gated else 1) * WARPGROUP_OUTPUTS * chunk * itemsize
-    ring = min(chunks, (SHARED_MEMORY - weights) // (WARPGROUP_ROWS * chunk * itemsize))
-    if ring < 2 <= chunks:
-        return None
-    return WarpgroupPlan(WARPGROUP_OUTPUTS, triton.cdiv(total, chunks), chunk, chunks, ring)
 
 
 def _long_row(outputs: int, k: int, itemsize: int, gated: bool) -> LongRowPlan | None:

@@ -67,11 +67,13 @@ def warpgroup_kernel(
     block_n: gl.constexpr = weight_chunks.block_shape[0]
     chunk: gl.constexpr = x_chunks.block_shape[1]
     halves: gl.constexpr = 2 if gated else 1
+    warps: gl.constexpr = block_m // 16
     x_bytes: gl.constexpr = x_chunks.block_type.nbytes
     weight_bytes: gl.constexpr = weight_chunks.block_type.nbytes
     first = gl.program_id(0) * block_n
     part = gl.program_id(1)
     begin = part * (chunks * chunk)
+    first_row = gl.program_id(2) * block_m
     weights = gl.allocate_shared_memory(
         dtype, [chunks * halves, block_n, chunk], weight_chunks.layout
     )
@@ -91,15 +93,15 @@ def warpgroup_kernel(
     if overlap:
         gdc_wait()
     for i in gl.static_range(ring):
-        place = [0, begin + i * chunk]
+        place = [first_row, begin + i * chunk]
         tma.async_copy_global_to_shared(x_chunks, place, arrived.index(i), x.index(i))
     if parts > 0:
-        given: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-        line = gl.arange(0, block_m, layout=gl.SliceLayout(1, given))[:, None]
+        given: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0])
+        line = first_row + gl.arange(0, block_m, layout=gl.SliceLayout(1, given))[:, None]
         piece = gl.arange(0, block_parts, layout=gl.SliceLayout(0, given))[None, :]
         there = (line < rows) & (piece < parts)
         whole = gl.sum(gl.load(squares + line * parts + piece, mask=there, other=0.0), 1)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_n, 16])
     zeros = gl.zeros([block_m, block_n], gl.float32, layout=layout)
     sums = warpgroup_mma_init(zeros)
     up_sums = warpgroup_mma_init(zeros)
@@ -117,10 +119,10 @@ def warpgroup_kernel(
             done, up_done = warpgroup_mma_wait(0, deps=(sums, up_sums))
             sums = warpgroup_mma_init(done)
             up_sums = warpgroup_mma_init(up_done)
-            place = [0, begin + (i + ring) * chunk]
+            place = [first_row, begin + (i + ring) * chunk]
             tma.async_copy_global_to_shared(x_chunks, place, arrived.index(i + ring), values)
     y, up = warpgroup_mma_wait(0, deps=(sums, up_sums))
-    row = gl.arange(0, block_m, layout=gl.SliceLayout(1, layout))[:, None]
+    row = first_row + gl.arange(0, block_m, layout=gl.SliceLayout(1, layout))[:, None]
     column = first + gl.arange(0, block_n, layout=gl.SliceLayout(0, layout))[None, :]
     if parts > 0:
         whole = gl.convert_layout(whole, gl.SliceLayout(1, layout))[:, None]

@@ -10,6 +10,7 @@ before, or ends with copies on their way.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -101,6 +102,8 @@ class Descriptor:
     def __init__(self, of: TensorDescriptor, is_written_before: bool) -> None:
         self.base, self.is_written_before = of.base, is_written_before
         self.block_shape, self.dtype, self.layout = of.block_shape, of.base.dtype, of.layout
+        size = math.prod(of.block_shape) * of.base.itemsize
+        self.block_type = SimpleNamespace(nbytes=size)
 
     def block(self, place: list[int]) -> Tensor:
         found = torch.zeros(*self.block_shape, dtype=self.dtype)
@@ -113,7 +116,7 @@ class Descriptor:
 class Program:
     """The functions of Gluon, as one program calls them."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: tuple[int, ...]) -> None:
         self.number, self.has_waited = number, False
         self.products: list[Product] = []
         self.barriers: list[Barrier] = []
@@ -159,11 +162,13 @@ class Program:
     def names(self) -> dict[str, Any]:
         """Replacements of a kernel's globals."""
         gl = SimpleNamespace(
-            program_id=lambda axis: self.number, static_range=range, full=_full, where=_where,
+            program_id=self.number.__getitem__, static_range=range, full=_full, where=_where,
             arange=lambda start, end, layout: torch.arange(start, end), load=_load, store=_store,
             exp=torch.exp, maximum=lambda y, least: y.clamp_min(least), float32=torch.float32,
             int64=torch.int64, allocate_shared_memory=self.allocate,
-            SliceLayout=_none, NVMMADistributedLayout=_none,
+            SliceLayout=_none, NVMMADistributedLayout=_none, BlockedLayout=_none, rsqrt=torch.rsqrt,
+            zeros=lambda shape, dtype, layout: torch.zeros(shape), sum=torch.sum,
+            convert_layout=lambda value, layout: value,
         )  # fmt: skip
         return {
             "gl": gl,
@@ -172,6 +177,7 @@ class Program:
                 init=_none, expect=self.expect, wait=Barrier.wait, MBarrierLayout=_none
             ),
             "warpgroup_mma": self.multiply,
+            "warpgroup_mma_init": lambda sums: sums,
             "warpgroup_mma_wait": self.wait,
             "gdc_wait": self.wait_for_previous,
             "gdc_launch_dependents": _none,
@@ -211,9 +217,9 @@ class EmulatedKernel:
     module: ModuleType
     name: str
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
-            for number in range(grid[0]):
+            for number in itertools.product(*map(range, grid)):
                 program = Program(number)
                 names = vars(self.module) | program.names()
                 kernels = {k: v for k, v in names.items() if hasattr(v, "fn")}

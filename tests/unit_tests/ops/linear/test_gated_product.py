@@ -13,10 +13,10 @@ from megatron_async.ops.linear.planned_products import (
 from megatron_async.ops.linear.skinny_plan import (
     OneRowPlan,
     ResidentPlan,
-    WarpgroupPlan,
     takes_squares,
 )
 from megatron_async.ops.linear.unnormed import Unnormed
+from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 EPS = 1e-5
@@ -76,7 +76,7 @@ def test_products_that_take_none():
     half = Unnormed(x.x.to(BRAIN), None, x.weight, EPS, x.squares)
     for product, plan in (
         (resident_product, ResidentPlan(8, 16, 4)),
-        (warpgroup_product, WarpgroupPlan(32, 1, 128, 1, 1)),
+        (warpgroup_product, WarpgroupPlan(64, 32, 1, 128, 1, 1)),
     ):
         with pytest.raises(ValueError, match="squares must be"):
             product(half, torch.ones(4, 8, dtype=BRAIN), None, "", plan)

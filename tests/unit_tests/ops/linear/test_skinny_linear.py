@@ -16,11 +16,11 @@ from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_refere
 from megatron_async.ops.linear.skinny_plan import (
     ResidentPlan,
     TilePlan,
-    WarpgroupPlan,
     adds_residual,
     takes_unnormed,
 )
 from megatron_async.ops.linear.unnormed import Unnormed
+from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
 
 HALF, WHOLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -155,7 +155,7 @@ TILE = TilePlan(16, 16, 64, 1, 1, 2, False, 0)
             "adds nothing",
         ),
         (lambda: resident_product(ROW, torch.ones(4, 8), None, "", None), "float32; use"),
-        (lambda: warpgroup_product(ROW, torch.ones(4, 8), None, "", None), "1 rows of"),
+        (lambda: warpgroup_product(ROW, torch.ones(4, 8), None, "", None), "16-bit numbers"),
         (
             lambda: warpgroup_product(ROW.half(), torch.ones(4, 9).half()[:, :8], None, "", None),
             "contiguous",
@@ -169,7 +169,7 @@ TILE = TilePlan(16, 16, 64, 1, 1, 2, False, 0)
         (
             lambda: warpgroup_product(
                 ROW.half(), torch.ones(4, 8).half(), torch.ones(4).half(), "",
-                WarpgroupPlan(32, 2, 128, 1, 1),
+                WarpgroupPlan(64, 32, 2, 128, 1, 1),
             ),
             "neither bias nor activation",
         ),
@@ -218,10 +218,10 @@ class TestOnGpu:
     @pytest.mark.parametrize(
         ("rows", "n", "k", "plan"),
         [
-            (64, 100, 576, WarpgroupPlan(32, 1, 128, 5, 5)),
-            (17, 33, 768, WarpgroupPlan(16, 1, 128, 6, 2)),  # a ring that is filled three times
-            (1, 64, 64, WarpgroupPlan(64, 1, 128, 1, 1)),
-            (50, 72, 1024, WarpgroupPlan(32, 1, 256, 4, 3)),
+            (64, 100, 576, WarpgroupPlan(64, 32, 1, 128, 5, 5)),
+            (17, 33, 768, WarpgroupPlan(64, 16, 1, 128, 6, 2)),  # a ring that is filled three times
+            (1, 64, 64, WarpgroupPlan(64, 64, 1, 128, 1, 1)),
+            (50, 72, 1024, WarpgroupPlan(64, 32, 1, 256, 4, 3)),
         ],
     )
     @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
@@ -241,7 +241,7 @@ class TestOnGpu:
     def test_partial_sums_of_warpgroups(self, k, splits, chunks):
         x = random(40, k, dtype=BRAIN, device="cuda")
         weight = weight_of(72, k, BRAIN, "cuda")
-        plan = WarpgroupPlan(32, splits, 128, chunks, min(chunks, 3))
+        plan = WarpgroupPlan(64, 32, splits, 128, chunks, min(chunks, 3))
         if k % 8:
             with pytest.raises(ValueError, match="16 bytes"):
                 warpgroup_product(x, weight, None, "", plan)

@@ -1,44 +1,156 @@
-"""The kernel whose weights wait in shared memory, compiled for a GPU, which needs none."""
+"""The kernel whose weights wait in shared memory: emulated, and compiled for a GPU."""
 
 import re
 
 import pytest
 import torch
 import triton
+from gluon_emulator import EmulatedKernel
 from test_resident_kernel import HOPPER, products_of, spilled_bytes
+from test_skinny_linear import BRAIN, assert_close, expected_product, random, weight_of
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton_interpreter import INTERPRETED
 
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.ops.linear.skinny_plan import WarpgroupPlan, choose_plan
+from megatron_async.ops.linear import planned_products
+from megatron_async.ops.linear import warpgroup_kernel as kernel_module
+from megatron_async.ops.linear.planned_products import warpgroup_product
+from megatron_async.ops.linear.skinny_linear import linear, linear_swiglu
+from megatron_async.ops.linear.skinny_plan import choose_plan
+from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.linear.warpgroup_kernel import IN_SHARED_MEMORY, warpgroup_kernel
+from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")
+compiles = pytest.mark.skipif(INTERPRETED, reason="compiles")
+
+CASES = [
+    (64, 100, 576, WarpgroupPlan(64, 32, 1, 128, 5, 5)),
+    (17, 33, 192, WarpgroupPlan(64, 16, 1, 64, 3, 2)),
+    (129, 40, 192, WarpgroupPlan(64, 32, 1, 64, 3, 3)),  # three blocks of rows, one of one row
+    (200, 72, 320, WarpgroupPlan(128, 64, 1, 64, 5, 2)),
+]
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    kernel = EmulatedKernel(kernel_module, "warpgroup_kernel")
+    monkeypatch.setattr(planned_products, "warpgroup_kernel", kernel)
+    monkeypatch.setattr(planned_products, "launch_options", lambda x: {"overlap": True})
+
+
+@pytest.fixture(autouse=True)
+def same_numbers(poisoned_memory):
+    torch.manual_seed(0)
+
+
+def check_product(rows, n, k, plan, activation, device):
+    weight = weight_of(2 * n if activation == "swiglu" else n, k, BRAIN, device)
+    wide = random(rows, k + 24, dtype=BRAIN, device=device)
+    x = wide[:, 8 : k + 8]  # rows that are not adjacent
+    found = warpgroup_product(x, weight, None, activation, plan)
+    assert_close(found, expected_product(x, weight, activation=activation), BRAIN)
+    first = warpgroup_product(x[:1], weight, None, activation, plan)
+    assert torch.equal(first, found[:1]), "a row depends on the others"
+    if not activation:
+        bias = random(n, dtype=BRAIN, device=device)
+        found = warpgroup_product(x, weight, bias, "", plan)
+        assert_close(found, expected_product(x, weight, bias), BRAIN)
+
+
+def check_partial_sums(rows, device):
+    x, weight = random(rows, 320, dtype=BRAIN, device=device), weight_of(72, 320, BRAIN, device)
+    plan = WarpgroupPlan(64, 32, 2, 64, 3, 3)
+    parts = warpgroup_product(x, weight, None, "", plan)
+    assert parts.shape == (2, rows, 72)
+    assert_close(parts[0], expected_product(x[:, :192], weight[:, :192]), BRAIN)
+    assert_close(parts.sum(0), expected_product(x, weight), BRAIN)
+
+
+def check_squares(rows, device):
+    """Rows that are divided by their root mean square behind the product."""
+    x, weight = random(rows, 192, dtype=BRAIN, device=device), weight_of(48, 192, BRAIN, device)
+    squares = x.float().square().view(rows, 1, 3, 64).sum(3)
+    norm = Unnormed(x, None, torch.ones(192, device=device), 1e-5, squares=squares)
+    found = warpgroup_product(norm, weight, None, "", WarpgroupPlan(64, 32, 1, 64, 3, 3))
+    normed = torch.nn.functional.rms_norm(x.float(), (192,), eps=1e-5).to(BRAIN)
+    assert_close(found, expected_product(normed, weight), BRAIN)
+
+
+@pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
+@pytest.mark.parametrize(("rows", "n", "k", "plan"), CASES)
+def test_emulated(rows, n, k, plan, activation, emulated):
+    check_product(rows, n, k, plan, activation, "cpu")
+
+
+@pytest.mark.parametrize("rows", [40, 150])
+def test_emulated_partial_sums(rows, emulated):
+    check_partial_sums(rows, "cpu")
+
+
+@pytest.mark.parametrize("rows", [40, 150])
+def test_emulated_squares(rows, emulated):
+    check_squares(rows, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnGpu:
+    @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
+    @pytest.mark.parametrize(("rows", "n", "k", "plan"), CASES)
+    def test_small_shapes(self, rows, n, k, plan, activation):
+        check_product(rows, n, k, plan, activation, "cuda")
+
+    @pytest.mark.parametrize("rows", [40, 150])
+    def test_partial_sums_and_squares(self, rows):
+        check_partial_sums(rows, "cuda")
+        check_squares(rows, "cuda")
+
+    @pytest.mark.parametrize("rows", [65, 100, 256, 511, 768])
+    def test_products_of_models(self, rows):
+        """By the rule, cuBLAS's among them."""
+        for name in ("smollm2-135m", "granite-4.0-h-350m", "qwen3-0.6b"):
+            for outputs, k, gated, normed in products_of(DUMMY_SHAPES[name]):
+                weight = weight_of((1 + gated) * outputs, k, BRAIN, "cuda")
+                x = random(rows, k, dtype=BRAIN, device="cuda")
+                if gated:
+                    found = linear_swiglu(x, weight)
+                else:
+                    found = linear(x, weight, may_split=not normed)
+                whole = found if found.dim() == 2 else found.sum(0)
+                activation = "swiglu" if gated else ""
+                assert_close(whole, expected_product(x, weight, activation=activation), BRAIN)
 
 
 def compiled(plan, gated, parts=0):
     constants = {"chunks": plan.chunks, "ring": plan.ring, "gated": gated, "squared": False}
     constants |= {"parts": parts, "block_parts": triton.next_power_of_2(parts)}
     constants |= {"has_bias": False, "overlap": True}
-    types = {"x_chunks": f"tensordesc<bf16[64, {plan.chunk}],{IN_SHARED_MEMORY!r}>"}
-    types["weight_chunks"] = types["x_chunks"].replace("[64", f"[{plan.block_n}")
+    types = {
+        name: f"tensordesc<bf16[{lines}, {plan.chunk}],{IN_SHARED_MEMORY!r}>"
+        for name, lines in (("x_chunks", plan.block_m), ("weight_chunks", plan.block_n))
+    }
     types |= {"rows": "i32", "n": "i32", "k": "i32", "eps": "fp32", "squares": "*fp32"}
     signature = {
         name: "constexpr" if name in constants else types.get(name, "*bf16")
         for name in warpgroup_kernel.arg_names
     }
     source = GluonASTSource(warpgroup_kernel, signature, constants, {})
-    return triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": True})
+    return triton.compile(
+        source, target=HOPPER, options={"num_warps": plan.block_m // 16, "launch_pdl": True}
+    )
 
 
 def cases():
     for name in ("smollm2-135m", "granite-4.0-h-350m", "qwen3-0.6b"):
         for outputs, k, gated, normed in products_of(DUMMY_SHAPES[name]):
-            plan = choose_plan(64, outputs, k, torch.bfloat16, gated, not normed)
-            assert isinstance(plan, WarpgroupPlan)
-            yield plan, gated
+            for rows in (64, 128, 256, 512):
+                plan = choose_plan(rows, outputs, k, torch.bfloat16, gated, not normed)
+                assert isinstance(plan, WarpgroupPlan) or (rows > 128 and plan is None)
+                if plan is not None:
+                    yield plan, gated
 
 
+@compiles
 @pytest.mark.parametrize(("plan", "gated"), sorted(set(cases()), key=str))
 def test_weights_come_before_the_wait(plan, gated, tmp_path):
     kernel = compiled(plan, gated)
@@ -53,6 +165,7 @@ def test_weights_come_before_the_wait(plan, gated, tmp_path):
     assert spilled_bytes(kernel.asm, tmp_path) == 0
 
 
+@compiles
 def test_squares_are_read_before_the_first_product(tmp_path):
     """out_proj of Granite's Mamba-2 layers."""
     shape = DUMMY_SHAPES["granite-4.0-h-350m"]
