@@ -80,7 +80,7 @@ def test_more_parts_than_are_joined_at_once(is_settled, width, device):
     expected = batch.refill(lengths, query_scale=10.0)
     _items, joins = schedule_reference(lengths, batch.workspace.schedule.extra, 64)
     assert [parts for _row, _slot, parts in joins] == [
-        JOIN_CHUNK + (width > 1), 2, 2 * JOIN_CHUNK + 3
+        2 * JOIN_CHUNK + 3, JOIN_CHUNK + (width > 1), 2
     ]  # fmt: skip
     batch.run(is_settled)
     batch.check(expected)

@@ -44,6 +44,8 @@ def test_schedule(count, kv_heads, tile, device):
             assert start % tile == 0
             ends[row] = end
         assert ends == dict(enumerate(lengths))
+        begun = [lengths[item[0]] for item in items[:used]]
+        assert begun == sorted(begun, reverse=True), "a shorter row begins before a longer one"
 
 
 def test_long_row_is_cut_and_short_ones_are_not(device):
