@@ -18,6 +18,8 @@ LOOKAHEAD_OF_MODE = {"legacy": 0, "async": 1}
 """Megatron-Core's `async_sched_mode` values, as lookahead."""
 
 DEFAULT_MAX_REQUESTS = 256
+SHORT_PROMPT = 32
+"""Prompt tokens for which a captured mixed step has a prefill row, if it has many."""
 
 INVALIDATION_POLICIES = ("reconcile", "rollback")
 SPECULATIVE_METHODS = ("mtp", "ngram")
@@ -149,7 +151,8 @@ class InferenceConfig:
     eagerly."""
 
     cuda_graph_mixed_prefill_count: int = 16
-    """Prefill chunks that a captured mixed step has room for. A step with more runs eagerly."""
+    """Prefill chunks that a captured mixed step has room for, at least: one of many prefill tokens
+    has room for a chunk for every 32 of them. A step with more chunks runs eagerly."""
 
     # ---- Sampling ----------------------------------------------------------------------------
     inference_sampling_seed: int = 42
@@ -349,17 +352,24 @@ class InferenceConfig:
     @property
     def max_rows(self) -> int:
         """Most rows of a step: one for each request, and in a padded step dummy rows besides."""
-        return self.max_requests + self.mixed_prefill_rows
+        return self.max_requests + self.most_mixed_prefill_rows
 
     @property
     def max_sample_rows(self) -> int:
         """Most rows of logits of a step."""
-        return self.max_requests * self.decode_width + self.mixed_prefill_rows
+        return self.max_requests * self.decode_width + self.most_mixed_prefill_rows
 
     @property
     def mixed_prefill_rows(self) -> int:
-        """Prefill rows of a captured mixed step: there are no more chunks than requests."""
+        """Prefill rows of a captured mixed step, at least: there are no more chunks than
+        requests."""
         return min(self.cuda_graph_mixed_prefill_count, self.max_requests)
+
+    @property
+    def most_mixed_prefill_rows(self) -> int:
+        """Prefill rows of the captured mixed step of most prefill tokens."""
+        rows = max(self.cuda_graph_mixed_prefill_count, self.max_tokens // SHORT_PROMPT)
+        return min(rows, self.max_requests)
 
     @property
     def steps_in_flight(self) -> int:

@@ -4,7 +4,8 @@ Decode-only steps are padded to the next of a list of row counts. Mixed steps ar
 their prefill tokens to the next of a list, and their decode rows to the next of another list. The
 time of small steps is that of reading the weights, so their padding is coarse. From `FINE_TOKENS`
 on, a step's time grows with its tokens, so its padding is an eighth at most. Prefill rows are
-padded to a fixed number.
+padded to a number that grows with the prefill tokens: short prompts that arrive together make many
+chunks of one step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_async.config import InferenceConfig
+from megatron_async.config import SHORT_PROMPT, InferenceConfig
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 
 LEAST_PREFILL_TOKENS = 64
@@ -34,7 +35,9 @@ class GraphShapes:
         decode_sizes: row counts of decode-only graphs, ascending; empty: no graphs.
         mixed_sizes: prefill token counts of mixed graphs, ascending, and the decode rows,
             ascending, that each is captured for; empty: mixed steps run eagerly.
-        prefill_rows: prefill rows of a mixed graph.
+        prefill_rows: prefill rows of a mixed graph, at least.
+        most_prefill_rows: the same, at most: graphs of many prefill tokens have a row for every
+            `SHORT_PROMPT` of them, so that a burst of short prompts finds a graph.
         longest_sequence: tokens.
         widths: query tokens of a decode row, ascending; each shape is captured for each.
     """
@@ -42,6 +45,7 @@ class GraphShapes:
     decode_sizes: tuple[int, ...] = ()
     mixed_sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     prefill_rows: int = 0
+    most_prefill_rows: int = 0
     longest_sequence: int = 0
     widths: tuple[int, ...] = (1,)
     _shapes: dict[tuple[int, int, int], BatchDimensions] = field(default_factory=dict, repr=False)
@@ -56,10 +60,8 @@ class GraphShapes:
         if prefill_rows == 0:
             size = _next(self.decode_sizes, decode_rows)
             return None if size is None else self.shape(size, width=fitting)
-        if prefill_rows > self.prefill_rows:
-            return None
-        tokens = _next(tuple(self.mixed_sizes), prefill_tokens)
-        if tokens is None:
+        tokens = _next(tuple(self.mixed_sizes), self._tokens_for(prefill_rows, prefill_tokens))
+        if tokens is None or prefill_rows > self.rows_beside(tokens):
             return None
         size = _next(self.mixed_sizes[tokens], decode_rows)
         return None if size is None else self.shape(size, tokens, fitting)
@@ -73,11 +75,21 @@ class GraphShapes:
                 decode_rows=decode_rows,
                 width=width,
                 is_captured=True,
-                padded_prefill_rows=self.prefill_rows if prefill_tokens else 0,
+                padded_prefill_rows=self.rows_beside(prefill_tokens) if prefill_tokens else 0,
                 padded_prefill_tokens=prefill_tokens,
                 longest_sequence=self.longest_sequence,
             )
         return self._shapes[key]
+
+    def rows_beside(self, prefill_tokens: int) -> int:
+        """Prefill rows of a mixed graph of so many prefill tokens."""
+        return max(self.prefill_rows, min(prefill_tokens // SHORT_PROMPT, self.most_prefill_rows))
+
+    def _tokens_for(self, prefill_rows: int, prefill_tokens: int) -> int:
+        """The fewest prefill tokens of a graph with room for so many rows and tokens."""
+        if prefill_rows <= self.prefill_rows:
+            return prefill_tokens
+        return max(prefill_tokens, prefill_rows * SHORT_PROMPT)
 
     def keep_mixed_up_to(self, prefill_tokens: int) -> None:
         """Drop mixed shapes with more prefill tokens; they will not be captured."""
@@ -108,6 +120,7 @@ def make_graph_shapes(
     if shapes.decode_sizes and captures_prefill:
         shapes.mixed_sizes = mixed_graph_sizes(config.max_requests, config.max_tokens)
         shapes.prefill_rows = config.mixed_prefill_rows
+        shapes.most_prefill_rows = config.most_mixed_prefill_rows
     return shapes
 
 

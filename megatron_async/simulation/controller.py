@@ -110,6 +110,7 @@ class ModelLessController(TextGenerationController):
         if machine is not None and machine.device.captures_graphs:
             shapes.mixed_sizes = mixed_graph_sizes(context.max_requests, context.max_tokens)
             shapes.prefill_rows = context.config.mixed_prefill_rows
+            shapes.most_prefill_rows = context.config.most_mixed_prefill_rows
             shapes.keep_mixed_up_to(machine.device.captured_prefill_tokens)
         return None
 

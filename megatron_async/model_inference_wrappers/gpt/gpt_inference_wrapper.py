@@ -100,7 +100,7 @@ class GPTInferenceWrapper:
             self.collectives.prepare_choice(settings.max_sample_rows, device)
         if config.num_moe_experts:
             # A draft model's pass has a token more of each chunk.
-            most += settings.mixed_prefill_rows if settings.draft_places else 0
+            most += settings.most_mixed_prefill_rows if settings.draft_places else 0
             self.exchange.prepare(most, hidden, config.moe_router_topk, dtype, device)
 
     def set_input_tensor(self, hidden_states: Tensor) -> None:

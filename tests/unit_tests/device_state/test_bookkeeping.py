@@ -7,7 +7,13 @@ import pytest
 import torch
 from ready_requests import made_ready
 
-from megatron_async.contexts.graph_shapes import GraphShapes, graph_sizes, mixed_graph_sizes
+from megatron_async.config import InferenceConfig
+from megatron_async.contexts.graph_shapes import (
+    GraphShapes,
+    graph_sizes,
+    make_graph_shapes,
+    mixed_graph_sizes,
+)
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
 from megatron_async.contexts.request_slots import NO_DECODE, DecodeRows, RequestSlots
 from megatron_async.device_state.batch_dimensions import BatchDimensions
@@ -195,6 +201,46 @@ def test_a_mixed_step_that_fits_no_shape_runs_eagerly(slots):
     assert first.dims.is_captured
     assert not second.dims.is_captured
     assert second.dims.prefill_lengths == ((6, 6),)
+
+
+def test_many_short_prompts_of_a_step_find_a_graph():
+    """A shape of enough prefill tokens to have as many prefill rows."""
+    sizes = mixed_graph_sizes(256, 2048)
+    shapes = GraphShapes((256,), sizes, prefill_rows=16, most_prefill_rows=64)
+
+    def found(prefill_rows, prefill_tokens):
+        dims = shapes.find(0, prefill_rows, prefill_tokens)
+        return None if dims is None else (dims.prefill_rows, dims.prefill_tokens)
+
+    assert found(1, 10) == (16, 64)
+    assert found(16, 600) == (20, 640)
+    assert found(17, 100) == (18, 576)
+    assert found(40, 1300) == (44, 1408)
+    assert found(64, 300) == (64, 2048)
+    assert found(65, 2048) is None
+    shapes.keep_mixed_up_to(1024)
+    assert found(32, 64) == (32, 1024)
+    assert found(33, 64) is None
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "count", "least", "most"),
+    [
+        (256, 2048, 16, 16, 64),
+        (256, 256, 16, 16, 16),
+        (8, 2048, 16, 8, 8),
+        (512, 8192, 300, 300, 300),
+    ],
+)
+def test_prefill_rows_of_graphs(requests, tokens, count, least, most):
+    config = InferenceConfig(
+        max_requests=requests, max_tokens=tokens, cuda_graph_mixed_prefill_count=count
+    )
+    shapes = make_graph_shapes(config, captures_graphs=True, captures_prefill=True)
+    assert shapes.rows_beside(1) == config.mixed_prefill_rows == least
+    assert shapes.rows_beside(tokens) == config.most_mixed_prefill_rows == most
+    assert config.max_rows == requests + most
+    assert max(dims.rows for dims in shapes.all_shapes()) <= config.max_rows
 
 
 @pytest.mark.parametrize(("requests", "tokens"), [(1, 1), (1, 64), (7, 100), (256, 2048)])
