@@ -47,6 +47,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_kv_blocks": 60, "block_size_tokens": 8, "paused_buffer_size_gb": 1e-9,
     },
 }  # fmt: skip
+AHEAD = [(0, "reconcile"), (1, "rollback"), (2, "reconcile"), (3, "rollback")]
+"""Lookahead and invalidation; each setting is run with two of them, one of each invalidation."""
 LATER = {0: 4, 3: 1, 4: 3, 30: 2}
 """Arrivals: how many at which step."""
 
@@ -93,16 +95,15 @@ def test_each_token_is_what_a_prefill_of_all_before_it_says(
 
 
 @pytest.mark.parametrize(
-    ("lookahead", "invalidation"),
-    [(0, "reconcile"), (1, "rollback"), (2, "reconcile"), (3, "rollback")],
+    ("name", "lookahead", "invalidation"),
+    [(name, *AHEAD[(n + turn) % 4]) for n, name in enumerate(SETTINGS) for turn in range(2)],
 )
-@pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_are_the_serial_ones(
     model: HybridAttentionModel,
     serial: list[list[int]],
     name: str,
-    invalidation: str,
     lookahead: int,
+    invalidation: str,
 ) -> None:
     engine = make(model, lookahead=lookahead, invalidation=invalidation, **SETTINGS[name])
     assert run_at(engine, arrivals([greedy(TOKENS)] * len(PROMPTS))) == serial

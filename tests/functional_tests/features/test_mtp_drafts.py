@@ -4,18 +4,18 @@ sequence, and text that it knows comes several tokens at once."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from drawn_drafts import DrawnSchedules
-from harness import TINY, Job, greedy, make_engine, make_model, run_at
+from harness import TINY, Job, alone_once, greedy, make_engine, make_model, run_at
 from mtp_model import MTP_MODELS, MtpModel
 from mtp_watch import MtpWatch, WholeSequences
 from pieces import Pieces
 
-from megatron_async import StructuredOutput
+from megatron_async import DynamicInferenceEngine, StructuredOutput
 from megatron_async.contexts.graph_shapes import GraphShapes
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.sampling.sampling import SamplingMode
@@ -34,6 +34,12 @@ def model_of(name: str) -> MtpModel:
     return MODELS[name]
 
 
+@cache
+def serial_of(name: str) -> DynamicInferenceEngine:
+    """Plain decoding by one of each kind; it is never closed, as it is shared."""
+    return make_engine(model_of(name), lookahead=0)
+
+
 @pytest.mark.parametrize("name", MTP_MODELS)
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("count", [1, 3])
@@ -46,9 +52,7 @@ def test_a_text_that_it_knows(name: str, lookahead: int, count: int) -> None:
     """
     model, tokens = model_of(name), 90
     jobs = [Job([1 + n, 5, 7 + n], greedy(tokens, seed=n, temperature=0.5 * n)) for n in range(2)]
-    serial = make_engine(model, lookahead=0)
-    plain = [run_at(serial, {0: [job]})[0] for job in jobs]
-    serial.close()
+    plain = alone_once(serial_of(name), jobs)
     whole = WholeSequences(model)
     for job, answer in zip(jobs, plain, strict=True):
         settings: dict[str, Any] = {"speculative_method": "mtp", "num_speculative_tokens": count}

@@ -13,7 +13,7 @@ import torch
 from attention_model import VOCABULARY, AttentionModel
 from caching_engine import TEXT, caching
 from drafters import DRAFTERS
-from harness import Job, assert_all_is_back, greedy, make_engine, run_alone, run_at
+from harness import Job, alone_once, assert_all_is_back, greedy, make_engine, run_at
 from late_device import LateDevice
 from schedules import Schedule, run_schedule
 from sharing_schedules import sharing_schedule
@@ -59,7 +59,7 @@ def test_equal_prompts_cost_one_prefill(
     Break it, and it fails: `Scheduler._may_admit` does not wait for what the planned step writes.
     """
     jobs = [Job(TEXT[:40], greedy(6)) for _ in range(8)]
-    expected = run_alone(serial, jobs)
+    expected = alone_once(serial, jobs)
     engine = caching(model, lookahead=lookahead, max_tokens=budget)
     assert run_at(engine, {0: jobs}) == expected
     # One computes 40 tokens; 9 blocks are found by the others, which compute at least one token.
@@ -77,7 +77,7 @@ def test_warm_equals_cold(
 ) -> None:
     """A prompt that ends at each place of a block, and parts from the one before at each."""
     jobs = [Job([*TEXT[:length], number], greedy(9)) for number in (1, 2, 1)]
-    expected = run_alone(serial, jobs)
+    expected = alone_once(serial, jobs)
     engine = caching(model, lookahead=lookahead)
     assert [run_at(engine, {0: [job]})[0] for job in jobs] == expected
     assert engine.stats()["prefix_cache_hits"] == 2 * (length // 4 * 4)
@@ -103,7 +103,7 @@ def test_slots_are_begun_anew(
     earlier = [asking(number, 2, 12) for number in range(len(ASKED))]
     later = [asking(11 + 3 * number, 24 + number, 20) for number in range(2 * len(ASKED))]
     jobs = [*earlier, *later]
-    expected = run_alone(serial, jobs)
+    expected = alone_once(serial, jobs)
     engine = caching(model, lookahead=lookahead, max_requests=len(ASKED), max_tokens=40)
     assert run_at(engine, {step: [job] for step, job in enumerate(jobs)}) == expected
     # The first one's prompt is computed, of the others the end alone.
@@ -127,7 +127,7 @@ def test_a_conversation_computes_what_is_new(
         before = engine.stats()["prefill_tokens"]
         job = Job(prompt, greedy(answer))
         tokens = run_at(engine, {0: [job]})[0]
-        assert tokens == run_alone(serial, [job])[0], (number, answer)
+        assert tokens == alone_once(serial, [job])[0], (number, answer)
         assert engine.stats()["prefill_tokens"] - before == len(prompt) - kept // 4 * 4
         kept = len(prompt) + len(tokens) - 1  # the last token's keys are written by nobody
         prompt = [*prompt, *tokens, *TEXT[number : number + 3]]
@@ -139,11 +139,11 @@ def test_answers_are_found_while_they_grow(
 ) -> None:
     """A second request takes what a first one has generated so far."""
     first = Job(TEXT[:6], greedy(40))
-    answer = run_alone(serial, [first])[0]
+    answer = alone_once(serial, [first])[0]
     second = Job([*TEXT[:6], *answer[:30], 5], greedy(6))
     engine = caching(model, lookahead=2)
     found = run_at(engine, {0: [first], 38: [second]})
-    assert found == [answer, run_alone(serial, [second])[0]]
+    assert found == [answer, alone_once(serial, [second])[0]]
     assert engine.stats()["prefix_cache_hits"] >= 32
     engine.close()
 
@@ -153,7 +153,7 @@ def test_an_evicted_request_finds_its_own_blocks(
     model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int
 ) -> None:
     jobs = [Job(TEXT[number : number + 20], greedy(30)) for number in (0, 20, 40)]
-    expected = run_alone(serial, jobs)
+    expected = alone_once(serial, jobs)
     engine = caching(model, lookahead=lookahead, num_kv_blocks=24, paused_buffer_size_gb=1e-9)
     assert run_at(engine, {0: jobs}) == expected
     stats = engine.stats()
@@ -167,7 +167,7 @@ def test_more_shared_entries_than_blocks(
     model: torch.nn.Module, serial: DynamicInferenceEngine
 ) -> None:
     jobs = [Job([*TEXT, number], greedy(3)) for number in range(8)]
-    expected = run_alone(serial, jobs)
+    expected = alone_once(serial, jobs)
     engine = caching(model, num_kv_blocks=34, max_tokens=200)
     assert run_at(engine, {0: jobs[:1], 1: jobs[1:]}) == expected
     assert engine.stats()["prefix_cache_hits"] == 7 * 64

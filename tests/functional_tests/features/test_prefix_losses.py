@@ -11,7 +11,7 @@ import pytest
 import torch
 from attention_model import AttentionModel
 from caching_engine import TEXT, caching
-from harness import Job, assert_all_is_back, greedy, make_engine, run_alone, run_at
+from harness import Job, alone_once, assert_all_is_back, greedy, make_engine, run_at
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks
 
@@ -39,7 +39,7 @@ def test_the_donor_goes(
 ) -> None:
     """It is aborted while steps of it are in flight and others have its blocks."""
     jobs = [Job([*TEXT[:30], number], greedy(9)) for number in range(4)]
-    expected = run_alone(serial, jobs)
+    expected = alone_once(serial, jobs)
     engine = caching(model, device=LateDevice(), lookahead=lookahead, block_size_tokens=3,
                      max_requests=4, num_kv_blocks=30, max_tokens=14)  # fmt: skip
     blocks = poison_blocks(engine)
@@ -94,7 +94,7 @@ def test_a_failed_steps_blocks_are_not_found(
 ) -> None:
     """Break `PrefixCache.failed` so that it forgets nothing, and it fails."""
     jobs = [Job([*TEXT[:30], number], greedy(5)) for number in range(6)]
-    expected = run_alone(serial, jobs)
+    expected = alone_once(serial, jobs)
     engine = caching(model, lookahead=lookahead, max_tokens=14)
     launch = engine.controller.launch_step
 
@@ -130,9 +130,9 @@ def test_a_failed_step_feeds_no_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Break `PrefixCache.failed` so that its requests still enter what they leave, and it fails."""
-    answer = run_alone(serial, [Job(TEXT[:6], greedy(30))])[0]
+    answer = alone_once(serial, [Job(TEXT[:6], greedy(30))])[0]
     late = Job([*TEXT[:6], *answer[:20], 5], greedy(6))
-    expected = run_alone(serial, [late])[0]
+    expected = alone_once(serial, [late])[0]
     engine = caching(model, lookahead=lookahead)
     poison_blocks(engine)
     launch = engine.controller.launch_step
@@ -157,7 +157,7 @@ def test_what_is_forgotten(
 ) -> None:
     """By `reset_prefix_cache`, or with the cache's memory; requests from before leave nothing."""
     job, engine = Job(TEXT[:40], greedy(12)), caching(model)
-    expected = run_alone(serial, [job])[0]
+    expected = alone_once(serial, [job])[0]
     future = engine.add_request(0, job.prompt, job.params)
     while engine.has_unfinished_requests() and (way != "in flight" or engine.stats()["steps"] < 4):
         engine.step_modern()

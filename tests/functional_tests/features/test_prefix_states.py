@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from attention_model import VOCABULARY
 from capturing_cpu import CapturingCpu
-from harness import Job, assert_all_is_back, greedy, make_engine, run_alone, run_at
+from harness import Job, alone_once, assert_all_is_back, greedy, make_engine, run_at
 from hybrid_model import HYBRID_MODELS, HybridAttentionModel
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks
@@ -80,7 +80,7 @@ def test_warm_equals_cold(
     jobs = [Job([*TEXT[:length], number], greedy(5)) for length in lengths for number in (1, 2)]
     engine = caching(model, lookahead=lookahead, block_size_tokens=int(block_size))
     found = [computed(engine, job) for job in jobs]
-    assert [tokens for tokens, _ in found] == run_alone(serial, jobs)
+    assert [tokens for tokens, _ in found] == alone_once(serial, jobs)
     for job, (_, count) in list(zip(jobs, found))[1::2]:
         prompt = len(job.prompt)
         # The one before has left its state behind its last whole block, and one token is computed.
@@ -120,7 +120,7 @@ def test_equal_prompts_cost_one_prefill(
 ) -> None:
     """They arrive together; the prompt takes one step, or several."""
     jobs = [Job(TEXT[:400], greedy(4)) for _ in range(8)]
-    expected = run_alone(serial, jobs)
+    expected = alone_once(serial, jobs)
     engine = caching(model, lookahead=lookahead, max_tokens=budget, max_requests=16)
     assert run_at(engine, {0: jobs}) == expected
     assert engine.stats()["prefill_tokens"] == 400 + 7 * (400 - 384)
@@ -139,7 +139,7 @@ def test_where_prompts_part(
     jobs = [Job([*TEXT[:300], *OTHER[n : n + 200]], greedy(6)) for n in range(5)]
     engine = caching(model, lookahead=lookahead, prefix_caching_mamba_interval=0)
     found = [computed(engine, job) for job in jobs]
-    assert [tokens for tokens, _ in found] == run_alone(serial, jobs)
+    assert [tokens for tokens, _ in found] == alone_once(serial, jobs)
     assert [count for _, count in found] == [500, 500, 244, 244, 244]
     stats = engine.stats()
     assert stats["prefix_cache_lost_no_state"] == 288 + 3 * 32
@@ -157,7 +157,7 @@ def test_every_so_often(model: HybridAttentionModel, serial: DynamicInferenceEng
     assert engine.stats()["prefix_cache_snapshots"] == 4  # 256, 512, 768, and 896 at the end
     job = Job([*TEXT[:700], 1], greedy(4))
     tokens, count = computed(engine, job)
-    assert tokens == run_alone(serial, [job])[0]
+    assert tokens == alone_once(serial, [job])[0]
     assert count == 701 - 512
     engine.close()
 
@@ -178,7 +178,7 @@ def test_a_conversation_computes_what_is_new(
     for turn in range(TURNS):
         job = Job(prompt, greedy(160))
         tokens, count = computed(engine, job)
-        assert tokens == run_alone(serial, [job])[0]
+        assert tokens == alone_once(serial, [job])[0]
         assert count <= len(prompt) - known + 2 * UNIT
         assert turn == 0 or count < len(prompt) - 60
         known = len(prompt) + len(tokens)
@@ -210,7 +210,7 @@ def test_live_requests_take_the_rows_of_snapshots(
         Job([*(TEXT, OTHER)[n // 3 % 2][: 150 + 7 * n], n % VOCABULARY], greedy(3 + n % 5))
         for n in range(12)
     ]
-    expected = run_alone(serial, jobs)
+    expected = alone_once(serial, jobs)
     for rows in (2, 3):
         engine = caching(model, lookahead=lookahead, max_requests=rows)
         arrivals = {4 * n: [job] for n, job in enumerate(jobs)}
@@ -231,7 +231,7 @@ def test_a_budget_of_their_own(
     tokens = 140 if snapshots == 1 else 12
     jobs = [Job([*TEXT[:300], n], greedy(tokens)) for n in range(6)]
     engine = caching(model, num_state_snapshots=snapshots, max_requests=4)
-    assert run_at(engine, {n: [job] for n, job in enumerate(jobs)}) == run_alone(serial, jobs)
+    assert run_at(engine, {n: [job] for n, job in enumerate(jobs)}) == alone_once(serial, jobs)
     stats = engine.stats()
     assert stats["prefix_cache_snapshots"] <= snapshots
     assert (stats["prefix_cache_snapshot_hits"] > 0) == (snapshots > 0)
@@ -244,7 +244,7 @@ def test_an_evicted_request_finds_its_own_state(
 ) -> None:
     jobs = [Job([n, *TEXT[: 180 + n]], greedy(120)) for n in range(3)]
     engine = caching(model, max_requests=6, num_kv_blocks=46, paused_buffer_size_gb=1e-9)
-    assert run_at(engine, {0: jobs}) == run_alone(serial, jobs)
+    assert run_at(engine, {0: jobs}) == alone_once(serial, jobs)
     stats = engine.stats()
     assert stats["evictions"] > 0
     assert stats["prefix_cache_hits"] > 0
@@ -259,7 +259,7 @@ def test_the_donor_goes(
 ) -> None:
     """It is aborted while steps of it are in flight and others begin from its state."""
     jobs = [Job([*TEXT[:270], number], greedy(9)) for number in range(4)]
-    expected = run_alone(serial, jobs)
+    expected = alone_once(serial, jobs)
     engine = caching(model, device=LateDevice(), lookahead=lookahead, max_requests=4,
                      num_kv_blocks=80, max_tokens=140)  # fmt: skip
     blocks = poison_blocks(engine)
@@ -291,7 +291,7 @@ def test_a_failed_steps_states_are_not_found(
     """Break `StateRows.failed` so that it forgets nothing, and it fails: the keys and values where
     prompts part are older than the state there."""
     jobs = [Job([*TEXT[:300], *OTHER[n : n + 90]], greedy(3)) for n in range(5)]
-    expected = run_alone(serial, jobs)
+    expected = alone_once(serial, jobs)
     engine = caching(model, lookahead=lookahead, prefix_caching_mamba_interval=0)
     launch = engine.controller.launch_step
 
@@ -341,7 +341,7 @@ def test_captured_steps(
     jobs = [Job([*TEXT[: 120 + 13 * n], n], greedy(30 + n)) for n in range(9)]
     engine = caching(model, device=CapturingCpu(), lookahead=lookahead, max_tokens=160,
                      max_requests=5, num_cuda_graphs=3)  # fmt: skip
-    assert run_at(engine, {3 * n: [job] for n, job in enumerate(jobs)}) == run_alone(serial, jobs)
+    assert run_at(engine, {3 * n: [job] for n, job in enumerate(jobs)}) == alone_once(serial, jobs)
     stats = engine.stats()
     assert stats["captured_steps"] > stats["steps"] / 2
     assert stats["prefix_cache_snapshot_hits"] > 2
@@ -352,7 +352,7 @@ def test_late_copies(model: HybridAttentionModel, serial: DynamicInferenceEngine
     """On a device that delays its streams at random."""
     prompts = [[*TEXT[:cut], n] for n, cut in enumerate((300, 140, 500, 300, 257, 129, 384, 260))]
     jobs = [Job(prompt, greedy(20 + n)) for n, prompt in enumerate(prompts)]
-    expected = run_alone(serial, jobs)
+    expected = alone_once(serial, jobs)
     for seed, lookahead in itertools.product(range(2), (1, 2)):
         engine = caching(model, device=CpuDevice(Chaos(seed, 0.2, 0.001)), lookahead=lookahead,
                          max_requests=3, max_tokens=170)  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from attention_model import VOCABULARY, AttentionModel
 from capturing_cpu import CapturingCpu
 from drafters import DRAFTERS
-from harness import Job, assert_all_is_back, greedy, make_engine, run_alone
+from harness import Job, alone_once, assert_all_is_back, greedy, make_engine
 from late_device import LateDevice
 from pieces import Pieces
 from poisoned_blocks import poison_blocks
@@ -82,7 +82,7 @@ def later(serial: DynamicInferenceEngine) -> list[Job]:
         words: list[list[int]] = []
         for end in (3, 9, 14):
             plain = greedy(24, seed=number, **asked, **({"bad_words": words} if words else {}))
-            (answer,) = run_alone(serial, [Job(prompt, plain)])
+            (answer,) = alone_once(serial, [Job(prompt, plain)])
             length = 1 + (number + end) % 4
             if len(answer) > end:
                 words.append(answer[end + 1 - min(length, end) : end + 1])
@@ -93,7 +93,7 @@ def later(serial: DynamicInferenceEngine) -> list[Job]:
 
 @pytest.fixture(scope="module")
 def expected(serial: DynamicInferenceEngine, later: list[Job]) -> list[list[int]]:
-    return run_alone(serial, later)
+    return alone_once(serial, later)
 
 
 def test_what_is_asked_for_changes_tokens(
@@ -101,7 +101,7 @@ def test_what_is_asked_for_changes_tokens(
 ) -> None:
     """Or the other tests here would see little."""
     plain = [Job(job.prompt, greedy(24, seed=job.params.seed)) for job in later]
-    changed = [a != b for a, b in zip(expected, run_alone(serial, plain), strict=True)]
+    changed = [a != b for a, b in zip(expected, alone_once(serial, plain), strict=True)]
     assert sum(changed) >= LATER - 2
 
 

@@ -6,7 +6,16 @@ import random
 from typing import Any
 
 import pytest
-from harness import NUM_TOKENS, EngineFactory, Job, greedy, run_alone, run_at, run_together
+from harness import (
+    NUM_TOKENS,
+    EngineFactory,
+    Job,
+    alone_once,
+    greedy,
+    run_alone,
+    run_at,
+    run_together,
+)
 
 from megatron_async import SamplingParams
 
@@ -105,7 +114,7 @@ def test_samples_do_not_depend_on_scheduling(
     make_smollm2_engine: EngineFactory, sampled_jobs: list[Job]
 ) -> None:
     serial = make_smollm2_engine(lookahead=0, block_size_tokens=16)
-    expected = run_alone(serial, sampled_jobs)
+    expected = alone_once(serial, sampled_jobs)
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
     engine = make_smollm2_engine(lookahead=2, max_tokens=13, **{**SMALL_POOL, "num_kv_blocks": 9})
     assert run_together(engine, sampled_jobs) == expected
