@@ -15,14 +15,14 @@ from megatron_async.config import InferenceConfig
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.device_state.device_slots import DeviceSlots
-from megatron_async.device_state.feed_back import feed_back_kernel, feed_back_reference
+from megatron_async.device_state.feed_back import feed_back_kernel
 from megatron_async.device_state.kv_cache import PagedKVCache
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.slot_states import SlotStates
 from megatron_async.device_state.step_tensors import StepTensors
 from megatron_async.device_state.step_view import StepView
+from megatron_async.device_state.unpack_on_host import feed_back_on_host, unpack_step_on_host
 from megatron_async.device_state.unpack_step import unpack_step_kernels
-from megatron_async.device_state.unpack_step_reference import unpack_step_reference
 from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
@@ -146,7 +146,7 @@ class ContextGPUView(StepView):
         """
         self.dims, self.mode = dims, mode
         self.step = step = self._tensors.head(dims)
-        unpack = unpack_step_kernels if self.bookkeeping.is_cuda else unpack_step_reference
+        unpack = unpack_step_kernels if self.bookkeeping.is_cuda else unpack_step_on_host
         unpack(
             self.bookkeeping,
             self._next_entry,
@@ -175,7 +175,7 @@ class ContextGPUView(StepView):
         """Store the tokens that each row yields, of the sampled ones, int64 `[sample rows]`, for
         the next step and for the host."""
         self.sampled = sampled
-        feed_back = feed_back_kernel if sampled.is_cuda else feed_back_reference
+        feed_back = feed_back_kernel if sampled.is_cuda else feed_back_on_host
         feed_back(
             sampled,
             self.step,

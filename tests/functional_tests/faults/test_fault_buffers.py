@@ -69,12 +69,12 @@ def test_no_copy_meets_another_step_s_data(
     - `HostStaging.pack`: `entry = 0`
     - `ContextGPUView.__init__`: `self.bookkeeping` with one entry
     - `ContextGPUView.__init__`: `self.sample_ring` with one entry
-    - `feed_back_reference`: store into row 0 of the ring, not into row `entry`
+    - `store_samples`: store into row 0 of the ring, not into row `now`
     - `transfer_bookkeeping_to_gpu`: no `compute.wait(arrived)`
     - `HostStaging.pack`: None for every decode step
     - `TextGenerationController._copy_samples`: no `copy.wait(buffers.sampled)`
     - `TextGenerationController._deliver`: `ready` recorded on the copy stream
-    - `feed_back_reference`: nothing stored in `host`
+    - `store_samples`: nothing stored in `host`
     - `RankGroup.wait`: no `event.wait()`
     """
     device = LateDevice(eager)

@@ -91,8 +91,8 @@ def test_random_schedules(
 
     Break one of these, and it fails:
 
-    - `unpack_step_reference`: no `fed`, so that tokens behind a limit get places
-    - `feed_back_reference`: no `room`, or `agreed` counted over all drafts (no `cumprod`)
+    - `unpack_rows`: no `limit`, so that tokens behind a limit get places
+    - `store_samples`: no `room`, or `agrees` that forgets earlier drafts
     - `RequestSlots.places`: without `widths_of`
     - `book_samples`: do not stop at the first stop token
     - `Scheduler._give_surplus_back`: keep one block less

@@ -53,7 +53,7 @@ def test_tokens_are_those_of_plain_decoding(part: int) -> None:
     - `ngram_drafts_reference`: `places <= last`; `best % PLACES` without the 1; no `scatter_` of
       the last token
     - `unpack_step_reference`: do not store tokens of chunks
-    - `unpack_step_reference`: `brought` without the request's own number
+    - `unpack_rows`: `brought` without the request's own number
     """
     drawn = DrawnSchedules({kind.__name__: model_of(kind) for kind in KINDS})
     for seed in range(part * DRAWS, (part + 1) * DRAWS):

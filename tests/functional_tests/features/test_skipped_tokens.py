@@ -167,7 +167,7 @@ def test_evicted_requests_find_their_own_tokens(
 
     Break one of these, and it fails:
 
-    - `unpack_step_reference`: do not keep the tokens of decode rows
+    - `unpack_rows`: do not keep the tokens of decode rows
     - `begin_chunks_reference`: take the window of bad words from the chunk alone, the skipped
       tokens from another row's table, or mark them all as the prompt's
     """

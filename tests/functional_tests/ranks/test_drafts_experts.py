@@ -3,7 +3,7 @@
 Break one of these, and a test fails:
 
 - `HostStaging.pack`: write `plan.dims.width` as `decode_width`
-- `unpack_step_reference`: take the step's width for that of its rows
+- `unpack_rows`: take the step's width for that of its rows
 - `ExpertConsensus.agree`: keep each rank's own width
 """
 

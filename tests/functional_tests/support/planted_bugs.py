@@ -188,6 +188,8 @@ def drafts_without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         column.copy_(kept)
 
     monkeypatch.setattr(unpack_step_reference, "_unpack_decode_rows", unpack_all)
+    reference = unpack_step_reference.unpack_step_reference
+    monkeypatch.setattr(gpu_view, "unpack_step_on_host", reference)
 
 
 def drafts_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +204,7 @@ def one_draft_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _feed_back_after(monkeypatch: pytest.MonkeyPatch, believe: bool) -> None:
     """Feed samples back as if all drafts, or one more than agree, were what was sampled."""
-    feed_back = gpu_view.feed_back_reference
+    feed_back = gpu_view.feed_back_on_host
 
     def feed_back_more(sampled: Any, step: Any, dims: Any, *rest: Any) -> None:
         if dims.width > 1:
@@ -215,12 +217,12 @@ def _feed_back_after(monkeypatch: pytest.MonkeyPatch, believe: bool) -> None:
             table[:, :-1] = drafts.where(first_wrong | believe, table[:, :-1])
         feed_back(sampled, step, dims, *rest)
 
-    monkeypatch.setattr(gpu_view, "feed_back_reference", feed_back_more)
+    monkeypatch.setattr(gpu_view, "feed_back_on_host", feed_back_more)
 
 
 def length_of_the_last_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last chunk of a prompt does not set its slot's length where the slot had an owner."""
-    feed_back = gpu_view.feed_back_reference
+    feed_back = gpu_view.feed_back_on_host
 
     def feed_back_without_lengths(
         sampled: Any, step: Any, dims: Any, words: Any, slots: Any, *rest: Any
@@ -230,7 +232,7 @@ def length_of_the_last_owner(monkeypatch: pytest.MonkeyPatch) -> None:
         feed_back(sampled, step, dims, words, slots, *rest)
         slots.length[chunks] = slots.length[chunks].where(before == 1, before)
 
-    monkeypatch.setattr(gpu_view, "feed_back_reference", feed_back_without_lengths)
+    monkeypatch.setattr(gpu_view, "feed_back_on_host", feed_back_without_lengths)
 
 
 def surplus_and_one_more(monkeypatch: pytest.MonkeyPatch) -> None:

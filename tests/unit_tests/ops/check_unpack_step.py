@@ -15,6 +15,7 @@ from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.device_state.device_slots import DeviceSlots
 from megatron_async.device_state.feed_back import ring_words
 from megatron_async.device_state.step_tensors import StepTensors
+from megatron_async.device_state.unpack_on_host import feed_back_on_host, unpack_step_on_host
 from megatron_async.device_state.unpack_step_reference import unpack_step_reference
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header, pack_record
 
@@ -129,6 +130,33 @@ def check_kept(kept, truth_kept, truth, keeps):
     assert (kept[untouched] == -5).all()
 
 
+def check_on_host(arguments, slots, block_size, told, keeps):
+    """What a CPU does, by compiled loops or not, against plain torch, samples included."""
+    words, next_entry, dims = arguments
+    count, blocks = len(slots.block_table) - 1, slots.block_table.size(1)
+    sampled = torch.from_numpy(rng.integers(-1, 3, dims.sample_rows))
+    results = []
+    for unpack, feed_back in (
+        (unpack_step_reference, feed_back_ops.feed_back_reference),
+        (unpack_step_on_host, feed_back_on_host),
+    ):
+        its_slots = copy_of(slots, count, blocks)
+        whole, step = poisoned(dims, blocks)
+        kept = torch.full((DUMMY_BLOCK + 1, block_size), -5, dtype=torch.int32)
+        unpack(*arguments, its_slots, block_size, step, told, kept if keeps else None)
+        ring = torch.full((RING, dims.rows + 2, ring_words(1 + its_slots.drafts.size(1))), -5).int()
+        host, after = ring.clone(), torch.full_like(next_entry, -5)
+        feed_back(sampled, step, dims, words, its_slots, ring, host, after)
+        results.append((vars(whole), vars(its_slots), ring, host, after, kept, step))
+    truth, found = results
+    for mine, its in zip(found[:2], truth[:2], strict=True):
+        for name in mine:
+            assert torch.equal(mine[name], its[name]), (name, dims)
+    for mine, its in zip(found[2:5], truth[2:5], strict=True):
+        assert torch.equal(mine, its), dims
+    check_kept(found[5], truth[5], truth[6], keeps)
+
+
 if where == "cpu":
     for module in (ops, feed_back_ops):
         for name, kernel in list(vars(module).items()):
@@ -202,6 +230,8 @@ for (decode, query_lengths, dummies, padding, count, blocks, block_size), share 
     unpack_step_reference(
         *arguments, truth_slots, block_size, truth, told, truth_kept if keeps else None
     )
+    if where == "cpu":
+        check_on_host(arguments, slots, block_size, told, keeps)
     ops.unpack_step_kernels(*arguments, slots, block_size, found, told, kept if keeps else None)
     check_kept(kept, truth_kept, truth, keeps)
     for name in vars(truth_whole):
