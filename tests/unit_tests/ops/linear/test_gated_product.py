@@ -16,7 +16,7 @@ from megatron_async.ops.linear.skinny_plan import (
     takes_squares,
 )
 from megatron_async.ops.linear.unnormed import Unnormed
-from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
+from megatron_async.ops.linear.warpgroup_plan import MOST_ROWS, WarpgroupPlan
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 EPS = 1e-5
@@ -102,10 +102,11 @@ def test_one_group(rows, k):
 @pytest.mark.gpu
 @needs_gpu
 def test_which_products_divide():
-    narrow = torch.ones(768, 1536, dtype=BRAIN, device="cuda")
+    narrow = torch.ones(800, 1536, dtype=BRAIN, device="cuda")
     wide = torch.ones(2688, 4096, dtype=BRAIN, device="cuda")
     for rows, groups, weight, taken in (
-        (1, 1, narrow, True), (64, 1, narrow, True), (65, 1, narrow, False), (8, 2, narrow, False),
+        (1, 1, narrow, True), (64, 1, narrow, True), (65, 1, narrow, True), (8, 2, narrow, False),
+        (MOST_ROWS + 1, 1, narrow, False),
         (1, 8, wide, False), (1, 1, wide, True), (2, 1, wide, False),
     ):  # fmt: skip
         assert takes_squares(weight[:rows], weight, groups, True) is taken
