@@ -214,42 +214,6 @@ class TestOnGpu:
         found = ops.linear_squared_relu(x, weight)
         assert_close(found, expected_product(x, weight, activation="squared_relu"), dtype)
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize(
-        ("rows", "n", "k", "plan"),
-        [
-            (64, 100, 576, WarpgroupPlan(64, 32, 1, 128, 5, 5)),
-            (17, 33, 768, WarpgroupPlan(64, 16, 1, 128, 6, 2)),  # a ring that is filled three times
-            (1, 64, 64, WarpgroupPlan(64, 64, 1, 128, 1, 1)),
-            (50, 72, 1024, WarpgroupPlan(64, 32, 1, 256, 4, 3)),
-        ],
-    )
-    @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
-    def test_warpgroups(self, rows, n, k, plan, activation, dtype):
-        weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, "cuda")
-        wide = random(rows, k + 24, dtype=dtype, device="cuda")
-        x = wide[:, 8 : k + 8]  # rows that are not adjacent
-        found = warpgroup_product(x, weight, None, activation, plan)
-        assert_close(found, expected_product(x, weight, activation=activation), dtype)
-        assert torch.equal(found, warpgroup_product(x, weight, None, activation, plan))
-        if not activation:
-            bias = random(n, dtype=dtype, device="cuda")
-            found = warpgroup_product(x, weight, bias, "", plan)
-            assert_close(found, expected_product(x, weight, bias), dtype)
-
-    @pytest.mark.parametrize(("k", "splits", "chunks"), [(768, 2, 3), (1500, 3, 4), (200, 2, 1)])
-    def test_partial_sums_of_warpgroups(self, k, splits, chunks):
-        x = random(40, k, dtype=BRAIN, device="cuda")
-        weight = weight_of(72, k, BRAIN, "cuda")
-        plan = WarpgroupPlan(64, 32, splits, 128, chunks, min(chunks, 3))
-        if k % 8:
-            with pytest.raises(ValueError, match="16 bytes"):
-                warpgroup_product(x, weight, None, "", plan)
-            return
-        parts = warpgroup_product(x, weight, None, "", plan)
-        assert parts.shape == (splits, 40, 72)
-        assert_close(parts.sum(0), expected_product(x, weight), BRAIN)
-
     @pytest.mark.parametrize("k", [576, 4096, 8192, 14336])
     def test_a_row_that_is_added(self, k):
         x, stream = random(1, k, dtype=BRAIN, device="cuda"), random(1, 96, device="cuda").to(BRAIN)

@@ -7,7 +7,7 @@ import torch
 import triton
 from gluon_emulator import EmulatedKernel
 from test_resident_kernel import HOPPER, products_of, spilled_bytes
-from test_skinny_linear import BRAIN, assert_close, expected_product, random, weight_of
+from test_skinny_linear import BRAIN, HALF, assert_close, expected_product, random, weight_of
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton_interpreter import INTERPRETED
 
@@ -25,7 +25,9 @@ compiles = pytest.mark.skipif(INTERPRETED, reason="compiles")
 
 CASES = [
     (64, 100, 576, WarpgroupPlan(64, 32, 1, 128, 5, 5)),
-    (17, 33, 192, WarpgroupPlan(64, 16, 1, 64, 3, 2)),
+    (17, 33, 384, WarpgroupPlan(64, 16, 1, 64, 6, 2)),  # a ring that is filled three times
+    (1, 64, 64, WarpgroupPlan(64, 64, 1, 128, 1, 1)),  # a chunk that reaches beyond the inputs
+    (50, 72, 1024, WarpgroupPlan(64, 32, 1, 256, 4, 3)),
     (129, 40, 192, WarpgroupPlan(64, 32, 1, 64, 3, 3)),  # three blocks of rows, one of one row
     (200, 72, 320, WarpgroupPlan(128, 64, 1, 64, 5, 2)),
 ]
@@ -43,18 +45,19 @@ def same_numbers(poisoned_memory):
     torch.manual_seed(0)
 
 
-def check_product(rows, n, k, plan, activation, device):
-    weight = weight_of(2 * n if activation == "swiglu" else n, k, BRAIN, device)
-    wide = random(rows, k + 24, dtype=BRAIN, device=device)
+def check_product(rows, n, k, plan, activation, dtype, device):
+    weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, device)
+    wide = random(rows, k + 24, dtype=dtype, device=device)
     x = wide[:, 8 : k + 8]  # rows that are not adjacent
     found = warpgroup_product(x, weight, None, activation, plan)
-    assert_close(found, expected_product(x, weight, activation=activation), BRAIN)
+    assert_close(found, expected_product(x, weight, activation=activation), dtype)
+    assert torch.equal(found, warpgroup_product(x, weight, None, activation, plan))
     first = warpgroup_product(x[:1], weight, None, activation, plan)
     assert torch.equal(first, found[:1]), "a row depends on the others"
     if not activation:
-        bias = random(n, dtype=BRAIN, device=device)
+        bias = random(n, dtype=dtype, device=device)
         found = warpgroup_product(x, weight, bias, "", plan)
-        assert_close(found, expected_product(x, weight, bias), BRAIN)
+        assert_close(found, expected_product(x, weight, bias), dtype)
 
 
 def check_partial_sums(rows, device):
@@ -76,10 +79,11 @@ def check_squares(rows, device):
     assert_close(found, expected_product(normed, weight), BRAIN)
 
 
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
 @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
 @pytest.mark.parametrize(("rows", "n", "k", "plan"), CASES)
-def test_emulated(rows, n, k, plan, activation, emulated):
-    check_product(rows, n, k, plan, activation, "cpu")
+def test_emulated(rows, n, k, plan, activation, dtype, emulated):
+    check_product(rows, n, k, plan, activation, dtype, "cpu")
 
 
 @pytest.mark.parametrize("rows", [40, 150])
@@ -95,10 +99,11 @@ def test_emulated_squares(rows, emulated):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:
+    @pytest.mark.parametrize("dtype", [HALF, BRAIN])
     @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
     @pytest.mark.parametrize(("rows", "n", "k", "plan"), CASES)
-    def test_small_shapes(self, rows, n, k, plan, activation):
-        check_product(rows, n, k, plan, activation, "cuda")
+    def test_small_shapes(self, rows, n, k, plan, activation, dtype):
+        check_product(rows, n, k, plan, activation, dtype, "cuda")
 
     @pytest.mark.parametrize("rows", [40, 150])
     def test_partial_sums_and_squares(self, rows):
