@@ -238,20 +238,25 @@ def fill_dummy_weight(
     name: str, weight: Tensor, seed: int = 0, zero_centered: bool = False
 ) -> None:
     """The numbers of `init_dummy_weights` for one whole weight, by its name in the whole model,
-    whose norms multiply by 1 + weight if `zero_centered`."""
+    whose norms multiply by 1 + weight if `zero_centered`. They are drawn in float32, so that a
+    model of another dtype has the same ones, rounded."""
     generator = torch.Generator(weight.device).manual_seed(seed + crc32(name.encode()))
+    drawn = weight
+    if weight.dtype != torch.float32:
+        drawn = torch.empty_like(weight, dtype=torch.float32)
     if weight.dim() == 1 and ("norm" in name or name.endswith(".D")):
-        weight.fill_(0.0 if zero_centered and "norm" in name else 1.0)
+        drawn.fill_(0.0 if zero_centered and "norm" in name else 1.0)
     elif name.endswith(".A_log"):
-        weight.uniform_(1, 16, generator=generator).log_()
+        drawn.uniform_(1, 16, generator=generator).log_()
     elif name.endswith(".dt_bias"):
         # softplus of it is spread evenly over the magnitudes between these two
-        dt = torch.empty_like(weight, dtype=torch.float32)
-        dt.uniform_(math.log(0.001), math.log(0.1), generator=generator).exp_()
-        weight.copy_(dt + torch.log(-torch.expm1(-dt)))
+        drawn.uniform_(math.log(0.001), math.log(0.1), generator=generator).exp_()
+        drawn.add_(torch.log(-torch.expm1(-drawn)))
     elif weight.dim() == 1:
-        weight.zero_()
+        drawn.zero_()
     elif weight.dim() == 3 and "conv1d" in name:
-        weight.uniform_(-0.5, 0.5, generator=generator)
+        drawn.uniform_(-0.5, 0.5, generator=generator)
     else:
-        weight.normal_(0.0, 0.02, generator=generator)
+        drawn.normal_(0.0, 0.02, generator=generator)
+    if drawn is not weight:
+        weight.copy_(drawn)
