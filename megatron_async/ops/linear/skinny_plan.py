@@ -17,8 +17,8 @@ import triton
 from torch import Tensor
 
 from megatron_async.ops.linear.row_tiles import TILE_BYTES
-from megatron_async.ops.linear.streamed_plan import StreamedPlan, streamed_plan
-from megatron_async.ops.linear.warpgroup_plan import MOST_ROWS, WarpgroupPlan, warpgroup_plan
+from megatron_async.ops.linear.streamed_plan import PROCESSORS, StreamedPlan, streamed_plan
+from megatron_async.ops.linear.warpgroup_plan import MOST_ROWS, WIDE, WarpgroupPlan, warpgroup_plan
 
 MAX_ROWS = 64
 """More rows go to cuBLAS, but for products of narrow models (`warpgroup_plan`)."""
@@ -26,7 +26,7 @@ MAX_ROWS_FLOAT32 = 16
 """`MAX_ROWS` in float32, which has no matrix units here; not measured."""
 MEASURED_MAJOR = 9
 """Compute capability of the devices that the rule was measured on (Hopper); others keep cuBLAS."""
-ONE_WAVE = 132
+ONE_WAVE = PROCESSORS
 """Processors of an H200: programs beyond this many, each with a deep pipeline, queue up."""
 WHOLE_ROW = 2048
 """One-row kernel: a weight row of up to this many elements is loaded before the wait."""
@@ -56,9 +56,6 @@ PREFETCH = 2048
 """Bytes of each weight row that are asked for before the wait, where the row is not loaded then."""
 SHARED_MEMORY = 200_000
 """Bytes of pipeline stages that one program may take."""
-WIDE = 16384
-"""A product this wide and shallower than `WHOLE_ROW` is cuBLAS's beyond one row, unless its weights
-are resident."""
 RESIDENT_ROWS = 32
 """Most rows of products whose weights are resident: each program loads rows anew, and beyond this
 many that takes longer than the weights do."""

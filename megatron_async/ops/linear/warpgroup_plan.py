@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import triton
 
+from megatron_async.ops.linear.streamed_plan import PROCESSORS
+
 WARPGROUP_ROWS = 64
 """Rows that a warpgroup multiplies at once."""
 WARPGROUP_INPUTS = 1024
@@ -22,9 +24,8 @@ WARPGROUP_LONGEST = 3072
 WARPGROUP_OUTPUTS = 32
 """Outputs of a program, where all programs can run at once."""
 WIDE = 16384
-"""As many outputs are a vocabulary's, which are another kernel's."""
-PROCESSORS = 132
-"""Of an H100 or H200."""
+"""As many outputs are a vocabulary's: not this kernel's, and beyond one row cuBLAS's if weights are
+short and not resident (`skinny_plan.py`)."""
 SHARED_MEMORY = 200_000
 """Bytes of chunks that one program may have."""
 
