@@ -73,7 +73,8 @@ class DummySource(ModelSource):
         return self.architecture.mtp_num_depths > 0
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
-        """Random weights, the same for the same dtype and device, however many ranks share them.
+        """Random weights, the same for the same device, rounded to the dtype, however many ranks
+        share them.
 
         Every rank draws each weight that it has a part of whole, one at a time, and keeps its part.
         """

@@ -19,9 +19,9 @@ from megatron_async.device_state.feed_back import feed_back_kernel
 from megatron_async.device_state.kv_cache import PagedKVCache
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.slot_states import SlotStates
+from megatron_async.device_state.step_on_host import feed_back_on_host, unpack_step_on_host
 from megatron_async.device_state.step_tensors import StepTensors
 from megatron_async.device_state.step_view import StepView
-from megatron_async.device_state.unpack_on_host import feed_back_on_host, unpack_step_on_host
 from megatron_async.device_state.unpack_step import unpack_step_kernels
 from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention

@@ -1,7 +1,7 @@
 """Loops of a step's first and last work on a CPU: rows unpacked, samples stored.
 
 Imported only where loops are compiled. What is written is what the references in plain torch write
-(`device_state/unpack_step_reference.py`, `device_state/feed_back.py`), which launch some forty
+(`device_state/unpack_step_reference.py`, `device_state/feed_back.py`), which launch dozens of
 small operations: with 8-bit weights of SmolLM2-135M 1.0 to 1.4 ms of CPU time in a step of 9 to 20
 ms, and 0.2 to 0.3 with these loops. They are too short to release Python's lock.
 """

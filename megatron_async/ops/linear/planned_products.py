@@ -239,8 +239,8 @@ def warpgroup_product(
     An `Unnormed` must have squares, of one group.
 
     Raises:
-        ValueError: shapes, dtypes, strides or alignment do not fit; more rows than a warpgroup
-            takes; a plan that splits what cannot be added up later.
+        ValueError: shapes, dtypes, strides or alignment do not fit; a plan that splits what cannot
+            be added up later.
     """
     squares, parts = _squares(x, activation)
     eps = 0.0

@@ -1,8 +1,8 @@
-"""Kernel of a product of 17 to 64 rows whose weights are in shared memory before the rows are
+"""Kernel of a product of 17 to 768 rows whose weights are in shared memory before the rows are
 there.
 
-All rows meet a program's weights on the matrix units of one warpgroup (Hopper's `wgmma`), so each
-program loads all rows: at 64 rows they are more bytes than its weights. Triton's own loop loads
+A block of 64 or 128 rows meets a program's weights on the matrix units of one or two warpgroups
+(Hopper's `wgmma`). Its rows are as many bytes as the weights, or more. Triton's own loop loads
 both behind the wait, and takes a turn for each tile. Here the copy engine brings all weights before
 the wait, and behind it the rows, chunk by chunk, each multiplied when it is there.
 
@@ -56,9 +56,10 @@ def warpgroup_kernel(
     has_bias: gl.constexpr,
     overlap: gl.constexpr,
 ) -> None:
-    """All rows times a block of weight rows, or of two halves of the weight if `gated`, over one
-    share of the inputs: `chunks` of them, of which `ring` are in shared memory at a time. The sums
-    are divided by the root mean square that follows from `squares`, if a row has `parts` of them.
+    """A block of rows times a block of weight rows, or of two halves of the weight if `gated`, over
+    one share of the inputs: `chunks` of them, of which `ring` are in shared memory at a time. The
+    sums are divided by the root mean square that follows from `squares`, if a row has `parts` of
+    them.
     """
     if overlap:
         gdc_launch_dependents()
