@@ -29,9 +29,12 @@ def unpack_step_reference(
     updates = int(words[entry, head.start("num_block_updates")])
     fields = BookkeepingLayout.for_batch(dims, updates).views(words[entry])
     out.entry.fill_(entry)
+    blocks = fields["block_update_blocks"]
+    if updates and not ((blocks >= 0) & (blocks <= slots.block_table[-1, 0])).all():
+        raise IndexError("a block that the KV cache does not have")
     slots.block_table.index_put_(
         (fields["block_update_slots"].long(), fields["block_update_indices"].long()),
-        fields["block_update_blocks"],
+        blocks,
     )
     out.row_slots.copy_(fields["row_slots"])
     out.block_tables.copy_(slots.block_table.index_select(0, out.row_slots))

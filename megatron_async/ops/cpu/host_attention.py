@@ -83,6 +83,10 @@ class HostPagedAttention(TorchPagedAttention):
         else:
             assert positions is not None
             self._last = positions[: dims.decode_tokens].numpy().astype(np.int64)
+        places = self._tables.shape[1] * self._block_size
+        if self._last.min() < 0 or self._last.max() >= places:
+            # The loops look up blocks without checks.
+            raise IndexError(f"a decode row ends outside of the {places} tokens of a block table")
         self._shares: list[tuple[int, int]] = []
 
     def _divide(self) -> None:

@@ -4,6 +4,10 @@ Imported only where loops are compiled. What is written is what the references i
 (`device_state/unpack_step_reference.py`, `device_state/feed_back.py`), which launch dozens of
 small operations: with 8-bit weights of SmolLM2-135M 1.0 to 1.4 ms of CPU time in a step of 9 to 20
 ms, and 0.2 to 0.3 with these loops. They are too short to release Python's lock.
+
+Their indices come from a step's words. A wrong one raises IndexError, as it does in plain torch: it
+must fail the step, not write over memory of somebody else. What the loops of layers read (places in
+the KV cache, columns of block tables) is right if these loops have passed it.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ def arrays(*tensors: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.numpy() for tensor in tensors)
 
 
-@njit(cache=True)
+@njit(cache=True, boundscheck=True)
 def unpack_rows(
     words: Any, next_entry: Any, fields: Any, header: Any, width: Any, block_size: Any,
     last_token: Any, lengths: Any, by_slot: Any, drafts: Any, block_table: Any, records: Any,
@@ -46,10 +50,13 @@ def unpack_rows(
     entry_out[0] = entry
     step = words[entry]
     updates, planned = step[fields[0]], step[fields[1]]
-    first = fields[3]
+    first, dummy = fields[3], len(block_table) - 1
+    last_block = block_table[dummy, 0]
     for i in range(first, first + updates):
-        block_table[step[i], step[i + updates]] = step[i + 2 * updates]
-    dummy = len(block_table) - 1
+        block = step[i + 2 * updates]
+        if block < 0 or block > last_block:
+            raise IndexError("a block that the KV cache does not have")
+        block_table[step[i], step[i + updates]] = block
     for row in range(len(row_slots)):
         slot = step[fields[2] + row]
         row_slots[row] = slot
@@ -75,7 +82,7 @@ def unpack_rows(
                 block_tokens[place] = token
 
 
-@njit(cache=True)
+@njit(cache=True, boundscheck=True)
 def store_samples(
     sampled: Any, row_slots: Any, lengths: Any, token_ids: Any, words: Any, width_field: Any,
     header: Any, last_token: Any, slot_lengths: Any, records: Any, ring: Any, host: Any,
