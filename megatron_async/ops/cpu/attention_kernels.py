@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
+from megatron_async.ops.cpu.float_math import exp
 from megatron_async.ops.cpu.pointers import address_of
-from megatron_async.ops.cpu.row_kernels import LINE, REORDERS, exp, fetch
+from megatron_async.ops.cpu.row_kernels import LINE, REORDERS, fetch
 
 KEYS = 4
 """Keys that are multiplied at once: a query is read, and an output written, once for them. Which

@@ -75,7 +75,7 @@ def compile_all() -> None:
         return
     import numpy as np
 
-    from megatron_async.ops.cpu import attention_kernels, row_kernels, step_kernels
+    from megatron_async.ops.cpu import attention_kernels, host_sampling, row_kernels, step_kernels
 
     def array(*shape: int) -> Any:
         return np.ones(shape, np.float32)
@@ -102,6 +102,7 @@ def compile_all() -> None:
         array(1, 1, 4), cache, cache, table, 1, place, 1, 0, one, 0, 1, array(1, 1, 4)
     )
     step_kernels.compile_loops()
+    host_sampling.compile_loops()
     if multiplies_integers():
         from megatron_async.ops.cpu import layer_kernels
         from megatron_async.ops.cpu.helpers import compile_products

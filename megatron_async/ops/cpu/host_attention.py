@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, override
 
@@ -14,6 +11,7 @@ from torch import Tensor
 
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.cpu.rows import serves
+from megatron_async.ops.cpu.threads import run_shares
 
 if TYPE_CHECKING:
     from megatron_async.device_state.batch_dimensions import BatchDimensions
@@ -23,16 +21,6 @@ LEAST_SHARED = 2**20
 the rows: some 400 microseconds of one core. To share costs about 130, mostly until a thread is
 awake. SmolLM2-135M's step of eight rows takes 9 % less at 400 keys a row, and at 75 it would take 6
 to 10 % more (docs/records/cpu_throughput.md, 2026-11-25)."""
-
-
-@cache
-def _helpers(threads: int) -> ThreadPoolExecutor:
-    """Threads beside the caller's. The loops that they run hold no lock of Python's."""
-    return ThreadPoolExecutor(threads - 1, thread_name_prefix="decode_attention")
-
-
-# A forked process has no threads but the one that forked.
-os.register_at_fork(after_in_child=_helpers.cache_clear)
 
 
 def shares_of(lengths: np.ndarray, shares: int) -> list[int]:
@@ -93,8 +81,8 @@ class HostPagedAttention(TorchPagedAttention):
         """Divide the rows among threads, once for a pass; compiled layers do it by themselves."""
         rows, width = len(self._tables), self._width
         keys = self._last[: rows * width].reshape(rows, width).sum(1) + width
-        self._num_keys, self._threads = int(keys.sum()), torch.get_num_threads()
-        self._shares = list(pairwise(shares_of(keys, self._threads)))
+        self._num_keys = int(keys.sum())
+        self._shares = list(pairwise(shares_of(keys, torch.get_num_threads())))
 
     def decode_rows(self) -> DecodeRows:
         """The decode rows of the pass that runs."""
@@ -116,14 +104,8 @@ class HostPagedAttention(TorchPagedAttention):
         if not self._shares:
             self._divide()
 
-        def attend(share: tuple[int, int]) -> None:
-            attention_kernels.decode_attention(*arguments, *share, target)
+        def attend(first_row: int, end_row: int) -> None:
+            attention_kernels.decode_attention(*arguments, first_row, end_row, target)
 
-        if len(self._shares) == 1 or self._num_keys * query[0].numel() < LEAST_SHARED:
-            attend((0, len(self._tables)))
-            return
-        own, *others = self._shares
-        running = [_helpers(self._threads).submit(attend, share) for share in others]
-        attend(own)
-        for share in wait(running).done:
-            share.result()
+        is_small = self._num_keys * query[0].numel() < LEAST_SHARED
+        run_shares(attend, [(0, len(self._tables))] if is_small else self._shares)

@@ -14,6 +14,7 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from megatron_async.ops.cpu.float_math import exp
 from megatron_async.ops.cpu.pointers import address_of
 
 REORDERS = {"reassoc", "contract", "arcp", "nsz"}
@@ -21,16 +22,6 @@ REORDERS = {"reassoc", "contract", "arcp", "nsz"}
 
 LINE = 64
 """Bytes that a cache fetches at a time."""
-LOG2_E = 1.44269504088896341
-LN2 = 0.693359375, -2.12194440e-4
-"""The natural logarithm of 2: a part without low bits, and the rest (Cody and Waite 1980)."""
-POLYNOMIAL = (
-    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
-    5.0000001201e-1,
-)  # fmt: skip
-"""Coefficients of Cephes' expf (S. Moshier), from the highest power."""
-MOST, LEAST = 88.3762626647949, -87.3365447504
-"""Beyond, float32 overflows and underflows."""
 
 
 @intrinsic
@@ -52,44 +43,6 @@ def write_fetch(builder: Any, address: Any) -> None:
     kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
     function = builder.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
     builder.call(function, [place, read, keep, data])
-
-
-@intrinsic
-def exp(typingctx: Any, x: Any = None) -> Any:
-    """The exponential in float32, to 2 units in the last place; NaN for NaN.
-
-    Plain arithmetic, which LLVM turns into vectors; a call of the C library it does not. Written as
-    instructions, so that no caller's `fastmath` reorders them.
-    """
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        real, whole = ir.FloatType(), ir.IntType(32)
-        (given,) = args
-
-        def call(name: str, *values: Any) -> Any:
-            kind = ir.FunctionType(real, [real] * len(values))
-            function = builder.module.declare_intrinsic(f"llvm.{name}", (real,), kind)
-            return builder.call(function, values)
-
-        def constant(value: float) -> Any:
-            return ir.Constant(real, float(np.float32(value)))
-
-        clipped = call("minnum", call("maxnum", given, constant(LEAST)), constant(MOST))
-        order = call("rint", builder.fmul(clipped, constant(LOG2_E)))
-        rest = clipped
-        for part in LN2:
-            rest = builder.fsub(rest, builder.fmul(order, constant(part)))
-        y = constant(POLYNOMIAL[0])
-        for factor in POLYNOMIAL[1:]:
-            y = builder.fadd(builder.fmul(y, rest), constant(factor))
-        y = builder.fmul(builder.fmul(y, rest), rest)
-        y = builder.fadd(builder.fadd(y, rest), constant(1.0))
-        exponent = builder.add(builder.fptosi(order, whole), ir.Constant(whole, 127))
-        power = builder.bitcast(builder.shl(exponent, ir.Constant(whole, 23)), real)
-        is_nan = builder.fcmp_unordered("uno", given, given)
-        return builder.select(is_nan, given, builder.fmul(y, power))
-
-    return types.float32(types.float32), codegen
 
 
 def _numbers(kind: Any, element: Any) -> Any:

@@ -1,0 +1,150 @@
+"""Loops that choose tokens from logits on a CPU: what `ops/sampling/sampling.py` does with sorts.
+
+Imported only where loops are compiled. No sum but that of all weights is reordered, and that one
+always in the same way: a row's token depends on no other row, nor on the batch's mode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from megatron_async.ops.cpu.float_math import exp
+from megatron_async.ops.cpu.noise_kernels import (
+    GROUPS,
+    MOST_NOISE,
+    TOKENS,
+    fill_numbers,
+    gumbel,
+    rest_of,
+    set_keys,
+)
+from megatron_async.ops.cpu.ranking_kernels import drop
+from megatron_async.ops.sampling.slot_records import Header
+
+_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = (
+    int(word) for word in (Header.TEMPERATURE, Header.TOP_K, Header.TOP_P, Header.MIN_P)
+)
+_SEED_LOW, _SEED_HIGH = int(Header.SEED_LOW), int(Header.SEED_HIGH)
+_MARGIN = np.float32(1.001)
+"""More than what `exp` errs."""
+_STRETCH = 256
+"""Logits that are compared with the largest one so far at once."""
+
+
+@njit(inline="always")
+def _has_more(part: Any, bound: Any) -> Any:  # pragma: no cover - compiled
+    """Whether a number is more than the bound, or NaN."""
+    found = 0
+    for i in range(len(part)):
+        found |= not (part[i] <= bound)
+    return found
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def likeliest(logits: Any) -> Any:  # pragma: no cover - compiled
+    """The first of the largest logits, its place, and whether it is a finite number. With a NaN
+    among them: infinity, and the place of the first NaN."""
+    best, place = np.float32(-np.inf), 0
+    for first in range(0, len(logits), _STRETCH):
+        part = logits[first : first + _STRETCH]
+        if not _has_more(part, best):
+            continue
+        for i in range(len(part)):
+            if part[i] != part[i]:
+                return np.float32(np.inf), first + i, False
+            if part[i] > best:
+                best, place = part[i], first + i
+    return best, place, abs(best) < np.inf
+
+
+@njit(inline="always")
+def _draw_among(
+    scores: Any, numbers: Any, best: Any, place: Any, first: Any
+) -> Any:  # pragma: no cover - compiled
+    """The best of `TOKENS` with their noise, or the one that was the best before: an earlier place
+    of equal ones."""
+    for i in range(TOKENS):
+        score = scores[i] + gumbel(numbers[i])
+        if score > best or (score == best and first + i < place):
+            best, place = score, first + i
+    return best, place
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def draw(
+    scores: Any, keys: Any, position: Any, group: Any, likely: Any
+) -> Any:  # pragma: no cover - compiled
+    """The largest sum of score and noise, and its place.
+
+    Few tokens can have it. With a likely token's sum known, a token needs noise that its uniform
+    number seldom gives; that is seen without a logarithm.
+
+    Args:
+        scores: float32, a multiple of `TOKENS`; minus infinity where there is no token.
+        keys: of `set_keys`.
+        position: of the token to be sampled.
+        group: of the first four scores.
+        likely: place of a large score.
+    """
+    words, numbers = np.empty((4, GROUPS), np.uint32), np.empty(TOKENS, np.float32)
+    start = likely // TOKENS * TOKENS
+    fill_numbers(keys, position, group + start // 4, words, numbers)
+    part = scores[start : start + TOKENS]
+    best, place = _draw_among(part, numbers, np.float32(-np.inf), start, start)
+    for first in range(0, len(scores), TOKENS):
+        part = scores[first : first + TOKENS]
+        if first == start or not _has_more(part, best - MOST_NOISE):
+            continue
+        fill_numbers(keys, position, group + first // 4, words, numbers)
+        can_win = 0
+        for i in range(TOKENS):
+            can_win |= rest_of(numbers[i]) <= exp(part[i] - best) * _MARGIN
+        if can_win:
+            best, place = _draw_among(part, numbers, best, place, first)
+    return best, place
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def choose_rows(
+    logits: Any, columns: Any, first_id: Any, slots: Any, positions: Any, records: Any,
+    numbers: Any, mode: Any, unsound: Any, first_row: Any, end_row: Any, tokens: Any, scores: Any,
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """The token of each row from `first_row` to `end_row`, and the score that it won with.
+
+    Args:
+        logits: float32 `[rows, width]`, of which the first `columns` are tokens.
+        first_id: token id of the first column.
+        slots, positions, records: see `SamplingRows`; not read where the mode is 0.
+        numbers: `records` as float32.
+        mode: `SamplingMode`, at most FILTERED.
+        unsound: if negative, what stands for the token of a row whose largest logit is no finite
+            number; else that row's is the column of its largest logit, or of the first NaN.
+        tokens: int64 `[rows]`, written: column of the token.
+        scores: float32 `[rows]`, written; infinity where a logit is NaN.
+    """
+    lead = first_id % 4
+    size = (lead + columns + TOKENS - 1) // TOKENS * TOKENS if mode else 0
+    scaled, keys = np.full(size, np.float32(-np.inf)), np.empty((2, 10), np.uint32)
+    for row in range(first_row, end_row):
+        given = logits[row, :columns]
+        score, place, is_sound = likeliest(given)
+        if mode > 0 and is_sound:
+            slot = slots[row]
+            if slot < 0 or slot >= len(records):
+                raise IndexError("a slot that does not exist")
+            record, real = records[slot], numbers[slot]
+            heat, top_k = real[_TEMPERATURE], record[_TOP_K]
+            if heat > 0 and top_k != 1:
+                inner = scaled[lead : lead + columns]
+                for i in range(columns):
+                    inner[i] = given[i] / heat
+                if mode > 1:
+                    drop(inner, inner[place], top_k, real[_TOP_P], real[_MIN_P])
+                set_keys(np.int64(record[_SEED_LOW]), np.int64(record[_SEED_HIGH]), keys)
+                score, place = draw(scaled, keys, positions[row], first_id // 4, lead + place)
+                place -= lead
+        is_marked = not is_sound and unsound < 0
+        tokens[row], scores[row] = unsound if is_marked else place, score

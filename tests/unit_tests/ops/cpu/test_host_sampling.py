@@ -1,0 +1,196 @@
+"""A CPU's loops choose the tokens of the references, and write their log probs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sampled_rows import rows_asking
+from torch import Tensor
+
+from megatron_async.device_state.sampling_state import SamplingState
+from megatron_async.ops.cpu import host_sampling
+from megatron_async.ops.cpu.compiler import compiles
+from megatron_async.ops.sampling.log_probs import log_probs_reference
+from megatron_async.ops.sampling.logits_processing import ProcessingRows
+from megatron_async.ops.sampling.philox import gumbel_noise
+from megatron_async.ops.sampling.sampling import (
+    SamplingMode,
+    SamplingRows,
+    best_tokens_reference,
+    filter_logits,
+    sample_reference,
+)
+from megatron_async.ops.sampling.slot_records import MAX_TOP_N, OUT_WORDS, Header, RowFeature
+
+pytestmark = pytest.mark.skipif(not compiles(), reason="Numba is not here, or switched off")
+RELEVANT = 1e-4
+"""Scores, and shares of probability, that differ by more are not a matter of rounding."""
+
+
+def random_logits(rng: np.random.Generator, count: int, vocabulary: int) -> Tensor:
+    """Flat, peaked, with ties, and with tokens that are banned."""
+    logits = torch.from_numpy(rng.normal(size=(count, vocabulary))).float()
+    logits *= torch.from_numpy(rng.choice([0.0, 0.01, 1.0, 4.0, 30.0], count))[:, None].float()
+    rounded = torch.from_numpy(rng.random(count) < 0.3)
+    logits[rounded] = logits[rounded].round()
+    banned = torch.from_numpy(rng.random((count, vocabulary)) < 0.2)
+    banned &= torch.from_numpy(rng.random(count) < 0.3)[:, None]
+    return logits.masked_fill(banned, -torch.inf)
+
+
+def random_rows(rng: np.random.Generator, count: int, vocabulary: int) -> SamplingRows:
+    return rows_asking(
+        count,
+        seeds=rng.integers(0, 2**63 - 1, count),
+        positions=rng.integers(0, 5000, count),
+        temperature=rng.choice([0.0, 0.3, 1.0, 1.7], count),
+        top_k=rng.choice([0, 0, 1, 2, 7, vocabulary, 3 * vocabulary], count),
+        top_p=rng.choice([0.0, 0.0, 0.05, 0.6, 0.95, 0.999], count),
+        min_p=rng.choice([0.0, 0.0, 0.02, 1.0], count),
+    )
+
+
+def scores_of(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> Tensor:
+    """What the reference takes the largest of, for rows that sample."""
+    scaled = logits / torch.where(rows.heats() > 0, rows.heats(), 1.0)[:, None]
+    if mode >= SamplingMode.FILTERED:
+        scaled = filter_logits(scaled, rows)
+    return scaled + rows.noise(logits.size(-1))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 3, 64, 65, 257, 1000, 5003])
+@pytest.mark.parametrize("mode", [SamplingMode.GREEDY, SamplingMode.SOFTMAX, SamplingMode.FILTERED])
+def test_tokens_are_those_of_the_reference(mode: SamplingMode, vocabulary: int) -> None:
+    rng, torn = np.random.default_rng(vocabulary), 0
+    for _ in range(12):
+        count = int(rng.integers(1, 20))
+        logits = random_logits(rng, count, vocabulary)
+        rows = random_rows(rng, count, vocabulary)
+        expected = sample_reference(logits, rows, mode)
+        found = host_sampling.sample(logits, rows, mode)
+        for row in (found != expected).nonzero()[:, 0].tolist():
+            # Either the scores are a tie, or the filter's sum ends between two tokens.
+            scores = scores_of(logits[row : row + 1], rows.one(row), mode)[0]
+            best, other = scores[expected[row]], scores[found[row]]
+            torn += 1
+            assert other > best - RELEVANT or mode == SamplingMode.FILTERED, (best, other)
+    assert torn <= 1
+
+
+def test_the_first_of_equal_scores_is_the_token() -> None:
+    """Scores so large that noise is rounded to one of a few numbers."""
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(2.0**24 + 2 * rng.integers(0, 6, (60, 700))).float()
+    rows = rows_asking(60, seeds=range(60), positions=range(60), temperature=1.0)
+    scores = logits + rows.noise(700)
+    assert ((scores == scores.amax(1, keepdim=True)).sum(1) > 1).sum() > 10
+    found = host_sampling.sample(logits, rows, SamplingMode.SOFTMAX)
+    assert torch.equal(found, sample_reference(logits, rows, SamplingMode.SOFTMAX))
+
+
+def test_half_precision_and_padded_rows() -> None:
+    rng = np.random.default_rng(0)
+    logits, rows = random_logits(rng, 9, 300).bfloat16(), random_rows(rng, 9, 250)
+    for given in (logits, logits[:, :250]):
+        expected = sample_reference(given, rows, SamplingMode.FILTERED)
+        assert torch.equal(host_sampling.sample(given, rows, SamplingMode.FILTERED), expected)
+
+
+def test_noise_is_that_of_the_reference() -> None:
+    """All of it: the largest of one score and minus infinity elsewhere."""
+    for first in (0, 1, 2, 3, 50_001):
+        rows = rows_asking(1, seeds=[2**62 + 12345], positions=[77], temperature=1.0)
+        noise = gumbel_noise(torch.tensor([2**62 + 12345]), torch.tensor([77]), 100, first)[0]
+        for token in range(100):
+            logits = torch.full((1, 100), -torch.inf)
+            logits[0, token] = 2.5
+            score, found = host_sampling.best_tokens(logits, rows, SamplingMode.SOFTMAX, first, 100)
+            assert int(found) == first + token
+            torch.testing.assert_close(score[0, 0], 2.5 + noise[token], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [SamplingMode.GREEDY, SamplingMode.SOFTMAX])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_shares_of_a_vocabulary_are_the_whole(ranks: int, mode: SamplingMode) -> None:
+    rng = np.random.default_rng(ranks)
+    for _ in range(20):
+        columns = int(rng.integers(1, 150))
+        logits, rows = random_logits(rng, 6, ranks * columns), random_rows(rng, 6, columns)
+        logits[0, int(rng.integers(ranks * columns))] = float(rng.choice([np.nan, np.inf]))
+        size = ranks * columns - int(rng.integers(columns))
+        scores, tokens, expected = [], [], []
+        for rank in range(ranks):
+            own = logits[:, rank * columns : (rank + 1) * columns]
+            arguments = own, rows, mode, rank * columns, min(size - rank * columns, columns)
+            score, token = host_sampling.best_tokens(*arguments)
+            expected.append(best_tokens_reference(*arguments)[0])
+            scores.append(score)
+            tokens.append(token)
+        torch.testing.assert_close(torch.cat(scores, 1), torch.cat(expected, 1))
+        best, rank = torch.cat(scores, 1).max(1)
+        token = torch.cat(tokens, 1).gather(1, rank[:, None])[:, 0].long()
+        whole = host_sampling.sample(logits[:, :size], rows, mode)
+        is_sound = best.isfinite()
+        assert torch.equal(torch.where(is_sound, token, -1), whole)
+
+
+@pytest.mark.parametrize("mode", [SamplingMode.GREEDY, SamplingMode.SOFTMAX, SamplingMode.FILTERED])
+def test_threads_share_rows(mode: SamplingMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    logits, rows = random_logits(rng, 7, 500), random_rows(rng, 7, 500)
+    alone = host_sampling.sample(logits, rows, mode)
+    monkeypatch.setattr(host_sampling, "LEAST_SHARED", 0)
+    monkeypatch.setattr(host_sampling, "LEAST_SHARED_GREEDY", 0)
+    for threads in (1, 2, 3, 16):
+        monkeypatch.setattr(torch, "get_num_threads", lambda number=threads: number)
+        assert torch.equal(host_sampling.sample(logits, rows, mode), alone)
+
+
+def test_a_slot_that_does_not_exist_is_an_error() -> None:
+    rows = rows_asking(2, seeds=[1, 2], positions=[3, 4], temperature=1.0)
+    for wrong in (-1, len(rows.records)):
+        rows.slots[1] = wrong
+        with pytest.raises(IndexError, match="a slot that does not exist"):
+            host_sampling.sample(torch.zeros(2, 10), rows, SamplingMode.SOFTMAX)
+
+
+def processing_rows(rng: np.random.Generator, count: int, vocabulary: int) -> ProcessingRows:
+    rows = random_rows(rng, count, vocabulary)
+    rows.records[:, Header.TOP_N] = torch.from_numpy(
+        rng.integers(0, MAX_TOP_N + 1, len(rows.records))
+    )
+    kinds = (
+        0, RowFeature.LOG_PROBS, RowFeature.LOG_PROBS | RowFeature.PROCESSED_LOG_PROBS,
+        RowFeature.LOG_PROBS | RowFeature.CONSTRAINED,
+    )  # fmt: skip
+    features = torch.from_numpy(rng.choice([int(kind) for kind in kinds], count)).int()
+    state = SamplingState(len(rows.records) - 1, vocabulary, torch.device("cpu"))
+    return ProcessingRows(rows.slots, rows.positions, rows.records, features, state)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 5, 300, 3001])
+def test_log_probs(vocabulary: int) -> None:
+    rng = np.random.default_rng(vocabulary)
+    for _ in range(20):
+        count = int(rng.integers(1, 12))
+        logits, rows = (make(rng, count, vocabulary) for make in (random_logits, processing_rows))
+        processed = logits + torch.from_numpy(rng.normal(size=logits.shape)).float()
+        if rng.random() < 0.3:
+            logits[0, 0] = torch.nan
+        tokens = torch.from_numpy(rng.integers(-1, vocabulary, count))
+        rings = [torch.full((3, count + 2, OUT_WORDS), -5, dtype=torch.int32) for _ in range(2)]
+        entry = torch.tensor([2], dtype=torch.int32)
+        for ring, write in zip(rings, (log_probs_reference, host_sampling.log_probs), strict=True):
+            write(logits, processed, tokens, None, rows, ring, entry)
+        expected, found = rings
+        floats = [ring.view(torch.float32) for ring in rings]
+        for part in (slice(0, 1), slice(1 + MAX_TOP_N, None)):
+            ours, theirs = (words[:, :, part] for words in floats[::-1])
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5, equal_nan=True)
+        numbers = floats[0][:, :, 1 + MAX_TOP_N :]
+        sound = torch.isfinite(numbers) & (numbers.view(torch.int32) != -5)
+        ids = slice(1, 1 + MAX_TOP_N)
+        assert torch.equal(found[:, :, ids][sound], expected[:, :, ids][sound])
+        rest = expected == -5
+        assert torch.equal(found[rest], expected[rest])
