@@ -15,10 +15,7 @@ from megatron_async.ops.cpu.ranking_kernels import drop
 from megatron_async.ops.cpu.sampling_kernels import likeliest
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N, Header, RowFeature
 
-_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = (
-    int(word) for word in (Header.TEMPERATURE, Header.TOP_K, Header.TOP_P, Header.MIN_P)
-)
-_TOP_N = int(Header.TOP_N)
+_TEMPERATURE, _TOP_K, _TOP_N = int(Header.TEMPERATURE), int(Header.TOP_K), int(Header.TOP_N)
 _WANTED, _CONSTRAINED = int(RowFeature.LOG_PROBS), int(RowFeature.CONSTRAINED)
 _PROCESSED = int(RowFeature.PROCESSED_LOG_PROBS)
 
@@ -79,13 +76,13 @@ def write_rows(
         record, real = records[slot], numbers[slot]
         is_processed = features[row] & _PROCESSED != 0
         given = processed[row] if is_processed else logits[row]
-        heat, top_k = real[_TEMPERATURE], record[_TOP_K]
-        drawn = is_processed and heat > 0 and top_k != 1
+        heat = real[_TEMPERATURE]
+        drawn = is_processed and heat > 0 and record[_TOP_K] != 1
         for i in range(vocabulary):
             values[i] = given[i] / heat if drawn else given[i]
         most, _, is_sound = likeliest(values)
         if drawn and is_sound:
-            drop(values, most, top_k, real[_TOP_P], real[_MIN_P])
+            drop(values, most, record, real)
         total = log_of_sum(values, most) if is_sound else np.nan
         out_numbers[row, 0] = np.float32(values[token] - total)
         top_n = min(record[_TOP_N], MAX_TOP_N, vocabulary)

@@ -12,7 +12,9 @@ import numpy as np
 from numba import njit
 
 from megatron_async.ops.cpu.float_math import exp
+from megatron_async.ops.sampling.slot_records import Header
 
+_TOP_K, _TOP_P, _MIN_P = (int(word) for word in (Header.TOP_K, Header.TOP_P, Header.MIN_P))
 _BITS = 11, 11, 10
 _SHIFTS = np.array([21, 10, 0], np.uint32)
 """Of a key of 32 bits: the bits of each part, and those behind it."""
@@ -131,17 +133,17 @@ def _search(
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def drop(
-    scores: Any, most: Any, top_k: Any, top_p: Any, min_p: Any
-) -> None:  # pragma: no cover - compiled
-    """Set scores that top_k, top_p and min_p exclude to minus infinity; see `filter_logits`.
+def drop(scores: Any, most: Any, record: Any, numbers: Any) -> None:  # pragma: no cover - compiled
+    """Set scores that a row's filters exclude to minus infinity; see `filter_logits`.
 
     Args:
         scores: float32 `[tokens]`, changed.
         most: the largest of them.
-        top_k, top_p, min_p: as in a record; 0 is off.
+        record: int32 `[RECORD_WORDS]`.
+        numbers: `record` as float32.
     """
     size, none = len(scores), np.float32(-np.inf)
+    top_k, top_p, min_p = record[_TOP_K], numbers[_TOP_P], numbers[_MIN_P]
     has_k, has_p = 0 < top_k < size, 0 < top_p < 1
     if not has_k and not has_p and min_p <= 0:
         return

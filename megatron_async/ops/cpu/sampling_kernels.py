@@ -24,9 +24,7 @@ from megatron_async.ops.cpu.noise_kernels import (
 from megatron_async.ops.cpu.ranking_kernels import drop
 from megatron_async.ops.sampling.slot_records import Header
 
-_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = (
-    int(word) for word in (Header.TEMPERATURE, Header.TOP_K, Header.TOP_P, Header.MIN_P)
-)
+_TEMPERATURE, _TOP_K = int(Header.TEMPERATURE), int(Header.TOP_K)
 _SEED_LOW, _SEED_HIGH = int(Header.SEED_LOW), int(Header.SEED_HIGH)
 _MARGIN = np.float32(1.001)
 """More than what `exp` errs."""
@@ -136,13 +134,13 @@ def choose_rows(
             if slot < 0 or slot >= len(records):
                 raise IndexError("a slot that does not exist")
             record, real = records[slot], numbers[slot]
-            heat, top_k = real[_TEMPERATURE], record[_TOP_K]
-            if heat > 0 and top_k != 1:
+            heat = real[_TEMPERATURE]
+            if heat > 0 and record[_TOP_K] != 1:
                 inner = scaled[lead : lead + columns]
                 for i in range(columns):
                     inner[i] = given[i] / heat
                 if mode > 1:
-                    drop(inner, inner[place], top_k, real[_TOP_P], real[_MIN_P])
+                    drop(inner, inner[place], record, real)
                 set_keys(np.int64(record[_SEED_LOW]), np.int64(record[_SEED_HIGH]), keys)
                 score, place = draw(scaled, keys, positions[row], first_id // 4, lead + place)
                 place -= lead

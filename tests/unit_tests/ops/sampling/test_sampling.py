@@ -9,7 +9,6 @@ from sampled_rows import rows_asking
 from megatron_async.ops.cpu import host_sampling
 from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.sampling.sampling import SamplingMode, filter_logits, sample_reference
-from megatron_async.ops.sampling.slot_records import Header
 
 
 @pytest.fixture(params=["torch", "loops"])
@@ -28,12 +27,10 @@ def filtered_by_loops(logits, rows):
     """`filter_logits` by the loop that a CPU runs."""
     from megatron_async.ops.cpu.ranking_kernels import drop
 
-    numbers = rows.records.view(torch.float32)
-    filtered = logits.clone()
+    records, filtered = rows.records.numpy(), logits.clone()
     for row, slot in enumerate(rows.slots.tolist()):
-        top_p, min_p = numbers[slot, [Header.TOP_P, Header.MIN_P]].numpy()
-        top_k = int(rows.records[slot, Header.TOP_K])
-        drop(filtered[row].numpy(), logits[row].max().numpy(), top_k, top_p, min_p)
+        numbers = records[slot].view("f4")
+        drop(filtered[row].numpy(), logits[row].max().numpy()[()], records[slot], numbers)
     return filtered
 
 
