@@ -75,7 +75,13 @@ def compile_all() -> None:
         return
     import numpy as np
 
-    from megatron_async.ops.cpu import attention_kernels, host_sampling, row_kernels, step_kernels
+    from megatron_async.ops.cpu import (
+        attention_kernels,
+        host_recurrent,
+        host_sampling,
+        row_kernels,
+        step_kernels,
+    )
 
     def array(*shape: int) -> Any:
         return np.ones(shape, np.float32)
@@ -103,6 +109,7 @@ def compile_all() -> None:
     )
     step_kernels.compile_loops()
     host_sampling.compile_loops()
+    host_recurrent.compile_loops()
     if multiplies_integers():
         from megatron_async.ops.cpu import layer_kernels
         from megatron_async.ops.cpu.helpers import compile_products

@@ -1,0 +1,164 @@
+"""Loop of Gated DeltaNet's decode rows on a CPU; what it computes:
+`ops/recurrent/delta_reference.py`.
+
+Imported only where loops are compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from megatron_async.ops.cpu.recurrent_loops import (
+    add_entries,
+    convolve,
+    dot,
+    numbers,
+    pool_rows,
+    read_state_twice,
+    softplus,
+    taps_of,
+)
+from megatron_async.ops.cpu.row_kernels import REORDERS, exp, longs, words
+
+
+@njit(cache=True, error_model="numpy", fastmath=REORDERS)
+def _normalise(
+    strip: Any, begin: Any, heads: Any, eps: Any, scale: Any, out: Any, one: Any
+) -> None:  # pragma: no cover - compiled
+    """Into out, `[heads, key_dim]`: the elements of strip from `begin` on, each head of length
+    `scale`."""
+    dim = out.shape[1]
+    for head in range(heads):
+        target = out[head]
+        for i in range(dim):
+            target[i] = strip[begin + head * dim + i]
+        factor = scale / np.sqrt(dot(target, target, one) + eps)
+        for i in range(dim):
+            target[i] *= factor
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
+def delta_decode(
+    at: Any, strides: Any, sizes: Any, is_long: Any, eps: Any, one: Any
+) -> None:  # pragma: no cover - compiled
+    """Convolution and recurrence of decode rows.
+
+    Args:
+        at: addresses of qkvzba, of conv_weight, dt_bias and a_log of `DeltaParams`, of the state,
+            ring_xb, ring_gates and conv of `RecurrentPools`, of row_index, positions and base, and
+            of the output, which is written.
+        strides: bytes from a row to the next of qkvzba, of the four pools, and of the output.
+        sizes: decode rows, width, rows of the pools, key heads, key_dim, value heads, value_dim,
+            entries of the ring and of the convolution's, bytes of a number.
+        is_long: whether row_index is int64, not int32.
+        eps: added to sums of squares.
+        one: 1 in the dtype of all numbers.
+
+    Raises:
+        IndexError: the pools do not have a row; nothing was changed.
+    """
+    inputs_at, weight_at, shift_at, a_log_at, state_at, ring_at, gates_at, conv_at = at[:8]
+    index_at, positions_at, base_at, out_at = at[8:]
+    input_row, state_row, ring_row, gates_row, conv_row, out_row = strides
+    rows, width, count, key_heads, key_dim, heads, value_dim, ring, conv_ring, size = sizes
+    keys, inner, each = key_heads * key_dim, heads * value_dim, heads // key_heads
+    channels, entry_bytes = 2 * keys + inner, (inner + keys) * size
+    own_rows = pool_rows(index_at, is_long, rows, count)
+    positions = carray(longs(positions_at), (rows * width,))
+    bases = carray(words(base_at), (rows,))
+    taps = taps_of(numbers(weight_at, (channels, 4), one))
+    shift, a_log = numbers(shift_at, (heads,), one), numbers(a_log_at, (heads,), one)
+    # Of a row's query tokens: all channels behind the convolution, then q, k, v and beta, and what
+    # the two find of each key.
+    convolved, zeros = np.empty(channels, shift.dtype), np.zeros(channels, shift.dtype)
+    q = np.empty((width, key_heads, key_dim), shift.dtype)
+    k, v = np.empty_like(q), np.empty((width, heads, value_dim), shift.dtype)
+    beta = np.empty((width, heads), shift.dtype)
+    q_scores = np.empty((width, key_heads, ring), shift.dtype)
+    k_scores = np.empty_like(q_scores)
+    # Of the tokens behind the state: bytes to each in the ring, sums of decays.
+    places, decays = np.empty(ring, np.int64), np.empty((heads, ring), shift.dtype)
+    q_weights, k_weights = np.empty(ring, shift.dtype), np.empty(ring, shift.dtype)
+    found = np.empty(value_dim, shift.dtype)
+    for row in range(rows):
+        first, base, pool_row = positions[row * width], np.int64(bases[row]), own_rows[row]
+        raw_at = inputs_at + row * width * input_row
+        own_ring, own_gates = ring_at + pool_row * ring_row, gates_at + pool_row * gates_row
+        end = first
+        for query in range(width):
+            position = first + query
+            if first <= 0 or positions[row * width + query] != position:
+                y = numbers(out_at + (row * width + query) * out_row, (inner,), one)
+                for i in range(inner):
+                    y[i] = one - one
+                continue
+            end = position + 1
+            convolve(
+                raw_at, input_row, conv_at + pool_row * conv_row, conv_ring, first, query, True,
+                taps, zeros, zeros, convolved, size, one,
+            )  # fmt: skip
+            scale = one / np.sqrt(shift.dtype.type(key_dim))
+            _normalise(convolved, 0, key_heads, eps, scale, q[query], one)
+            _normalise(convolved, keys, key_heads, eps, one, k[query], one)
+            own_v = v[query]
+            for h in range(heads):
+                for p in range(value_dim):
+                    own_v[h, p] = convolved[2 * keys + h * value_dim + p]
+            entry = position % ring
+            kept_at = own_ring + entry * entry_bytes + inner * size
+            kept, own_k = numbers(kept_at, (key_heads, key_dim), one), k[query]
+            for head in range(key_heads):
+                for i in range(key_dim):
+                    kept[head, i] = own_k[head, i]
+            gates = numbers(own_gates + entry * heads * size, (heads,), one)
+            gates_of_input = raw_at + query * input_row + (channels + inner) * size
+            given = numbers(gates_of_input, (2, heads), one)
+            for h in range(heads):
+                beta[query, h] = 1.0 / (1.0 + math.exp(-np.float64(given[0, h])))
+                step = softplus(np.float64(given[1, h]) + np.float64(shift[h]))
+                gates[h] = -math.exp(np.float64(a_log[h])) * step
+        if end == first:
+            continue
+        exist = min(max(end - base, 0), ring)
+        for i in range(exist):
+            entry = (base + i) % ring
+            places[i] = entry * entry_bytes
+            gates = numbers(own_gates + entry * heads * size, (heads,), one)
+            for h in range(heads):
+                decays[h, i] = (decays[h, i - 1] if i > 0 else one - one) + gates[h]
+        for query in range(width):
+            for head in range(key_heads):
+                for i in range(min(first + query + 1 - base, exist)):
+                    key_at = own_ring + places[i] + (inner + head * key_dim) * size
+                    key = numbers(key_at, (key_dim,), one)
+                    q_scores[query, head, i] = dot(q[query, head], key, one)
+                    k_scores[query, head, i] = dot(k[query, head], key, one)
+        for h in range(heads):
+            head, values = h // each, own_ring + h * value_dim * size
+            state_of_head = state_at + pool_row * state_row + h * value_dim * key_dim * size
+            state, decay = numbers(state_of_head, (value_dim, key_dim), one), decays[h]
+            for query in range(width):
+                position = first + query
+                if positions[row * width + query] != position:
+                    continue
+                seen = min(position + 1 - base, exist)
+                here, by_q, by_k = one - one, q_scores[query, head], k_scores[query, head]
+                if seen > 0:
+                    here = decay[seen - 1]
+                for i in range(seen):
+                    share = exp(here - decay[i])
+                    q_weights[i], k_weights[i] = share * by_q[i], share * by_k[i]
+                y_at = out_at + (row * width + query) * out_row + h * value_dim * size
+                y = numbers(y_at, (value_dim,), one)
+                read_state_twice(state, k[query, head], q[query, head], exp(here), found, y, one)
+                # The token's own entry is the last that it sees.
+                add_entries(values, places, k_weights, 0, seen - 1, found, one)
+                u = numbers(values + position % ring * entry_bytes, (value_dim,), one)
+                own_v, step = v[query, h], beta[query, h]
+                for p in range(value_dim):
+                    u[p] = step * (own_v[p] - found[p])
+                add_entries(values, places, q_weights, 0, seen, y, one)

@@ -1,0 +1,222 @@
+"""What the loops of recurrent layers share: numbers at an address, the convolution, sums of rows.
+
+Imported only where loops are compiled. Loops are compiled for float32 and for float64, which the
+number `one` of their arguments tells; `size` is the bytes of a number. Pools are given by their
+addresses, because their rows may be strided, and because arrays cost more time to hand over. An
+address is made only of rows that were checked and of places modulo a ring's length.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from megatron_async.ops.cpu.row_kernels import REORDERS, exp, longs, words
+
+TURN = 4
+"""Rows of a state, or entries of a ring, that are multiplied at once."""
+
+
+@intrinsic
+def _pointer(typingctx: Any, address: Any, one: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(one).as_pointer())
+
+    return types.CPointer(one)(types.int64, one), codegen
+
+
+@njit(cache=True)
+def numbers(address: Any, shape: Any, one: Any) -> Any:  # pragma: no cover - compiled
+    """An array at an address, of the type of `one`."""
+    return carray(_pointer(address, one), shape)
+
+
+@njit(cache=True, error_model="numpy")
+def pool_rows(
+    index_at: Any, is_long: Any, rows: Any, count: Any
+) -> Any:  # pragma: no cover - compiled
+    """Pool rows of a step's rows, int64 `[rows]`.
+
+    Args:
+        index_at: address of int64 or int32 `[rows]`.
+        is_long: whether they are int64.
+        rows: of the step.
+        count: rows of the pools.
+
+    Raises:
+        IndexError: the pools have no such row.
+    """
+    found = np.empty(rows, np.int64)
+    for row in range(rows):
+        if is_long:
+            found[row] = carray(longs(index_at), (rows,))[row]
+        else:
+            found[row] = carray(words(index_at), (rows,))[row]
+        if found[row] < 0 or found[row] >= count:
+            raise IndexError("a row that the pools of recurrent states do not have")
+    return found
+
+
+@njit(cache=True)
+def softplus(x: Any) -> Any:  # pragma: no cover - compiled
+    """log(1 + exp(x)), float64, as torch computes it."""
+    return x if x > 20.0 else math.log1p(math.exp(x))
+
+
+@njit(cache=True, error_model="numpy")
+def _input_at(
+    position: Any, first: Any, raw_at: Any, raw_stride: Any, kept_at: Any, entry_bytes: Any,
+    ring: Any, zeros_at: Any,
+) -> Any:  # pragma: no cover - compiled  # fmt: skip
+    """Address of the convolution's inputs of a position: the step's own, or those of the ring."""
+    if position >= first:
+        return raw_at + (position - first) * raw_stride
+    if position < 0:
+        return zeros_at
+    return kept_at + position % ring * entry_bytes
+
+
+@njit(cache=True, error_model="numpy")
+def taps_of(weight: Any) -> Any:  # pragma: no cover - compiled
+    """Weights of a convolution, `[channels, 4]`, as `[4, channels]`.
+
+    Made anew in each call: 6,144 channels take 8 us, and the convolution of one token 7. With the
+    weights as they lie it takes 53, because LLVM cannot read them as vectors.
+    """
+    taps = np.empty((4, weight.shape[0]), weight.dtype)
+    for tap in range(4):
+        target = taps[tap]
+        for i in range(target.shape[0]):
+            target[i] = weight[i, tap]
+    return taps
+
+
+@njit(cache=True, error_model="numpy", fastmath=REORDERS)
+def convolve(
+    raw_at: Any, raw_stride: Any, kept_at: Any, ring: Any, first: Any, query: Any, keeps: Any,
+    taps: Any, bias: Any, zeros: Any, out: Any, size: Any, one: Any,
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """Causal convolution and SiLU of one query token.
+
+    Args:
+        raw_at: address of the inputs of the row's first query token.
+        raw_stride: bytes from one query token to the next.
+        kept_at: address of the row's ring of inputs, `[ring, channels]`.
+        ring: entries of it.
+        first: position of the row's first query token.
+        query: number of this one.
+        keeps: whether its inputs go to the ring.
+        taps: `[4, channels]`, of `taps_of`.
+        bias, zeros: `[channels]`.
+        out: `[channels]`, written.
+    """
+    channels, at = out.shape[0], first + query
+    entry, none = channels * size, zeros.ctypes.data
+    given = raw_at, raw_stride, kept_at, entry, ring, none
+    third = numbers(_input_at(at - 3, first, *given), (channels,), one)
+    second = numbers(_input_at(at - 2, first, *given), (channels,), one)
+    last = numbers(_input_at(at - 1, first, *given), (channels,), one)
+    own = numbers(_input_at(at, first, *given), (channels,), one)
+    of_third, of_second, of_last, of_own = taps[0], taps[1], taps[2], taps[3]
+    for i in range(channels):
+        value = bias[i] + third[i] * of_third[i] + second[i] * of_second[i]
+        value += last[i] * of_last[i] + own[i] * of_own[i]
+        out[i] = value / (one + exp(-value))
+    if keeps:
+        kept = numbers(kept_at + at % ring * entry, (channels,), one)
+        for i in range(channels):
+            kept[i] = own[i]
+
+
+@njit(cache=True, error_model="numpy", fastmath=REORDERS)
+def dot(left: Any, right: Any, one: Any) -> Any:  # pragma: no cover - compiled
+    """Sum of products of two rows."""
+    total = one - one
+    for i in range(left.shape[0]):
+        total += left[i] * right[i]
+    return total
+
+
+@njit(cache=True, error_model="numpy", fastmath=REORDERS)
+def read_state(
+    state: Any, columns: Any, factor: Any, out: Any, one: Any
+) -> None:  # pragma: no cover - compiled
+    """Into out: what columns find in the state of one head, times a factor.
+
+    Args:
+        state: `[rows of the head, columns]`.
+        columns: `[columns]`.
+        factor: what is left of the state.
+        out: `[rows of the head]`, written.
+    """
+    p = 0
+    while p + TURN <= state.shape[0]:
+        first, second, third, fourth = state[p], state[p + 1], state[p + 2], state[p + 3]
+        a = b = c = d = one - one
+        for i in range(columns.shape[0]):
+            a += first[i] * columns[i]
+            b += second[i] * columns[i]
+            c += third[i] * columns[i]
+            d += fourth[i] * columns[i]
+        out[p], out[p + 1], out[p + 2], out[p + 3] = a * factor, b * factor, c * factor, d * factor
+        p += TURN
+    while p < state.shape[0]:
+        out[p] = dot(state[p], columns, one) * factor
+        p += 1
+
+
+@njit(cache=True, error_model="numpy", fastmath=REORDERS)
+def read_state_twice(
+    state: Any, keys: Any, queries: Any, factor: Any, by_keys: Any, by_queries: Any, one: Any
+) -> None:  # pragma: no cover - compiled
+    """`read_state` with two columns: the state is read once."""
+    p = 0
+    while p + 2 <= state.shape[0]:
+        first, second = state[p], state[p + 1]
+        a = b = c = d = one - one
+        for i in range(keys.shape[0]):
+            a += first[i] * keys[i]
+            b += second[i] * keys[i]
+            c += first[i] * queries[i]
+            d += second[i] * queries[i]
+        by_keys[p], by_keys[p + 1] = a * factor, b * factor
+        by_queries[p], by_queries[p + 1] = c * factor, d * factor
+        p += 2
+    while p < state.shape[0]:
+        by_keys[p] = dot(state[p], keys, one) * factor
+        by_queries[p] = dot(state[p], queries, one) * factor
+        p += 1
+
+
+@njit(cache=True, error_model="numpy", fastmath=REORDERS)
+def add_entries(
+    ring_at: Any, places: Any, weights: Any, begin: Any, end: Any, out: Any, one: Any
+) -> None:  # pragma: no cover - compiled
+    """Add rows of a ring to out, each times its weight.
+
+    Args:
+        ring_at: address of what is added of the entry at place 0.
+        places: int64 `[entries]`: bytes from there to each entry.
+        weights: `[entries]`.
+        begin, end: entries from the one to before the other.
+        out: `[elements]`, changed.
+    """
+    elements, i = (out.shape[0],), begin
+    while i + TURN <= end:
+        first = numbers(ring_at + places[i], elements, one)
+        second = numbers(ring_at + places[i + 1], elements, one)
+        third = numbers(ring_at + places[i + 2], elements, one)
+        fourth = numbers(ring_at + places[i + 3], elements, one)
+        a, b, c, d = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
+        for p in range(out.shape[0]):
+            out[p] += a * first[p] + b * second[p] + c * third[p] + d * fourth[p]
+        i += TURN
+    while i < end:
+        first, a = numbers(ring_at + places[i], elements, one), weights[i]
+        for p in range(out.shape[0]):
+            out[p] += a * first[p]
+        i += 1
