@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_async.ops.attention import output_gate, rope_append
-from megatron_async.ops.cpu import host_recurrent, host_sampling, rows
+from megatron_async.ops.cpu import host_flush, host_recurrent, host_sampling, rows
 from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.drafting import hidden_states, ngram_lookup, store_drafts
 from megatron_async.ops.experts import expert_mlp, expert_routing, few_tokens, shared_gate
@@ -157,8 +157,12 @@ CPU_KERNELS = replace(
     sample_with_cuts=host_sampling.sample_with_cuts,
     best_tokens=host_sampling.best_tokens,
     log_probs=host_sampling.log_probs,
+    next_bases=host_flush.next_bases,
+    flush=host_flush.flush,
     mamba_decode=host_recurrent.mamba_decode,
+    gated_rms_norm=rows.gated_rms_norm,
     delta_decode=host_recurrent.delta_decode,
+    gated_head_norm=rows.gated_head_norm,
 )
 
 

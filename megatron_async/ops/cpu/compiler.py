@@ -77,6 +77,7 @@ def compile_all() -> None:
 
     from megatron_async.ops.cpu import (
         attention_kernels,
+        host_flush,
         host_recurrent,
         host_sampling,
         row_kernels,
@@ -92,6 +93,8 @@ def compile_all() -> None:
     row_kernels.norm(row, row, 1, 4, one, row)
     row_kernels.add_norm(row, row, row, 1, 4, one, row, row)
     row_kernels.swiglu(row, 1, 4, row)
+    row_kernels.gated_norm(row, 16, row, 16, row, 1, 1, 4, one, row)
+    row_kernels.head_norm(row, 16, row, 16, row, 1, 1, 4, one, row)
     row_kernels.halves(array(1, 4), array(2, 4), array(1), one, one, one)
     row_kernels.whole(array(2, 4), array(1), one)
     qkv, tables, cache, table = (
@@ -110,6 +113,7 @@ def compile_all() -> None:
     step_kernels.compile_loops()
     host_sampling.compile_loops()
     host_recurrent.compile_loops()
+    host_flush.compile_loops()
     if multiplies_integers():
         from megatron_async.ops.cpu import layer_kernels
         from megatron_async.ops.cpu.helpers import compile_products

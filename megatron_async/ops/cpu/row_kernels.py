@@ -130,6 +130,53 @@ def swiglu(x_at: Any, rows: Any, width: Any, out_at: Any) -> None:  # pragma: no
             target[i] = gates[i] / (np.float32(1.0) + exp(-gates[i])) * ups[i]
 
 
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
+def gated_norm(
+    y_at: Any, y_row: Any, z_at: Any, z_row: Any, weight_at: Any, rows: Any, groups: Any, size: Any,
+    eps: Any, out_at: Any,
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """Into out, `[rows, groups, size]`: RMSNorm of `y * silu(z)` in each group, times weight,
+    `[groups, size]`; all by their addresses, and y's and z's rows by their bytes."""
+    weight = carray(floats(weight_at), (groups, size))
+    out = carray(floats(out_at), (rows, groups, size))
+    for row in range(rows):
+        ys = carray(floats(y_at + row * y_row), (groups, size))
+        gates = carray(floats(z_at + row * z_row), (groups, size))
+        for group in range(groups):
+            y, gate, scale, target = ys[group], gates[group], weight[group], out[row, group]
+            square = np.float32(0.0)
+            for i in range(size):
+                value = y[i] * gate[i] / (np.float32(1.0) + exp(-gate[i]))
+                target[i] = value
+                square += value * value
+            factor = np.float32(1.0) / np.sqrt(square / np.float32(size) + eps)
+            for i in range(size):
+                target[i] *= factor * scale[i]
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
+def head_norm(
+    o_at: Any, o_row: Any, z_at: Any, z_row: Any, weight_at: Any, rows: Any, heads: Any, size: Any,
+    eps: Any, out_at: Any,
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """Into out, `[rows, heads, size]`: RMSNorm of each head of o, times weight, `[size]`, times
+    silu(z); all by their addresses, and o's and z's rows by their bytes."""
+    weight = carray(floats(weight_at), (size,))
+    out = carray(floats(out_at), (rows, heads, size))
+    for row in range(rows):
+        outputs = carray(floats(o_at + row * o_row), (heads, size))
+        gates = carray(floats(z_at + row * z_row), (heads, size))
+        for head in range(heads):
+            o, gate, target = outputs[head], gates[head], out[row, head]
+            square = np.float32(0.0)
+            for i in range(size):
+                square += o[i] * o[i]
+            factor = np.float32(1.0) / np.sqrt(square / np.float32(size) + eps)
+            for i in range(size):
+                silu = gate[i] / (np.float32(1.0) + exp(-gate[i]))
+                target[i] = o[i] * factor * weight[i] * silu
+
+
 @njit(nogil=True, cache=True, error_model="numpy")
 def halves(
     x: Any, both: Any, factors: Any, largest: Any, finer: Any, least: Any

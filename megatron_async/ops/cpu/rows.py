@@ -13,6 +13,8 @@ from torch import Tensor
 from megatron_async.ops.attention import rope_append as rotary
 from megatron_async.ops.linear import rms_norm
 from megatron_async.ops.linear import swiglu as gated
+from megatron_async.ops.recurrent.gated_head_norm import gated_head_norm_reference
+from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm_reference
 
 
 def serves(*tensors: Tensor | None) -> bool:
@@ -66,6 +68,62 @@ def swiglu(x: Tensor) -> Tensor:
     out = torch.empty((rows, width), dtype=torch.float32)
     row_kernels.swiglu(x.data_ptr(), rows, width, out.data_ptr())
     return out
+
+
+def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """`ops/recurrent/gated_rms_norm.py`: RMSNorm of groups of channels, behind a gate.
+
+    Args:
+        y: float32 `[tokens, channels]`; rows may be strided.
+        z: like `y`.
+        weight: float32 `[channels]`.
+        groups: each channels / groups neighbours are normalised together.
+        eps: added to the mean square.
+    """
+    fits = y.dim() == 2 and groups > 0 and y.size(1) % groups == 0 and weight.shape == y.shape[1:]
+    if not (fits and _gates(y, z, weight)):
+        return gated_rms_norm_reference(y, z, weight, groups, eps)
+    from megatron_async.ops.cpu import row_kernels
+
+    (rows, channels), out = y.shape, torch.empty(y.shape, dtype=torch.float32)
+    row_kernels.gated_norm(
+        y.data_ptr(), 4 * y.stride(0), z.data_ptr(), 4 * z.stride(0), weight.data_ptr(), rows,
+        groups, channels // groups, np.float32(eps), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`ops/recurrent/gated_head_norm.py`: RMSNorm of each head, then a gate.
+
+    Args:
+        o: float32 `[tokens, heads * value_dim]`; rows may be strided.
+        z: like `o`.
+        weight: float32 `[value_dim]`.
+        eps: added to the mean square.
+    """
+    size = weight.numel()
+    fits = o.dim() == 2 and weight.dim() == 1 and size > 0 and o.size(1) % size == 0
+    if not (fits and _gates(o, z, weight)):
+        return gated_head_norm_reference(o, z, weight, eps)
+    from megatron_async.ops.cpu import row_kernels
+
+    (rows, channels), out = o.shape, torch.empty(o.shape, dtype=torch.float32)
+    row_kernels.head_norm(
+        o.data_ptr(), 4 * o.stride(0), z.data_ptr(), 4 * z.stride(0), weight.data_ptr(), rows,
+        channels // size, size, np.float32(eps), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def _gates(y: Tensor, z: Tensor, weight: Tensor) -> bool:
+    """Whether the loops of gated norms take rows y, gates z and a weight."""
+    return (
+        y.shape == z.shape
+        and y.dtype == z.dtype == torch.float32
+        and y.stride(1) == z.stride(1) == 1
+        and serves(weight)
+    )
 
 
 def rope_append(

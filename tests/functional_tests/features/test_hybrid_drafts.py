@@ -87,7 +87,8 @@ def test_tokens_are_those_of_serial_plain_decoding(
 
     Break one of these, and it fails:
 
-    - `next_bases_reference`: flush up to a row's last query token (`first + width - 1`)
+    - `flush_kernels.next_bases` and `next_bases_reference`: flush up to a row's last query token
+      (`first + width - 1`)
     - `FlushRule.ring_length`: leave the widths out
     """
     seen: Counter[str] = Counter()

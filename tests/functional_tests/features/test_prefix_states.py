@@ -170,7 +170,7 @@ def test_a_conversation_computes_what_is_new(
 
     Break one of these, and it fails:
 
-    - `flush_reference`: keep no inputs of the convolution
+    - `flush_kernels.flush`: keep no inputs of the convolution
     - `PrefixCache.plan_states`: keep the states of two steps later
     """
     engine, prompt = caching(model, lookahead=lookahead), TEXT[:90]

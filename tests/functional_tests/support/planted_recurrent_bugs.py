@@ -8,21 +8,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_async.contexts.prefix_cache import PrefixCache
 from megatron_async.contexts.state_rows import StateRows
 from megatron_async.device_state import recurrent_state
-from megatron_async.ops.kernels import TORCH_KERNELS
+from megatron_async.ops.kernels import kernels_for
 from megatron_async.rollback import plan_rollback
 
 PREFILLS = ("mamba_prefill", "delta_prefill")
-NEXT_BASES = TORCH_KERNELS.next_bases
+OPS = kernels_for(torch.empty(0))
+"""What runs on a CPU: loops, or the references where Numba is not."""
 Change = Callable[..., tuple[Any, ...]]
 """From arguments of a prefill to those of a wrong one."""
 
 
 def _plant(monkeypatch: pytest.MonkeyPatch, **ops: Callable[..., Any]) -> None:
-    kernels = replace(TORCH_KERNELS, **ops)
+    kernels = replace(OPS, **ops)
     monkeypatch.setattr(recurrent_state, "kernels_for", lambda tensor: kernels)
 
 
@@ -32,7 +34,7 @@ def _plant_in_prefill(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
     def changed(op: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments: op(*change(*arguments))
 
-    _plant(monkeypatch, **{name: changed(getattr(TORCH_KERNELS, name)) for name in PREFILLS})
+    _plant(monkeypatch, **{name: changed(getattr(OPS, name)) for name in PREFILLS})
 
 
 def state_of_the_last_owner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +64,7 @@ def drafts_are_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
     """States take over tokens up to the step's last, accepted or not."""
 
     def too_far(base: Any, slots: Any, positions: Any, width: int, *others: Any) -> Any:
-        return NEXT_BASES(base, slots, positions + width - 1, width, *others)
+        return OPS.next_bases(base, slots, positions + width - 1, width, *others)
 
     _plant(monkeypatch, next_bases=too_far)
 
@@ -102,7 +104,7 @@ def snapshot_of_the_wrong_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def snapshot_without_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What decoding leaves lacks the inputs of the convolution."""
-    flush = TORCH_KERNELS.flush
+    flush = OPS.flush
 
     def flush_states_alone(pools: Any, *arguments: Any) -> None:
         conv = pools.conv.clone()

@@ -15,6 +15,8 @@ from megatron_async.ops.cpu import compiler, rows
 from megatron_async.ops.linear.eight_bit import EightBitWeight
 from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
 from megatron_async.ops.linear.swiglu import swiglu_reference
+from megatron_async.ops.recurrent.gated_head_norm import gated_head_norm_reference
+from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm_reference
 
 pytestmark = pytest.mark.skipif(
     not compiler.compiles(), reason="Numba is not here, or switched off"
@@ -51,6 +53,29 @@ def test_swiglu(shape: tuple[int, int]) -> None:
     is_near(rows.swiglu(x), swiglu_reference(x))
 
 
+@pytest.mark.parametrize(
+    ("rows_", "groups", "size"), [(0, 1, 8), (1, 1, 1536), (5, 4, 33), (3, 1, 1)]
+)
+def test_gated_norms(rows_: int, groups: int, size: int) -> None:
+    """The gate is a strip of longer rows."""
+    channels = groups * size
+    y, wide = torch.randn(rows_, channels), 5 * torch.randn(rows_, channels + 7)
+    for z in (wide[:, :channels], wide[:, 7:]):
+        weight = torch.randn(channels)
+        is_near(
+            rows.gated_rms_norm(y, z, weight, groups, 1e-5),
+            gated_rms_norm_reference(y, z, weight, groups, 1e-5),
+        )
+        weight = torch.randn(size)
+        is_near(
+            rows.gated_head_norm(y, z, weight, 1e-6), gated_head_norm_reference(y, z, weight, 1e-6)
+        )
+    double = y.double(), z.double(), weight.double(), 1e-6
+    assert torch.equal(rows.gated_head_norm(*double), gated_head_norm_reference(*double))
+    with pytest.raises(ValueError, match="z must be like it"):
+        rows.gated_head_norm(y, wide, weight, 1e-6)
+
+
 def test_ends_of_the_range() -> None:
     """The exponential neither overflows into NaN nor hides one."""
     gates = torch.tensor([-1e4, -100.0, -88.0, 0.0, 88.0, 100.0, 1e4, torch.inf, torch.nan])
@@ -58,13 +83,22 @@ def test_ends_of_the_range() -> None:
     is_near(rows.swiglu(x), swiglu_reference(x))
 
 
+def all_of(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return (
+        rows.add_rms_norm(x, x, weight, 1e-5)[0],
+        rows.swiglu(x),
+        rows.gated_rms_norm(x, x, weight, 2, 1e-5),
+        rows.gated_head_norm(x, x, weight[:14].clone(), 1e-5),
+    )
+
+
 def test_a_row_depends_on_no_other() -> None:
     x, weight = torch.randn(9, 70), torch.randn(70)
     x[4], x[6, 3] = torch.nan, torch.inf
-    together = rows.add_rms_norm(x, x, weight, 1e-5)[0], rows.swiglu(x)
+    together = all_of(x, weight)
     for row in range(9):
         one = x[row : row + 1].clone()
-        alone = rows.add_rms_norm(one, one, weight, 1e-5)[0], rows.swiglu(one)
+        alone = all_of(one, weight)
         for found, expected in zip(alone, together, strict=True):
             assert np.array_equal(found[0].numpy(), expected[row].numpy(), equal_nan=True)
 

@@ -11,15 +11,16 @@ import recurrent_checks as checks
 import torch
 from torch import Tensor
 
-from megatron_async.ops.cpu import compiler, host_recurrent
+from megatron_async.ops.cpu import compiler, host_flush, host_recurrent
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
 
 pytestmark = pytest.mark.skipif(
     not compiler.compiles(), reason="Numba is not here, or switched off"
 )
 
-MAMBA = mamba_cases.REFERENCES._replace(decode=host_recurrent.mamba_decode)
-DELTA = delta_cases.REFERENCES._replace(decode=host_recurrent.delta_decode)
+ONCE_A_STEP = {"next_bases": host_flush.next_bases, "flush": host_flush.flush}
+MAMBA = mamba_cases.REFERENCES._replace(decode=host_recurrent.mamba_decode, **ONCE_A_STEP)
+DELTA = delta_cases.REFERENCES._replace(decode=host_recurrent.delta_decode, **ONCE_A_STEP)
 KINDS = {
     "mamba": (MAMBA, mamba_cases.REFERENCES, mamba_cases.Layer()),
     "one group": (
@@ -243,12 +244,8 @@ def test_a_loop_is_compiled_once_for_a_dtype() -> None:
     from megatron_async.ops.cpu import delta_kernels, mamba_kernels
 
     host_recurrent.compile_loops()
-    before = [
-        len(loop.signatures) for loop in (mamba_kernels.mamba_decode, delta_kernels.delta_decode)
-    ]
+    loops = mamba_kernels.mamba_decode, delta_kernels.delta_decode
+    before = [len(loop.signatures) for loop in loops]
     for ops, _references, layer in KINDS.values():
         checks.check_packed(layer, ops)
-    after = [
-        len(loop.signatures) for loop in (mamba_kernels.mamba_decode, delta_kernels.delta_decode)
-    ]
-    assert before == after
+    assert before == [len(loop.signatures) for loop in loops]
