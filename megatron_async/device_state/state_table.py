@@ -169,9 +169,17 @@ def unpack_states_reference(
     """`unpack_states` in plain torch; it reads numbers back, so it is for the CPU and for tests."""
     given = words[int(entry)]
     start = int(given[BookkeepingLayout.for_batch(dims, 0).start("states")])
-    saves = chunks = scans = 0
-    if start:
-        saves, chunks, scans = given[start : start + COUNTS].tolist()  # sync-ok: CPU
+    if not start:
+        out.rows.copy_(row_of_slot[row_slots])
+        for tensor, value in (
+            (out.rows[dims.decode_rows :], dummy_row),
+            (out.read_rows, dummy_row),
+            (out.saves, -1),
+            (out.chunk_dest, -1),
+        ):
+            tensor.fill_(value)
+        return
+    saves, chunks, scans = given[start : start + COUNTS].tolist()  # sync-ok: CPU
     sizes = (saves, saves, chunks, chunks, scans)
     section = given[start + COUNTS : start + COUNTS + sum(sizes)]
     slots, places, write_rows, read_rows, chunk_dest = section.split(sizes)
