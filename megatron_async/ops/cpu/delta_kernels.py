@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
+from megatron_async.ops.cpu.float_math import exp
 from megatron_async.ops.cpu.recurrent_loops import (
     add_entries,
     convolve,
@@ -22,7 +23,7 @@ from megatron_async.ops.cpu.recurrent_loops import (
     softplus,
     taps_of,
 )
-from megatron_async.ops.cpu.row_kernels import REORDERS, exp, longs, words
+from megatron_async.ops.cpu.row_kernels import REORDERS, longs, words
 
 
 @njit(cache=True, error_model="numpy", fastmath=REORDERS)

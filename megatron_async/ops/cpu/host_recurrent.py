@@ -23,6 +23,7 @@ ONES: dict[torch.dtype, Any] = {torch.float32: np.float32(1), torch.float64: np.
 EPS: dict[torch.dtype, Any] = {
     dtype: type(one)(delta_pools.NORM_EPS) for dtype, one in ONES.items()
 }
+"""`NORM_EPS` in each of them."""
 
 
 def _serves(

@@ -15,7 +15,8 @@ import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from megatron_async.ops.cpu.row_kernels import REORDERS, exp, longs, words
+from megatron_async.ops.cpu.float_math import exp
+from megatron_async.ops.cpu.row_kernels import REORDERS, longs, words
 
 TURN = 4
 """Rows of a state, or entries of a ring, that are multiplied at once."""
