@@ -96,16 +96,31 @@ def smollm2_prompts(smollm2_llm: LLM) -> list[list[int]]:
 def transformers_tokens(
     smollm2_prompts: list[list[int]], transformers_smollm2: Any
 ) -> list[list[int]]:
-    """Greedy float32 tokens of each prompt by `transformers`."""
-    return [_greedy_loop(transformers_smollm2, prompt) for prompt in smollm2_prompts]
+    """Greedy float32 tokens of each prompt by `transformers`, all prompts in one batch."""
+    return _greedy_loop(transformers_smollm2, smollm2_prompts)
 
 
 @torch.inference_mode()
-def _greedy_loop(model: Any, prompt: list[int]) -> list[int]:
-    """Greedy tokens by a plain loop with a KV cache. (`generate` adds rules of its own.)"""
-    ids, cache, tokens = torch.tensor([prompt]), None, []
+def _greedy_loop(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens by a plain loop with a KV cache, prompts padded on the left. (`generate` adds
+    rules of its own.)"""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    lengths = torch.tensor([[len(prompt)] for prompt in prompts])
+    positions = torch.arange(longest) - (longest - lengths)
+    mask, cache, tokens = (positions >= 0).long(), None, []
+    positions = positions.clamp(min=0)
     for _ in range(NUM_TOKENS):
-        result = model(ids, past_key_values=cache, use_cache=True)
+        result = model(
+            ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         cache, ids = result.past_key_values, result.logits[:, -1:].argmax(-1)
-        tokens.append(int(ids))
-    return tokens
+        positions = positions[:, -1:] + 1
+        mask = torch.cat((mask, torch.ones_like(ids)), 1)
+        tokens.append(ids)
+    return torch.cat(tokens, 1).tolist()

@@ -23,7 +23,7 @@ from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import load_recording
 from megatron_async.simulation.replay import Replay
 
-PARTS, DRAWS = 2, 16
+PARTS, DRAWS = 2, 11
 KINDS = (CyclingModel, CyclingHybridModel)
 MODELS: dict[str, torch.nn.Module] = {}
 

@@ -23,7 +23,7 @@ from megatron_async.contexts import prefix_cache
 from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.errors import ConfigurationError
 
-SCHEDULES = 40
+SCHEDULES = 24
 ASKED: list[dict[str, Any]] = [
     {},
     {"temperature": 1.1},

@@ -6,12 +6,14 @@ import pytest
 
 from megatron_async.cli import main as cli
 
-QUICK = ["--machine", "h200:smollm2-135m", "--num-requests", "20", "--rate", "2", "--no-progress"]
+QUICK = ["--machine", "h200:smollm2-135m", "--num-requests", "10", "--rate", "2", "--no-progress"]
 
 
 def test_a_row_for_every_combination(tmp_path, capsys):
     path = tmp_path / "figures.json"
     grid = ["--replicas", "1", "2", "--policy", "prefix", "round-robin", "--kv-gb", "4"]
+    # Chats of several turns, so that the policies differ.
+    grid += ["--num-requests", "20"]
     options = [*QUICK, *grid, "--block-size-tokens", "16", "64", "--json", str(path)]
     assert cli.main(["simulate-fleet", *options]) == 0
     output = capsys.readouterr().out
@@ -33,7 +35,7 @@ def test_a_row_for_every_combination(tmp_path, capsys):
 def test_a_trace_is_written_and_served_from_its_file(tmp_path, capsys):
     file, records = str(tmp_path / "trace.jsonl"), [tmp_path / "made.json", tmp_path / "read.json"]
     assert cli.main(["simulate-fleet", *QUICK, "--write-trace", file]) == 0
-    assert capsys.readouterr().out == f"20 requests in {file}\n"
+    assert capsys.readouterr().out == f"10 requests in {file}\n"
     for source, record in zip(("chats", file), records):
         assert cli.main(["simulate-fleet", *QUICK, "--trace", source, "--json", str(record)]) == 0
     made, read = (json.loads(record.read_text())["figures"][0] for record in records)

@@ -25,7 +25,7 @@ MODEL = transformer_config(DUMMY_SHAPES["tiny"], torch.float32)
 BLOCK_GB = 2 * 2 * 4 * 2 * 16 * 4 / 1024**3
 STOP = 0
 LONGEST = 40
-SCHEDULES, GROUPS = 320, 8
+SCHEDULES, GROUPS = 200, 8
 STAGES = (1, 1, 2, 4)
 """Of the pipelines that the schedules are for."""
 
