@@ -51,6 +51,8 @@ from megatron_async.models.pipeline import (
 
 TRANSFORMER_IMPLS = ("local", "transformer_engine")
 """Values of Megatron's `transformer_impl` that are served."""
+PART = 2**24
+"""Random numbers that are drawn at once: 64 MiB beside the weights."""
 
 
 def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
@@ -241,9 +243,12 @@ def fill_dummy_weight(
     whose norms multiply by 1 + weight if `zero_centered`. They are drawn in float32, so that a
     model of another dtype has the same ones, rounded."""
     generator = torch.Generator(weight.device).manual_seed(seed + crc32(name.encode()))
-    drawn = weight
-    if weight.dtype != torch.float32:
-        drawn = torch.empty_like(weight, dtype=torch.float32)
+    if weight.dim() > 1 and "conv1d" not in name:
+        for part in weight.view(-1).split(PART):
+            drawn = torch.empty_like(part, dtype=torch.float32)
+            part.copy_(drawn.normal_(0.0, 0.02, generator=generator))
+        return
+    drawn = torch.empty_like(weight, dtype=torch.float32)
     if weight.dim() == 1 and ("norm" in name or name.endswith(".D")):
         drawn.fill_(0.0 if zero_centered and "norm" in name else 1.0)
     elif name.endswith(".A_log"):
@@ -254,9 +259,6 @@ def fill_dummy_weight(
         drawn.add_(torch.log(-torch.expm1(-drawn)))
     elif weight.dim() == 1:
         drawn.zero_()
-    elif weight.dim() == 3 and "conv1d" in name:
-        drawn.uniform_(-0.5, 0.5, generator=generator)
     else:
-        drawn.normal_(0.0, 0.02, generator=generator)
-    if drawn is not weight:
-        weight.copy_(drawn)
+        drawn.uniform_(-0.5, 0.5, generator=generator)
+    weight.copy_(drawn)
