@@ -21,8 +21,8 @@ from megatron_async.models.linear import (
 )
 from megatron_async.models.mlp import InferenceMLP
 from megatron_async.models.norm import factors_of
-from megatron_async.ops.cpu.helpers import CHUNK_BYTES, helpers_of
 from megatron_async.ops.cpu.host_attention import HostPagedAttention
+from megatron_async.ops.cpu.products.helpers import CHUNK_BYTES, helpers_of
 from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.linear.eight_bit import EightBitWeight
 from megatron_async.ops.linear.widened_weight import WidenedWeight
@@ -90,7 +90,7 @@ class CompiledLayers:
             the last layer's output and the residual stream that it belongs to, each `[tokens, 1,
             hidden]`.
         """
-        from megatron_async.ops.cpu.integer_products import scratch_bytes, whole_tiles
+        from megatron_async.ops.cpu.products.integer_products import scratch_bytes, whole_tiles
 
         backend = view.backend
         assert isinstance(backend, HostPagedAttention), "see serves"

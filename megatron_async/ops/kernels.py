@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron_async.ops.attention import output_gate, rope_append
-from megatron_async.ops.cpu import host_flush, host_recurrent, host_sampling, rows
+from megatron_async.ops.cpu import rows
 from megatron_async.ops.cpu.compiler import compiles
+from megatron_async.ops.cpu.recurrent import host_flush, host_recurrent
+from megatron_async.ops.cpu.sampling import host_sampling
 from megatron_async.ops.drafting import hidden_states, ngram_lookup, store_drafts
 from megatron_async.ops.experts import expert_mlp, expert_routing, few_tokens, shared_gate
 from megatron_async.ops.linear import rms_norm, skinny_linear, squared_relu, swiglu

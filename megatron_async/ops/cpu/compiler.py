@@ -31,13 +31,14 @@ def compiles() -> bool:
 
 
 def forget_stale_loops(folder: Path) -> None:
-    """Remove what Numba keeps beside the sources of `folder` if it is of other sources.
+    """Remove what Numba keeps beside the sources of `folder`, and of folders in it, if it is of
+    other sources.
 
     Numba looks at the date of a function's own file alone. So it would go on with machine code that
     has functions of another file in it as they were.
     """
     sources, kept = hashlib.sha256(), folder / "__pycache__"
-    for source in sorted(folder.glob("*.py")):
+    for source in sorted(folder.rglob("*.py")):
         sources.update(source.read_bytes())
     stamp = kept / "loops.sha256"
     # Beside sources that nobody may write to, Numba keeps nothing: it has its own folder for each
@@ -45,7 +46,7 @@ def forget_stale_loops(folder: Path) -> None:
     with suppress(OSError):
         if stamp.exists() and stamp.read_text() == sources.hexdigest():
             return
-        for stale in kept.glob("*.nb[ic]"):
+        for stale in folder.rglob("__pycache__/*.nb[ic]"):
             stale.unlink(missing_ok=True)
         kept.mkdir(exist_ok=True)
         stamp.write_text(sources.hexdigest())
@@ -75,14 +76,9 @@ def compile_all() -> None:
         return
     import numpy as np
 
-    from megatron_async.ops.cpu import (
-        attention_kernels,
-        host_flush,
-        host_recurrent,
-        host_sampling,
-        row_kernels,
-        step_kernels,
-    )
+    from megatron_async.ops.cpu import attention_kernels, row_kernels, step_kernels
+    from megatron_async.ops.cpu.recurrent import host_flush, host_recurrent
+    from megatron_async.ops.cpu.sampling import host_sampling
 
     def array(*shape: int) -> Any:
         return np.ones(shape, np.float32)
@@ -116,7 +112,7 @@ def compile_all() -> None:
     host_flush.compile_loops()
     if multiplies_integers():
         from megatron_async.ops.cpu import layer_kernels
-        from megatron_async.ops.cpu.helpers import compile_products
+        from megatron_async.ops.cpu.products.helpers import compile_products
 
         compile_products()
         layer_kernels.compile_loops()

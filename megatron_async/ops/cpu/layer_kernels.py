@@ -17,9 +17,9 @@ import numpy as np
 from numba import carray, njit
 
 from megatron_async.ops.cpu.attention_kernels import attention_addresses
-from megatron_async.ops.cpu.integer_tile import OUTPUTS
-from megatron_async.ops.cpu.jobs import NEVER, attention, product
 from megatron_async.ops.cpu.pointers import call_at
+from megatron_async.ops.cpu.products.integer_tile import OUTPUTS
+from megatron_async.ops.cpu.products.jobs import NEVER, attention, product
 from megatron_async.ops.cpu.row_kernels import floats, longs, norm_addresses, swiglu
 
 COLUMNS = (

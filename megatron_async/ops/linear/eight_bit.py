@@ -7,12 +7,12 @@ request's answer does not depend on the other requests, each row of the input ha
 models; so rows have 16.
 
 There are two kinds of products. Where Numba compiles loops, those of
-`ops/cpu/integer_products.py` multiply 16-bit integers. Elsewhere torch's fbgemm kernels multiply
-8-bit integers; a row is two rows of 8 bits then, the second one what the rounding of the first has
-left. On a Zen 3 EPYC our loops take a third to six tenths of fbgemm's time at one row, and half at
-eight. On a Xeon with VNNI instructions, which fbgemm has kernels for, a step of SmolLM2-135M takes
-25 to 33 ms with ours and 39 to 47 with fbgemm's at one row, 50 to 56 and 65 to 72 at eight, the
-modules around them the same (docs/records/cpu_throughput.md, 2026-11-26).
+`ops/cpu/products/integer_products.py` multiply 16-bit integers. Elsewhere torch's fbgemm kernels
+multiply 8-bit integers; a row is two rows of 8 bits then, the second one what the rounding of the
+first has left. On a Zen 3 EPYC our loops take a third to six tenths of fbgemm's time at one row,
+and half at eight. On a Xeon with VNNI instructions, which fbgemm has kernels for, a step of
+SmolLM2-135M takes 25 to 33 ms with ours and 39 to 47 with fbgemm's at one row, 50 to 56 and 65 to
+72 at eight, the modules around them the same (docs/records/cpu_throughput.md, 2026-11-26).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_async.ops.cpu.helpers import compile_products, helpers_of
+from megatron_async.ops.cpu.products.helpers import compile_products, helpers_of
 
 LARGEST = 127
 """Of a weight as an integer."""
@@ -29,7 +29,7 @@ class WidenedWeight:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        from megatron_async.ops.cpu import integer_tile as kernels
+        from megatron_async.ops.cpu.products import integer_tile as kernels
 
         compile_products()
         self._outputs, self.k = weight.shape
@@ -57,7 +57,7 @@ class WidenedWeight:
         Returns:
             float32 `[..., outputs]`. A row depends on no other one.
         """
-        from megatron_async.ops.cpu.integer_products import whole_tiles
+        from megatron_async.ops.cpu.products.integer_products import whole_tiles
 
         if not x.is_contiguous():
             x = x.contiguous()

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.ops.cpu import compiler, host_flush
+from megatron_async.ops.cpu import compiler
+from megatron_async.ops.cpu.recurrent import host_flush
 from megatron_async.ops.recurrent.bases import next_bases_reference
 from megatron_async.ops.recurrent.flush import flush_reference
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, RecurrentPools
@@ -153,7 +154,7 @@ def test_steps_with_chunks_are_the_references() -> None:
 
 
 def test_a_loop_is_compiled_once_for_a_dtype() -> None:
-    from megatron_async.ops.cpu import flush_kernels
+    from megatron_async.ops.cpu.recurrent import flush_kernels
 
     loops = flush_kernels.flush, flush_kernels.next_bases
     host_flush.compile_loops()

@@ -11,7 +11,8 @@ import recurrent_checks as checks
 import torch
 from torch import Tensor
 
-from megatron_async.ops.cpu import compiler, host_flush, host_recurrent
+from megatron_async.ops.cpu import compiler
+from megatron_async.ops.cpu.recurrent import host_flush, host_recurrent
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
 
 pytestmark = pytest.mark.skipif(
@@ -241,7 +242,7 @@ def test_what_the_loops_do_not_take_goes_to_the_references(
 
 
 def test_a_loop_is_compiled_once_for_a_dtype() -> None:
-    from megatron_async.ops.cpu import delta_kernels, mamba_kernels
+    from megatron_async.ops.cpu.recurrent import delta_kernels, mamba_kernels
 
     host_recurrent.compile_loops()
     loops = mamba_kernels.mamba_decode, delta_kernels.delta_decode

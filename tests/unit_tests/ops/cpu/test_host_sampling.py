@@ -9,8 +9,8 @@ from sampled_rows import rows_asking
 from torch import Tensor
 
 from megatron_async.device_state.sampling_state import SamplingState
-from megatron_async.ops.cpu import host_sampling
 from megatron_async.ops.cpu.compiler import compiles
+from megatron_async.ops.cpu.sampling import host_sampling
 from megatron_async.ops.sampling.log_probs import log_probs_reference
 from megatron_async.ops.sampling.logits_processing import ProcessingRows
 from megatron_async.ops.sampling.philox import gumbel_noise

@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_async.ops.cpu import compiler, helpers
+from megatron_async.ops.cpu import compiler
+from megatron_async.ops.cpu.products import helpers
 
 pytestmark = pytest.mark.skipif(not compiler.multiplies_integers(), reason="no Numba or no AVX2")
 

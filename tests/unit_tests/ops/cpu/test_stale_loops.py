@@ -22,6 +22,17 @@ def test_a_change_of_any_source_forgets_all(tmp_path):
     assert [is_kept(), is_kept()] == [False, True]
 
 
+def test_folders_in_the_folder_are_looked_at_too(tmp_path):
+    inside = tmp_path / "sampling"
+    (inside / "__pycache__").mkdir(parents=True)
+    code = inside / "__pycache__" / "draw-1.py312.1.nbc"
+    for text, is_kept in (("A = 1", False), ("A = 1", True), ("A = 2", False)):
+        (inside / "noise.py").write_text(text)
+        code.touch()
+        forget_stale_loops(tmp_path)
+        assert code.exists() == is_kept
+
+
 def test_sources_without_a_cache_folder(tmp_path):
     forget_stale_loops(tmp_path)
     assert (tmp_path / "__pycache__" / "loops.sha256").exists()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from sampled_rows import rows_asking
 
-from megatron_async.ops.cpu import host_sampling
 from megatron_async.ops.cpu.compiler import compiles
+from megatron_async.ops.cpu.sampling import host_sampling
 from megatron_async.ops.sampling.sampling import SamplingMode, filter_logits, sample_reference
 
 
@@ -25,7 +25,7 @@ def sample(is_compiled):
 
 def filtered_by_loops(logits, rows):
     """`filter_logits` by the loop that a CPU runs."""
-    from megatron_async.ops.cpu.ranking_kernels import drop
+    from megatron_async.ops.cpu.sampling.ranking_kernels import drop
 
     records, filtered = rows.records.numpy(), logits.clone()
     for row, slot in enumerate(rows.slots.tolist()):

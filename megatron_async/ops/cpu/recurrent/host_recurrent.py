@@ -105,7 +105,7 @@ def mamba_decode(
         return mamba_reference.mamba_decode_reference(
             zxbcdt, params, pools, row_index, positions, base, width, rule, out, gating
         )
-    from megatron_async.ops.cpu.mamba_kernels import mamba_decode as loop
+    from megatron_async.ops.cpu.recurrent.mamba_kernels import mamba_decode as loop
 
     op = "mamba_decode"
     check_decode_rows(op, zxbcdt, row_index, positions, base, width)
@@ -142,7 +142,7 @@ def delta_decode(
         return delta_reference.delta_decode_reference(
             qkvzba, params, pools, row_index, positions, base, width, rule, out
         )
-    from megatron_async.ops.cpu.delta_kernels import delta_decode as loop
+    from megatron_async.ops.cpu.recurrent.delta_kernels import delta_decode as loop
 
     op = "delta_decode"
     check_decode_rows(op, qkvzba, row_index, positions, base, width)

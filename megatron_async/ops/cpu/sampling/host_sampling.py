@@ -75,7 +75,7 @@ def _choose(
     columns: int,
     marks: bool,
 ) -> tuple[Tensor, Tensor]:
-    from megatron_async.ops.cpu.sampling_kernels import choose_rows
+    from megatron_async.ops.cpu.sampling.sampling_kernels import choose_rows
 
     count = logits.size(0)
     given = logits.detach().to(torch.float32).contiguous()
@@ -121,7 +121,7 @@ def _write_log_probs(
     ring: Tensor,
     entry: Tensor,
 ) -> None:
-    from megatron_async.ops.cpu.log_prob_kernels import write_rows
+    from megatron_async.ops.cpu.sampling.log_prob_kernels import write_rows
 
     write_rows(
         logits.detach().to(torch.float32).contiguous().numpy(),

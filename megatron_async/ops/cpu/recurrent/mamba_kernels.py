@@ -11,7 +11,7 @@ import numpy as np
 from numba import carray, njit
 
 from megatron_async.ops.cpu.float_math import exp
-from megatron_async.ops.cpu.recurrent_loops import (
+from megatron_async.ops.cpu.recurrent.recurrent_loops import (
     add_entries,
     convolve,
     dot,

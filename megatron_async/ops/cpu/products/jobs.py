@@ -15,10 +15,10 @@ from typing import Any
 
 from numba import carray, njit
 
-from megatron_async.ops.cpu import atomics
-from megatron_async.ops.cpu.integer_products import multiply, round_rows, whole_tiles
-from megatron_async.ops.cpu.integer_tile import STEP
 from megatron_async.ops.cpu.pointers import call_at
+from megatron_async.ops.cpu.products import atomics
+from megatron_async.ops.cpu.products.integer_products import multiply, round_rows, whole_tiles
+from megatron_async.ops.cpu.products.integer_tile import STEP
 from megatron_async.ops.cpu.row_kernels import floats, integers, longs, words
 
 TICKET, FINISHED, AWAKE, HELD, JOB = range(0, 5 * 64, 64)

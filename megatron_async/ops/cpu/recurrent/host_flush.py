@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_async.ops.cpu.host_recurrent import ONES
+from megatron_async.ops.cpu.recurrent.host_recurrent import ONES
 from megatron_async.ops.recurrent import bases
 from megatron_async.ops.recurrent import flush as flushing
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, RecurrentPools
@@ -42,7 +42,7 @@ def next_bases(
     )
     if not serves:
         return bases.next_bases_reference(base, row_index, positions, width, prefill, rule)
-    from megatron_async.ops.cpu import flush_kernels
+    from megatron_async.ops.cpu.recurrent import flush_kernels
 
     rule.check()
     before, after = torch.empty((2, rows), dtype=torch.int32)
@@ -102,7 +102,7 @@ def flush(
     if not _serves(pools, row_index, base_before, base_after, saves):
         flushing.flush_reference(pools, row_index, base_before, base_after, rule, saves)
         return
-    from megatron_async.ops.cpu import flush_kernels
+    from megatron_async.ops.cpu.recurrent import flush_kernels
 
     state, ring_xb, ring_gates, conv = pools
     layers, count, heads, lanes, columns = state.shape

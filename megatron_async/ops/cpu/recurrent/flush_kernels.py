@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray, njit
 
 from megatron_async.ops.cpu.float_math import exp
-from megatron_async.ops.cpu.recurrent_loops import add_entries, numbers, pool_rows
+from megatron_async.ops.cpu.recurrent.recurrent_loops import add_entries, numbers, pool_rows
 from megatron_async.ops.cpu.row_kernels import REORDERS, longs, words
 
 

@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic, register_jitable
 
-from megatron_async.ops.cpu.integer_tile import FETCHES, OUTPUTS, STEP, TileWriter
+from megatron_async.ops.cpu.products.integer_tile import FETCHES, OUTPUTS, STEP, TileWriter
 from megatron_async.ops.cpu.row_kernels import LINE, floats, words
 
 MOST_ROWS = 4
