@@ -104,7 +104,7 @@ fetch $venv/bin/uv pip install --no-deps --require-hashes \
     -r requirements.lock -r requirements-demo.lock
 fetch $venv/bin/uv pip install --no-deps --no-build-isolation --offline --editable .
 
-say "compiling loops for this CPU (once; some seconds)"
+say "compiling loops for this CPU (once; half a minute)"
 "$venv/bin/python" -c 'from megatron_async.ops.cpu.compiler import compile_all; compile_all()' \
     >>"$log" 2>&1 || say "they are compiled at their first use instead (see the log)"
 

@@ -7,4 +7,4 @@ import megatron_async.llm
 import megatron_async.ranks.join_group  # noqa: F401
 from megatron_async.ops.cpu.compiler import compile_all
 
-compile_all()
+compile_all(has_float64=True)

@@ -68,13 +68,17 @@ def multiplies_integers() -> bool:
     return is_own and bool(llvm.get_host_cpu_features().get("avx2", False))
 
 
-def compile_all() -> None:
-    """Compile the loops, so that no first step does: some seconds once for a machine, for Numba
+def compile_all(has_float64: bool = False) -> None:
+    """Compile the loops, so that no first step does: half a minute once for a machine, for Numba
     keeps what it has compiled beside the source, or in the user's cache if that cannot be written.
+
+    Args:
+        has_float64: those of float64 too, which tests use.
     """
     if not compiles():
         return
     import numpy as np
+    import torch
 
     from megatron_async.ops.cpu import attention_kernels, row_kernels, step_kernels
     from megatron_async.ops.cpu.recurrent import host_flush, host_recurrent
@@ -108,8 +112,9 @@ def compile_all() -> None:
     )
     step_kernels.compile_loops()
     host_sampling.compile_loops()
-    host_recurrent.compile_loops()
-    host_flush.compile_loops()
+    for dtype in (torch.float32, torch.float64)[: 1 + has_float64]:
+        host_recurrent.compile_loops(dtype)
+        host_flush.compile_loops(dtype)
     if multiplies_integers():
         from megatron_async.ops.cpu import layer_kernels
         from megatron_async.ops.cpu.products.helpers import compile_products

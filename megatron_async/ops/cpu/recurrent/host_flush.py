@@ -122,9 +122,10 @@ def flush(
     )  # fmt: skip
 
 
-def compile_loops() -> None:
-    """Compile both, the flush for float32, by calls for a dummy row of the smallest layer."""
+def compile_loops(dtype: torch.dtype = torch.float32) -> None:
+    """Compile both, the flush for float32 or float64, by calls for a dummy row of the smallest
+    layer."""
     rule, base = FlushRule(), torch.zeros(1, dtype=torch.int32)
-    index, one = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, 1, 1, 1)
-    pools = RecurrentPools(one, torch.zeros(1, 1, 1, 2), one, one[0])
+    index, one = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, 1, 1, 1, dtype=dtype)
+    pools = RecurrentPools(one, torch.zeros(1, 1, 1, 2, dtype=dtype), one, one[0])
     flush(pools, index, *next_bases(base, index, index, 1, None, rule), rule)

@@ -6,6 +6,7 @@ parameters of several dtypes), or outputs are to be gated, the references in pla
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -154,28 +155,29 @@ def delta_decode(
     return out
 
 
-def compile_loops() -> None:
-    """Compile the loops of float32, by calls for a dummy row of the smallest layers."""
+def compile_loops(dtype: torch.dtype = torch.float32) -> None:
+    """Compile the loops for float32 or float64, by calls for a dummy row of the smallest layers."""
+    zeros, ones = partial(torch.zeros, dtype=dtype), partial(torch.ones, dtype=dtype)
     rule, heads, dim, keys = FlushRule(), 1, 16, 16
     index, base = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
 
     def pools(entry: int, gates: int, channels: int) -> RecurrentPools:
         ring, conv = rule.ring_length(1), rule.conv_length(1)
         return RecurrentPools(
-            torch.zeros(1, heads, dim, keys),
-            torch.zeros(1, ring, entry),
-            torch.zeros(1, ring, gates, heads),
-            torch.zeros(1, conv, channels),
+            zeros(1, heads, dim, keys),
+            zeros(1, ring, entry),
+            zeros(1, ring, gates, heads),
+            zeros(1, conv, channels),
         )
 
-    one, channels = torch.ones(heads), dim + 2 * keys
-    weight, columns = torch.ones(channels, 4), dim + channels + heads
-    mamba = MambaParams(weight, torch.ones(channels), one, one, one)
+    one, channels = ones(heads), dim + 2 * keys
+    weight, columns = ones(channels, 4), dim + channels + heads
+    mamba = MambaParams(weight, ones(channels), one, one, one)
     mamba_decode(
-        torch.ones(1, columns), mamba, pools(dim + keys, mamba_pools.GATES, channels), index,
+        ones(1, columns), mamba, pools(dim + keys, mamba_pools.GATES, channels), index,
         index, base, 1, rule,
     )  # fmt: skip
     delta_decode(
-        torch.ones(1, columns + heads), DeltaParams(weight, one, one),
+        ones(1, columns + heads), DeltaParams(weight, one, one),
         pools(dim + keys, delta_pools.GATES, channels), index, index, base, 1, rule,
     )  # fmt: skip
