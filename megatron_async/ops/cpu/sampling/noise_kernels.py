@@ -21,7 +21,8 @@ GROUPS = 16
 TOKENS = 4 * GROUPS
 MOST_NOISE = np.float32(16.64)
 """No token's noise is larger: uniform numbers end at 1 - 2**-24."""
-_STEPS, _ROUNDS, _MASK = (philox.KEY_STEP_0, philox.KEY_STEP_1), philox.ROUNDS, philox.MASK
+ROUNDS = philox.ROUNDS
+_STEPS, _MASK = (philox.KEY_STEP_0, philox.KEY_STEP_1), philox.MASK
 _UNUSED = np.uint32(9)
 _HALF, _FINEST = np.float32(0.5), np.float32(2.0**-23)
 _WORD = ir.IntType(32)
@@ -52,10 +53,10 @@ def _fill_words(typingctx: Any, keys: Any, position: Any, group: Any, words: Any
         c0 = builder.add(first, ir.Constant(_WORDS, list(range(GROUPS))))
         c1, c2 = splat(builder.trunc(args[1], _WORD)), ir.Constant(_WORDS, [0] * GROUPS)
         c3 = c2
-        for number in range(_ROUNDS):
+        for number in range(ROUNDS):
             k0, k1 = (
                 splat(builder.load(builder.gep(keys, [_WORD(place)])))
-                for place in (number, _ROUNDS + number)
+                for place in (number, ROUNDS + number)
             )
             high0, low0 = parts(c0, philox.MULTIPLIER_0)
             high1, low1 = parts(c2, philox.MULTIPLIER_1)
@@ -73,7 +74,7 @@ def _fill_words(typingctx: Any, keys: Any, position: Any, group: Any, words: Any
 @njit(inline="always")
 def set_keys(low: Any, high: Any, keys: Any) -> None:  # pragma: no cover - compiled
     """Keys of the rounds, uint32 `[2, ROUNDS]`, of a seed's two words of 32 bits."""
-    for i in range(_ROUNDS):
+    for i in range(ROUNDS):
         keys[0, i] = np.uint32((low + i * _STEPS[0]) & _MASK)
         keys[1, i] = np.uint32((high + i * _STEPS[1]) & _MASK)
 

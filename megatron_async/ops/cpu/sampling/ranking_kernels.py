@@ -19,7 +19,10 @@ _BITS = 11, 11, 10
 _SHIFTS = np.array([21, 10, 0], np.uint32)
 """Of a key of 32 bits: the bits of each part, and those behind it."""
 _BINS = 2**11
+_LANES = 64
+"""Sums of weights that are kept beside each other."""
 _NEARLY = 0.99
+"""Less than what rounding may add to a sum of weights."""
 _STRETCH = 64
 """Tokens that are looked at at once."""
 _SIGN = np.int32(31)
@@ -37,14 +40,24 @@ def _fill_keys(scores: Any, keys: Any) -> None:  # pragma: no cover - compiled
         keys[i] = np.uint32(_REST - ordered)
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc"})
+@njit(nogil=True, cache=True, error_model="numpy")
 def _fill_weights(scores: Any, most: Any, weights: Any) -> Any:  # pragma: no cover - compiled
-    """Into weights: exp(score - most); their sum."""
-    total = np.float32(0.0)
-    for i in range(len(scores)):
-        weight = exp(scores[i] - most)
-        weights[i] = weight
-        total += weight
+    """Into weights: exp(score - most); their sum, float64, in an order that is written here: so
+    every copy of this loop has the same bits, and all agree on which tokens are dropped."""
+    lanes = np.zeros(_LANES, np.float32)
+    whole = len(scores) // _LANES * _LANES
+    for first in range(0, whole, _LANES):
+        given, found = scores[first : first + _LANES], weights[first : first + _LANES]
+        for i in range(_LANES):
+            weight = exp(given[i] - most)
+            found[i] = weight
+            lanes[i] += weight
+    total = np.float64(0.0)
+    for i in range(_LANES):
+        total += np.float64(lanes[i])
+    for i in range(whole, len(scores)):
+        weights[i] = exp(scores[i] - most)
+        total += np.float64(weights[i])
     return total
 
 
@@ -148,7 +161,7 @@ def drop(scores: Any, most: Any, record: Any, numbers: Any) -> None:  # pragma: 
     if not has_k and not has_p and min_p <= 0:
         return
     weights = np.empty(size, np.float32)
-    total = np.float64(_fill_weights(scores, most, weights))
+    total = _fill_weights(scores, most, weights)
     if has_k or has_p:
         keys = np.empty(size, np.uint32)
         _fill_keys(scores, keys)

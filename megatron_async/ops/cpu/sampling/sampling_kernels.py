@@ -1,7 +1,7 @@
 """Loops that choose tokens from logits on a CPU: what `ops/sampling/sampling.py` does with sorts.
 
-Imported only where loops are compiled. No sum but that of all weights is reordered, and that one
-always in the same way: a row's token depends on no other row, nor on the batch's mode.
+Imported only where loops are compiled. No sum is reordered: a row's token depends on no other row,
+nor on the batch's mode, and log probs are of the tokens that filters leave here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megatron_async.ops.cpu.float_math import exp
 from megatron_async.ops.cpu.sampling.noise_kernels import (
     GROUPS,
     MOST_NOISE,
+    ROUNDS,
     TOKENS,
     fill_numbers,
     gumbel,
@@ -125,7 +126,7 @@ def choose_rows(
     """
     lead = first_id % 4
     size = (lead + columns + TOKENS - 1) // TOKENS * TOKENS if mode else 0
-    scaled, keys = np.full(size, np.float32(-np.inf)), np.empty((2, 10), np.uint32)
+    scaled, keys = np.full(size, np.float32(-np.inf)), np.empty((2, ROUNDS), np.uint32)
     for row in range(first_row, end_row):
         given = logits[row, :columns]
         score, place, is_sound = likeliest(given)
