@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
+from megatron_async.text import structured_output
 
 ODD = ModelArchitecture(
     "qwen2", 2, 32, 4, 2, 8, 64, 131, add_qkv_bias=True, max_position_embeddings=1024
@@ -183,8 +185,13 @@ def test_log_probs_are_those_of_one_rank(folder: Path) -> None:
             assert kind["generated"] == pytest.approx(expected["generated"], abs=1e-4)
 
 
+@mock.patch.object(structured_output, "ALLOWANCE_S", 60.0)
 def constrained_tokens(name: str, ranks: int) -> list[list[int]]:
-    """Of rows under a grammar and others, which share steps."""
+    """Of rows under a grammar and others, which share steps.
+
+    Each rank schedules for itself here, and ends no request for the CPU time of its grammar: its
+    clock is its own, and the other rank would go on with that request.
+    """
     tokenizer = make_ascii_tokenizer()
     engine = make_engine(load(name, ranks), tokenizer=tokenizer, lookahead=2, **PLENTY)
     params = [
@@ -192,7 +199,7 @@ def constrained_tokens(name: str, ranks: int) -> list[list[int]]:
         for number, options in enumerate(GRAMMARS)
     ]
     prompts = [[ord("a") + number] * 4 for number in range(len(params))]
-    for each in params:  # each rank schedules for itself here: none may wait for a grammar
+    for each in params:  # for the same reason none may wait for a grammar
         if each.structured_output is not None:
             engine.grammars.begin(each.structured_output).result()
     found = engine.generate(prompts, params)
