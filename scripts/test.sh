@@ -53,7 +53,7 @@ run() {
     "$@" || { status=1; printf '== FAILED: %s\n' "$*"; }
 }
 # Once for all workers and ranks, which would compile them at the same time.
-python -c 'from megatron_async.ops.cpu.compiler import compile_all; compile_all(has_float64=True)'
+run python -c 'from megatron_async.ops.cpu.compiler import compile_all; compile_all(has_float64=True)'
 run ruff check .
 run ruff format --check megatron_async scripts tests examples
 run mypy

@@ -64,7 +64,7 @@ ENOUGH = 20
 """Schedules in which a planted bug is to be found. Hypothesis begins a run of many schedules with
 short ones, in which few bugs show."""
 MANY = 1000
-"""The same for bugs that need a rare event."""
+"""Schedules in which a bug that needs a rare event is to be found."""
 SEEDS = {
     "bookkeeping_thought_there": 1, "one_block_too_few": 2, "last_token_twice": 2,
     "pending_for_ever": 2, "blocks_for_one_token": 2, "drafts_without_blocks": 4,

@@ -144,7 +144,7 @@ def test_sequences(kind: tuple[Any, Any, Any], lag: int) -> None:
 
 
 def test_a_row_depends_on_no_other(kind: tuple[Any, Any, Any]) -> None:
-    """The same bits alone and beside others, and in wide rows beside narrow ones."""
+    """A row has its bits alone and beside others, and in wide rows beside narrow ones."""
     ops, _references, layer = kind
     rule, width = FlushRule(), 3
     torch.manual_seed(1)
