@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_async.device_state.kv_cache import PagedKVCache
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.linear.qkv_places import QkvPlaces
 
 if TYPE_CHECKING:
     from megatron_async.device_state.batch_dimensions import BatchDimensions
@@ -108,11 +109,26 @@ class StepView:
             self.norm_eps,
             has_gate,
         )
-        scale = query.size(-1) ** -0.5 if scale is None else scale
-        attended = self._attention.attend(query, key_cache, value_cache, scale)
+        attended = self.attend(layer, query, scale)
         if not has_gate:
             return attended
         return kernels_for(attended).output_gate(attended, mixed_qkv, key_cache.size(-2))
+
+    def qkv_places(self, layer: int) -> QkvPlaces | None:
+        """Where a product by the layer's qkv weight may put its outputs itself, if the layer has
+        neither q/k norms nor a gate; None if heads are not rotated as a whole."""
+        key_cache, value_cache = self.kv_cache.layer(layer)
+        cos, sin = self.rotary.cos, self.rotary.sin
+        if cos.size(1) != key_cache.size(-1):
+            return None
+        step = self.step
+        return QkvPlaces(cos, sin, step.positions, step.write_index, key_cache, value_cache)
+
+    def attend(self, layer: int, query: Tensor, scale: float | None = None) -> Tensor:
+        """Causal attention of rotated queries `[tokens, heads, dim]`, whose keys and values are in
+        the cache; shape, dtype and device of `query`."""
+        scale = query.size(-1) ** -0.5 if scale is None else scale
+        return self._attention.attend(query, *self.kv_cache.layer(layer), scale)
 
     def is_static_batching(self) -> bool:
         """Never: the batch changes from step to step."""

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
+from megatron_async.models.linear import InferenceColumnParallelLinear
 from megatron_async.models.norm import factors_of
+from megatron_async.ops.linear.unnormed import Unnormed
 
 if TYPE_CHECKING:
     from megatron_async.device_state.gpu_view import ContextGPUView
@@ -63,19 +65,32 @@ class PagedSelfAttention(SelfAttention):
                 "PagedSelfAttention runs only inside the engine: it was called without an "
                 "inference_context. Use Megatron-Core's own SelfAttention to train."
             )
-        mixed_qkv, _unused = self.linear_qkv(hidden_states)
-        q_norm, k_norm = self.q_layernorm, self.k_layernorm
-        context = inference_context.attention(
-            self.kv_layer_index,
-            # With sequence parallelism rows of padding stand behind the step's tokens.
-            mixed_qkv.squeeze(1)[: inference_context.dims.tokens],
-            factors_of(q_norm) if q_norm is not None else None,
-            factors_of(k_norm) if k_norm is not None else None,
-            self.config.softmax_scale,
-            self.config.attention_output_gate,
-        )
+        query = self._rotated(hidden_states, inference_context)
+        if query is not None:
+            scale = self.config.softmax_scale
+            context = inference_context.attend(self.kv_layer_index, query, scale)
+        else:
+            mixed_qkv, _unused = self.linear_qkv(hidden_states)
+            q_norm, k_norm = self.q_layernorm, self.k_layernorm
+            context = inference_context.attention(
+                self.kv_layer_index,
+                # With sequence parallelism rows of padding stand behind the step's tokens.
+                mixed_qkv.squeeze(1)[: inference_context.dims.tokens],
+                factors_of(q_norm) if q_norm is not None else None,
+                factors_of(k_norm) if k_norm is not None else None,
+                self.config.softmax_scale,
+                self.config.attention_output_gate,
+            )
         output, bias = self.linear_proj(context.view(context.size(0), 1, -1))
         return output, bias
+
+    def _rotated(self, hidden_states: Tensor | Unnormed, view: ContextGPUView) -> Tensor | None:
+        """Queries, where the projection rotates and appends too."""
+        plain = self.q_layernorm is None and not self.config.attention_output_gate
+        if not plain or not isinstance(self.linear_qkv, InferenceColumnParallelLinear):
+            return None
+        places = view.qkv_places(self.kv_layer_index)
+        return None if places is None else self.linear_qkv.forward_rotated(hidden_states, places)
 
 
 def stamp_kv_layers(model: nn.Module) -> int:

@@ -27,8 +27,10 @@ from megatron_async.errors import OutOfMemoryError
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.eight_bit import EightBitWeight
 from megatron_async.ops.linear.partial_sums import add_partial_sums
+from megatron_async.ops.linear.qkv_places import QkvPlaces
 from megatron_async.ops.linear.skinny_plan import (
     adds_residual,
+    rotates_heads,
     takes_squares,
     takes_unnormed,
 )
@@ -125,6 +127,18 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
         ops = kernels_for(row)
         product = ops.linear_swiglu if gated else ops.linear_squared_relu
         return product(rows, self.weight)[:, None]
+
+    def forward_rotated(self, input_: Tensor | Unnormed, places: QkvPlaces) -> Tensor | None:
+        """Rotated queries `[tokens, heads, dim]` of a qkv layer whose keys and values are appended,
+        where one op does all of it; else None, and nothing is done."""
+        row = input_.x if isinstance(input_, Unnormed) else input_
+        if not row.is_cuda or self.sequence_parallel or self.skip_bias_add:
+            return None
+        is_normed = isinstance(input_, Unnormed)
+        rows = input_ if isinstance(input_, Unnormed) else input_.flatten(0, -2)
+        if not rotates_heads(row.flatten(0, -2), self.weight, places.dim, is_normed):
+            return None
+        return kernels_for(row).linear_rope_append(rows, self.weight, self.bias, places)
 
     def takes_unnormed(self, hidden_states: Tensor) -> bool:
         """Whether `forward` should be given the arguments of the norm before it."""

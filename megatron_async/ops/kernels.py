@@ -50,6 +50,7 @@ class Kernels:
     rope_append: Callable[..., Tensor]
     output_gate: Callable[[Tensor, Tensor, int], Tensor]
     linear: Callable[..., Tensor]
+    linear_rope_append: Callable[..., Tensor]
     linear_swiglu: Callable[..., Tensor]
     linear_squared_relu: Callable[..., Tensor]
     swiglu: Callable[[Tensor], Tensor]
@@ -86,6 +87,7 @@ TORCH_KERNELS = Kernels(
     rope_append.rope_append_reference,
     output_gate.output_gate_reference,
     skinny_linear.linear_reference,
+    skinny_linear.linear_rope_append_reference,
     skinny_linear.linear_swiglu_reference,
     skinny_linear.linear_squared_relu_reference,
     swiglu.swiglu_reference,
@@ -121,6 +123,7 @@ TRITON_KERNELS = Kernels(
     rope_append.rope_append,
     output_gate.output_gate,
     skinny_linear.linear,
+    skinny_linear.linear_rope_append,
     skinny_linear.linear_swiglu,
     skinny_linear.linear_squared_relu,
     swiglu.swiglu,

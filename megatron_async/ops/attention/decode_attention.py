@@ -2,12 +2,11 @@
 
 Flash-decoding (Dao et al. 2023): a program processes one KV head of a row and a part of its
 sequence. All query heads of the KV head and all query tokens of the row are one tile, so that each
-key and value is loaded once. A second kernel joins the parts. The device chooses the parts once a
-step (`DecodeSchedule`).
+key and value is loaded once. The device chooses the parts once a step (`DecodeSchedule`). A second
+kernel joins the parts, or, where few rows are split, the last program of each (`MOST_JOINED`).
 
-Constants measured on an H200 (docs/records/decode_attention.md). Joining inside the first kernel,
-by the program that finishes last, was slower than a second kernel with dependent launch: 5.7
-against 4.9 microseconds at 16 rows. So was rotating queries and appending keys inside it.
+Constants measured on an H200 (docs/records/decode_attention.md). Rotating queries and appending
+keys inside the kernel was slower than in a kernel before it.
 """
 
 from __future__ import annotations
@@ -25,6 +24,12 @@ HEAD_TILE = 16
 WARPS = 4
 MAX_DIM = 256
 LOG2_E = 1.4426950408889634
+MOST_JOINED = 1
+"""Rows times KV heads for each processor, up to which a second kernel joins the parts. With more
+programs most rows are whole, and the last program of each row that is not joins its parts: no
+second kernel, which costs 1.3 to 1.8 microseconds a layer even if it has nothing to do. With fewer
+programs each waits for that: a step of SmolLM2 at 1 / 16 / 64 / 256 rows 0.384 -> 0.449, 0.472 ->
+0.496, 0.676 -> 0.641, 1.046 -> 0.976 ms."""
 JOIN_CHUNK = 16
 """Parts that a program of the second kernel reads at once. Its one warp adds them up without a
 barrier: 1.4 microseconds a layer at 1 to 16 rows, where 2 to 4 warps and a pass of its own over all
@@ -62,6 +67,8 @@ class DecodeWorkspace:
         self.output = torch.empty((*shape, dim), dtype=torch.float32, device=device)
         self.maximum = torch.empty(shape, dtype=torch.float32, device=device)
         self.total = torch.empty(shape, dtype=torch.float32, device=device)
+        # Programs of a row's head that have stored their part; zeros between two launches.
+        self.arrived = torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=device)
 
 
 def paged_decode_attention(
@@ -104,6 +111,7 @@ def paged_decode_attention(
     _blocks, block_size, kv_heads, _dim = key_cache.shape
     group = heads // kv_heads
     dim_tile = triton.next_power_of_2(dim)
+    joins = rows * kv_heads > MOST_JOINED * schedule.processors
     # Heads of an item are neighbours in memory, and the longest items begin first.
     _parts_kernel[(kv_heads, rows + schedule.extra)](
         query,
@@ -112,12 +120,14 @@ def paged_decode_attention(
         block_tables,
         block_tables.stride(0),
         schedule.items,
+        schedule.splits,
         schedule.items if positions is None else positions,
         scale * LOG2_E,
         out,
         workspace.output,
         workspace.maximum,
         workspace.total,
+        workspace.arrived,
         block_size=block_size,
         kv_heads=kv_heads,
         group=group,
@@ -127,18 +137,22 @@ def paged_decode_attention(
         dim_tile=dim_tile,
         tile=schedule.tile,
         first_key=first_key,
+        joins=joins,
         is_settled=is_settled,
         num_warps=WARPS,
         num_stages=_stages(query.element_size(), rows * kv_heads, dim, schedule.processors),
         **launch_options(query),
     )
-    units = min(rows, schedule.extra) * heads * width
+    if joins:
+        return
+    units = rows * heads * width
     _join_kernel[(min(units, 4 * schedule.processors),)](
         workspace.output,
         workspace.maximum,
         workspace.total,
-        schedule.joins,
+        schedule.splits,
         out,
+        units,
         heads=heads * width,
         dim=dim,
         dim_tile=dim_tile,
@@ -231,12 +245,14 @@ def _parts_kernel(
     tables: tl.tensor,
     table_stride: tl.tensor,
     items: tl.tensor,
+    splits: tl.tensor,
     positions: tl.tensor,
     scale: tl.tensor,
     out: tl.tensor,
     part_output: tl.tensor,
     part_maximum: tl.tensor,
     part_total: tl.tensor,
+    arrived: tl.tensor,
     block_size: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -246,6 +262,7 @@ def _parts_kernel(
     dim_tile: tl.constexpr,
     tile: tl.constexpr,
     first_key: tl.constexpr,
+    joins: tl.constexpr,
     is_settled: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
@@ -255,6 +272,9 @@ def _parts_kernel(
     item = items + tl.program_id(1) * 4
     row, start = tl.load(item), tl.load(item + 1)
     end, slot = tl.load(item + 2), tl.load(item + 3)
+    if joins:
+        first_slot = tl.load(splits + row * 2, mask=slot >= 0, other=0)
+        parts = tl.load(splits + row * 2 + 1, mask=slot >= 0, other=0)
     table = tables + row.to(tl.int64) * table_stride
     offset = tl.arange(0, tile)
     # A lookup inside the loop would take a stage of its pipeline: block numbers are read one tile
@@ -331,26 +351,60 @@ def _parts_kernel(
             tl.store(part_maximum + slot * heads + head, maximum, mask=member < width * group)
             tl.store(part_total + slot * heads + head, total, mask=member < width * group)
             tl.store(part_output + slot * heads * dim + place, gathered, mask=inside)
+            if joins:
+                # The last program of a row's head has all parts, and adds them up in their order.
+                tl.debug_barrier()
+                counter = arrived + row * kv_heads + kv_head
+                if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+                    tl.store(counter, 0)
+                    mine = member < width * group
+                    maximum = tl.full((head_tile,), -float("inf"), tl.float32)
+                    total = tl.zeros((head_tile,), tl.float32)
+                    gathered = tl.zeros((head_tile, dim_tile), tl.float32)
+                    for part in range(first_slot, first_slot + parts):
+                        at = part * heads
+                        its_maximum = tl.load(
+                            part_maximum + at + head, mask=mine, other=-float("inf"),
+                            cache_modifier=".cg",
+                        )  # fmt: skip
+                        its_total = tl.load(
+                            part_total + at + head, mask=mine, other=0.0, cache_modifier=".cg"
+                        )
+                        output = tl.load(
+                            part_output + at * dim + place, mask=inside, other=0.0,
+                            cache_modifier=".cg",
+                        )  # fmt: skip
+                        new_maximum = tl.maximum(maximum, its_maximum)
+                        # A query token may see nothing of a part: its weights are 0, and no NaN.
+                        base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+                        weight = tl.exp2(its_maximum - base)
+                        shrink = tl.exp2(maximum - base)
+                        total = total * shrink + its_total * weight
+                        gathered = gathered * shrink[:, None] + output * weight[:, None]
+                        maximum = new_maximum
+                    result = gathered / tl.maximum(total, 1e-30)[:, None]
+                    target = out + row * heads * dim + place
+                    tl.store(target, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _join_of(
-    joins: tl.tensor, unit: tl.tensor, units: tl.tensor, heads: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Row, first slot and number of parts of a unit, a head of a row; of none behind the last."""
-    join = joins + (1 + unit // heads) * 4
+def _split_of(
+    splits: tl.tensor, unit: tl.tensor, units: tl.tensor, heads: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """First slot and number of parts of a unit, a head of a row; one part behind the last unit."""
+    split = splits + unit // heads * 2
     exists = unit < units
-    row, slot = tl.load(join, mask=exists, other=0), tl.load(join + 1, mask=exists, other=0)
-    return row, slot, tl.load(join + 2, mask=exists, other=0)
+    return tl.load(split, mask=exists, other=-1), tl.load(split + 1, mask=exists, other=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units"])
 def _join_kernel(
     part_output: tl.tensor,
     part_maximum: tl.tensor,
     part_total: tl.tensor,
-    joins: tl.tensor,
+    splits: tl.tensor,
     out: tl.tensor,
+    units: tl.tensor,
     heads: tl.constexpr,
     dim: tl.constexpr,
     dim_tile: tl.constexpr,
@@ -361,9 +415,8 @@ def _join_kernel(
     """One head of one row at a time: the sum of its parts, by their maxima and totals."""
     if not is_settled:
         wait_for_previous(overlap)
-    units = tl.load(joins) * heads
     unit = tl.program_id(0)
-    row, slot, parts = _join_of(joins, unit, units, heads)
+    slot, parts = _split_of(splits, unit, units, heads)
     if is_settled:
         wait_for_previous(overlap)
     column = tl.arange(0, dim_tile)
@@ -372,25 +425,26 @@ def _join_kernel(
         maximum = -float("inf")
         total = 0.0
         gathered = tl.zeros((dim_tile,), tl.float32)
-        for first in range(0, parts, chunk):
-            member = first + tl.arange(0, chunk)
-            exists = member < parts
-            place = (slot + member) * heads + head
-            its_maximum = tl.load(part_maximum + place, mask=exists, other=-float("inf"))
-            its_total = tl.load(part_total + place, mask=exists, other=0.0)
-            cell = place[:, None] * dim + column[None, :]
-            loaded = exists[:, None] & (column < dim)[None, :]
-            output = tl.load(part_output + cell, mask=loaded, other=0.0)
-            new_maximum = tl.maximum(maximum, tl.max(its_maximum, 0))
-            # A query token may see nothing of a chunk: its weights are 0, and no NaN.
-            base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-            weight = tl.exp2(its_maximum - base)
-            shrink = tl.exp2(maximum - base)
-            total = total * shrink + tl.sum(its_total * weight, 0)
-            gathered = gathered * shrink + tl.sum(output * weight[:, None], 0)
-            maximum = new_maximum
-        result = gathered / tl.maximum(total, 1e-30)
-        target = out + (row * heads + head) * dim + column
-        tl.store(target, result.to(out.dtype.element_ty), mask=column < dim)
+        if parts > 1:
+            for first in range(0, parts, chunk):
+                member = first + tl.arange(0, chunk)
+                exists = member < parts
+                place = (slot + member) * heads + head
+                its_maximum = tl.load(part_maximum + place, mask=exists, other=-float("inf"))
+                its_total = tl.load(part_total + place, mask=exists, other=0.0)
+                cell = place[:, None] * dim + column[None, :]
+                loaded = exists[:, None] & (column < dim)[None, :]
+                output = tl.load(part_output + cell, mask=loaded, other=0.0)
+                new_maximum = tl.maximum(maximum, tl.max(its_maximum, 0))
+                # A query token may see nothing of a chunk: its weights are 0, and no NaN.
+                base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+                weight = tl.exp2(its_maximum - base)
+                shrink = tl.exp2(maximum - base)
+                total = total * shrink + tl.sum(its_total * weight, 0)
+                gathered = gathered * shrink + tl.sum(output * weight[:, None], 0)
+                maximum = new_maximum
+            result = gathered / tl.maximum(total, 1e-30)
+            target = out + unit * dim + column
+            tl.store(target, result.to(out.dtype.element_ty), mask=column < dim)
         unit += tl.num_programs(0)
-        row, slot, parts = _join_of(joins, unit, units, heads)
+        slot, parts = _split_of(splits, unit, units, heads)

@@ -35,8 +35,8 @@ class DecodeSchedule:
             slot of the partial result (-1: the row has one part). By falling length of their rows;
             so rows of several parts come first. With the lengths of a served trace the 8B shape's
             attention takes 0.92 of its time in the order of rows at 256 rows, 0.87 at 128.
-        joins: int32 `[1 + joined rows, 4]`: first the number of rows of several parts; then of each
-            the row, its first slot and its number of slots, which follow each other.
+        splits: int32 `[max_rows, 2]`: of each row the first slot and the number of its parts, whose
+            slots follow each other; (-1, 1) of a row of one part.
         rows: decode rows that it was last made for.
     """
 
@@ -54,12 +54,7 @@ class DecodeSchedule:
         self.rows = 0
         self.max_rows = max_rows
         self.items = torch.empty((max_rows + self.extra, 4), dtype=torch.int32, device=device)
-        self.joins = torch.empty((1 + self.max_joins, 4), dtype=torch.int32, device=device)
-
-    @property
-    def max_joins(self) -> int:
-        """No batch has more rows of several parts: each has more tokens than its share."""
-        return min(self.max_rows, self.extra)
+        self.splits = torch.empty((max_rows, 2), dtype=torch.int32, device=device)
 
     @property
     def slots(self) -> int:
@@ -92,7 +87,7 @@ class DecodeSchedule:
         _schedule_kernel[(triton.cdiv(rows + self.extra, item_tile),)](
             kv_lengths,
             self.items,
-            self.joins,
+            self.splits,
             rows,
             self.extra,
             row_tile=row_tile,
@@ -104,14 +99,14 @@ class DecodeSchedule:
 
 def schedule_reference(
     kv_lengths: list[int], extra: int, tile: int
-) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int]]]:
-    """The kernel's schedule in plain Python: items (row, first token, end, slot) and joins (row,
-    first slot, slots)."""
+) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]:
+    """The kernel's schedule in plain Python: items (row, first token, end, slot), and of each row
+    the first slot and the number of parts."""
     tokens = -(-sum(kv_lengths) // extra)
     largest = max(-(-tokens // tile), 1) * tile
     split: list[tuple[int, int, int, int]] = []
     whole: list[tuple[int, int, int, int]] = []
-    joins: list[tuple[int, int, int]] = []
+    splits = [(-1, 1)] * len(kv_lengths)
     for row, length in sorted(enumerate(kv_lengths), key=lambda pair: -pair[1]):
         wanted = max(-(-length // largest), 1)
         share = max(-(-length // (wanted * tile)), 1) * tile
@@ -119,17 +114,17 @@ def schedule_reference(
         if len(starts) == 1:
             whole.append((row, 0, length, -1))
             continue
-        joins.append((row, len(split), len(starts)))
+        splits[row] = (len(split), len(starts))
         for start in starts:
             split.append((row, start, min(start + share, length), len(split)))
-    return split + whole, joins
+    return split + whole, splits
 
 
 @triton.jit(do_not_specialize=["rows", "extra"])
 def _schedule_kernel(
     kv_lengths: tl.tensor,
     items: tl.tensor,
-    joins: tl.tensor,
+    splits: tl.tensor,
     rows: tl.tensor,
     extra: tl.tensor,
     row_tile: tl.constexpr,
@@ -169,9 +164,6 @@ def _schedule_kernel(
     tl.store(items + item * 4 + 2, tl.sum(tl.where(here, end, 0), 1), mask=exists)
     tl.store(items + item * 4 + 3, tl.where(item < num_split, item, -1), mask=exists)
     if tl.program_id(0) == 0:
-        is_split = tl.where(parts > 1, 1, 0)
-        tl.store(joins, tl.sum(is_split, 0))
-        join = joins + (tl.cumsum(is_split, 0) - is_split + 1) * 4
-        tl.store(join, row, mask=parts > 1)
-        tl.store(join + 1, first, mask=parts > 1)
-        tl.store(join + 2, parts, mask=parts > 1)
+        split = splits + row * 2
+        tl.store(split, tl.where(parts > 1, first, -1), mask=row < rows)
+        tl.store(split + 1, parts, mask=row < rows)

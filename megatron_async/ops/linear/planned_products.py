@@ -13,6 +13,12 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options
 from megatron_async.ops.linear.long_row_kernel import long_row_kernel
+from megatron_async.ops.linear.qkv_places import (
+    QkvPlaces,
+    new_outputs,
+    place_arguments,
+    place_constants,
+)
 from megatron_async.ops.linear.resident_kernel import resident_kernel, segments_of
 from megatron_async.ops.linear.row_tiles import TILE_BYTES
 from megatron_async.ops.linear.skinny_kernels import one_row_kernel, tile_kernel
@@ -25,7 +31,7 @@ from megatron_async.ops.linear.skinny_plan import (
     may_be_copied,
 )
 from megatron_async.ops.linear.unnormed import Unnormed
-from megatron_async.ops.linear.warpgroup_kernel import chunks_of, warpgroup_kernel
+from megatron_async.ops.linear.warpgroup_kernel import chunks_of, pairs_of, warpgroup_kernel
 from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
 
 Activation = Literal["", "swiglu", "squared_relu"]
@@ -39,10 +45,11 @@ def one_row_product(
     activation: Activation,
     plan: OneRowPlan,
     added: Tensor | None = None,
+    places: QkvPlaces | None = None,
 ) -> Tensor:
     """`linear` of one row, or with the activation after it, by a given plan.
 
-    `added`, `[1, outputs]`, is added to the rounded outputs.
+    `added`, `[1, outputs]`, is added to the rounded outputs. With `places`, `linear_rope_append`.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
@@ -55,7 +62,8 @@ def one_row_product(
     residual, total = _residual_and_total(x)
     squares, parts = _squares(x, activation)
     _check_added(added, n, row)
-    out = torch.empty((1, n), dtype=row.dtype, device=row.device)
+    _check_places(places, plan.block_n, activation, parts)
+    out = new_outputs(places, 1, n, row)
     one_row_kernel[(triton.cdiv(n, plan.block_n),)](
         row,
         residual,
@@ -65,12 +73,14 @@ def one_row_product(
         weight if bias is None else bias,
         squares,
         row if added is None else added,
+        *place_arguments(places, n, row),
         out,
         n,
         0.0 if norm is None else norm.eps,
         k=row.size(1),
-        block_n=plan.block_n,
+        block_n=plan.block_n // 2 if places else plan.block_n,
         block_k=plan.block_k,
+        **place_constants(places, n),
         parts=parts,
         block_parts=triton.next_power_of_2(parts),
         gated=activation == "swiglu",
@@ -135,8 +145,11 @@ def resident_product(
     bias: Tensor | None,
     activation: Activation,
     plan: ResidentPlan,
+    places: QkvPlaces | None = None,
 ) -> Tensor:
     """`linear`, or with the activation after it, by a given plan; bfloat16, on a GPU.
+
+    With `places`, `linear_rope_append`.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
@@ -149,7 +162,8 @@ def resident_product(
     residual, total = _residual_and_total(x)
     squares, parts = _squares(x, activation)
     rows, k = inputs.shape
-    out = torch.empty((rows, n), dtype=inputs.dtype, device=inputs.device)
+    _check_places(places, plan.block_n, activation, parts)
+    out = new_outputs(places, rows, n, inputs)
     resident_kernel[(triton.cdiv(n, plan.block_n), triton.cdiv(rows, plan.block_m))](
         inputs,
         residual,
@@ -158,6 +172,7 @@ def resident_product(
         weight,
         weight if bias is None else bias,
         squares,
+        *place_arguments(places, n, inputs),
         out,
         inputs.stride(0),
         residual.stride(0),
@@ -169,6 +184,7 @@ def resident_product(
         warps=plan.warps,
         block_m=plan.block_m,
         block_n=plan.block_n,
+        **place_constants(places, n),
         gated=activation == "swiglu",
         squared=activation == "squared_relu",
         has_norm=norm is not None and not parts,
@@ -232,9 +248,10 @@ def warpgroup_product(
     bias: Tensor | None,
     activation: Activation,
     plan: WarpgroupPlan,
+    places: QkvPlaces | None = None,
 ) -> Tensor:
     """`linear`, or with the activation after it, by a given plan; partial sums if it splits;
-    bfloat16 or float16, on a GPU with warpgroups (Hopper).
+    bfloat16 or float16, on a GPU with warpgroups (Hopper). With `places`, `linear_rope_append`.
 
     An `Unnormed` must have squares, of one group.
 
@@ -255,18 +272,24 @@ def warpgroup_product(
             "warpgroup_product: rows of x and weight must begin at multiples of 16 bytes; found "
             f"strides {x.stride()} and {weight.stride()}."
         )
-    if plan.splits > 1 and (activation or bias is not None):
+    if plan.splits > 1 and (activation or bias is not None or places):
         raise ValueError("warpgroup_product: partial sums can have neither bias nor activation.")
+    _check_places(places, plan.block_n, activation, parts)
     if plan.splits > 1:
         out = torch.empty((plan.splits, rows, n), dtype=torch.float32, device=x.device)
     else:
-        out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+        out = new_outputs(places, rows, n, x)
+    if places is None:
+        weight_chunks = chunks_of(weight, plan.block_n, plan.chunk)
+    else:
+        weight_chunks = pairs_of(weight, places.dim, plan.block_n // 2, plan.chunk)
     grid = (triton.cdiv(n, plan.block_n), plan.splits, triton.cdiv(rows, plan.block_m))
     warpgroup_kernel[grid](
         chunks_of(x, plan.block_m, plan.chunk),
-        chunks_of(weight, plan.block_n, plan.chunk),
+        weight_chunks,
         weight if bias is None else bias,
         squares,
+        *place_arguments(places, n, x),
         out,
         rows,
         n,
@@ -274,6 +297,7 @@ def warpgroup_product(
         eps,
         chunks=plan.chunks,
         ring=plan.ring,
+        **place_constants(places, n),
         gated=activation == "swiglu",
         squared=activation == "squared_relu",
         parts=parts,
@@ -325,6 +349,18 @@ def _squares(x: Tensor | Unnormed, activation: Activation) -> tuple[Tensor, int]
             f"activation {activation!r}."
         )
     return squares, squares.size(2)
+
+
+def _check_places(
+    places: QkvPlaces | None, block_n: int, activation: Activation, parts: int
+) -> None:
+    if places is None:
+        return
+    if activation or parts or places.dim % block_n:
+        raise ValueError(
+            f"linear_rope_append: programs of {block_n} outputs must divide heads of {places.dim}, "
+            f"without an activation ({activation!r}) or squares ({parts})."
+        )
 
 
 def _check_added(added: Tensor | None, n: int, row: Tensor) -> None:

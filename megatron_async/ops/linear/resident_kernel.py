@@ -23,6 +23,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from megatron_async.ops.linear.qkv_places import first_of_pairs, store_heads
+
 Segments = tuple[tuple[int, int], ...]
 
 
@@ -55,6 +57,21 @@ def _layout(segments: Any, s: int, operand: int, warps: int) -> Any:
 def _products(warps: int) -> Any:
     """Each warp multiplies its own share of the inputs."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
+
+
+@gluon.constexpr_function
+def _joined(warps: int, rotates: bool) -> Any:
+    """Layout `[warps, outputs, rows]` in which a thread has the sums of all warps, of an output or,
+    if it `rotates`, of a pair."""
+    if rotates:
+        return gl.BlockedLayout([warps, 2, 1], [1, 8, 4], [1, 1, warps], [1, 2, 0])
+    return gl.BlockedLayout([warps, 1, 1], [1, 16, 2], [1, 1, warps], [1, 2, 0])
+
+
+@gluon.constexpr_function
+def _in_pairs(warps: int) -> Any:
+    """Layout `[pairs, rows]` of a thread's pairs in `_joined`."""
+    return gl.BlockedLayout([1, 1], [8, 4], [1, warps], [0, 1])
 
 
 @gluon.constexpr_function
@@ -113,6 +130,12 @@ def resident_kernel(
     weight: gl.tensor,
     bias: gl.tensor,
     squares: gl.tensor,
+    cos: gl.tensor,
+    sin: gl.tensor,
+    position_ids: gl.tensor,
+    write_index: gl.tensor,
+    key_cache: gl.tensor,
+    value_cache: gl.tensor,
     out: gl.tensor,
     x_stride: gl.tensor,
     residual_stride: gl.tensor,
@@ -124,6 +147,9 @@ def resident_kernel(
     warps: gl.constexpr,
     block_m: gl.constexpr,
     block_n: gl.constexpr,
+    kv_heads: gl.constexpr,
+    group: gl.constexpr,
+    dim: gl.constexpr,
     gated: gl.constexpr,
     squared: gl.constexpr,
     has_norm: gl.constexpr,
@@ -134,11 +160,26 @@ def resident_kernel(
     overlap: gl.constexpr,
 ) -> None:
     """`block_m` rows times `block_n` weight rows, or twice as many if `gated`; divided by the root
-    mean square that follows from `squares`, if a row has `parts` of them."""
+    mean square that follows from `squares`, if a row has `parts` of them. With heads of `dim`
+    elements the outputs are rotated and appended (`QkvPlaces`), and the next kernel starts after
+    the wait, as behind `one_row_kernel`."""
+    rotates: gl.constexpr = dim > 0
     if overlap:
-        gdc_launch_dependents()
+        if not rotates:
+            gdc_launch_dependents()
     first = gl.program_id(0) * block_n
     first_row = gl.program_id(1) * block_m
+    if rotates:
+        pair = first // 2
+        first = first_of_pairs(pair, dim)
+        in_pairs: gl.constexpr = _in_pairs(warps)
+        lane = gl.arange(0, block_n // 2, layout=gl.SliceLayout(1, in_pairs))[:, None]
+        lane = pair % (dim // 2) + lane
+        token = first_row + gl.arange(0, block_m, layout=gl.SliceLayout(0, in_pairs))[None, :]
+        position = gl.load(position_ids + token, mask=token < rows, other=0)
+        place = gl.load(write_index + token, mask=token < rows, other=0)
+        cosine = gl.load(cos + position * dim + lane)
+        sine = gl.load(sin + position * dim + lane)
     start = weight + first.to(gl.int64) * k
     up_start = start + n.to(gl.int64) * k
     weights = ()
@@ -148,6 +189,8 @@ def resident_kernel(
         column = _inputs(segments, s, 0, warps)
         line = _lines(segments, s, 0, warps, block_n)
         inside = (line < n - first) & (column < k)
+        if rotates:
+            line = line // 2 + line % 2 * (dim // 2)
         cell = line * k + column
         weights = weights + (gl.load(start + cell, mask=inside, other=0.0),)
         if gated:
@@ -157,6 +200,8 @@ def resident_kernel(
             scales = scales + (gl.load(norm_weight + column, mask=column < k, other=0.0),)
     if overlap:
         gdc_wait()
+        if rotates:
+            gdc_launch_dependents()
     # All loads before the first sum: they take one trip to memory together.
     values = ()
     befores = ()
@@ -192,7 +237,7 @@ def resident_kernel(
         if gated:
             up_sums = mma_v2(up_weights[s], v, up_sums)
     # Each thread adds up what all warps have of its outputs.
-    joined: gl.constexpr = gl.BlockedLayout([warps, 1, 1], [1, 16, 2], [1, 1, warps], [1, 2, 0])
+    joined: gl.constexpr = _joined(warps, rotates)
     flat: gl.constexpr = gl.SliceLayout(0, joined)
     line = gl.arange(0, block_n, layout=gl.SliceLayout(1, flat))[:, None]
     row = first_row + gl.arange(0, block_m, layout=gl.SliceLayout(0, flat))[None, :]
@@ -208,14 +253,26 @@ def resident_kernel(
         if gated:
             up = up * factor
     if has_bias:
-        y = y + gl.load(bias + first + line, mask=line < n - first, other=0.0).to(gl.float32)
+        its = line // 2 + line % 2 * (dim // 2) if rotates else line
+        y = y + gl.load(bias + first + its, mask=line < n - first, other=0.0).to(gl.float32)
     if gated:
         y = y / (1.0 + gl.exp(-y)) * up
     elif squared:
         y = gl.maximum(y, 0.0)
         y = y * y
-    place = row * n + first + line
-    gl.store(out + place, y.to(out.dtype.element_ty), mask=(line < n - first) & (row < rows))
+    if rotates:
+        pairs = y.reshape([block_n // 2, 2, block_m]).permute([0, 2, 1])
+        y, partner = gl.split(pairs)
+        y = gl.convert_layout(y, in_pairs)
+        partner = gl.convert_layout(partner, in_pairs)
+        head = pair // (dim // 2)
+        store_heads(
+            y, partner, cosine, sine, token, place, lane, head, token < rows,
+            out, key_cache, value_cache, kv_heads, group, dim,
+        )  # fmt: skip
+    else:
+        at = row * n + first + line
+        gl.store(out + at, y.to(out.dtype.element_ty), mask=(line < n - first) & (row < rows))
     if has_residual:
         if gl.program_id(0) == 0:
             for s in gl.static_range(len(segments)):

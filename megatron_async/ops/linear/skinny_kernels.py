@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from megatron_async.ops.dependent_launch import await_previous, let_next_start, prefetch_rows
+from megatron_async.ops.linear.qkv_places import first_of_pairs, store_heads
 
 
 @triton.jit
@@ -23,12 +24,21 @@ def one_row_kernel(
     bias: tl.tensor,
     squares: tl.tensor,
     added: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    position_ids: tl.tensor,
+    write_index: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
     out: tl.tensor,
     n: tl.tensor,
     eps: tl.tensor,
     k: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    dim: tl.constexpr,
     parts: tl.constexpr,
     block_parts: tl.constexpr,
     gated: tl.constexpr,
@@ -46,35 +56,55 @@ def one_row_kernel(
     follows from the inputs, or from `parts` sums of squares, if there are any. A weight row that
     fits `block_k` is loaded before the wait. `residual` is added to the row before the norm,
     `added` to the outputs.
+
+    With heads of `dim` elements the outputs are rotated and appended (`QkvPlaces`): each of the
+    `block_n` with the one half a head behind it. Then the next kernel, which has no weights to
+    load, starts after the wait, and may read what was there before it (`is_settled` of
+    `ops/attention/decode_attention.py`).
     """
-    let_next_start(overlap)
+    rotates: tl.constexpr = dim > 0
+    paired: tl.constexpr = gated or rotates
+    if not rotates:
+        let_next_start(overlap)
     program = tl.program_id(0)
     first = program * block_n
     row_bytes: tl.constexpr = k * (weight.dtype.element_ty.primitive_bitwidth // 8)
     whole: tl.constexpr = k <= block_k
-    start = weight + first.to(tl.int64) * k
-    up_start = start + n.to(tl.int64) * k
-    here = tl.minimum(n - first, block_n)
     line = tl.arange(0, block_n)
+    if rotates:
+        lane = first % (dim // 2) + line
+        head = first // (dim // 2)
+        first = first_of_pairs(first, dim)
+        position = tl.load(position_ids)
+        place = tl.load(write_index)
+        cosine = tl.load(cos + position * dim + lane)
+        sine = tl.load(sin + position * dim + lane)
+    start = weight + first.to(tl.int64) * k
+    up_start = start + ((dim // 2) if rotates else n.to(tl.int64)) * k
+    here = block_n if rotates else tl.minimum(n - first, block_n)
     inside = line < here
     column = tl.arange(0, block_k)
     cell = line[:, None] * k + column[None, :]
     # Inputs as wide as the tile where it moves along the row: no exchange between threads then.
-    place = column[None, :] if whole else line[:, None] * 0 + column[None, :]
+    at_input = column[None, :] if whole else line[:, None] * 0 + column[None, :]
     if whole:
         mask = inside[:, None] & (column < k)[None, :]
         w = tl.load(start + cell, mask=mask, other=0.0).to(tl.float32)
-        if gated:
+        if paired:
             u = tl.load(up_start + cell, mask=mask, other=0.0).to(tl.float32)
         if has_norm:
-            scale = tl.load(norm_weight + place, mask=place < k, other=0.0).to(tl.float32)
+            scale = tl.load(norm_weight + at_input, mask=at_input < k, other=0.0).to(tl.float32)
     else:
         prefetch_rows(start, here, row_bytes, ahead, overlap)
-        if gated:
+        if paired:
             prefetch_rows(up_start, here, row_bytes, ahead, overlap)
     if has_bias:
         shift = tl.load(bias + first + line, mask=inside, other=0.0).to(tl.float32)
+        if rotates:
+            up_shift = tl.load(bias + first + dim // 2 + line).to(tl.float32)
     await_previous(overlap)
+    if rotates:
+        let_next_start(overlap)
     if has_added:  # early: at the end, every program would wait for it
         stream = tl.load(added + first + line, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros((block_n, block_k), tl.float32)
@@ -84,47 +114,56 @@ def one_row_kernel(
         piece = tl.arange(0, block_parts)
         given = tl.load(squares + piece, mask=piece < parts, other=0.0)
     for at in range(0, k, block_k):
-        left = place < k - at
+        left = at_input < k - at
         if not whole:
             mask = inside[:, None] & (column < k - at)[None, :]
             w = tl.load(start + cell + at, mask=mask, other=0.0).to(tl.float32)
-            if gated:
+            if paired:
                 u = tl.load(up_start + cell + at, mask=mask, other=0.0).to(tl.float32)
             if has_norm:
-                scale = tl.load(norm_weight + at + place, mask=left, other=0.0).to(tl.float32)
-        v = tl.load(x + at + place, mask=left, other=0.0).to(tl.float32)
+                scale = tl.load(norm_weight + at + at_input, mask=left, other=0.0).to(tl.float32)
+        v = tl.load(x + at + at_input, mask=left, other=0.0).to(tl.float32)
         if has_norm:
             if has_residual:
-                before = tl.load(residual + at + place, mask=left, other=0.0).to(tl.float32)
+                before = tl.load(residual + at + at_input, mask=left, other=0.0).to(tl.float32)
                 rounded = (before + v).to(total.dtype.element_ty)
                 if program == 0:
                     own = left if whole else left & (line == 0)[:, None]
-                    tl.store(total + at + place, rounded, mask=own)
+                    tl.store(total + at + at_input, rounded, mask=own)
                 v = rounded.to(tl.float32)
             own_squares += v * v
             v = v * scale
         sums += w * v
-        if gated:
+        if paired:
             up_sums += u * v
     y = tl.sum(sums, 1)
+    if paired:
+        up = tl.sum(up_sums, 1)
     if parts > 0:
         y = y * tl.rsqrt(tl.sum(given, 0) / k + eps)
     if has_norm:
         factor = tl.rsqrt(tl.sum(own_squares, 1) / k + eps)
         y = y * factor
+        if paired:
+            up = up * factor
     if has_bias:
         y = y + shift
+        if rotates:
+            up = up + up_shift
     if gated:
-        up = tl.sum(up_sums, 1)
-        if has_norm:
-            up = up * factor
         y = y * tl.sigmoid(y) * up
     elif squared:
         y = tl.maximum(y, 0.0)
         y = y * y
     if has_added:
         y = y.to(out.dtype.element_ty).to(tl.float32) + stream
-    tl.store(out + first + line, y.to(out.dtype.element_ty), mask=inside)
+    if rotates:
+        store_heads(
+            y, up, cosine, sine, 0, place, lane, head, inside,
+            out, key_cache, value_cache, kv_heads, group, dim,
+        )  # fmt: skip
+    else:
+        tl.store(out + first + line, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 cuBLAS does not use programmatic dependent launch, so memory idles before and after each of its
 kernels. The kernels here load their first weights early (`ops/linear/skinny_kernels.py`), small
 products all weights (`ops/linear/resident_kernel.py`). Products include the operations around them:
-before, RMSNorm of one or few rows; after, an MLP's activation. A larger
+before, RMSNorm of one or few rows; after, an MLP's activation, or rotation of queries and keys and
+their append to the KV cache. A larger
 product with fewer outputs than fill the device is split along its inputs. The next kernel adds the
 partial sums in order (`ops/linear/rms_norm.py`), so that results are the same in every run.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_async.ops.attention.rope_append import rope_append_reference
 from megatron_async.ops.linear.planned_products import (
     Activation,
     long_row_product,
@@ -23,6 +25,7 @@ from megatron_async.ops.linear.planned_products import (
     tile_product,
     warpgroup_product,
 )
+from megatron_async.ops.linear.qkv_places import QkvPlaces
 from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_reference
 from megatron_async.ops.linear.skinny_plan import (
     LongRowPlan,
@@ -93,6 +96,43 @@ def linear_squared_relu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
     return _product(x, weight, None, "squared_relu", False)
 
 
+def linear_rope_append(
+    x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, places: QkvPlaces
+) -> Tensor:
+    """`rope_append` of `linear`, in one kernel: a layer launches one kernel less.
+
+    Only where `rotates_heads` of `skinny_plan` says so.
+
+    Args:
+        x: as for `linear`.
+        weight: `[kv_heads * (group + 2) * dim, k]`, of `linear_qkv` in Megatron's order.
+        bias: of as many elements, or None.
+        places: where keys and values go, and what turns queries and keys.
+
+    Returns:
+        queries `[rows, kv_heads * group, dim]`, contiguous.
+    """
+    return _product(x, weight, bias, "", False, places=places)
+
+
+def linear_rope_append_reference(
+    x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, places: QkvPlaces
+) -> Tensor:
+    """`linear_rope_append` in plain torch."""
+    places.group(weight.size(0))
+    mixed_qkv = linear_reference(x, weight, bias)
+    rows = len(mixed_qkv)
+    return rope_append_reference(
+        mixed_qkv,
+        places.cos,
+        places.sin,
+        places.position_ids[:rows],
+        places.write_index[:rows],
+        places.key_cache,
+        places.value_cache,
+    )
+
+
 def linear_reference(
     x: Tensor | Unnormed,
     weight: Tensor,
@@ -128,13 +168,19 @@ def _product(
     activation: Activation,
     may_split: bool,
     added: Tensor | None = None,
+    places: QkvPlaces | None = None,
 ) -> Tensor:
     inputs = x.x if isinstance(x, Unnormed) else x
     norm = isinstance(x, Unnormed) and x.squares is None
     gated = activation == "swiglu"
     plan = plan_product(inputs, weight, gated, may_split and bias is None, norm)
     if isinstance(plan, OneRowPlan):
-        return one_row_product(x, weight, bias, activation, plan, added)
+        return one_row_product(x, weight, bias, activation, plan, added, places)
+    if places is not None and not isinstance(plan, ResidentPlan | WarpgroupPlan):
+        raise ValueError(
+            f"linear_rope_append: a product of {tuple(inputs.shape)} by {tuple(weight.shape)} "
+            "rotates nothing: ask rotates_heads first."
+        )
     if isinstance(plan, LongRowPlan):
         if isinstance(x, Unnormed):
             inputs, x.total = add_rms_norm(x.x, x.residual, x.weight, x.eps)
@@ -145,7 +191,7 @@ def _product(
             "nothing: ask adds_residual first."
         )
     if isinstance(plan, ResidentPlan):
-        return resident_product(x, weight, bias, activation, plan)
+        return resident_product(x, weight, bias, activation, plan, places)
     if isinstance(plan, WarpgroupPlan) and isinstance(x, Unnormed) and x.squares is not None:
         return warpgroup_product(x, weight, bias, activation, plan)
     if isinstance(x, Unnormed):
@@ -156,7 +202,7 @@ def _product(
             )
         inputs, x.total = add_rms_norm(x.x, x.residual, x.weight, x.eps)
     if isinstance(plan, WarpgroupPlan):
-        return warpgroup_product(inputs, weight, bias, activation, plan)
+        return warpgroup_product(inputs, weight, bias, activation, plan, places)
     if isinstance(plan, StreamedPlan):
         return streamed_product(inputs, weight, bias, activation, plan)
     if isinstance(plan, TilePlan):

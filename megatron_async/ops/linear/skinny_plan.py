@@ -212,6 +212,24 @@ def takes_squares(x: Tensor, weight: Tensor, groups: int, may_split: bool) -> bo
     return isinstance(plan, OneRowPlan | ResidentPlan | WarpgroupPlan)
 
 
+def rotates_heads(x: Tensor, weight: Tensor, dim: int, normed: bool) -> bool:
+    """Whether a product by a qkv weight should rotate and append its outputs itself
+    (`linear_rope_append`): where each program has pairs of one head, and no partial sums.
+
+    Args:
+        x: `[rows, k]`.
+        weight: `[outputs, k]`.
+        dim: of a head.
+        normed: the product takes the norm before it along, if it can.
+    """
+    plan = plan_product(x, weight, normed=normed)
+    if isinstance(plan, OneRowPlan):
+        return x.size(1) <= plan.block_k and dim % plan.block_n == 0
+    if isinstance(plan, ResidentPlan | WarpgroupPlan):
+        return dim % plan.block_n == 0
+    return False
+
+
 @lru_cache
 def _is_measured(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index)[0] == MEASURED_MAJOR

@@ -8,7 +8,9 @@ the wait, and behind it the rows, chunk by chunk, each multiplied when it is the
 
 Written in Gluon, the form of Triton in which a program states the place of each element.
 """
-# mypy does not know that a loop over constants is unrolled.
+# Gluon does not know `and` of the two kinds of `if`; mypy does not know that a loop over constants
+# is unrolled.
+# ruff: noqa: SIM102
 # mypy: disable-error-code="assignment"
 
 from __future__ import annotations
@@ -26,8 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from megatron_async.ops.linear.qkv_places import first_of_pairs, store_heads
+
 IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """How the copy engine stores a chunk, and the matrix units read it."""
+HALVES_IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+"""The same bytes, as two halves of a chunk's rows."""
 
 
 def chunks_of(rows: Tensor, block: int, chunk: int) -> TensorDescriptor:
@@ -36,12 +42,25 @@ def chunks_of(rows: Tensor, block: int, chunk: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(rows, [block, chunk], IN_SHARED_MEMORY)
 
 
+def pairs_of(weight: Tensor, dim: int, pairs: int, chunk: int) -> TensorDescriptor:
+    """The same of a qkv weight `[heads * dim, elements]`: each time `pairs` rows of one half of a
+    head, and as many half a head behind them."""
+    halves = weight.view(-1, dim // 2, weight.size(1))
+    return TensorDescriptor.from_tensor(halves, [2, pairs, chunk], HALVES_IN_SHARED_MEMORY)
+
+
 @gluon.jit
 def warpgroup_kernel(
     x_chunks: tma.tensor_descriptor,
     weight_chunks: tma.tensor_descriptor,
     bias: gl.tensor,
     squares: gl.tensor,
+    cos: gl.tensor,
+    sin: gl.tensor,
+    position_ids: gl.tensor,
+    write_index: gl.tensor,
+    key_cache: gl.tensor,
+    value_cache: gl.tensor,
     out: gl.tensor,
     rows: gl.tensor,
     n: gl.tensor,
@@ -49,6 +68,9 @@ def warpgroup_kernel(
     eps: gl.tensor,
     chunks: gl.constexpr,
     ring: gl.constexpr,
+    kv_heads: gl.constexpr,
+    group: gl.constexpr,
+    dim: gl.constexpr,
     gated: gl.constexpr,
     squared: gl.constexpr,
     parts: gl.constexpr,
@@ -59,13 +81,17 @@ def warpgroup_kernel(
     """A block of rows times a block of weight rows, or of two halves of the weight if `gated`, over
     one share of the inputs: `chunks` of them, of which `ring` are in shared memory at a time. The
     sums are divided by the root mean square that follows from `squares`, if a row has `parts` of
-    them.
+    them. With heads of `dim` elements the outputs are rotated and appended (`QkvPlaces`), and the
+    next kernel starts after the wait, as behind `one_row_kernel`.
     """
+    rotates: gl.constexpr = dim > 0
     if overlap:
-        gdc_launch_dependents()
+        if not rotates:
+            gdc_launch_dependents()
     dtype: gl.constexpr = x_chunks.dtype
     block_m: gl.constexpr = x_chunks.block_shape[0]
-    block_n: gl.constexpr = weight_chunks.block_shape[0]
+    pairs: gl.constexpr = weight_chunks.block_shape[1] if rotates else 0
+    block_n: gl.constexpr = 2 * pairs if rotates else weight_chunks.block_shape[0]
     chunk: gl.constexpr = x_chunks.block_shape[1]
     halves: gl.constexpr = 2 if gated else 1
     warps: gl.constexpr = block_m // 16
@@ -75,24 +101,38 @@ def warpgroup_kernel(
     part = gl.program_id(1)
     begin = part * (chunks * chunk)
     first_row = gl.program_id(2) * block_m
-    weights = gl.allocate_shared_memory(
-        dtype, [chunks * halves, block_n, chunk], weight_chunks.layout
-    )
+    weights = gl.allocate_shared_memory(dtype, [chunks * halves, block_n, chunk], IN_SHARED_MEMORY)
     x = gl.allocate_shared_memory(dtype, [ring, block_m, chunk], x_chunks.layout)
     # One barrier a chunk of x, and the last one for all weights.
     arrived = gl.allocate_shared_memory(gl.int64, [chunks + 1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(chunks + 1):
         mbarrier.init(arrived.index(i), count=1)
     mbarrier.expect(arrived.index(chunks), chunks * halves * weight_bytes)
+    pair = gl.program_id(0) * pairs
     for i in gl.static_range(chunks * halves):
-        place = [first + i // chunks * n, begin + i % chunks * chunk]
-        tma.async_copy_global_to_shared(
-            weight_chunks, place, arrived.index(chunks), weights.index(i)
-        )
+        to = weights.index(i)
+        if rotates:
+            # The same elements of both halves of a head, one half behind the other.
+            to = to._reinterpret(dtype, weight_chunks.block_shape, weight_chunks.layout)
+            source = [pair // (dim // 2) * 2, pair % (dim // 2), begin + i * chunk]
+        else:
+            source = [first + i // chunks * n, begin + i % chunks * chunk]
+        tma.async_copy_global_to_shared(weight_chunks, source, arrived.index(chunks), to)
     for i in gl.static_range(chunks):
         mbarrier.expect(arrived.index(i), x_bytes)
+    if rotates:
+        in_pairs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, pairs, 16])
+        token = first_row + gl.arange(0, block_m, layout=gl.SliceLayout(1, in_pairs))[:, None]
+        lane = gl.arange(0, pairs, layout=gl.SliceLayout(0, in_pairs))[None, :]
+        lane = pair % (dim // 2) + lane
+        position = gl.load(position_ids + token, mask=token < rows, other=0)
+        cell = gl.load(write_index + token, mask=token < rows, other=0)
+        cosine = gl.load(cos + position * dim + lane)
+        sine = gl.load(sin + position * dim + lane)
     if overlap:
         gdc_wait()
+        if rotates:
+            gdc_launch_dependents()
     for i in gl.static_range(ring):
         place = [first_row, begin + i * chunk]
         tma.async_copy_global_to_shared(x_chunks, place, arrived.index(i), x.index(i))
@@ -124,7 +164,11 @@ def warpgroup_kernel(
             tma.async_copy_global_to_shared(x_chunks, place, arrived.index(i + ring), values)
     y, up = warpgroup_mma_wait(0, deps=(sums, up_sums))
     row = first_row + gl.arange(0, block_m, layout=gl.SliceLayout(1, layout))[:, None]
-    column = first + gl.arange(0, block_n, layout=gl.SliceLayout(0, layout))[None, :]
+    column = gl.arange(0, block_n, layout=gl.SliceLayout(0, layout))[None, :]
+    if rotates:
+        column = first_of_pairs(pair, dim) + column // pairs * (dim // 2) + column % pairs
+    else:
+        column = first + column
     if parts > 0:
         whole = gl.convert_layout(whole, gl.SliceLayout(1, layout))[:, None]
         y = y * gl.rsqrt(whole / k + eps)
@@ -135,5 +179,16 @@ def warpgroup_kernel(
     elif squared:
         y = gl.maximum(y, 0.0)
         y = y * y
-    target = out + (part * rows + row) * n + column
-    gl.store(target, y.to(out.dtype.element_ty), mask=(row < rows) & (column < n))
+    if rotates:
+        halves_of = y.reshape([block_m, 2, pairs]).permute([0, 2, 1])
+        y, partner = gl.split(halves_of)
+        y = gl.convert_layout(y, in_pairs)
+        partner = gl.convert_layout(partner, in_pairs)
+        head = pair // (dim // 2)
+        store_heads(
+            y, partner, cosine, sine, token, cell, lane, head, token < rows,
+            out, key_cache, value_cache, kv_heads, group, dim,
+        )  # fmt: skip
+    else:
+        target = out + (part * rows + row) * n + column
+        gl.store(target, y.to(out.dtype.element_ty), mask=(row < rows) & (column < n))

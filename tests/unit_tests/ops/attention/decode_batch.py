@@ -48,7 +48,7 @@ class Batch:
             self.workspace = DecodeWorkspace(rows, kv_heads * group, kv_heads, dim, device, width)
         for tensor in (self.workspace.output, self.workspace.maximum, self.workspace.total):
             tensor.fill_(float("nan"))
-        for tensor in (self.workspace.schedule.items, self.workspace.schedule.joins):
+        for tensor in (self.workspace.schedule.items, self.workspace.schedule.splits):
             tensor.fill_(2**30)
 
     def random(self, *shape):

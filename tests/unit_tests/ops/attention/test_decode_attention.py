@@ -6,6 +6,7 @@ import pytest
 import torch
 from decode_batch import Batch, processors
 
+from megatron_async.ops.attention import decode_attention
 from megatron_async.ops.attention.decode_attention import (
     JOIN_CHUNK,
     DecodeWorkspace,
@@ -73,14 +74,17 @@ def test_several_query_tokens_a_row(
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("is_settled", [False, True])
-def test_more_parts_than_are_joined_at_once(is_settled, width, device):
-    """Maxima grow and shrink from chunk to chunk; of the last one some query tokens see nothing."""
+@pytest.mark.parametrize("most_joined", [0, 1])
+def test_many_parts(is_settled, width, most_joined, device, monkeypatch):
+    """Maxima grow and shrink from chunk to chunk; of the last one some query tokens see nothing.
+    Joined by the last program, or by the second kernel, which takes several chunks of parts."""
+    monkeypatch.setattr(decode_attention, "MOST_JOINED", most_joined)
     lengths = [64 * JOIN_CHUNK + width - 1, 70, 64 * (2 * JOIN_CHUNK + 3)]
     batch = Batch(max(lengths), 3, 64, 1, 2, 32, torch.float32, device, width=width)
     expected = batch.refill(lengths, query_scale=10.0)
-    _items, joins = schedule_reference(lengths, batch.workspace.schedule.extra, 64)
-    assert [parts for _row, _slot, parts in joins] == [
-        2 * JOIN_CHUNK + 3, JOIN_CHUNK + (width > 1), 2
+    _items, splits = schedule_reference(lengths, batch.workspace.schedule.extra, 64)
+    assert [parts for _slot, parts in splits] == [
+        JOIN_CHUNK + (width > 1), 2, 2 * JOIN_CHUNK + 3
     ]  # fmt: skip
     batch.run(is_settled)
     batch.check(expected)

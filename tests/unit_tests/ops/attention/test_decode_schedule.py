@@ -22,18 +22,18 @@ def test_schedule(count, kv_heads, tile, device):
         if rows == 64:
             lengths[9] = 32_768  # one long row
         schedule.items.fill_(2**30)
-        schedule.joins.fill_(2**30)
+        schedule.splits.fill_(2**30)
         schedule.update(torch.tensor(lengths, dtype=torch.int32, device=device))
         items = [tuple(item) for item in schedule.items.tolist()]
-        joins = [tuple(join[:3]) for join in schedule.joins.tolist()]
-        expected_items, expected_joins = schedule_reference(lengths, schedule.extra, tile)
-        used, count_joins = len(expected_items), len(expected_joins)
+        splits = [tuple(split) for split in schedule.splits.tolist()]
+        expected_items, expected_splits = schedule_reference(lengths, schedule.extra, tile)
+        used = len(expected_items)
         assert items[:used] == expected_items
         assert used <= rows + schedule.extra
         unused = items[used : rows + schedule.extra]
         assert all(item[:3] == (-1, 0, 0) for item in unused)
-        assert joins[0][0] == count_joins <= schedule.max_joins
-        assert joins[1 : 1 + count_joins] == expected_joins
+        assert splits[:rows] == expected_splits
+        assert set(splits[rows:]) <= {(2**30, 2**30)}, "of no row"
         slots = [item[3] for item in expected_items if item[3] >= 0]
         assert slots == list(range(len(slots)))
         assert len(slots) <= schedule.slots
@@ -52,6 +52,6 @@ def test_long_row_is_cut_and_short_ones_are_not(device):
     with processors(132):
         schedule = DecodeSchedule(64, 8, 64, device)
     lengths = [256] * 63 + [32_768]
-    items, joins = schedule_reference(lengths, schedule.extra, 64)
-    assert joins == [(63, 0, len(items) - 63)]
+    items, splits = schedule_reference(lengths, schedule.extra, 64)
+    assert splits == [(-1, 1)] * 63 + [(0, len(items) - 63)]
     assert len(items) - 63 > 16

@@ -168,10 +168,11 @@ class Program:
             int64=torch.int64, allocate_shared_memory=self.allocate,
             SliceLayout=_none, NVMMADistributedLayout=_none, BlockedLayout=_none, rsqrt=torch.rsqrt,
             zeros=lambda shape, dtype, layout: torch.zeros(shape), sum=torch.sum,
-            convert_layout=lambda value, layout: value,
+            convert_layout=lambda value, layout: value, split=lambda value: value.unbind(-1),
         )  # fmt: skip
         return {
             "gl": gl,
+            "tl": gl,
             "tma": SimpleNamespace(async_copy_global_to_shared=self.copy),
             "mbarrier": SimpleNamespace(
                 init=_none, expect=self.expect, wait=Barrier.wait, MBarrierLayout=_none
@@ -196,8 +197,8 @@ def _where(condition: bool, one: int, other: int) -> int:
     return one if condition else other
 
 
-def _load(pointer: Pointer, mask: Tensor, other: float) -> Tensor:
-    place, mask = torch.broadcast_tensors(pointer.place, mask)
+def _load(pointer: Pointer, mask: Any = True, other: float = 0.0) -> Tensor:
+    place, mask = torch.broadcast_tensors(pointer.place, torch.as_tensor(mask))
     found = torch.full(place.shape, other, dtype=pointer.memory.dtype)
     found[mask] = pointer.memory.view(-1)[place[mask]]
     return found

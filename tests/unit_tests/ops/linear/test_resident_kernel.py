@@ -25,21 +25,27 @@ NUMBERS = {"x_stride", "residual_stride", "rows", "n"}
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")
 
 
-def compiled(k, plan, *, gated=False, normed=False, parts=0):
+TYPES = {
+    "eps": "fp32", "squares": "*fp32", "cos": "*fp32", "sin": "*fp32", "position_ids": "*i64",
+    "write_index": "*i64",
+}  # fmt: skip
+
+
+def compiled(k, plan, *, gated=False, normed=False, parts=0, heads=(0, 0, 0)):
     segments = segments_of(k, plan.warps)
     constants = {
         "k": k, "segments": segments, "warps": plan.warps, "block_m": plan.block_m,
         "block_n": plan.block_n, "gated": gated, "squared": False, "has_norm": normed,
         "has_residual": normed, "parts": parts, "block_parts": triton.next_power_of_2(parts),
         "has_bias": False, "overlap": True,
+        **dict(zip(("kv_heads", "group", "dim"), heads, strict=True)),
     }  # fmt: skip
     signature, attributes = {}, {}
     for place, name in enumerate(resident_kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
             continue
-        signature[name] = "fp32" if name == "eps" else "i32" if name in NUMBERS else "*bf16"
-        signature[name] = "*fp32" if name == "squares" else signature[name]
+        signature[name] = "i32" if name in NUMBERS else TYPES.get(name, "*bf16")
         if name not in ("eps", "rows"):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(resident_kernel, signature, constants, attributes)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 from gluon_emulator import EmulatedKernel
-from test_resident_kernel import HOPPER, products_of, spilled_bytes
+from test_resident_kernel import HOPPER, TYPES, products_of, spilled_bytes
 from test_skinny_linear import BRAIN, HALF, assert_close, expected_product, random, weight_of
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton_interpreter import INTERPRETED
@@ -18,7 +18,11 @@ from megatron_async.ops.linear.planned_products import warpgroup_product
 from megatron_async.ops.linear.skinny_linear import linear, linear_swiglu
 from megatron_async.ops.linear.skinny_plan import choose_plan
 from megatron_async.ops.linear.unnormed import Unnormed
-from megatron_async.ops.linear.warpgroup_kernel import IN_SHARED_MEMORY, warpgroup_kernel
+from megatron_async.ops.linear.warpgroup_kernel import (
+    HALVES_IN_SHARED_MEMORY,
+    IN_SHARED_MEMORY,
+    warpgroup_kernel,
+)
 from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="compiles")
@@ -126,15 +130,19 @@ class TestOnGpu:
                 assert_close(whole, expected_product(x, weight, activation=activation), BRAIN)
 
 
-def compiled(plan, gated, parts=0):
+def compiled(plan, gated, parts=0, heads=(0, 0, 0)):
     constants = {"chunks": plan.chunks, "ring": plan.ring, "gated": gated, "squared": False}
     constants |= {"parts": parts, "block_parts": triton.next_power_of_2(parts)}
     constants |= {"has_bias": False, "overlap": True}
+    constants |= dict(zip(("kv_heads", "group", "dim"), heads, strict=True))
     types = {
         name: f"tensordesc<bf16[{lines}, {plan.chunk}],{IN_SHARED_MEMORY!r}>"
         for name, lines in (("x_chunks", plan.block_m), ("weight_chunks", plan.block_n))
     }
-    types |= {"rows": "i32", "n": "i32", "k": "i32", "eps": "fp32", "squares": "*fp32"}
+    if heads[2]:
+        block = f"bf16[2, {plan.block_n // 2}, {plan.chunk}]"
+        types["weight_chunks"] = f"tensordesc<{block},{HALVES_IN_SHARED_MEMORY!r}>"
+    types |= TYPES | {"rows": "i32", "n": "i32", "k": "i32"}
     signature = {
         name: "constexpr" if name in constants else types.get(name, "*bf16")
         for name in warpgroup_kernel.arg_names

@@ -1,0 +1,160 @@
+"""Where a product by a qkv weight puts its outputs, if it also rotates and appends them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class QkvPlaces:
+    """The arguments of `rope_append` behind the rows; without q/k norms and gates, and with heads
+    that are rotated as a whole.
+
+    Attributes:
+        cos, sin: float32 `[positions, dim]`, contiguous, the tables of `RotaryTable`.
+        position_ids: int64 `[tokens]`, rows of the tables; written before the step's first layer.
+        write_index: int64 `[tokens]`: place in the cache, block * block size + offset, all
+            different; written as early.
+        key_cache, value_cache: `[blocks, block size, kv_heads, dim]`, contiguous, dtype of the
+            product; written in place.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    position_ids: Tensor
+    write_index: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+
+    @property
+    def dim(self) -> int:
+        """Elements of a head."""
+        return self.key_cache.size(-1)
+
+    def group(self, outputs: int) -> int:
+        """Query heads of each KV head, if a product has so many outputs.
+
+        Raises:
+            ValueError: tensors that do not fit each other or the product.
+        """
+        kv_heads, dim = self.key_cache.shape[-2:]
+        group, rest = divmod(outputs, kv_heads * dim)
+        group -= 2
+        if rest or group < 1 or dim % 2:
+            raise ValueError(
+                f"qkv product: {outputs} outputs are not {kv_heads} KV heads x (query heads + 2) x "
+                f"an even dim {dim}: pass the weight of linear_qkv and this model's KV cache."
+            )
+        whole = (self.cos, self.sin, self.key_cache, self.value_cache)
+        alike = self.cos.shape == self.sin.shape and self.key_cache.shape == self.value_cache.shape
+        if self.cos.size(1) != dim or not alike or not all(t.is_contiguous() for t in whole):
+            raise ValueError(
+                f"qkv product: cos and sin must be [positions, {dim}] and the caches alike, all "
+                f"contiguous; found {tuple(self.cos.shape)}, {tuple(self.sin.shape)}, "
+                f"{tuple(self.key_cache.shape)} and {tuple(self.value_cache.shape)}."
+            )
+        return group
+
+
+def place_arguments(places: QkvPlaces | None, outputs: int, x: Tensor) -> tuple[Any, ...]:
+    """A kernel's arguments from `cos` to `value_cache`; x where there are no places.
+
+    Raises:
+        ValueError: places that do not fit the product of x, `[rows, k]`, with so many outputs.
+    """
+    if places is None:
+        return (x,) * 6
+    places.group(outputs)
+    rows = x.size(0)
+    if min(places.position_ids.numel(), places.write_index.numel()) < rows:
+        raise ValueError(
+            f"qkv product: {rows} rows, and positions of {places.position_ids.numel()} and places "
+            f"of {places.write_index.numel()}."
+        )
+    if places.key_cache.dtype != x.dtype:
+        raise ValueError(
+            f"qkv product: rows of {x.dtype} and caches of {places.key_cache.dtype} must have one "
+            "dtype."
+        )
+    return (
+        places.cos, places.sin, places.position_ids, places.write_index, places.key_cache,
+        places.value_cache,
+    )  # fmt: skip
+
+
+def place_constants(places: QkvPlaces | None, outputs: int) -> dict[str, int]:
+    """A kernel's constants; of 0 where there are no places."""
+    if places is None:
+        return {"kv_heads": 0, "group": 0, "dim": 0}
+    group, kv_heads = places.group(outputs), places.key_cache.size(-2)
+    return {"kv_heads": kv_heads, "group": group, "dim": places.dim}
+
+
+def new_outputs(places: QkvPlaces | None, rows: int, outputs: int, x: Tensor) -> Tensor:
+    """A place for a product: `[rows, outputs]`, or the queries `[rows, heads, dim]`."""
+    if places is None:
+        return torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    heads = outputs // places.dim - 2 * places.key_cache.size(-2)
+    return torch.empty((rows, heads, places.dim), dtype=x.dtype, device=x.device)
+
+
+@triton.jit
+def first_of_pairs(pair: tl.tensor, dim: tl.constexpr) -> tl.tensor:
+    """The weight row of the first element of a pair; pairs are numbered through all heads, and the
+    second element of each is half a head behind the first."""
+    half: tl.constexpr = dim // 2
+    return pair // half * dim + pair % half
+
+
+@triton.jit
+def store_heads(
+    first: tl.tensor,
+    second: tl.tensor,
+    cosine: tl.tensor,
+    sine: tl.tensor,
+    row: tl.tensor,
+    place: tl.tensor,
+    lane: tl.tensor,
+    head: tl.tensor,
+    exists: tl.tensor,
+    query: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    dim: tl.constexpr,
+) -> None:
+    """Rotate pairs of one head, as `rope_append` does, and put them where they belong.
+
+    Kernels in Triton and in Gluon call it.
+
+    Outputs are rounded before and after, as two kernels would. `first` and `second`, `cosine` and
+    `sine` have one shape; `row`, `place` in the cache and `lane` in the half head reach it.
+    """
+    dtype: tl.constexpr = query.dtype.element_ty
+    kv_head = head // (group + 2)
+    member = head % (group + 2)
+    first = first.to(dtype)
+    second = second.to(dtype)
+    cell = (place * kv_heads + kv_head) * dim + lane
+    if member == group + 1:
+        tl.store(value_cache + cell, first, mask=exists)
+        tl.store(value_cache + cell + dim // 2, second, mask=exists)
+    else:
+        a = first.to(tl.float32)
+        b = second.to(tl.float32)
+        turned = (a * cosine - b * sine).to(dtype)
+        turned_second = (b * cosine + a * sine).to(dtype)
+        if member == group:
+            tl.store(key_cache + cell, turned, mask=exists)
+            tl.store(key_cache + cell + dim // 2, turned_second, mask=exists)
+        else:
+            target = query + ((row * kv_heads + kv_head) * group + member) * dim + lane
+            tl.store(target, turned, mask=exists)
+            tl.store(target + dim // 2, turned_second, mask=exists)

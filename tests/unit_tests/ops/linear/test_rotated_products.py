@@ -1,0 +1,243 @@
+"""Products that rotate and append their outputs, against a product and `rope_append`."""
+
+import re
+
+import pytest
+import torch
+from gluon_emulator import EmulatedKernel
+from test_resident_kernel import compiled as compiled_resident
+from test_resident_kernel import spilled_bytes
+from test_skinny_linear import BRAIN, assert_close, random, weight_of
+from test_warpgroup_kernel import compiled as compiled_warpgroup
+from triton_interpreter import INTERPRETED
+
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.ops.linear import planned_products, skinny_linear
+from megatron_async.ops.linear import warpgroup_kernel as kernel_module
+from megatron_async.ops.linear.planned_products import (
+    one_row_product,
+    resident_product,
+    warpgroup_product,
+)
+from megatron_async.ops.linear.qkv_places import QkvPlaces
+from megatron_async.ops.linear.skinny_linear import (
+    linear_rope_append,
+    linear_rope_append_reference,
+)
+from megatron_async.ops.linear.skinny_plan import (
+    OneRowPlan,
+    ResidentPlan,
+    choose_plan,
+    rotates_heads,
+)
+from megatron_async.ops.linear.unnormed import Unnormed
+from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
+
+HEADS = [(3, 3, 64), (2, 4, 32), (1, 1, 128)]
+"""(KV heads, query heads of each, elements of a head)."""
+compiles = pytest.mark.skipif(INTERPRETED, reason="compiles")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def same_numbers(poisoned_memory):
+    torch.manual_seed(0)
+
+
+def places_of(rows, kv_heads, dim, dtype, device):
+    """Random positions; places in caches of NaN, more than the rows need."""
+    angles = random(50, dim // 2, device=device) * 3
+    angles = torch.cat((angles, angles), 1)
+    positions = torch.randint(50, (rows + 2,), device=device)
+    write_index = torch.randperm(7 * 16 * -(-rows // 64), device=device)[: rows + 2]
+    blocks = write_index.numel() + 200
+    caches = torch.full((2, blocks, 16, kv_heads, dim), torch.nan, dtype=dtype, device=device)
+    return QkvPlaces(angles.cos(), angles.sin(), positions, write_index, caches[0], caches[1])
+
+
+def copy_of(places):
+    caches = places.key_cache.clone(), places.value_cache.clone()
+    return QkvPlaces(places.cos, places.sin, places.position_ids, places.write_index, *caches)
+
+
+def check(product, rows, heads, k, dtype, device, normed=False, biased=False):
+    """Queries, keys and values are right, and nothing else is written."""
+    kv_heads, group, dim = heads
+    outputs = kv_heads * (group + 2) * dim
+    weight = weight_of(outputs, k, dtype, device)
+    x = random(rows, k + 24, dtype=dtype, device=device)[:, 8 : k + 8]
+    bias = random(outputs, dtype=dtype, device=device) if biased else None
+    places = places_of(rows, kv_heads, dim, dtype, device)
+    expected_places = copy_of(places)
+    if normed:
+        residual = random(rows, k, dtype=dtype, device=device)
+        factors = (1 + random(k, device=device) / 8).to(dtype)
+        given, reference = (Unnormed(x, residual, factors, 1e-5) for _ in "ab")
+    else:
+        given = reference = x
+    expected = linear_rope_append_reference(reference, weight, bias, expected_places)
+    found = product(given, weight, bias, places)
+    assert found.shape == (rows, kv_heads * group, dim)
+    assert_close(found.flatten(1), expected.flatten(1), dtype)
+    for cache, theirs in (
+        (places.key_cache, expected_places.key_cache),
+        (places.value_cache, expected_places.value_cache),
+    ):
+        assert torch.equal(cache.isnan(), theirs.isnan()), "another place was written"
+        cells = places.write_index[:rows]
+        mine, other = (c.flatten(0, 1)[cells].flatten(1) for c in (cache, theirs))
+        assert_close(mine, other, dtype)
+    if normed:
+        assert torch.equal(given.total, reference.total)
+
+
+class TestOneRow:
+    @pytest.mark.parametrize("heads", HEADS)
+    @pytest.mark.parametrize("block_n", [2, 4, 8])
+    @pytest.mark.parametrize(("k", "block_k"), [(192, 256), (200, 64)])
+    @pytest.mark.parametrize("normed", [False, True])
+    def test_small_shapes(self, heads, block_n, k, block_k, normed, device):
+        plan = OneRowPlan(block_n, block_k, 2, 0)
+
+        def product(x, weight, bias, places):
+            return one_row_product(x, weight, bias, "", plan, places=places)
+
+        dtype = torch.float32 if INTERPRETED else BRAIN
+        check(product, 1, heads, k, dtype, device, normed, biased=not normed)
+
+
+@pytest.mark.usefixtures("emulated")
+class TestEmulated:
+    """The warpgroup kernel on a CPU."""
+
+    @pytest.fixture
+    def emulated(self, monkeypatch):
+        kernel = EmulatedKernel(kernel_module, "warpgroup_kernel")
+        monkeypatch.setattr(planned_products, "warpgroup_kernel", kernel)
+        monkeypatch.setattr(planned_products, "launch_options", lambda x: {"overlap": True})
+
+    @pytest.mark.parametrize("heads", HEADS)
+    @pytest.mark.parametrize(
+        ("rows", "plan"),
+        [(40, WarpgroupPlan(64, 32, 1, 64, 3, 3)), (130, WarpgroupPlan(128, 16, 1, 128, 2, 2))],
+    )
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_small_shapes(self, heads, rows, plan, biased):
+        def product(x, weight, bias, places):
+            return warpgroup_product(x, weight, bias, "", plan, places)
+
+        check(product, rows, heads, 192, BRAIN, "cpu", biased=biased)
+
+
+SMOLLM2 = DUMMY_SHAPES["smollm2-135m"]
+QKV = (960, 576)
+
+
+@compiles
+@pytest.mark.parametrize("rows", [2, 16, 32])
+def test_resident_kernel_keeps_its_form(rows, tmp_path):
+    """All weights come before the wait, and the next kernel starts after it."""
+    plan = choose_plan(rows, *QKV, BRAIN, False, False, True)
+    assert isinstance(plan, ResidentPlan)
+    asm = compiled_resident(QKV[1], plan, normed=True, heads=(3, 3, 64))
+    before, behind = asm["ptx"].split("griddepcontrol.wait")
+    loads = re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", before)
+    found = sum(int(count or 1) * int(bits) // 8 for count, bits in loads)
+    assert found * 32 * plan.warps >= plan.block_n * QKV[1] * 2
+    assert "griddepcontrol.launch_dependents" in behind
+    assert "griddepcontrol.launch_dependents" not in before
+    assert behind.count("bar.sync") <= 5, "rotating needs no meeting of the warps"
+    assert spilled_bytes(asm, tmp_path) == 0
+
+
+@compiles
+@pytest.mark.parametrize("rows", [64, 128, 256, 512])
+def test_warpgroup_kernel_keeps_its_form(rows, tmp_path):
+    plan = choose_plan(rows, *QKV, BRAIN, False, False, True)
+    assert isinstance(plan, WarpgroupPlan)
+    kernel = compiled_warpgroup(plan, False, heads=(3, 3, 64))
+    before, behind = kernel.asm["ptx"].split("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in behind
+    assert before.count("cp.async.bulk.tensor") >= plan.chunks
+    last = behind.rindex("wgmma")
+    assert "bar.sync" not in behind[last:], "rotating needs no meeting of the warps"
+    assert spilled_bytes(kernel.asm, tmp_path) == 0
+
+
+class TestBadInput:
+    """A clear error on the host, before any kernel."""
+
+    @pytest.fixture
+    def arguments(self, device):
+        places = places_of(1, 2, 32, torch.float32, device)
+        weight = weight_of(192, 64, torch.float32, device)
+        return {"x": random(1, 64, device=device), "weight": weight, "places": places}
+
+    def run(self, arguments, **changed):
+        places = arguments["places"]
+        fields = {name: getattr(places, name) for name in places.__dataclass_fields__}
+        places = QkvPlaces(**fields | changed)
+        x, weight = arguments["x"], arguments["weight"]
+        return one_row_product(x, weight, None, "", OneRowPlan(4, 64, 2, 0), places=places)
+
+    @pytest.mark.parametrize(
+        ("name", "change", "message"),
+        [
+            ("cos", lambda t: t[:, :16], r"\[positions, 32\]"),
+            ("key_cache", lambda t: t[:-1], "the caches alike"),
+            ("key_cache", lambda t: t[..., ::2], "KV heads x|contiguous"),
+            ("position_ids", lambda t: t[:0], "1 rows, and positions of 0"),
+            ("write_index", lambda t: t[:0], "places of 0"),
+        ],
+    )
+    def test_tensors(self, arguments, name, change, message):
+        with pytest.raises(ValueError, match=message):
+            self.run(arguments, **{name: change(getattr(arguments["places"], name))})
+
+    def test_dtype(self, arguments):
+        caches = {
+            name: getattr(arguments["places"], name).half() for name in ("key_cache", "value_cache")
+        }
+        with pytest.raises(ValueError, match="one dtype"):
+            self.run(arguments, **caches)
+
+    def test_plan(self, arguments):
+        weight, places = arguments["weight"], arguments["places"]
+        plan = OneRowPlan(64, 64, 2, 0)
+        with pytest.raises(ValueError, match="must divide heads of 32"):
+            one_row_product(arguments["x"], weight, None, "", plan, places=places)
+
+    def test_no_plan(self, arguments, monkeypatch):
+        monkeypatch.setattr(skinny_linear, "plan_product", lambda *_: None)
+        with pytest.raises(ValueError, match="ask rotates_heads first"):
+            linear_rope_append(arguments["x"], arguments["weight"], None, arguments["places"])
+
+
+@on_gpu
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("heads", HEADS)
+    @pytest.mark.parametrize("rows", [1, 2, 8, 13, 16, 32, 33, 64, 65, 128, 200, 256, 512])
+    @pytest.mark.parametrize("normed", [False, True])
+    def test_by_the_rule(self, heads, rows, normed):
+        kv_heads, group, dim = heads
+        k = 576
+        outputs = kv_heads * (group + 2) * dim
+        x, weight = (
+            random(rows, k, dtype=BRAIN, device="cuda"),
+            weight_of(outputs, k, BRAIN, "cuda"),
+        )
+        assert rotates_heads(x, weight, dim, normed)
+        check(linear_rope_append, rows, heads, k, BRAIN, "cuda", normed, biased=not normed)
+
+    @pytest.mark.parametrize("rows", [2, 8, 16])
+    @pytest.mark.parametrize("block_n", [16, 32])
+    @pytest.mark.parametrize("warps", [4, 8])
+    def test_resident(self, rows, block_n, warps):
+        plan = ResidentPlan(8 if rows <= 8 else 16, block_n, warps)
+
+        def product(x, weight, bias, places):
+            return resident_product(x, weight, bias, "", plan, places)
+
+        for heads in HEADS:
+            check(product, rows, heads, 576, BRAIN, "cuda", normed=True, biased=True)
