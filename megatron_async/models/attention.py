@@ -67,7 +67,11 @@ class PagedSelfAttention(SelfAttention):
             )
         query = self._rotated(hidden_states, inference_context)
         if query is not None:
-            scale = self.config.softmax_scale
+            scale, proj = self.config.softmax_scale, self.linear_proj
+            if proj.joins_parts(query.flatten(1), query.size(1)):
+                parts = inference_context.attend_row(self.kv_layer_index, query, scale)
+                if parts is not None:
+                    return proj(parts)
             context = inference_context.attend(self.kv_layer_index, query, scale)
         else:
             mixed_qkv, _unused = self.linear_qkv(hidden_states)
@@ -87,10 +91,13 @@ class PagedSelfAttention(SelfAttention):
     def _rotated(self, hidden_states: Tensor | Unnormed, view: ContextGPUView) -> Tensor | None:
         """Queries, where the projection rotates and appends too."""
         plain = self.q_layernorm is None and not self.config.attention_output_gate
-        if not plain or not isinstance(self.linear_qkv, InferenceColumnParallelLinear):
+        layer = self.linear_qkv
+        if not plain or not isinstance(layer, InferenceColumnParallelLinear):
+            return None
+        if not layer.weight.is_cuda:
             return None
         places = view.qkv_places(self.kv_layer_index)
-        return None if places is None else self.linear_qkv.forward_rotated(hidden_states, places)
+        return None if places is None else layer.forward_rotated(hidden_states, places)
 
 
 def stamp_kv_layers(model: nn.Module) -> int:

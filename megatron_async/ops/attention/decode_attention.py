@@ -24,12 +24,12 @@ HEAD_TILE = 16
 WARPS = 4
 MAX_DIM = 256
 LOG2_E = 1.4426950408889634
-MOST_JOINED = 1
+MOST_JOINED = 0.9
 """Rows times KV heads for each processor, up to which a second kernel joins the parts. With more
 programs most rows are whole, and the last program of each row that is not joins its parts: no
 second kernel, which costs 1.3 to 1.8 microseconds a layer even if it has nothing to do. With fewer
-programs each waits for that: a step of SmolLM2 at 1 / 16 / 64 / 256 rows 0.384 -> 0.449, 0.472 ->
-0.496, 0.676 -> 0.641, 1.046 -> 0.976 ms."""
+programs each waits for that: a step of SmolLM2 at 1 / 16 / 32 / 64 / 256 rows 0.384 -> 0.449, 0.472
+-> 0.496, 0.579 -> 0.593, 0.676 -> 0.641, 1.046 -> 0.976 ms."""
 JOIN_CHUNK = 16
 """Parts that a program of the second kernel reads at once. Its one warp adds them up without a
 barrier: 1.4 microseconds a layer at 1 to 16 rows, where 2 to 4 warps and a pass of its own over all
@@ -82,6 +82,7 @@ def paged_decode_attention(
     is_settled: bool = False,
     positions: Tensor | None = None,
     first_key: int = 0,
+    leaves_parts: bool = False,
 ) -> None:
     """Attention of decode rows over the paged cache; their lengths are those of the schedule.
 
@@ -99,6 +100,7 @@ def paged_decode_attention(
         positions: int64 `[rows * width]`, contiguous: each query token sees the keys up to its own
             position, which is in its row's length. Needed where width is more than 1.
         first_key: queries after this position do not see the keys before it.
+        leaves_parts: rows of several parts are left for the caller to join (`Unjoined`).
 
     Raises:
         ValueError: shapes, dtypes or strides that the kernel cannot serve.
@@ -111,7 +113,7 @@ def paged_decode_attention(
     _blocks, block_size, kv_heads, _dim = key_cache.shape
     group = heads // kv_heads
     dim_tile = triton.next_power_of_2(dim)
-    joins = rows * kv_heads > MOST_JOINED * schedule.processors
+    joins = not leaves_parts and rows * kv_heads > MOST_JOINED * schedule.processors
     # Heads of an item are neighbours in memory, and the longest items begin first.
     _parts_kernel[(kv_heads, rows + schedule.extra)](
         query,
@@ -143,7 +145,7 @@ def paged_decode_attention(
         num_stages=_stages(query.element_size(), rows * kv_heads, dim, schedule.processors),
         **launch_options(query),
     )
-    if joins:
+    if joins or leaves_parts:
         return
     units = rows * heads * width
     _join_kernel[(min(units, 4 * schedule.processors),)](
@@ -272,9 +274,6 @@ def _parts_kernel(
     item = items + tl.program_id(1) * 4
     row, start = tl.load(item), tl.load(item + 1)
     end, slot = tl.load(item + 2), tl.load(item + 3)
-    if joins:
-        first_slot = tl.load(splits + row * 2, mask=slot >= 0, other=0)
-        parts = tl.load(splits + row * 2 + 1, mask=slot >= 0, other=0)
     table = tables + row.to(tl.int64) * table_stride
     offset = tl.arange(0, tile)
     # A lookup inside the loop would take a stage of its pipeline: block numbers are read one tile
@@ -348,6 +347,8 @@ def _parts_kernel(
             result = gathered / tl.maximum(total, 1e-30)[:, None]
             tl.store(out + row * heads * dim + place, result.to(out.dtype.element_ty), mask=inside)
         else:
+            if joins:
+                first_slot, parts = tl.load(splits + row * 2), tl.load(splits + row * 2 + 1)
             tl.store(part_maximum + slot * heads + head, maximum, mask=member < width * group)
             tl.store(part_total + slot * heads + head, total, mask=member < width * group)
             tl.store(part_output + slot * heads * dim + place, gathered, mask=inside)

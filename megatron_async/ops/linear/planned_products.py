@@ -15,6 +15,7 @@ from megatron_async.ops.dependent_launch import launch_options
 from megatron_async.ops.linear.long_row_kernel import long_row_kernel
 from megatron_async.ops.linear.qkv_places import (
     QkvPlaces,
+    check_places,
     new_outputs,
     place_arguments,
     place_constants,
@@ -30,6 +31,7 @@ from megatron_async.ops.linear.skinny_plan import (
     TilePlan,
     may_be_copied,
 )
+from megatron_async.ops.linear.unjoined import Unjoined, part_arguments
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.linear.warpgroup_kernel import chunks_of, pairs_of, warpgroup_kernel
 from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
@@ -39,7 +41,7 @@ Activation = Literal["", "swiglu", "squared_relu"]
 
 
 def one_row_product(
-    x: Tensor | Unnormed,
+    x: Tensor | Unnormed | Unjoined,
     weight: Tensor,
     bias: Tensor | None,
     activation: Activation,
@@ -55,14 +57,21 @@ def one_row_product(
         ValueError: shapes, dtypes or strides do not fit.
     """
     norm = x if isinstance(x, Unnormed) else None
-    row = x.x if isinstance(x, Unnormed) else x
+    unjoined = x if isinstance(x, Unjoined) else None
+    row = x if isinstance(x, Tensor) else x.x
     n = outputs_of(row, weight, bias, activation)
     if row.size(0) != 1:
         raise ValueError(f"one_row_product: x has {row.size(0)} rows; use tile_product.")
-    residual, total = _residual_and_total(x)
-    squares, parts = _squares(x, activation)
+    residual, total = _residual_and_total(row if norm is None else norm)
+    squares, parts = _squares(row if norm is None else norm, activation)
     _check_added(added, n, row)
-    _check_places(places, plan.block_n, activation, parts)
+    heads = 0 if unjoined is None else unjoined.output.size(1)
+    if heads and plan.block_k // (row.size(1) // heads) < heads:
+        raise ValueError(
+            f"one_row_product: a tile of {plan.block_k} inputs does not hold {row.size(1)} of "
+            f"{heads} heads: ask joins_parts first."
+        )
+    check_places(places, plan.block_n, activation, parts)
     out = new_outputs(places, 1, n, row)
     one_row_kernel[(triton.cdiv(n, plan.block_n),)](
         row,
@@ -73,6 +82,7 @@ def one_row_product(
         weight if bias is None else bias,
         squares,
         row if added is None else added,
+        *part_arguments(unjoined, row),
         *place_arguments(places, n, row),
         out,
         n,
@@ -81,6 +91,7 @@ def one_row_product(
         block_n=plan.block_n // 2 if places else plan.block_n,
         block_k=plan.block_k,
         **place_constants(places, n),
+        joined_heads=heads,
         parts=parts,
         block_parts=triton.next_power_of_2(parts),
         gated=activation == "swiglu",
@@ -162,7 +173,7 @@ def resident_product(
     residual, total = _residual_and_total(x)
     squares, parts = _squares(x, activation)
     rows, k = inputs.shape
-    _check_places(places, plan.block_n, activation, parts)
+    check_places(places, plan.block_n, activation, parts)
     out = new_outputs(places, rows, n, inputs)
     resident_kernel[(triton.cdiv(n, plan.block_n), triton.cdiv(rows, plan.block_m))](
         inputs,
@@ -274,7 +285,7 @@ def warpgroup_product(
         )
     if plan.splits > 1 and (activation or bias is not None or places):
         raise ValueError("warpgroup_product: partial sums can have neither bias nor activation.")
-    _check_places(places, plan.block_n, activation, parts)
+    check_places(places, plan.block_n, activation, parts)
     if plan.splits > 1:
         out = torch.empty((plan.splits, rows, n), dtype=torch.float32, device=x.device)
     else:
@@ -349,18 +360,6 @@ def _squares(x: Tensor | Unnormed, activation: Activation) -> tuple[Tensor, int]
             f"activation {activation!r}."
         )
     return squares, squares.size(2)
-
-
-def _check_places(
-    places: QkvPlaces | None, block_n: int, activation: Activation, parts: int
-) -> None:
-    if places is None:
-        return
-    if activation or parts or places.dim % block_n:
-        raise ValueError(
-            f"linear_rope_append: programs of {block_n} outputs must divide heads of {places.dim}, "
-            f"without an activation ({activation!r}) or squares ({parts})."
-        )
 
 
 def _check_added(added: Tensor | None, n: int, row: Tensor) -> None:

@@ -62,6 +62,16 @@ class QkvPlaces:
         return group
 
 
+def check_places(places: QkvPlaces | None, block_n: int, activation: str, parts: int) -> None:
+    """Raise ValueError if a product cannot put its outputs to places: programs of `block_n` outputs
+    of several heads, an activation, or `parts` sums of squares."""
+    if places is not None and (activation or parts or places.dim % block_n):
+        raise ValueError(
+            f"linear_rope_append: programs of {block_n} outputs must divide heads of {places.dim}, "
+            f"without an activation ({activation!r}) or squares ({parts})."
+        )
+
+
 def place_arguments(places: QkvPlaces | None, outputs: int, x: Tensor) -> tuple[Any, ...]:
     """A kernel's arguments from `cos` to `value_cache`; x where there are no places.
 
