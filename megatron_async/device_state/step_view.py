@@ -10,7 +10,6 @@ from megatron_async.device_state.kv_cache import PagedKVCache
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.qkv_places import QkvPlaces
-from megatron_async.ops.linear.unjoined import Unjoined
 
 if TYPE_CHECKING:
     from megatron_async.device_state.batch_dimensions import BatchDimensions
@@ -130,12 +129,6 @@ class StepView:
         the cache; shape, dtype and device of `query`."""
         scale = query.size(-1) ** -0.5 if scale is None else scale
         return self._attention.attend(query, *self.kv_cache.layer(layer), scale)
-
-    def attend_row(self, layer: int, query: Tensor, scale: float | None = None) -> Unjoined | None:
-        """Attention of one row, whose parts the caller joins; None, and nothing is done, if the
-        query is not that of one decode row."""
-        scale = query.size(-1) ** -0.5 if scale is None else scale
-        return self._attention.attend_row(query, *self.kv_cache.layer(layer), scale)
 
     def is_static_batching(self) -> bool:
         """Never: the batch changes from step to step."""

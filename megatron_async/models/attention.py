@@ -67,11 +67,7 @@ class PagedSelfAttention(SelfAttention):
             )
         query = self._rotated(hidden_states, inference_context)
         if query is not None:
-            scale, proj = self.config.softmax_scale, self.linear_proj
-            if proj.joins_parts(query.flatten(1), query.size(1)):
-                parts = inference_context.attend_row(self.kv_layer_index, query, scale)
-                if parts is not None:
-                    return proj(parts)
+            scale = self.config.softmax_scale
             context = inference_context.attend(self.kv_layer_index, query, scale)
         else:
             mixed_qkv, _unused = self.linear_qkv(hidden_states)

@@ -30,12 +30,10 @@ from megatron_async.ops.linear.partial_sums import add_partial_sums
 from megatron_async.ops.linear.qkv_places import QkvPlaces
 from megatron_async.ops.linear.skinny_plan import (
     adds_residual,
-    joins_parts,
     rotates_heads,
     takes_squares,
     takes_unnormed,
 )
-from megatron_async.ops.linear.unjoined import Unjoined
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, Unreduced, collectives_of
 
@@ -49,7 +47,7 @@ PackedWeight = Tensor | EightBitWeight
 
 
 def linear(
-    x: Tensor | Unnormed | Unjoined,
+    x: Tensor | Unnormed,
     weight: Tensor,
     bias: Tensor | None,
     packed: PackedWeight | None,
@@ -59,8 +57,8 @@ def linear(
     """`x @ weight.T + bias`.
 
     Args:
-        x: `[tokens, 1, in]`, or `[..., in]` on a CPU; or, on a GPU, rows whose norm must be
-            computed first, or a row whose parts must be joined first.
+        x: `[tokens, 1, in]`, or `[..., in]` on a CPU; or, on a GPU, a row whose norm must be
+            computed first.
         weight: `[out, in]`.
         bias: `[out]` or None.
         packed: the weight from `pack_weights`, or None.
@@ -75,7 +73,7 @@ def linear(
         return packed.product(x, bias)
     if packed is not None:
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    if not isinstance(x, Tensor):
+    if isinstance(x, Unnormed):
         output = kernels_for(x.x).linear(x, weight, bias, may_split, added)
         return output.unsqueeze(-2)
     if x.is_cuda:
@@ -188,19 +186,10 @@ class InferenceRowParallelLinear(RowParallelLinear):
         may_split = self.may_split and self.bias is None
         return takes_squares(rows, self.weight, groups, may_split)
 
-    def joins_parts(self, rows: Tensor, heads: int) -> bool:
-        """Whether `forward` takes an `Unjoined` of such attention, `[tokens, in]`, of so many
-        heads."""
-        alone = rows.is_cuda and get_pg_size(self.tp_group) == 1
-        return alone and joins_parts(rows, self.weight, heads)
-
-    def forward(
-        self, input_: Tensor | Unnormed | Unjoined
-    ) -> tuple[Tensor | Unreduced, Tensor | None]:
+    def forward(self, input_: Tensor | Unnormed) -> tuple[Tensor | Unreduced, Tensor | None]:
         """`[..., in of this rank]` -> `[..., out]`, and the bias where the caller adds it later.
 
-        Where `takes_squares`, the input may be one that this layer has to divide; where
-        `joins_parts`, one whose parts it has to join.
+        Where `takes_squares`, the input may be one that this layer has to divide.
         """
         alone = get_pg_size(self.tp_group) == 1
         may_split = self.may_split and self.bias is None

@@ -3,7 +3,8 @@
 Flash-decoding (Dao et al. 2023): a program processes one KV head of a row and a part of its
 sequence. All query heads of the KV head and all query tokens of the row are one tile, so that each
 key and value is loaded once. The device chooses the parts once a step (`DecodeSchedule`). A second
-kernel joins the parts, or, where few rows are split, the last program of each (`MOST_JOINED`).
+kernel joins them; or, if rows fill the device, the last program of each row that has several. Then
+no second kernel runs, which costs 1.3 to 1.8 microseconds a layer even if it has nothing to do.
 
 Constants measured on an H200 (docs/records/decode_attention.md). Rotating queries and appending
 keys inside the kernel was slower than in a kernel before it.
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.ops.attention.decode_join import JOIN_CHUNK, join_if_last, join_kernel
 from megatron_async.ops.attention.decode_schedule import DecodeSchedule
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 
@@ -24,16 +26,6 @@ HEAD_TILE = 16
 WARPS = 4
 MAX_DIM = 256
 LOG2_E = 1.4426950408889634
-MOST_JOINED = 0.9
-"""Rows times KV heads for each processor, up to which a second kernel joins the parts. With more
-programs most rows are whole, and the last program of each row that is not joins its parts: no
-second kernel, which costs 1.3 to 1.8 microseconds a layer even if it has nothing to do. With fewer
-programs each waits for that: a step of SmolLM2 at 1 / 16 / 32 / 64 / 256 rows 0.384 -> 0.449, 0.472
--> 0.496, 0.579 -> 0.593, 0.676 -> 0.641, 1.046 -> 0.976 ms."""
-JOIN_CHUNK = 16
-"""Parts that a program of the second kernel reads at once. Its one warp adds them up without a
-barrier: 1.4 microseconds a layer at 1 to 16 rows, where 2 to 4 warps and a pass of its own over all
-maxima took 2.8 to 5.6."""
 
 
 def decode_tile(dim: int) -> int:
@@ -82,7 +74,6 @@ def paged_decode_attention(
     is_settled: bool = False,
     positions: Tensor | None = None,
     first_key: int = 0,
-    leaves_parts: bool = False,
 ) -> None:
     """Attention of decode rows over the paged cache; their lengths are those of the schedule.
 
@@ -100,7 +91,6 @@ def paged_decode_attention(
         positions: int64 `[rows * width]`, contiguous: each query token sees the keys up to its own
             position, which is in its row's length. Needed where width is more than 1.
         first_key: queries after this position do not see the keys before it.
-        leaves_parts: rows of several parts are left for the caller to join (`Unjoined`).
 
     Raises:
         ValueError: shapes, dtypes or strides that the kernel cannot serve.
@@ -113,9 +103,9 @@ def paged_decode_attention(
     _blocks, block_size, kv_heads, _dim = key_cache.shape
     group = heads // kv_heads
     dim_tile = triton.next_power_of_2(dim)
-    joins = not leaves_parts and rows * kv_heads > MOST_JOINED * schedule.processors
+    joins = schedule.is_full
     # Heads of an item are neighbours in memory, and the longest items begin first.
-    _parts_kernel[(kv_heads, rows + schedule.extra)](
+    _parts_kernel[(kv_heads, rows + schedule.shares)](
         query,
         key_cache,
         value_cache,
@@ -145,10 +135,10 @@ def paged_decode_attention(
         num_stages=_stages(query.element_size(), rows * kv_heads, dim, schedule.processors),
         **launch_options(query),
     )
-    if joins or leaves_parts:
+    if joins:
         return
     units = rows * heads * width
-    _join_kernel[(min(units, 4 * schedule.processors),)](
+    join_kernel[(min(units, 4 * schedule.processors),)](
         workspace.output,
         workspace.maximum,
         workspace.total,
@@ -353,99 +343,7 @@ def _parts_kernel(
             tl.store(part_total + slot * heads + head, total, mask=member < width * group)
             tl.store(part_output + slot * heads * dim + place, gathered, mask=inside)
             if joins:
-                # The last program of a row's head has all parts, and adds them up in their order.
-                tl.debug_barrier()
-                counter = arrived + row * kv_heads + kv_head
-                if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
-                    tl.store(counter, 0)
-                    mine = member < width * group
-                    maximum = tl.full((head_tile,), -float("inf"), tl.float32)
-                    total = tl.zeros((head_tile,), tl.float32)
-                    gathered = tl.zeros((head_tile, dim_tile), tl.float32)
-                    for part in range(first_slot, first_slot + parts):
-                        at = part * heads
-                        its_maximum = tl.load(
-                            part_maximum + at + head, mask=mine, other=-float("inf"),
-                            cache_modifier=".cg",
-                        )  # fmt: skip
-                        its_total = tl.load(
-                            part_total + at + head, mask=mine, other=0.0, cache_modifier=".cg"
-                        )
-                        output = tl.load(
-                            part_output + at * dim + place, mask=inside, other=0.0,
-                            cache_modifier=".cg",
-                        )  # fmt: skip
-                        new_maximum = tl.maximum(maximum, its_maximum)
-                        # A query token may see nothing of a part: its weights are 0, and no NaN.
-                        base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-                        weight = tl.exp2(its_maximum - base)
-                        shrink = tl.exp2(maximum - base)
-                        total = total * shrink + its_total * weight
-                        gathered = gathered * shrink[:, None] + output * weight[:, None]
-                        maximum = new_maximum
-                    result = gathered / tl.maximum(total, 1e-30)[:, None]
-                    target = out + row * heads * dim + place
-                    tl.store(target, result.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _split_of(
-    splits: tl.tensor, unit: tl.tensor, units: tl.tensor, heads: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """First slot and number of parts of a unit, a head of a row; one part behind the last unit."""
-    split = splits + unit // heads * 2
-    exists = unit < units
-    return tl.load(split, mask=exists, other=-1), tl.load(split + 1, mask=exists, other=1)
-
-
-@triton.jit(do_not_specialize=["units"])
-def _join_kernel(
-    part_output: tl.tensor,
-    part_maximum: tl.tensor,
-    part_total: tl.tensor,
-    splits: tl.tensor,
-    out: tl.tensor,
-    units: tl.tensor,
-    heads: tl.constexpr,
-    dim: tl.constexpr,
-    dim_tile: tl.constexpr,
-    chunk: tl.constexpr,
-    is_settled: tl.constexpr,
-    overlap: tl.constexpr,
-) -> None:
-    """One head of one row at a time: the sum of its parts, by their maxima and totals."""
-    if not is_settled:
-        wait_for_previous(overlap)
-    unit = tl.program_id(0)
-    slot, parts = _split_of(splits, unit, units, heads)
-    if is_settled:
-        wait_for_previous(overlap)
-    column = tl.arange(0, dim_tile)
-    while unit < units:
-        head = unit % heads
-        maximum = -float("inf")
-        total = 0.0
-        gathered = tl.zeros((dim_tile,), tl.float32)
-        if parts > 1:
-            for first in range(0, parts, chunk):
-                member = first + tl.arange(0, chunk)
-                exists = member < parts
-                place = (slot + member) * heads + head
-                its_maximum = tl.load(part_maximum + place, mask=exists, other=-float("inf"))
-                its_total = tl.load(part_total + place, mask=exists, other=0.0)
-                cell = place[:, None] * dim + column[None, :]
-                loaded = exists[:, None] & (column < dim)[None, :]
-                output = tl.load(part_output + cell, mask=loaded, other=0.0)
-                new_maximum = tl.maximum(maximum, tl.max(its_maximum, 0))
-                # A query token may see nothing of a chunk: its weights are 0, and no NaN.
-                base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-                weight = tl.exp2(its_maximum - base)
-                shrink = tl.exp2(maximum - base)
-                total = total * shrink + tl.sum(its_total * weight, 0)
-                gathered = gathered * shrink + tl.sum(output * weight[:, None], 0)
-                maximum = new_maximum
-            result = gathered / tl.maximum(total, 1e-30)
-            target = out + unit * dim + column
-            tl.store(target, result.to(out.dtype.element_ty), mask=column < dim)
-        unit += tl.num_programs(0)
-        slot, parts = _split_of(splits, unit, units, heads)
+                join_if_last(
+                    part_output, part_maximum, part_total, out, first_slot, parts, head, place,
+                    inside, arrived + row * kv_heads + kv_head, row, heads, dim,
+                )  # fmt: skip

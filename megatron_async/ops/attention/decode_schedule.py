@@ -23,6 +23,11 @@ from megatron_async.ops.dependent_launch import launch_options, wait_for_previou
 PROGRAMS_A_PROCESSOR = 2
 """Programs that the parts of a batch should make; 3, 4 and 6 were no better in sum
 (docs/records/decode_attention.md)."""
+FULL = 0.9
+"""Rows times KV heads for each processor, above which rows fill the device: then a part is one
+processor's share, so that most rows are whole, and whoever stores the last part of a row joins
+them. Both were slower for fewer rows: SmolLM2's step took 0.384 -> 0.449 ms at one row, 0.579 ->
+0.593 at 32; 0.676 -> 0.597 at 64, and Llama-3.1-8B's 4.224 -> 4.162 at 16, which are 0.97 here."""
 TILE_ELEMENTS = 8192
 """Items times rows that a program of the schedule compares."""
 
@@ -38,6 +43,8 @@ class DecodeSchedule:
         splits: int32 `[max_rows, 2]`: of each row the first slot and the number of its parts, whose
             slots follow each other; (-1, 1) of a row of one part.
         rows: decode rows that it was last made for.
+        is_full: whether they fill the device.
+        shares: parts of equal size that they were divided into, at most.
     """
 
     def __init__(self, max_rows: int, kv_heads: int, tile: int, device: torch.device) -> None:
@@ -51,7 +58,7 @@ class DecodeSchedule:
         self.extra = -(-PROGRAMS_A_PROCESSOR * self.processors // kv_heads)
         self.kv_heads = kv_heads
         self.tile = tile
-        self.rows = 0
+        self.rows, self.shares, self.is_full = 0, self.extra, False
         self.max_rows = max_rows
         self.items = torch.empty((max_rows + self.extra, 4), dtype=torch.int32, device=device)
         self.splits = torch.empty((max_rows, 2), dtype=torch.int32, device=device)
@@ -82,14 +89,17 @@ class DecodeSchedule:
                 f"with strides {kv_lengths.stride()}."
             )
         self.rows = rows
+        self.is_full = rows * self.kv_heads > FULL * self.processors
+        programs = 1 if self.is_full else PROGRAMS_A_PROCESSOR
+        self.shares = -(-programs * self.processors // self.kv_heads)
         row_tile = triton.next_power_of_2(rows)
         item_tile = min(max(TILE_ELEMENTS // row_tile, 1), 32)
-        _schedule_kernel[(triton.cdiv(rows + self.extra, item_tile),)](
+        _schedule_kernel[(triton.cdiv(rows + self.shares, item_tile),)](
             kv_lengths,
             self.items,
             self.splits,
             rows,
-            self.extra,
+            self.shares,
             row_tile=row_tile,
             item_tile=item_tile,
             tile=self.tile,
@@ -98,11 +108,11 @@ class DecodeSchedule:
 
 
 def schedule_reference(
-    kv_lengths: list[int], extra: int, tile: int
+    kv_lengths: list[int], shares: int, tile: int
 ) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]:
     """The kernel's schedule in plain Python: items (row, first token, end, slot), and of each row
     the first slot and the number of parts."""
-    tokens = -(-sum(kv_lengths) // extra)
+    tokens = -(-sum(kv_lengths) // shares)
     largest = max(-(-tokens // tile), 1) * tile
     split: list[tuple[int, int, int, int]] = []
     whole: list[tuple[int, int, int, int]] = []
@@ -120,13 +130,13 @@ def schedule_reference(
     return split + whole, splits
 
 
-@triton.jit(do_not_specialize=["rows", "extra"])
+@triton.jit(do_not_specialize=["rows", "shares"])
 def _schedule_kernel(
     kv_lengths: tl.tensor,
     items: tl.tensor,
     splits: tl.tensor,
     rows: tl.tensor,
-    extra: tl.tensor,
+    shares: tl.tensor,
     row_tile: tl.constexpr,
     item_tile: tl.constexpr,
     tile: tl.constexpr,
@@ -140,7 +150,7 @@ def _schedule_kernel(
     key = tl.sort(length.to(tl.int64) * row_tile + (row_tile - 1 - row), descending=True)
     row = row_tile - 1 - (key & (row_tile - 1)).to(tl.int32)
     length = tl.maximum(key // row_tile, 0).to(tl.int32)
-    largest = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(length, 0), extra), tile), 1) * tile
+    largest = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(length, 0), shares), tile), 1) * tile
     wanted = tl.maximum(tl.cdiv(length, largest), 1)
     # As equal as whole tiles allow; the rounding can make the last part of `wanted` needless.
     share = tl.maximum(tl.cdiv(length, wanted * tile), 1) * tile
@@ -157,7 +167,7 @@ def _schedule_kernel(
     here = (part >= 0) & (part < parts[None, :])  # true for one row at most
     start = part * share[None, :]
     end = tl.minimum(start + share[None, :], length[None, :])
-    exists = item < rows + extra
+    exists = item < rows + shares
     found = tl.sum(tl.where(here, row[None, :] + 1, 0), 1) - 1
     tl.store(items + item * 4, found, mask=exists)
     tl.store(items + item * 4 + 1, tl.sum(tl.where(here, start, 0), 1), mask=exists)

@@ -11,7 +11,6 @@ from megatron_async.ops.attention.backends.base import PrefillBackend, PrefillRo
 from megatron_async.ops.attention.backends.selection import PrefillChoice
 from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
-from megatron_async.ops.linear.unjoined import Unjoined
 
 if TYPE_CHECKING:
     from megatron_async.device_state.batch_dimensions import BatchDimensions
@@ -96,19 +95,6 @@ class GpuPagedAttention(TorchPagedAttention):
             prefill.attend(query[decode:], key_cache, value_cache, scale, output[decode:])
         return output
 
-    def attend_row(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
-    ) -> Unjoined | None:
-        """Attention of a step of one row, as by `TorchPagedAttention.attend_row`."""
-        if self._decode_tokens != 1 or self._backend is not None or len(query) != 1:
-            return None
-        output = torch.empty_like(query)
-        self._decode(query, key_cache, value_cache, scale, output, leaves_parts=True)
-        work = self._workspace
-        return Unjoined(
-            output.flatten(1), work.output, work.maximum, work.total, work.schedule.splits
-        )
-
     def _begin_decode(
         self,
         dims: BatchDimensions,
@@ -124,13 +110,7 @@ class GpuPagedAttention(TorchPagedAttention):
             self._query_positions = positions[: dims.decode_tokens]
 
     def _decode(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        scale: float,
-        out: Tensor,
-        leaves_parts: bool = False,
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, out: Tensor
     ) -> None:
         paged_decode_attention(
             query,
@@ -144,5 +124,4 @@ class GpuPagedAttention(TorchPagedAttention):
             is_settled=True,
             positions=self._query_positions,
             first_key=self._first_key,
-            leaves_parts=leaves_parts,
         )

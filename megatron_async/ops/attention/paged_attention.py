@@ -17,7 +17,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from megatron_async.device_state.batch_dimensions import BatchDimensions
-    from megatron_async.ops.linear.unjoined import Unjoined
 
 
 MASK_ALIGNMENT = 16
@@ -134,19 +133,6 @@ class TorchPagedAttention:
         keys = self._positions[:length]
         seen = keys <= queries
         return seen & (keys >= queries.clamp(max=self._first_key)) if self._first_key else seen
-
-    def attend_row(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
-    ) -> Unjoined | None:
-        """Attention of one decode row in parts that the caller joins, where this backend has any.
-
-        Args:
-            query, key_cache, value_cache, scale: as for `attend`.
-
-        Returns:
-            the parts of a step of one row and one token; or None, and nothing is done.
-        """
-        return None
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """Attention of one layer.

@@ -31,7 +31,6 @@ from megatron_async.ops.linear.skinny_plan import (
     TilePlan,
     may_be_copied,
 )
-from megatron_async.ops.linear.unjoined import Unjoined, part_arguments
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.linear.warpgroup_kernel import chunks_of, pairs_of, warpgroup_kernel
 from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
@@ -41,7 +40,7 @@ Activation = Literal["", "swiglu", "squared_relu"]
 
 
 def one_row_product(
-    x: Tensor | Unnormed | Unjoined,
+    x: Tensor | Unnormed,
     weight: Tensor,
     bias: Tensor | None,
     activation: Activation,
@@ -57,20 +56,13 @@ def one_row_product(
         ValueError: shapes, dtypes or strides do not fit.
     """
     norm = x if isinstance(x, Unnormed) else None
-    unjoined = x if isinstance(x, Unjoined) else None
-    row = x if isinstance(x, Tensor) else x.x
+    row = x.x if isinstance(x, Unnormed) else x
     n = outputs_of(row, weight, bias, activation)
     if row.size(0) != 1:
         raise ValueError(f"one_row_product: x has {row.size(0)} rows; use tile_product.")
-    residual, total = _residual_and_total(row if norm is None else norm)
-    squares, parts = _squares(row if norm is None else norm, activation)
+    residual, total = _residual_and_total(x)
+    squares, parts = _squares(x, activation)
     _check_added(added, n, row)
-    heads = 0 if unjoined is None else unjoined.output.size(1)
-    if heads and plan.block_k // (row.size(1) // heads) < heads:
-        raise ValueError(
-            f"one_row_product: a tile of {plan.block_k} inputs does not hold {row.size(1)} of "
-            f"{heads} heads: ask joins_parts first."
-        )
     check_places(places, plan.block_n, activation, parts)
     out = new_outputs(places, 1, n, row)
     one_row_kernel[(triton.cdiv(n, plan.block_n),)](
@@ -82,7 +74,6 @@ def one_row_product(
         weight if bias is None else bias,
         squares,
         row if added is None else added,
-        *part_arguments(unjoined, row),
         *place_arguments(places, n, row),
         out,
         n,
@@ -91,7 +82,6 @@ def one_row_product(
         block_n=plan.block_n // 2 if places else plan.block_n,
         block_k=plan.block_k,
         **place_constants(places, n),
-        joined_heads=heads,
         parts=parts,
         block_parts=triton.next_power_of_2(parts),
         gated=activation == "swiglu",

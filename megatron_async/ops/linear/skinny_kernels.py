@@ -12,7 +12,6 @@ import triton.language as tl
 
 from megatron_async.ops.dependent_launch import await_previous, let_next_start, prefetch_rows
 from megatron_async.ops.linear.qkv_places import first_of_pairs, store_heads
-from megatron_async.ops.linear.unjoined import join_parts
 
 
 @triton.jit
@@ -25,10 +24,6 @@ def one_row_kernel(
     bias: tl.tensor,
     squares: tl.tensor,
     added: tl.tensor,
-    splits: tl.tensor,
-    part_output: tl.tensor,
-    part_maximum: tl.tensor,
-    part_total: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     position_ids: tl.tensor,
@@ -44,7 +39,6 @@ def one_row_kernel(
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     dim: tl.constexpr,
-    joined_heads: tl.constexpr,
     parts: tl.constexpr,
     block_parts: tl.constexpr,
     gated: tl.constexpr,
@@ -67,9 +61,6 @@ def one_row_kernel(
     `block_n` with the one half a head behind it. Then the next kernel, which has no weights to
     load, starts after the wait, and may read what was there before it (`is_settled` of
     `ops/attention/decode_attention.py`).
-
-    If x is attention of `joined_heads` heads in several parts (`Unjoined`), each program adds the
-    parts up.
     """
     rotates: tl.constexpr = dim > 0
     paired: tl.constexpr = gated or rotates
@@ -111,8 +102,6 @@ def one_row_kernel(
         shift = tl.load(bias + first + line, mask=inside, other=0.0).to(tl.float32)
         if rotates:
             up_shift = tl.load(bias + first + dim // 2 + line).to(tl.float32)
-    if joined_heads > 0:
-        slot, number = tl.load(splits), tl.load(splits + 1)
     await_previous(overlap)
     if rotates:
         let_next_start(overlap)
@@ -133,17 +122,7 @@ def one_row_kernel(
                 u = tl.load(up_start + cell + at, mask=mask, other=0.0).to(tl.float32)
             if has_norm:
                 scale = tl.load(norm_weight + at + at_input, mask=left, other=0.0).to(tl.float32)
-        if joined_heads > 0:
-            if number > 1:
-                joined = join_parts(
-                    part_output, part_maximum, part_total, slot, number, joined_heads,
-                    k // joined_heads, block_k,
-                )  # fmt: skip
-                v = tl.reshape(joined, (1, block_k)).to(x.dtype.element_ty).to(tl.float32)
-            else:
-                v = tl.load(x + at_input, mask=left, other=0.0).to(tl.float32)
-        else:
-            v = tl.load(x + at + at_input, mask=left, other=0.0).to(tl.float32)
+        v = tl.load(x + at + at_input, mask=left, other=0.0).to(tl.float32)
         if has_norm:
             if has_residual:
                 before = tl.load(residual + at + at_input, mask=left, other=0.0).to(tl.float32)

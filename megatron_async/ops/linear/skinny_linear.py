@@ -38,13 +38,12 @@ from megatron_async.ops.linear.squared_relu import squared_relu, squared_relu_re
 from megatron_async.ops.linear.streamed_kernel import streamed_product
 from megatron_async.ops.linear.streamed_plan import StreamedPlan
 from megatron_async.ops.linear.swiglu import swiglu, swiglu_reference
-from megatron_async.ops.linear.unjoined import Unjoined
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
 
 
 def linear(
-    x: Tensor | Unnormed | Unjoined,
+    x: Tensor | Unnormed,
     weight: Tensor,
     bias: Tensor | None = None,
     may_split: bool = False,
@@ -54,7 +53,7 @@ def linear(
 
     Args:
         x: `[rows, k]` on a GPU, bfloat16, float16 or float32; or rows whose norm is to be taken
-            first; or, where `joins_parts` of `skinny_plan` says so, a row in parts.
+            first.
         weight: `[n, k]`, same dtype.
         bias: `[n]` or None.
         may_split: partial sums may be returned.
@@ -135,15 +134,13 @@ def linear_rope_append_reference(
 
 
 def linear_reference(
-    x: Tensor | Unnormed | Unjoined,
+    x: Tensor | Unnormed,
     weight: Tensor,
     bias: Tensor | None = None,
     may_split: bool = False,
     added: Tensor | None = None,
 ) -> Tensor:
     """`linear` in plain torch, unsplit."""
-    if isinstance(x, Unjoined):
-        x = x.joined()
     if added is not None:
         return linear_reference(x, weight, bias) + added
     if not isinstance(x, Unnormed):
@@ -165,7 +162,7 @@ def linear_squared_relu_reference(x: Tensor | Unnormed, weight: Tensor) -> Tenso
 
 
 def _product(
-    x: Tensor | Unnormed | Unjoined,
+    x: Tensor | Unnormed,
     weight: Tensor,
     bias: Tensor | None,
     activation: Activation,
@@ -173,17 +170,12 @@ def _product(
     added: Tensor | None = None,
     places: QkvPlaces | None = None,
 ) -> Tensor:
-    inputs = x if isinstance(x, Tensor) else x.x
+    inputs = x.x if isinstance(x, Unnormed) else x
     norm = isinstance(x, Unnormed) and x.squares is None
     gated = activation == "swiglu"
     plan = plan_product(inputs, weight, gated, may_split and bias is None, norm)
     if isinstance(plan, OneRowPlan):
         return one_row_product(x, weight, bias, activation, plan, added, places)
-    if isinstance(x, Unjoined):
-        raise ValueError(
-            f"skinny_linear: a product of {tuple(inputs.shape)} by {tuple(weight.shape)} does not "
-            "join parts: ask joins_parts first."
-        )
     if places is not None and not isinstance(plan, ResidentPlan | WarpgroupPlan):
         raise ValueError(
             f"linear_rope_append: a product of {tuple(inputs.shape)} by {tuple(weight.shape)} "

@@ -75,8 +75,6 @@ long alone, and less beside others (Llama-3.2-1B's step at 16 rows: 0.96 and 1.0
 ROTATED_ROWS = 16
 """Most rows of a product with resident weights that also rotates and appends: SmolLM2's step takes
 0.579 instead of 0.570 ms at 32 rows with it, and 0.431 instead of 0.463 at 16."""
-JOINED_INPUTS = 1024
-"""Most inputs of a product that joins the parts of attention: all of its programs read them all."""
 
 
 @dataclass(frozen=True)
@@ -234,22 +232,6 @@ def rotates_heads(x: Tensor, weight: Tensor, dim: int, normed: bool) -> bool:
     if isinstance(plan, ResidentPlan) and x.size(0) > ROTATED_ROWS:
         return False
     return isinstance(plan, ResidentPlan | WarpgroupPlan) and dim % plan.block_n == 0
-
-
-def joins_parts(x: Tensor, weight: Tensor, heads: int) -> bool:
-    """Whether the product behind attention should add up the parts of a row (`Unjoined`).
-
-    Args:
-        x: `[rows, k]`, attention.
-        weight: `[outputs, k]`.
-        heads: of attention.
-    """
-    rows, k = x.shape
-    if rows > 1 or k > JOINED_INPUTS or k % heads:
-        return False
-    dim, plan = k // heads, plan_product(x, weight, may_split=True)
-    tile = triton.next_power_of_2(heads) * dim
-    return isinstance(plan, OneRowPlan) and plan.block_k == tile and not dim & (dim - 1)
 
 
 @lru_cache

@@ -43,8 +43,8 @@ def chunks_of(rows: Tensor, block: int, chunk: int) -> TensorDescriptor:
 
 
 def pairs_of(weight: Tensor, dim: int, pairs: int, chunk: int) -> TensorDescriptor:
-    """The same of a qkv weight `[heads * dim, elements]`: each time `pairs` rows of one half of a
-    head, and as many half a head behind them."""
+    """What the copy engine must know of a qkv weight `[heads * dim, elements]`, of which it brings
+    `pairs` rows of one half of a head, and as many half a head behind them, at a time."""
     halves = weight.view(-1, dim // 2, weight.size(1))
     return TensorDescriptor.from_tensor(halves, [2, pairs, chunk], HALVES_IN_SHARED_MEMORY)
 

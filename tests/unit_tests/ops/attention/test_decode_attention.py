@@ -6,12 +6,12 @@ import pytest
 import torch
 from decode_batch import Batch, processors
 
-from megatron_async.ops.attention import decode_attention
+from megatron_async.ops.attention import decode_schedule
 from megatron_async.ops.attention.decode_attention import (
-    JOIN_CHUNK,
     DecodeWorkspace,
     paged_decode_attention,
 )
+from megatron_async.ops.attention.decode_join import JOIN_CHUNK
 from megatron_async.ops.attention.decode_schedule import schedule_reference
 
 SHAPES = [(3, 3, 64), (8, 4, 128), (2, 8, 64), (1, 1, 128), (4, 7, 80), (2, 5, 112)]
@@ -74,11 +74,12 @@ def test_several_query_tokens_a_row(
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("is_settled", [False, True])
-@pytest.mark.parametrize("most_joined", [0, 1])
-def test_many_parts(is_settled, width, most_joined, device, monkeypatch):
+@pytest.mark.parametrize("is_full", [False, True])
+def test_many_parts(is_settled, width, is_full, device, monkeypatch):
     """Maxima grow and shrink from chunk to chunk; of the last one some query tokens see nothing.
     Joined by the last program, or by the second kernel, which takes several chunks of parts."""
-    monkeypatch.setattr(decode_attention, "MOST_JOINED", most_joined)
+    if is_full:
+        monkeypatch.setattr(decode_schedule, "FULL", 0)
     lengths = [64 * JOIN_CHUNK + width - 1, 70, 64 * (2 * JOIN_CHUNK + 3)]
     batch = Batch(max(lengths), 3, 64, 1, 2, 32, torch.float32, device, width=width)
     expected = batch.refill(lengths, query_scale=10.0)
@@ -115,8 +116,11 @@ def test_whole_rows_do_not_depend_on_others(device):
     assert not torch.equal(batch.out[1], alone[1])  # joined from parts: other roundings
 
 
-def test_workspace_serves_layers_in_turn(device):
+@pytest.mark.parametrize("is_full", [False, True])
+def test_workspace_serves_layers_in_turn(is_full, device, monkeypatch):
     """What a call leaves in the workspace is nothing to the next one."""
+    if is_full:
+        monkeypatch.setattr(decode_schedule, "FULL", 0)
     batch = Batch(300, 3, 64, 1, 4, 32, torch.float32, device, count=4)
     for lengths in ([300, 257, 5], [64, 300, 0], [129, 65, 200]):
         expected = batch.refill(lengths)

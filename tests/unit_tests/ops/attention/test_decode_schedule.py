@@ -6,7 +6,7 @@ import pytest
 import torch
 from decode_batch import processors
 
-from megatron_async.ops.attention.decode_schedule import DecodeSchedule, schedule_reference
+from megatron_async.ops.attention.decode_schedule import FULL, DecodeSchedule, schedule_reference
 
 
 @pytest.mark.parametrize(("count", "kv_heads"), [(132, 8), (132, 3), (7, 1), (1, 8)])
@@ -26,11 +26,13 @@ def test_schedule(count, kv_heads, tile, device):
         schedule.update(torch.tensor(lengths, dtype=torch.int32, device=device))
         items = [tuple(item) for item in schedule.items.tolist()]
         splits = [tuple(split) for split in schedule.splits.tolist()]
-        expected_items, expected_splits = schedule_reference(lengths, schedule.extra, tile)
+        expected_items, expected_splits = schedule_reference(lengths, schedule.shares, tile)
         used = len(expected_items)
         assert items[:used] == expected_items
-        assert used <= rows + schedule.extra
-        unused = items[used : rows + schedule.extra]
+        assert schedule.is_full == (rows * kv_heads > FULL * count)
+        assert schedule.shares <= schedule.extra
+        assert used <= rows + schedule.shares
+        unused = items[used : rows + schedule.shares]
         assert all(item[:3] == (-1, 0, 0) for item in unused)
         assert splits[:rows] == expected_splits
         assert set(splits[rows:]) <= {(2**30, 2**30)}, "of no row"
