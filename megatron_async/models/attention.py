@@ -88,9 +88,11 @@ class PagedSelfAttention(SelfAttention):
         """Queries, where the projection rotates and appends too."""
         plain = self.q_layernorm is None and not self.config.attention_output_gate
         layer = self.linear_qkv
-        if not plain or not isinstance(layer, InferenceColumnParallelLinear):
-            return None
-        if not layer.weight.is_cuda:
+        if (
+            not plain
+            or not isinstance(layer, InferenceColumnParallelLinear)
+            or not layer.may_rotate
+        ):
             return None
         places = view.qkv_places(self.kv_layer_index)
         return None if places is None else layer.forward_rotated(hidden_states, places)

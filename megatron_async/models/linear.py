@@ -128,17 +128,20 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
         product = ops.linear_swiglu if gated else ops.linear_squared_relu
         return product(rows, self.weight)[:, None]
 
+    @property
+    def may_rotate(self) -> bool:
+        """Whether a qkv layer may have an op that also rotates and appends its outputs."""
+        return self.weight.is_cuda and not self.sequence_parallel and not self.skip_bias_add
+
     def forward_rotated(self, input_: Tensor | Unnormed, places: QkvPlaces) -> Tensor | None:
-        """Rotated queries `[tokens, heads, dim]` of a qkv layer whose keys and values are appended,
-        where one op does all of it; else None, and nothing is done."""
-        row = input_.x if isinstance(input_, Unnormed) else input_
-        if not row.is_cuda or self.sequence_parallel or self.skip_bias_add:
+        """Rotated queries `[tokens, heads, dim]` of a layer that `may_rotate`, whose keys and values
+        are appended; None, and nothing is done, where no op does all of it for so many rows."""
+        normed = isinstance(input_, Unnormed)
+        rows = input_.x if isinstance(input_, Unnormed) else input_.flatten(0, -2)
+        if not rotates_heads(rows, self.weight, places.dim, normed):
             return None
-        is_normed = isinstance(input_, Unnormed)
-        rows = input_ if isinstance(input_, Unnormed) else input_.flatten(0, -2)
-        if not rotates_heads(row.flatten(0, -2), self.weight, places.dim, is_normed):
-            return None
-        return kernels_for(row).linear_rope_append(rows, self.weight, self.bias, places)
+        given = input_ if isinstance(input_, Unnormed) else rows
+        return kernels_for(rows).linear_rope_append(given, self.weight, self.bias, places)
 
     def takes_unnormed(self, hidden_states: Tensor) -> bool:
         """Whether `forward` should be given the arguments of the norm before it."""

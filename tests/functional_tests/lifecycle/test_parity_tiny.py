@@ -20,6 +20,7 @@ from harness import (
 )
 
 from megatron_async import SamplingParams
+from megatron_async.models import linear
 
 LENGTHS = (1, 2, 15, 16, 17, 40, 63, 100)
 TOKENS = 28
@@ -88,3 +89,23 @@ def test_all_settings_agree(
         pauses, evictions = pauses + stats["pauses"], evictions + stats["evictions"]
     assert (pauses > 0) == (block_size == 16)
     assert (evictions > 0) == (block_size == 16)
+
+
+def test_the_projection_may_rotate_and_append(
+    make_tiny_engine: EngineFactory,
+    alone: dict[str, list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, where one op does both; here in plain torch, in steps of an odd number of
+    rows."""
+    asked: list[bool] = []
+
+    def rotates_heads(rows: torch.Tensor, *_: object) -> bool:
+        asked.append(len(rows) % 2 == 1)
+        return asked[-1]
+
+    monkeypatch.setattr(linear, "rotates_heads", rotates_heads)
+    monkeypatch.setattr(linear.InferenceColumnParallelLinear, "may_rotate", True)
+    engine = make_tiny_engine(lookahead=1, max_requests=7, max_tokens=61)
+    assert run_at(engine, {0: JOBS["greedy"]}) == alone["greedy"]
+    assert {True, False} <= set(asked)
