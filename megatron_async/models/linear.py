@@ -134,8 +134,8 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
         return self.weight.is_cuda and not self.sequence_parallel and not self.skip_bias_add
 
     def forward_rotated(self, input_: Tensor | Unnormed, places: QkvPlaces) -> Tensor | None:
-        """Rotated queries `[tokens, heads, dim]` of a layer that `may_rotate`, whose keys and values
-        are appended; None, and nothing is done, where no op does all of it for so many rows."""
+        """Rotated queries `[tokens, heads, dim]` of a layer that `may_rotate`, with keys and values
+        appended; None, and nothing is done, where no op does all of it for so many rows."""
         normed = isinstance(input_, Unnormed)
         rows = input_.x if isinstance(input_, Unnormed) else input_.flatten(0, -2)
         if not rotates_heads(rows, self.weight, places.dim, normed):
