@@ -92,9 +92,9 @@ def check(product, rows, heads, k, dtype, device, normed=False, biased=False):
 
 
 class TestOneRow:
-    @pytest.mark.parametrize("heads", HEADS)
+    @pytest.mark.parametrize("heads", [(2, 1, 16), (1, 3, 8)])
     @pytest.mark.parametrize("block_n", [2, 4, 8])
-    @pytest.mark.parametrize(("k", "block_k"), [(192, 256), (200, 64)])
+    @pytest.mark.parametrize(("k", "block_k"), [(72, 128), (40, 16)])
     @pytest.mark.parametrize("normed", [False, True])
     def test_small_shapes(self, heads, block_n, k, block_k, normed, device):
         plan = OneRowPlan(block_n, block_k, 2, 0)
