@@ -22,7 +22,10 @@ from kernel_cases.tensors import DTYPE, random
 from kernel_cases.timing import repeated
 from megatron_async.ops.attention.rope_append import rope_append
 from megatron_async.ops.attention.rotary import apply_rotary_reference
+from megatron_async.ops.linear.qkv_places import QkvPlaces
 from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_reference
+from megatron_async.ops.linear.skinny_linear import linear, linear_rope_append
+from megatron_async.ops.linear.skinny_plan import rotates_heads
 from megatron_async.ops.linear.swiglu import swiglu
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows, sample_reference
 from megatron_async.ops.sampling.slot_records import HEADER, RECORD_WORDS, Header, pack_record
@@ -46,6 +49,11 @@ class Shape:
     ffn: int
     vocab: int
 
+    @property
+    def qkv(self) -> int:
+        """Outputs of the qkv product."""
+        return self.kv_heads * (self.group + 2) * self.dim
+
 
 SHAPES = {
     "smollm2-135m": Shape(576, 3, 3, 64, 1536, 49152),
@@ -67,15 +75,47 @@ def norm_pair(shape: Shape, rows: int) -> Pair:
 
 def rope_pair(shape: Shape, rows: int) -> Pair:
     """Rotation of queries and keys, and the append of keys and values."""
-    heads = shape.kv_heads * (shape.group + 2)
-    qkv = random(rows, heads * shape.dim)
+    qkv = random(rows, shape.qkv)
+    fused, unfused = rope_calls(shape, rows)
+    return lambda: fused(qkv), lambda: unfused(qkv)
+
+
+def qkv_pair(shape: Shape, rows: int) -> Pair:
+    """The qkv product, rotation and append: in one kernel where a model has it so, else in two."""
+    x, weight = random(rows, shape.hidden), random(shape.qkv, shape.hidden)
+    fused, unfused = rope_calls(shape, rows)
+
+    def ours() -> Tensor:
+        if rotates_heads(x, weight, shape.dim, False):
+            return linear_rope_append(x, weight, None, fused.places)
+        return fused(linear(x, weight))
+
+    return ours, lambda: unfused(F.linear(x, weight))
+
+
+@dataclass(frozen=True)
+class RopeAppend:
+    """`rope_append` of a qkv product's rows."""
+
+    places: QkvPlaces
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """Queries; keys and values are appended."""
+        at = self.places
+        return rope_append(
+            qkv, at.cos, at.sin, at.position_ids, at.write_index, at.key_cache, at.value_cache
+        )
+
+
+def rope_calls(shape: Shape, rows: int) -> tuple[RopeAppend, Callable[[Tensor], Tensor]]:
+    """Rotation and append of a qkv product's rows, fused and in torch, at random positions."""
     cos, sin = torch.randn(2, POSITIONS, shape.dim, device="cuda")
     positions = torch.randint(POSITIONS, (rows,), device="cuda")
     places = torch.randperm(rows * BLOCK_SIZE, device="cuda")[:rows]
     keys, values = random(2, rows, BLOCK_SIZE, shape.kv_heads, shape.dim)
     row_cos, row_sin = cos[positions][:, None].to(DTYPE), sin[positions][:, None].to(DTYPE)
 
-    def unfused() -> Tensor:
+    def unfused(qkv: Tensor) -> Tensor:
         parts = qkv.view(rows, shape.kv_heads, shape.group + 2, shape.dim)
         query, key, value = parts.split([shape.group, 1, 1], dim=2)
         query = query.reshape(rows, -1, shape.dim)
@@ -84,7 +124,7 @@ def rope_pair(shape: Shape, rows: int) -> Pair:
         values.flatten(0, 1).index_copy_(0, places, value.squeeze(2))
         return query
 
-    return lambda: rope_append(qkv, cos, sin, positions, places, keys, values), unfused
+    return RopeAppend(QkvPlaces(cos, sin, positions, places, keys, values)), unfused
 
 
 def swiglu_pair(shape: Shape, rows: int) -> Pair:
@@ -98,15 +138,21 @@ def swiglu_pair(shape: Shape, rows: int) -> Pair:
     return lambda: swiglu(gates), unfused
 
 
-BLOCK_OPS = {"add_rms_norm": norm_pair, "rope_append": rope_pair, "swiglu": swiglu_pair}
+BLOCK_OPS = {
+    "add_rms_norm": norm_pair,
+    "rope_append": rope_pair,
+    "qkv, rope_append": qkv_pair,
+    "swiglu": swiglu_pair,
+}
 
 
 def block_bytes(shape: Shape, rows: int) -> dict[str, int]:
     """The fewest bytes of each of `BLOCK_OPS`."""
-    qkv = shape.kv_heads * (shape.group + 2) * shape.dim
+    qkv, angles = shape.qkv, rows * shape.dim * 4
     return {
         "add_rms_norm": (4 * rows + 1) * shape.hidden * 2,
-        "rope_append": 2 * rows * qkv * 2 + rows * shape.dim * 4,
+        "rope_append": 2 * rows * qkv * 2 + angles,
+        "qkv, rope_append": (rows * (shape.hidden + qkv) + shape.hidden * qkv) * 2 + angles,
         "swiglu": 3 * rows * shape.ffn * 2,
     }
 
@@ -153,7 +199,8 @@ def sampling_pair(shape: Shape, rows: int, spread: float, rule: Rule) -> Pair:
 
 
 def cases(args: argparse.Namespace, shapes: Sequence[str], hardware: Hardware) -> Iterator[Case]:
-    """Norm, rope with KV append and SwiGLU; then each kind of sampled row at each spread."""
+    """Norm, rope with KV append, the qkv product with both, SwiGLU; then each kind of sampled row
+    at each spread."""
 
     def prepare(make: Callable[[], Pair], moved: int) -> Work:
         fused, unfused = make()
@@ -185,7 +232,7 @@ def add_options(group: argparse._ArgumentGroup) -> None:
 
 FAMILY = Family(
     name="fused_ops",
-    about="norm, rope, SwiGLU and sampling, beside the torch operations that they replace",
+    about="norm, rope, the qkv product with it, SwiGLU and sampling, beside torch's operations",
     shapes=list(SHAPES),
     default_shapes=list(SHAPES),
     parts=(),

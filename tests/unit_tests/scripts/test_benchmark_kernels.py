@@ -129,6 +129,8 @@ def test_fused_ops_count_what_goes_in_and_out():
     moved = fused_ops.block_bytes(fused_ops.SHAPES["llama-3.1-8b"], 16)
     assert moved["swiglu"] == 16 * 3 * 14336 * 2
     assert moved["rope_append"] == 2 * 16 * 6144 * 2 + 16 * 128 * 4
+    alone = 16 * (4096 + 6144) * 2 + 4096 * 6144 * 2
+    assert moved["qkv, rope_append"] == alone + 16 * 128 * 4
     assert set(moved) == set(fused_ops.BLOCK_OPS)
 
 
