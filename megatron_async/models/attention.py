@@ -86,15 +86,12 @@ class PagedSelfAttention(SelfAttention):
 
     def _rotated(self, hidden_states: Tensor | Unnormed, view: ContextGPUView) -> Tensor | None:
         """Queries, where the projection rotates and appends too."""
-        plain = self.q_layernorm is None and not self.config.attention_output_gate
-        layer = self.linear_qkv
-        if (
-            not plain
-            or not isinstance(layer, InferenceColumnParallelLinear)
-            or not layer.may_rotate
-        ):
+        layer, dim = self.linear_qkv, self.hidden_size_per_attention_head
+        if self.q_layernorm is not None or self.config.attention_output_gate:
             return None
-        places = view.qkv_places(self.kv_layer_index)
+        if not isinstance(layer, InferenceColumnParallelLinear):
+            return None
+        places = view.qkv_places(self.kv_layer_index) if layer.rotates(hidden_states, dim) else None
         return None if places is None else layer.forward_rotated(hidden_states, places)
 
 

@@ -133,15 +133,19 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
         """Whether a qkv layer may have an op that also rotates and appends its outputs."""
         return self.weight.is_cuda and not self.sequence_parallel and not self.skip_bias_add
 
-    def forward_rotated(self, input_: Tensor | Unnormed, places: QkvPlaces) -> Tensor | None:
-        """Rotated queries `[tokens, heads, dim]` of a layer that `may_rotate`, with keys and values
-        appended; None, and nothing is done, where no op does all of it for so many rows."""
-        normed = isinstance(input_, Unnormed)
+    def rotates(self, input_: Tensor | Unnormed, dim: int) -> bool:
+        """Whether `forward_rotated` takes such an input, with heads of `dim` elements."""
+        if not self.may_rotate:
+            return False
+        is_normed = isinstance(input_, Unnormed)
         rows = input_.x if isinstance(input_, Unnormed) else input_.flatten(0, -2)
-        if not rotates_heads(rows, self.weight, places.dim, normed):
-            return None
-        given = input_ if isinstance(input_, Unnormed) else rows
-        return kernels_for(rows).linear_rope_append(given, self.weight, self.bias, places)
+        return rotates_heads(rows, self.weight, dim, is_normed)
+
+    def forward_rotated(self, input_: Tensor | Unnormed, places: QkvPlaces) -> Tensor:
+        """Rotated queries `[tokens, heads, dim]`, with keys and values appended; of a qkv layer, if
+        it `rotates` such an input."""
+        rows = input_ if isinstance(input_, Unnormed) else input_.flatten(0, -2)
+        return kernels_for(self.weight).linear_rope_append(rows, self.weight, self.bias, places)
 
     def takes_unnormed(self, hidden_states: Tensor) -> bool:
         """Whether `forward` should be given the arguments of the norm before it."""

@@ -24,10 +24,11 @@ PROGRAMS_A_PROCESSOR = 2
 """Programs that the parts of a batch should make; 3, 4 and 6 were no better in sum
 (docs/records/decode_attention.md)."""
 FULL = 0.9
-"""Rows times KV heads for each processor, above which rows fill the device: then a part is one
-processor's share, so that most rows are whole, and whoever stores the last part of a row joins
-them. Both were slower for fewer rows: SmolLM2's step took 0.384 -> 0.449 ms at one row, 0.579 ->
-0.593 at 32; 0.676 -> 0.597 at 64, and Llama-3.1-8B's 4.224 -> 4.162 at 16, which are 0.97 here."""
+"""Rows times KV heads for each processor, above which rows fill the device. Then a part is one
+processor's share, so that most rows are whole (SmolLM2's step of 64 rows 0.629 -> 0.597 ms), and
+whoever stores the last part of a row joins them (0.676 -> 0.641, and Llama-3.1-8B's step of 16
+rows, which are 0.97 here, 4.224 -> 4.162). With fewer rows joining so was slower: 0.384 -> 0.449 at
+one row of SmolLM2, 0.579 -> 0.593 at 32; larger parts were not measured there."""
 TILE_ELEMENTS = 8192
 """Items times rows that a program of the schedule compares."""
 
@@ -43,8 +44,6 @@ class DecodeSchedule:
         splits: int32 `[max_rows, 2]`: of each row the first slot and the number of its parts, whose
             slots follow each other; (-1, 1) of a row of one part.
         rows: decode rows that it was last made for.
-        is_full: whether they fill the device.
-        shares: parts of equal size that they were divided into, at most.
     """
 
     def __init__(self, max_rows: int, kv_heads: int, tile: int, device: torch.device) -> None:
@@ -58,10 +57,21 @@ class DecodeSchedule:
         self.extra = -(-PROGRAMS_A_PROCESSOR * self.processors // kv_heads)
         self.kv_heads = kv_heads
         self.tile = tile
-        self.rows, self.shares, self.is_full = 0, self.extra, False
+        self.rows = 0
         self.max_rows = max_rows
         self.items = torch.empty((max_rows + self.extra, 4), dtype=torch.int32, device=device)
         self.splits = torch.empty((max_rows, 2), dtype=torch.int32, device=device)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `rows` fill the device."""
+        return self.rows * self.kv_heads > FULL * self.processors
+
+    @property
+    def shares(self) -> int:
+        """Parts of equal size that the tokens of `rows` are divided into, at most `extra`."""
+        programs = 1 if self.is_full else PROGRAMS_A_PROCESSOR
+        return -(-programs * self.processors // self.kv_heads)
 
     @property
     def slots(self) -> int:
@@ -89,17 +99,15 @@ class DecodeSchedule:
                 f"with strides {kv_lengths.stride()}."
             )
         self.rows = rows
-        self.is_full = rows * self.kv_heads > FULL * self.processors
-        programs = 1 if self.is_full else PROGRAMS_A_PROCESSOR
-        self.shares = -(-programs * self.processors // self.kv_heads)
+        shares = self.shares
         row_tile = triton.next_power_of_2(rows)
         item_tile = min(max(TILE_ELEMENTS // row_tile, 1), 32)
-        _schedule_kernel[(triton.cdiv(rows + self.shares, item_tile),)](
+        _schedule_kernel[(triton.cdiv(rows + shares, item_tile),)](
             kv_lengths,
             self.items,
             self.splits,
             rows,
-            self.shares,
+            shares,
             row_tile=row_tile,
             item_tile=item_tile,
             tile=self.tile,

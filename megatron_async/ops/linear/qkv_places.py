@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,17 @@ def first_of_pairs(pair: tl.tensor, dim: tl.constexpr) -> tl.tensor:
     second element of each is half a head behind the first."""
     half: tl.constexpr = dim // 2
     return pair // half * dim + pair % half
+
+
+@gluon.jit
+def split_pairs(
+    y: gl.tensor, lines: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor]:
+    """First and second elements of pairs, `[lines, columns]` each in a layout. The elements of a
+    pair are in one thread, as neighbours or as halves along an axis of y, whose size is twice that
+    of the result."""
+    first, second = gl.split(y.reshape([lines, 2, columns]).permute([0, 2, 1]))
+    return gl.convert_layout(first, layout), gl.convert_layout(second, layout)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from megatron_async.ops.linear.qkv_places import first_of_pairs, store_heads
+from megatron_async.ops.linear.qkv_places import first_of_pairs, split_pairs, store_heads
 
 Segments = tuple[tuple[int, int], ...]
 
@@ -261,10 +261,7 @@ def resident_kernel(
         y = gl.maximum(y, 0.0)
         y = y * y
     if rotates:
-        pairs = y.reshape([block_n // 2, 2, block_m]).permute([0, 2, 1])
-        y, partner = gl.split(pairs)
-        y = gl.convert_layout(y, in_pairs)
-        partner = gl.convert_layout(partner, in_pairs)
+        y, partner = split_pairs(y, block_n // 2, block_m, in_pairs)
         head = pair // (dim // 2)
         store_heads(
             y, partner, cosine, sine, token, place, lane, head, token < rows,

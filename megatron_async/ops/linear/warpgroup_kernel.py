@@ -28,12 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from megatron_async.ops.linear.qkv_places import first_of_pairs, store_heads
+from megatron_async.ops.linear.qkv_places import first_of_pairs, split_pairs, store_heads
 
 IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """How the copy engine stores a chunk, and the matrix units read it."""
 HALVES_IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-"""The same bytes, as two halves of a chunk's rows."""
+"""`IN_SHARED_MEMORY` of two pieces of a chunk's rows, which lie behind each other."""
 
 
 def chunks_of(rows: Tensor, block: int, chunk: int) -> TensorDescriptor:
@@ -180,10 +180,7 @@ def warpgroup_kernel(
         y = gl.maximum(y, 0.0)
         y = y * y
     if rotates:
-        halves_of = y.reshape([block_m, 2, pairs]).permute([0, 2, 1])
-        y, partner = gl.split(halves_of)
-        y = gl.convert_layout(y, in_pairs)
-        partner = gl.convert_layout(partner, in_pairs)
+        y, partner = split_pairs(y, block_m, pairs, in_pairs)
         head = pair // (dim // 2)
         store_heads(
             y, partner, cosine, sine, token, cell, lane, head, token < rows,

@@ -96,8 +96,7 @@ def test_the_projection_may_rotate_and_append(
     alone: dict[str, list[list[int]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a GPU, where one op does both; here in plain torch, in steps of an odd number of
-    rows."""
+    """One op does both, as on a GPU; here in plain torch, in steps of an odd number of rows."""
     asked: list[bool] = []
 
     def rotates_heads(rows: torch.Tensor, *_: object) -> bool:
