@@ -111,6 +111,7 @@ class DynamicInferenceContext:
             replace(inference_config, max_requests=-(-self.max_requests // stages)),
             self.device.captures_graphs,
             self.gpu_view.captures_prefill,
+            is_recurrent(model_config),
         )
         self._is_recurrent = is_recurrent(model_config)
         self._plan_builder = PlanBuilder(self.slots, self.graph_shapes)

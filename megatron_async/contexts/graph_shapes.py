@@ -1,11 +1,12 @@
 """Which padded shapes have a captured graph, and which of them serves a step.
 
-Decode-only steps are padded to the next of a list of row counts. Mixed steps are padded twice:
-their prefill tokens to the next of a list, and their decode rows to the next of another list. The
-time of small steps is that of reading the weights, so their padding is coarse. From `FINE_TOKENS`
-on, a step's time grows with its tokens, so its padding is an eighth at most. Prefill rows are
-padded to a number that grows with the prefill tokens: short prompts that arrive together make many
-chunks of one step.
+Decode-only steps are padded to the next of a list of row counts. Mixed steps are packed: all their
+tokens together are padded to the next of a list, finely, because a step's time grows with its
+tokens. The number of their decode rows is padded too, coarsely: it bounds attention's programs and
+the rows of logits, and dummy rows have no tokens. Models with recurrent layers, and drafts, need to
+know where the prefill tokens begin. Their mixed steps are padded twice: prefill tokens to the next
+of a list, and decode rows to the next of another list. Prefill rows are padded to a number that
+grows with the tokens: short prompts that arrive together make many chunks of one step.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ FINE_TOKENS = 256
 the 8B shape in the time of multiplying them by some 200 tokens."""
 DECODE_STRIDE = 64
 """Decode rows between captured shapes of one number of prefill tokens, or an eighth of these."""
+PACKED_STRIDE = 32
+"""Tokens between packed shapes of up to `PACKED_FINE` tokens; beyond, an eighth of the power of two
+below. With 48 arrivals a second, the 8B shape has 0.3 ms less between two tokens than with padding
+in both (`simulate`, docs/records/whole_steps.md); with 16 tokens 0.03 ms less again."""
+PACKED_FINE = 512
 
 
 @dataclass
@@ -33,22 +39,32 @@ class GraphShapes:
 
     Attributes:
         decode_sizes: row counts of decode-only graphs, ascending; empty: no graphs.
-        mixed_sizes: prefill token counts of mixed graphs, ascending, and the decode rows,
-            ascending, that each is captured for; empty: mixed steps run eagerly.
+        mixed_sizes: token counts of mixed graphs, ascending, and the decode rows, ascending, that
+            each is captured for; empty: mixed steps run eagerly. Tokens are prefill tokens, or all
+            tokens if graphs are packed.
+        is_packed: see `BatchDimensions.is_packed`.
         prefill_rows: prefill rows of a mixed graph, at least.
         most_prefill_rows: the same, at most: graphs of many prefill tokens have a row for every
-            `SHORT_PROMPT` of them, so that a burst of short prompts finds a graph.
+            `SHORT_PROMPT` tokens, so that a burst of short prompts finds a graph.
         longest_sequence: tokens.
         widths: query tokens of a decode row, ascending; each shape is captured for each.
     """
 
     decode_sizes: tuple[int, ...] = ()
     mixed_sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    is_packed: bool = False
     prefill_rows: int = 0
     most_prefill_rows: int = 0
     longest_sequence: int = 0
     widths: tuple[int, ...] = (1,)
     _shapes: dict[tuple[int, int, int], BatchDimensions] = field(default_factory=dict, repr=False)
+
+    def capture_mixed(self, config: InferenceConfig) -> None:
+        """Add the mixed shapes that a configuration asks for."""
+        sizes = packed_graph_sizes if self.is_packed else mixed_graph_sizes
+        self.mixed_sizes = sizes(config.max_requests, config.max_tokens)
+        self.prefill_rows = config.mixed_prefill_rows
+        self.most_prefill_rows = config.most_mixed_prefill_rows
 
     def find(
         self, decode_rows: int, prefill_rows: int, prefill_tokens: int, width: int = 1
@@ -60,42 +76,50 @@ class GraphShapes:
         if prefill_rows == 0:
             size = _next(self.decode_sizes, decode_rows)
             return None if size is None else self.shape(size, width=fitting)
-        tokens = _next(tuple(self.mixed_sizes), self._tokens_for(prefill_rows, prefill_tokens))
+        wanted = prefill_tokens + (decode_rows * fitting if self.is_packed else 0)
+        tokens = _next(tuple(self.mixed_sizes), self._tokens_for(prefill_rows, wanted))
         if tokens is None or prefill_rows > self.rows_beside(tokens):
             return None
         size = _next(self.mixed_sizes[tokens], decode_rows)
         return None if size is None else self.shape(size, tokens, fitting)
 
-    def shape(self, decode_rows: int, prefill_tokens: int = 0, width: int = 1) -> BatchDimensions:
-        """The captured shape of so many decode rows and prefill tokens, padding included."""
+    def shape(self, decode_rows: int, mixed_size: int = 0, width: int = 1) -> BatchDimensions:
+        """The captured shape of so many decode rows and tokens of a mixed graph; 0: decode rows
+        alone."""
         width = width if decode_rows else 1
-        key = decode_rows, prefill_tokens, width
+        key = decode_rows, mixed_size, width
         if key not in self._shapes:
             self._shapes[key] = BatchDimensions(
                 decode_rows=decode_rows,
                 width=width,
                 is_captured=True,
-                padded_prefill_rows=self.rows_beside(prefill_tokens) if prefill_tokens else 0,
-                padded_prefill_tokens=prefill_tokens,
+                padded_prefill_rows=self.rows_beside(mixed_size) if mixed_size else 0,
+                padded_prefill_tokens=mixed_size,
+                is_packed=self.is_packed and mixed_size > 0,
                 longest_sequence=self.longest_sequence,
             )
         return self._shapes[key]
 
-    def rows_beside(self, prefill_tokens: int) -> int:
-        """Prefill rows of a mixed graph of so many prefill tokens."""
-        return max(self.prefill_rows, min(prefill_tokens // SHORT_PROMPT, self.most_prefill_rows))
+    def rows_beside(self, mixed_size: int) -> int:
+        """Prefill rows of a mixed graph of so many tokens."""
+        return max(self.prefill_rows, min(mixed_size // SHORT_PROMPT, self.most_prefill_rows))
 
-    def _tokens_for(self, prefill_rows: int, prefill_tokens: int) -> int:
-        """The fewest prefill tokens of a graph with room for so many rows and tokens."""
+    def _tokens_for(self, prefill_rows: int, tokens: int) -> int:
+        """The fewest tokens of a mixed graph with room for so many prefill rows and tokens."""
         if prefill_rows <= self.prefill_rows:
-            return prefill_tokens
-        return max(prefill_tokens, prefill_rows * SHORT_PROMPT)
+            return tokens
+        return max(tokens, prefill_rows * SHORT_PROMPT)
 
-    def keep_mixed_up_to(self, prefill_tokens: int) -> None:
-        """Drop mixed shapes with more prefill tokens; they will not be captured."""
-        self.mixed_sizes = {
-            tokens: rows for tokens, rows in self.mixed_sizes.items() if tokens <= prefill_tokens
-        }
+    def prefill_that_fits(self, decode_tokens: int, limit: float) -> int:
+        """The most prefill tokens, up to `limit`, that fill a mixed graph beside so many query
+        tokens of decode rows; 0 where each graph has room for more."""
+        beside = decode_tokens if self.is_packed else 0
+        fitting = [size - beside for size in self.mixed_sizes if 0 < size - beside <= limit]
+        return max(fitting, default=0)
+
+    def keep_mixed_up_to(self, tokens: int) -> None:
+        """Drop mixed shapes of more tokens; they will not be captured."""
+        self.mixed_sizes = {size: rows for size, rows in self.mixed_sizes.items() if size <= tokens}
 
     def all_shapes(self) -> list[BatchDimensions]:
         """Every shape to capture, largest first, so that smaller graphs reuse its memory."""
@@ -106,11 +130,21 @@ class GraphShapes:
 
 
 def make_graph_shapes(
-    config: InferenceConfig, captures_graphs: bool, captures_prefill: bool
+    config: InferenceConfig,
+    captures_graphs: bool,
+    captures_prefill: bool,
+    is_recurrent: bool = False,
 ) -> GraphShapes:
-    """The shapes that a configuration asks for, on a device and with attention that can capture
-    (prefill) or not."""
+    """The shapes that a configuration asks for.
+
+    Args:
+        config: of the engine.
+        captures_graphs: whether the device does.
+        captures_prefill: whether its attention can.
+        is_recurrent: whether the model has recurrent layers.
+    """
     shapes = GraphShapes(
+        is_packed=not is_recurrent and config.decode_width == 1,
         longest_sequence=config.max_sequence_length,
         widths=(1,) if config.decode_width == 1 else (1, config.decode_width),
     )
@@ -118,9 +152,7 @@ def make_graph_shapes(
     shapes.decode_sizes = graph_sizes(config.max_requests, count)
     captures_prefill = captures_prefill and config.use_cuda_graphs_for_non_decode_steps
     if shapes.decode_sizes and captures_prefill:
-        shapes.mixed_sizes = mixed_graph_sizes(config.max_requests, config.max_tokens)
-        shapes.prefill_rows = config.mixed_prefill_rows
-        shapes.most_prefill_rows = config.most_mixed_prefill_rows
+        shapes.capture_mixed(config)
     return shapes
 
 
@@ -139,6 +171,30 @@ def graph_sizes(max_requests: int, count: int | None) -> tuple[int, ...]:
     else:
         sizes = {max(1, round(max_requests * (i + 1) / count)) for i in range(count)}
     return (*sorted(size for size in sizes if size < max_requests), max_requests)
+
+
+def packed_graph_sizes(max_requests: int, max_tokens: int) -> dict[int, tuple[int, ...]]:
+    """Token counts of packed graphs and, for each, decode row counts: 0, powers of two from
+    `DECODE_STRIDE` on, and the most that there may be.
+
+    Args:
+        max_requests: most decode rows.
+        max_tokens: most tokens of a step.
+    """
+    sizes = list(range(LEAST_PREFILL_TOKENS, min(max_tokens, PACKED_FINE), PACKED_STRIDE))
+    tokens = PACKED_FINE
+    while tokens < max_tokens:
+        sizes += [tokens + part * tokens // 8 for part in range(8)]
+        tokens *= 2
+    sizes = [size for size in sizes if size < max_tokens] + [max_tokens]
+    found = {}
+    for size in sizes:
+        most, rows, count = min(max_requests, size), [0], DECODE_STRIDE
+        while count < most:
+            rows.append(count)
+            count *= 2
+        found[size] = (*rows, most)
+    return found
 
 
 def mixed_graph_sizes(max_requests: int, max_tokens: int) -> dict[int, tuple[int, ...]]:

@@ -92,6 +92,18 @@ class StepPlan:
         """Rows that belong to requests."""
         return len(self.slots)
 
+    @property
+    def first_prefill_token(self) -> int:
+        """Index of the first chunk's first token among the step's tokens; of the tokens' end where
+        there is no chunk."""
+        dims = self.dims
+        return self.num_decode * dims.width if dims.is_packed else dims.decode_tokens
+
+    @property
+    def work_tokens(self) -> tuple[int, int]:
+        """Prefill tokens, and query tokens of decode rows; padding included."""
+        return self.dims.tokens - self.first_prefill_token, self.first_prefill_token
+
     def device_rows(self, rows: IntArray) -> IntArray:
         """Indices of the plan's rows among the device's rows."""
         dummies = self.dims.decode_rows - self.num_decode

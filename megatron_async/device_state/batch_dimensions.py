@@ -11,7 +11,9 @@ class BatchDimensions:
 
     A step may be padded to a shape for which a graph was captured. Its last decode rows and its
     last prefill rows are then dummy rows, which belong to the dummy slot and to no request, and its
-    last prefill tokens belong to no row.
+    last prefill tokens belong to no row. In a packed shape dummy decode rows have no query tokens:
+    the chunks' tokens come behind those of the other decode rows, at a place that only the device
+    knows (`StepTensors.prefill_starts`). So a packed shape is padded in all its tokens once.
 
     Device code may use these numbers freely (they never wait for the device) and must take every
     other number from device tensors.
@@ -31,7 +33,10 @@ class BatchDimensions:
     padded_prefill_rows: int = 0
     """Prefill rows of a captured shape, dummy rows included."""
     padded_prefill_tokens: int = 0
-    """Prefill tokens of a captured shape, padding included."""
+    """Prefill tokens of a captured shape, padding included; of a packed one all its tokens."""
+    is_packed: bool = False
+    """Whether a captured shape with prefill chunks is packed. It has no more decode tokens than
+    tokens."""
     longest_sequence: int = 0
     """Longest sequence that a captured shape serves; 0 for others."""
     dispatch_tokens: int = 0
@@ -55,7 +60,8 @@ class BatchDimensions:
 
     @property
     def decode_tokens(self) -> int:
-        """Query tokens of all decode rows. The tokens of a row are neighbours."""
+        """Query tokens of all decode rows. The tokens of a row are neighbours. In a packed shape,
+        those that there may be."""
         return self.decode_rows * self.width
 
     @property
@@ -65,14 +71,17 @@ class BatchDimensions:
 
     @property
     def prefill_tokens(self) -> int:
-        """Query tokens of all prefill chunks, padding included."""
+        """Query tokens of all prefill chunks, padding included. In a packed shape, those that
+        there may be: all."""
         if self.is_captured:
             return self.padded_prefill_tokens
         return sum(query for query, _ in self.prefill_lengths)
 
     @property
     def tokens(self) -> int:
-        """Query tokens of the step."""
+        """Query tokens of the step, padding included."""
+        if self.is_packed:
+            return self.padded_prefill_tokens
         return self.decode_tokens + self.prefill_tokens
 
     @property
@@ -96,7 +105,8 @@ class BatchDimensions:
 
     @property
     def graph_key(self) -> tuple[int, int, int]:
-        """The key of a captured shape: decode rows, prefill tokens and width."""
+        """The key of a captured shape among those of an engine: decode rows, prefill tokens and
+        width."""
         return self.decode_rows, self.padded_prefill_tokens, self.width
 
     @property

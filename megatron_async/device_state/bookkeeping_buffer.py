@@ -81,7 +81,8 @@ class HostStaging:
 
 def _pack_prefill(fields: dict[str, np.ndarray], plan: StepPlan) -> None:
     # Dummy rows begin and end where the tokens end; tokens beyond that are padding.
-    _fill(fields["prefill_starts"], plan.prefill_starts, int(plan.prefill_starts[-1]))
+    starts = plan.prefill_starts + plan.first_prefill_token
+    _fill(fields["prefill_starts"], starts, int(starts[-1]))
     _fill(fields["prefill_kv_lengths"], plan.kv_at_most[plan.num_decode :], 1)
     _fill(fields["prefill_token_ids"], plan.prefill_token_ids, 0)
     _fill(fields["prefill_features"], plan.prefill_features, 0)

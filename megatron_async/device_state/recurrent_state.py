@@ -138,7 +138,7 @@ class RecurrentState(PerSlotState):
             self._chunk_dest = states.chunk_dest
         self._prefill = None
         if dims.prefill_rows:
-            starts = step.prefill_starts
+            starts = view.chunk_starts
             is_last = (step.features[dims.decode_tokens :] & int(RowFeature.PRODUCES)) != 0
             first = step.lengths[decode:] - starts.diff()
             self._prefill = PrefillRows(starts, first, reads, rows[decode:], is_last)

@@ -86,7 +86,7 @@ class SamplingState(PerSlotState):
         chunks = ChunkTensors(
             first_row=dims.decode_tokens,
             starts=view.step.prefill_starts,
-            token_ids=view.step.token_ids[dims.decode_tokens :],
+            token_ids=view.step.token_ids,
             max_query_length=dims.max_query_length,
             cached=None if block_tokens is None else CachedTokens(
                 view.step.block_tables[dims.decode_rows :], block_tokens

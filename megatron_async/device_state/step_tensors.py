@@ -26,8 +26,8 @@ class StepTensors:
             after the step.
         kv_lengths: int32 `[rows]`: keys that the row's last query token sees.
         block_tables: int32 `[rows, blocks]`.
-        prefill_starts: int32 `[prefill rows + 1]`: tokens of each prefill row, counted from the
-            first prefill token.
+        prefill_starts: int32 `[prefill rows + 1]`: where the tokens of each prefill row begin among
+            the step's, and the end of the last row's.
         slots: int64 `[sample rows]`.
         sample_positions: int32 `[sample rows]`: position of the token to be sampled.
         features: int32 `[sample rows]`, bits of `RowFeature`.

@@ -114,12 +114,15 @@ def unpack_step_kernels(
         dims.width,
         lengths is not None,
         dims.prefill_rows > 0,
+        dims.is_packed,
         block_tokens is not None,
         TILE,
         **options,
     )
     if dims.prefill_rows:
-        _unpack_tokens_kernel[(triton.cdiv(dims.prefill_tokens, TILE),)](
+        # In a packed shape the first prefill token may be any.
+        first = 0 if dims.is_packed else dims.decode_tokens
+        _unpack_tokens_kernel[(triton.cdiv(dims.tokens - first, TILE),)](
             *ring,
             out.entry,
             *table,
@@ -132,9 +135,9 @@ def unpack_step_kernels(
             out.write_index,
             kept,
             dims.decode_rows,
-            dims.decode_tokens,
+            first,
             dims.prefill_rows,
-            dims.prefill_tokens,
+            dims.tokens,
             len(slots.last_token) - 1,
             block_size,
             block_tokens is not None,
@@ -205,6 +208,7 @@ def _unpack_kernel(
     width: tl.constexpr,
     by_row: tl.constexpr,
     has_prefill: tl.constexpr,
+    is_packed: tl.constexpr,
     keeps: tl.constexpr,
     tile: tl.constexpr,
     overlap: tl.constexpr,
@@ -249,6 +253,8 @@ def _unpack_kernel(
             kv_length = tl.maximum(tl.minimum(length - 1 + brought, limit - 1), 1)
             tl.store(out_kv_lengths + row, kv_length)
             token = tl.load(last_token + slot)
+            # Dummy rows of a packed shape have no tokens.
+            tokens = tl.load(step + starts) if is_packed else (row + 1) * width
             for query in tl.static_range(width):
                 position = (length - 1 + query).to(tl.int64)
                 fed = (position >= 0) & (position < limit - 1) & (query < brought)
@@ -264,11 +270,11 @@ def _unpack_kernel(
                     tl.store(out_sample_positions + sample, length + query)
                 tl.store(out_features + sample, asked)
                 tl.store(out_last_token + sample, sample)
-                tl.store(out_tokens + sample, token)
-                tl.store(out_positions + sample, position)
-                tl.store(out_write + sample, write)
+                tl.store(out_tokens + sample, token, sample < tokens)
+                tl.store(out_positions + sample, position, sample < tokens)
+                tl.store(out_write + sample, write, sample < tokens)
                 if keeps:
-                    tl.store(kept + write, token.to(tl.int32))
+                    tl.store(kept + write, token.to(tl.int32), sample < tokens)
         elif has_prefill:
             chunk = row - decode_rows
             sample = decode_rows * width + chunk
@@ -281,8 +287,8 @@ def _unpack_kernel(
             end = tl.load(step + starts + chunk + 1)
             tl.store(out_starts + chunk + 1, end)
             if chunk == 0:
-                tl.store(out_starts, 0)
-            tl.store(out_last_token + sample, decode_rows * width + tl.maximum(end - 1, 0))
+                tl.store(out_starts, tl.load(step + starts))
+            tl.store(out_last_token + sample, tl.maximum(end - 1, 0))
             asked = tl.load(record + FEATURES)
             start = tl.load(step + chunk_records + chunk)
             if start >= 0:
@@ -305,9 +311,9 @@ def _unpack_kernel(
         "table_stride",
         "token_ids",
         "decode_rows",
-        "decode_tokens",
+        "first",
         "prefill_rows",
-        "prefill_tokens",
+        "tokens",
         "dummy_slot",
     ]
 )
@@ -326,9 +332,9 @@ def _unpack_tokens_kernel(
     out_write: tl.tensor,
     kept: tl.tensor,
     decode_rows: tl.tensor,
-    decode_tokens: tl.tensor,
+    first: tl.tensor,
     prefill_rows: tl.tensor,
-    prefill_tokens: tl.tensor,
+    tokens: tl.tensor,
     dummy_slot: tl.tensor,
     block_size: tl.tensor,
     keeps: tl.constexpr,
@@ -338,9 +344,10 @@ def _unpack_tokens_kernel(
 ) -> None:
     wait_for_previous(overlap)
     step = words + tl.load(entry).to(tl.int64) * words_stride
-    token = tl.program_id(0) * tile + tl.arange(0, tile)
-    exists = token < prefill_tokens
-    inside = token < tl.load(starts + prefill_rows)
+    token = first + tl.program_id(0) * tile + tl.arange(0, tile)
+    begin = tl.load(starts)
+    exists = (token >= begin) & (token < tokens)
+    inside = exists & (token < tl.load(starts + prefill_rows))
     # Binary search for the chunk that ends behind the token.
     low = tl.zeros_like(token)
     high = low + prefill_rows - 1
@@ -355,10 +362,10 @@ def _unpack_tokens_kernel(
     position = tl.where(inside, position, 0)
     slot = tl.where(inside, tl.load(row_slots + row), dummy_slot)
     block = tl.load(table + slot * table_stride + position // block_size).to(tl.int64)
-    given = tl.load(step + token_ids + token, mask=exists & inside, other=0)
-    tl.store(out_tokens + decode_tokens + token, given.to(tl.int64), mask=exists)
-    tl.store(out_positions + decode_tokens + token, position, mask=exists)
+    given = tl.load(step + token_ids + token - begin, mask=inside, other=0)
+    tl.store(out_tokens + token, given.to(tl.int64), mask=exists)
+    tl.store(out_positions + token, position, mask=exists)
     write = block * block_size + position % block_size
-    tl.store(out_write + decode_tokens + token, write, mask=exists)
+    tl.store(out_write + token, write, mask=exists)
     if keeps:
         tl.store(kept + write, given.to(tl.int32), mask=exists)

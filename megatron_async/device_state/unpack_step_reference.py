@@ -94,21 +94,22 @@ def _unpack_chunks(
     block_size: int,
     out: StepTensors,
 ) -> None:
-    decode, first = dims.decode_rows, dims.decode_tokens
+    decode, sample = dims.decode_rows, dims.decode_tokens
     owners, kv_lengths = out.row_slots[decode:], fields["prefill_kv_lengths"]
     out.lengths[decode:] = out.kv_lengths[decode:] = kv_lengths
-    out.slots[first:], out.sample_positions[first:] = owners, kv_lengths
+    out.slots[sample:], out.sample_positions[sample:] = owners, kv_lengths
     features = slots.records[:, Header.FEATURES].index_select(0, owners)
-    out.features[first:] = features | fields["prefill_features"]
+    out.features[sample:] = features | fields["prefill_features"]
     starts = fields["prefill_starts"]
     out.prefill_starts.copy_(starts)
-    out.last_token[first:] = first + (starts[1:] - 1).clamp(min=0)
-    token = torch.arange(dims.prefill_tokens, device=owners.device)
+    out.last_token[sample:] = (starts[1:] - 1).clamp(min=0)
+    first = int(starts[0])
+    token = torch.arange(first, dims.tokens, device=owners.device)
     chunk = torch.searchsorted(starts[1:].contiguous(), token, right=True)
     inside = token < starts[-1]
     chunk = chunk.clamp(max=dims.prefill_rows - 1)
     position = (kv_lengths[chunk] - starts[chunk + 1] + token).where(inside, 0)
-    out.token_ids[first:] = fields["prefill_token_ids"].where(inside, 0)
+    out.token_ids[first:] = fields["prefill_token_ids"][: len(token)].where(inside, 0)
     out.positions[first:] = position
     tables = out.block_tables[decode + chunk].where(inside[:, None], slots.block_table[-1])
     _write_index(tables, position, block_size, out.write_index[first:])

@@ -73,8 +73,8 @@ class PrefillPace(EngineListener):
         room = min(room, GROWTH * max(self._costs.most_seen, LEAST_PREFILL_TOKENS))
         room = max(room, LEAST_PREFILL_TOKENS)
         # Steps are padded to captured shapes: the largest of these that fits.
-        padded = [size for size in context.graph_shapes.mixed_sizes if size <= room]
-        return min(max(padded) if padded else int(room), context.max_tokens)
+        padded = context.graph_shapes.prefill_that_fits(work.decode_tokens, room)
+        return min(max(padded, LEAST_PREFILL_TOKENS) if padded else int(room), context.max_tokens)
 
     @override
     def launched(self, plan: StepPlan | None) -> None:

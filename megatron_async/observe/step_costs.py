@@ -56,11 +56,10 @@ class StepWork(NamedTuple):
     def of(cls, plan: StepPlan) -> StepWork:
         """The work of a plan."""
         pairs = 0
-        if plan.dims.prefill_tokens:
+        if not plan.dims.is_decode_only:
             lengths = np.diff(plan.prefill_starts).astype(np.int64)
             pairs = int(lengths @ plan.kv_at_most[plan.num_decode :])
-        dims, kv = plan.dims, int(plan.kv_at_most.sum())
-        return cls(1, dims.prefill_tokens, dims.decode_tokens, kv, pairs)
+        return cls(1, *plan.work_tokens, int(plan.kv_at_most.sum()), pairs)
 
 
 class StepCosts:

@@ -8,7 +8,6 @@ import numpy as np
 from torch import Tensor
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-from megatron_async.contexts.graph_shapes import mixed_graph_sizes
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.device_state.feed_back import COUNT, TOKENS
 from megatron_async.device_state.gpu_view import ContextGPUView
@@ -108,9 +107,7 @@ class ModelLessController(TextGenerationController):
         machine, context = self._machine, self.context
         shapes = context.graph_shapes
         if machine is not None and machine.device.captures_graphs:
-            shapes.mixed_sizes = mixed_graph_sizes(context.max_requests, context.max_tokens)
-            shapes.prefill_rows = context.config.mixed_prefill_rows
-            shapes.most_prefill_rows = context.config.most_mixed_prefill_rows
+            shapes.capture_mixed(context.config)
             shapes.keep_mixed_up_to(machine.device.captured_prefill_tokens)
         return None
 

@@ -15,7 +15,7 @@ NAMES = ("prompt tokens", "decode tokens", "KV tokens")
 
 def work_of(plan: StepPlan) -> Work:
     """The work of a step, as recordings tell it."""
-    return plan.dims.prefill_tokens, plan.dims.decode_tokens, int(plan.kv_at_most.sum())
+    return *plan.work_tokens, int(plan.kv_at_most.sum())
 
 
 class Reach(NamedTuple):

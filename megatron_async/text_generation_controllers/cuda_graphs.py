@@ -68,7 +68,7 @@ class CaptureReport:
     bytes: int
     """Device memory that the graphs' shared pool took."""
     mixed_sizes: tuple[int, ...] = ()
-    """Prefill token counts for which mixed steps are captured."""
+    """Token counts for which mixed steps are captured (`GraphShapes.mixed_sizes`)."""
     eager_steps: tuple[EagerStep, ...] = ()
     """The measurements: launching a larger mixed step takes the CPU little of the time
     for which it keeps the GPU busy (`LAUNCH_SHARE`), so it runs eagerly."""
@@ -76,7 +76,7 @@ class CaptureReport:
     def __str__(self) -> str:
         mixed = "mixed steps run eagerly"
         if self.mixed_sizes:
-            mixed = f"mixed steps of up to {self.mixed_sizes[-1]} prefill tokens"
+            mixed = f"mixed steps of up to {self.mixed_sizes[-1]} tokens"
         gib = self.bytes / 2**30
         text = f"{self.graphs} graphs in {self.seconds:.1f} s, {gib:.2f} GiB; {mixed}"
         if not self.eager_steps:

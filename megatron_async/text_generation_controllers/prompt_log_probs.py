@@ -72,7 +72,7 @@ class PromptLogProbs:
     def compute(self, plan: StepPlan) -> None:
         """Fill the step's entry: for each token of the plan's `prompt_log_prob_chunks`, one chunk
         after another, the log prob of the next token. Runs inside launched work."""
-        view, first = self._view, plan.dims.decode_tokens
+        view, first = self._view, plan.first_prefill_token
         out = self.ring[plan.step % len(self.ring)].source
         words = view.bookkeeping[plan.step % len(view.bookkeeping)]
         following = view.prefill_following(words)

@@ -50,7 +50,7 @@ class HiddenStates(EngineListener):
         """Copy what the step's chunks have."""
         plan, view = step.plan, self._context.gpu_view
         states: Any = view.hidden_states
-        starts, first = plan.prefill_starts, plan.dims.decode_tokens
+        starts, first = plan.prefill_starts, plan.first_prefill_token
         for chunk, request in enumerate(self._ids):
             rows = states[first + int(starts[chunk]) : first + int(starts[chunk + 1])].cpu()
             before = self.found.get(request)

@@ -78,11 +78,13 @@ class DecodeSchedule:
         """Partial results that a batch can have: a row of n > 1 parts has over n / 2 shares."""
         return 2 * self.extra
 
-    def update(self, kv_lengths: Tensor) -> None:
+    def update(self, kv_lengths: Tensor, limit: Tensor | None = None) -> None:
         """Launch the kernel that makes the schedule.
 
         Args:
             kv_lengths: int32 `[rows]`, contiguous; a row of no tokens is fine.
+            limit: int32, its first element: rows from this one on have no items, and their output
+                is not written. None: all rows have items.
 
         Raises:
             ValueError: more rows than `max_rows`, or lengths that the kernel cannot read.
@@ -104,6 +106,7 @@ class DecodeSchedule:
         item_tile = min(max(TILE_ELEMENTS // row_tile, 1), 32)
         _schedule_kernel[(triton.cdiv(rows + shares, item_tile),)](
             kv_lengths,
+            kv_lengths if limit is None else limit,
             self.items,
             self.splits,
             rows,
@@ -111,6 +114,7 @@ class DecodeSchedule:
             row_tile=row_tile,
             item_tile=item_tile,
             tile=self.tile,
+            has_limit=limit is not None,
             **launch_options(kv_lengths),
         )
 
@@ -141,6 +145,7 @@ def schedule_reference(
 @triton.jit(do_not_specialize=["rows", "shares"])
 def _schedule_kernel(
     kv_lengths: tl.tensor,
+    limit: tl.tensor,
     items: tl.tensor,
     splits: tl.tensor,
     rows: tl.tensor,
@@ -148,12 +153,14 @@ def _schedule_kernel(
     row_tile: tl.constexpr,
     item_tile: tl.constexpr,
     tile: tl.constexpr,
+    has_limit: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     wait_for_previous(overlap)
     # Every program works out all rows, and then its own items.
     row = tl.arange(0, row_tile)
-    length = tl.load(kv_lengths + row, mask=row < rows, other=-1)
+    present = tl.minimum(rows, tl.load(limit)) if has_limit else rows
+    length = tl.load(kv_lengths + row, mask=row < present, other=-1)
     # By falling length, equal ones by row; what is no row comes last.
     key = tl.sort(length.to(tl.int64) * row_tile + (row_tile - 1 - row), descending=True)
     row = row_tile - 1 - (key & (row_tile - 1)).to(tl.int32)
@@ -162,7 +169,7 @@ def _schedule_kernel(
     wanted = tl.maximum(tl.cdiv(length, largest), 1)
     # As equal as whole tiles allow; the rounding can make the last part of `wanted` needless.
     share = tl.maximum(tl.cdiv(length, wanted * tile), 1) * tile
-    parts = tl.where(row < rows, tl.maximum(tl.cdiv(length, share), 1), 0)
+    parts = tl.where(row < present, tl.maximum(tl.cdiv(length, share), 1), 0)
     in_split = tl.where(parts > 1, parts, 0)
     in_whole = tl.where(parts == 1, 1, 0)
     num_split = tl.sum(in_split, 0)
@@ -184,4 +191,4 @@ def _schedule_kernel(
     if tl.program_id(0) == 0:
         split = splits + row * 2
         tl.store(split, tl.where(parts > 1, first, -1), mask=row < rows)
-        tl.store(split + 1, parts, mask=row < rows)
+        tl.store(split + 1, tl.maximum(parts, 1), mask=row < rows)

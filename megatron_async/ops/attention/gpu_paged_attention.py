@@ -75,10 +75,13 @@ class GpuPagedAttention(TorchPagedAttention):
                     dims.max_query_length,
                     dims.max_prefill_kv_length,
                     dims.prefill_lengths,
+                    dims.decode_tokens,
                 )
             )
         if decode:
-            self._begin_decode(dims, block_tables[:decode], kv_lengths[:decode], positions)
+            # Dummy decode rows of a packed shape have no tokens that they might write.
+            limit = prefill_starts if dims.is_packed else None
+            self._begin_decode(dims, block_tables[:decode], kv_lengths[:decode], positions, limit)
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """Attention of the step's rows, as by `TorchPagedAttention.attend`.
@@ -89,10 +92,11 @@ class GpuPagedAttention(TorchPagedAttention):
         if prefill is not None and not decode:
             return prefill.attend(query, key_cache, value_cache, scale)
         output = torch.empty_like(query)
-        if decode:
-            self._decode(query[:decode], key_cache, value_cache, scale, output[:decode])
         if prefill is not None:
-            prefill.attend(query[decode:], key_cache, value_cache, scale, output[decode:])
+            prefill.attend(query, key_cache, value_cache, scale, output)
+        if decode:
+            # Behind the prefill rows, as a backend of theirs may write all tokens.
+            self._decode(query[:decode], key_cache, value_cache, scale, output[:decode])
         return output
 
     def _begin_decode(
@@ -101,8 +105,9 @@ class GpuPagedAttention(TorchPagedAttention):
         block_tables: Tensor,
         kv_lengths: Tensor,
         positions: Tensor | None,
+        limit: Tensor | None = None,
     ) -> None:
-        self._workspace.schedule.update(kv_lengths)
+        self._workspace.schedule.update(kv_lengths, limit)
         self._decode_tables = block_tables
         self._query_positions = None
         if dims.width > 1:

@@ -68,8 +68,8 @@ def rows_kernel(
         end = tl.load(starts + chunk + 1) + chunk + 1
         first = decode_rows * width
         if chunk == 0:
-            tl.store(out_starts, 0)
-        tl.store(out_starts + chunk + 1, end)
+            tl.store(out_starts, first)
+        tl.store(out_starts + chunk + 1, first + end)
         tl.store(out_last + row, (first + end - 1).to(tl.int64))
         asked = tl.load(features + first + chunk)
         tl.store(out_drafts + row, ((asked & PRODUCES) != 0).to(tl.int32))

@@ -51,7 +51,8 @@ class DraftTokens:
             negative, -1 - the block that keeps it.
         block_tables: int32 `[rows, blocks]`.
         kv_lengths: int32 `[rows]`: entries that the row's last token sees.
-        starts: int32 `[chunks + 1]`: tokens of each chunk, counted from the first chunk's.
+        starts: int32 `[chunks + 1]`: where the tokens of each chunk begin among the pass's, and the
+            end of the last chunk's.
         last: int64 `[rows]`: index of the token from which a row's first draft is made.
         lengths: int32 `[rows]`: of the sequences after the step.
         drafts: int32 `[rows]`: 1 if the row has yielded a token, so that its drafts are valid;
@@ -86,6 +87,7 @@ def lay_out_entries_kernels(view: ContextGPUView, sampled: Tensor) -> DraftToken
     """`lay_out_entries` by two Triton kernels."""
     step, dims, slots, cache = view.step, view.dims, view.slots, view.kv_cache
     rows, chunks, tokens = dims.rows, dims.prefill_rows, dims.tokens + dims.prefill_rows
+    starts = view.chunk_starts if chunks else step.lengths  # any tensor, where there are none
 
     def empty(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(count, dtype=dtype, device=sampled.device)
@@ -107,7 +109,7 @@ def lay_out_entries_kernels(view: ContextGPUView, sampled: Tensor) -> DraftToken
         step.row_slots,
         step.lengths,
         step.features,
-        step.prefill_starts if chunks else step.lengths,
+        starts,
         step.block_tables,
         step.block_tables.stride(0),
         slots.records,
@@ -134,7 +136,7 @@ def lay_out_entries_kernels(view: ContextGPUView, sampled: Tensor) -> DraftToken
             step.row_slots,
             step.lengths,
             step.features,
-            step.prefill_starts,
+            starts,
             step.token_ids,
             step.block_tables,
             step.block_tables.stride(0),
@@ -178,7 +180,7 @@ def lay_out_behind(view: ContextGPUView, entries: DraftTokens) -> Tensor:
         block = block.where(position > 0, cache.dummy_block)
         source[: dims.decode_tokens : dims.width] = -1 - block
     if dims.prefill_rows:
-        first = dims.decode_tokens + entries.starts[:-1].long()
+        first = entries.starts[:-1].long()
         source[first] = entries.source.index_select(0, first)
     return source
 

@@ -13,6 +13,7 @@ from megatron_async.contexts.graph_shapes import (
     graph_sizes,
     make_graph_shapes,
     mixed_graph_sizes,
+    packed_graph_sizes,
 )
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
 from megatron_async.contexts.request_slots import NO_DECODE, DecodeRows, RequestSlots
@@ -116,7 +117,7 @@ def test_device_reads_what_the_host_wrote(slots, staging):
     assert fields["block_update_blocks"].tolist() == [5]
     assert fields["prefill_token_ids"].tolist() == [10, 11, 12, 13, 14, 15, 22, 23, 24]
     assert fields["num_block_updates"].tolist() == [1]
-    assert fields["prefill_starts"].tolist() == [0, 6, 9]
+    assert fields["prefill_starts"].tolist() == [1, 7, 10]
     size = BookkeepingLayout.for_batch(plan.dims, 1).size
     assert plan.produces.tolist() == [True, True, False]
     # Slot 2 goes on with a prompt: the device has its record.
@@ -186,12 +187,48 @@ def test_a_mixed_step_is_padded_twice(slots, staging):
     fields = layout.views(staging.pack(plan, slots))
     assert fields["row_slots"].tolist() == [0, DUMMY_SLOT, 1, 2, DUMMY_SLOT]
     assert fields["prefill_kv_lengths"].tolist() == [6, 5, 1]
-    assert fields["prefill_starts"].tolist() == [0, 6, 9, 9]
+    assert fields["prefill_starts"].tolist() == [2, 8, 11, 11]
     expected = [10, 11, 12, 13, 14, 15, 22, 23, 24]
     assert fields["prefill_token_ids"].tolist() == expected + [0] * 7
     assert fields["prefill_record"].tolist() == [layout.size, -1, -1]
     assert fields["prefill_features"].tolist() == [RowFeature.PRODUCES | RowFeature.STARTS, 0, 0]
     assert plan.rows_of(np.array([5, 99, 6, 7, 99])).tolist() == [5, 6, 7]
+
+
+def test_a_packed_step_is_padded_in_all_its_tokens(slots, staging):
+    shapes = GraphShapes((4,), {8: (0, 2), 10: (0, 2, 4)}, is_packed=True, prefill_rows=3)
+    builder = PlanBuilder(slots, shapes)
+    builder.build(NO_DECODE, [PrefillChunk(0, 0, 6), PrefillChunk(2, 0, 2)])
+    chunks = [PrefillChunk(1, 0, 6), PrefillChunk(2, 2, 5)]
+    plan = builder.build(decode_rows(slots, [0]), chunks)
+    dims = plan.dims
+    assert (dims.decode_rows, dims.prefill_rows, dims.tokens) == (2, 3, 10)
+    assert plan.work_tokens == (9, 1)
+    fields = BookkeepingLayout.for_batch(dims, 0).views(staging.pack(plan, slots))
+    assert fields["row_slots"].tolist() == [0, DUMMY_SLOT, 1, 2, DUMMY_SLOT]
+    assert fields["prefill_starts"].tolist() == [1, 7, 10, 10], "behind the row that is there"
+    assert fields["prefill_token_ids"].tolist() == [10, 11, 12, 13, 14, 15, 22, 23, 24, 0]
+    # Rows of logits have dummy rows between them.
+    assert plan.sample_rows(np.array([0, 1, 2])).tolist() == [0, 2, 3]
+    assert not shapes.shape(4).is_packed, "decode rows alone"
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [(256, 2048), (1024, 8192), (3, 8), (100, 700)])
+def test_packed_shapes_hold_every_step_and_pad_little(requests, tokens):
+    sizes = packed_graph_sizes(requests, tokens)
+    shapes = GraphShapes((requests,), sizes, True, prefill_rows=16, most_prefill_rows=16)
+    assert list(sizes)[-1] == tokens
+    for decode in {0, 1, 63 % requests, 65 % requests, requests - 1}:
+        for prefill in {1, 30, 250, 600, tokens - decode}:
+            total = decode + prefill
+            if not 0 < prefill <= tokens - decode:
+                continue
+            dims = shapes.find(decode, 1, prefill)
+            assert dims is not None
+            assert dims.is_packed
+            assert dims.decode_rows >= decode
+            assert dims.tokens >= max(total, dims.decode_rows)
+            assert dims.tokens <= max(total + 31, total * 9 // 8, 64)
 
 
 def test_a_mixed_step_that_fits_no_shape_runs_eagerly(slots):

@@ -74,12 +74,13 @@ def random_record():
     return pack_record(numbers | {Header.FEATURES: int(rng.integers(256))}, edits, bad_words)
 
 
-def fill(words, dims, count, blocks, block_size, query_lengths, updates):
+def fill(words, dims, present, count, blocks, block_size, query_lengths, updates):
     """A step's bookkeeping as the host packs it: dummy rows and padding at the ends."""
     layout = BookkeepingLayout.for_batch(dims, updates)
     fields = layout.views(words)
     slots = rng.permutation(count)[: dims.rows]
     slots = np.concatenate((slots, np.full(dims.rows - len(slots), count)))
+    slots[present : dims.decode_rows] = count
     lengths = rng.integers(1, blocks * block_size + 1, dims.rows)
     ends = np.cumsum(query_lengths)
     chunks = len(query_lengths)
@@ -87,9 +88,10 @@ def fill(words, dims, count, blocks, block_size, query_lengths, updates):
         first = dims.decode_rows
         lengths[first : first + chunks] = np.maximum(lengths[first:][:chunks], query_lengths)
         lengths[first + chunks :], slots[first + chunks :] = 1, count
-        fields["prefill_starts"][0] = 0
-        fields["prefill_starts"][1 : chunks + 1] = ends
-        fields["prefill_starts"][chunks + 1 :] = ends[-1] if chunks else 0
+        first_token = present if dims.is_packed else dims.decode_tokens
+        fields["prefill_starts"][0] = first_token
+        fields["prefill_starts"][1 : chunks + 1] = first_token + ends
+        fields["prefill_starts"][chunks + 1 :] = first_token + (ends[-1] if chunks else 0)
         fields["prefill_token_ids"][:] = rng.integers(0, 50000, dims.prefill_tokens)
         fields["prefill_features"][:chunks] = rng.choice([0, 256, 512, 768], chunks)
         fields["prefill_features"][chunks:] = 0
@@ -194,24 +196,32 @@ def random_case():
 
 
 shares = (0.0, 0.1, 1.0)
+packed_runs = 0
 runs = [(case, share) for case in cases for share in shares]
 for _ in range(int(sys.argv[2]) if len(sys.argv) > 2 else 0):
     runs.append((random_case(), float(rng.choice(shares))))
 for (decode, query_lengths, dummies, padding, count, blocks, block_size), share in runs:
-    updates = round(share * min(700, (decode + len(query_lengths)) * blocks))
     width = int(rng.choice([1, 1, 2, 4])) if decode else 1
+    prefill_tokens = sum(query_lengths) + padding
+    packed = bool(width == 1 and padding and rng.random() < 0.7)
+    present = int(rng.integers(decode + 1)) if packed or rng.random() < 0.3 else decode
+    if packed:  # tokens in all: of rows that are there, of chunks, and padding
+        prefill_tokens = max(present + prefill_tokens, decode)
     dims = BatchDimensions(
         decode_rows=decode,
         width=width,
         is_captured=True,
         padded_prefill_rows=len(query_lengths) + dummies,
-        padded_prefill_tokens=sum(query_lengths) + padding,
+        padded_prefill_tokens=prefill_tokens,
+        is_packed=packed,
     )
+    packed_runs += packed and present < decode
+    updates = round(share * min(700, (present + len(query_lengths)) * blocks))
     size = BookkeepingLayout.for_batch(dims, updates).size + len(query_lengths) * RECORD_WORDS
     words = np.full((RING, size + 7), -1, np.int32)
     entry = int(rng.integers(RING))
     query = np.array(query_lengths, dtype=np.int64)
-    fill(words[entry], dims, count, blocks, block_size, query, updates)
+    fill(words[entry], dims, present, count, blocks, block_size, query, updates)
     device_words = torch.from_numpy(words).to(where)
     next_entry = torch.tensor([entry], dtype=torch.int32, device=where)
     slots = random_slots(count, blocks, block_size, width - 1 + int(rng.integers(3)))
@@ -269,3 +279,4 @@ for (decode, query_lengths, dummies, padding, count, blocks, block_size), share 
         assert torch.equal(mine[:-1], its[:-1]), (name, dims)
     assert slots.length[-1] == truth_slots.length[-1] == 1
     assert after.tolist() == truth_after.tolist() == [(entry + 1) % RING]
+assert packed_runs, "no batch was packed with dummy decode rows"

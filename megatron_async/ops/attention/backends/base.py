@@ -45,13 +45,15 @@ class PrefillRows:
     kv_lengths: Tensor
     """int32 `[rows]`, this step's tokens included: a chunk's last token is at length - 1."""
     starts: Tensor
-    """int32 `[rows + 1]`: tokens of row i are starts[i] .. starts[i + 1] - 1."""
+    """int32 `[rows + 1]`: tokens of row i are starts[i] .. starts[i + 1] - 1 of the step's."""
     max_query_length: int
     """No row has more tokens in this step."""
     max_kv_length: int
     """No row has a longer KV length."""
     lengths: tuple[tuple[int, int], ...] = ()
     """(query, KV) length of each row where the host knows them: not in a captured step."""
+    first_token: int = 0
+    """The first row's first token, where the host knows it: not in a captured step."""
 
 
 class PrefillBackend(ABC):
@@ -80,14 +82,15 @@ class PrefillBackend(ABC):
         """Attention of one layer.
 
         Args:
-            query: `[tokens, heads, dim]`, contiguous: the rows' tokens end to end, then padding.
+            query: `[tokens, heads, dim]`, contiguous: the rows' tokens end to end, between decode
+                rows' tokens and padding.
             key_cache, value_cache: `[blocks, block size, kv heads, dim]`, contiguous, this step's
                 keys and values in place.
             scale: softmax scale.
             out: `[tokens, heads, dim]`, contiguous, to be written; None: a new tensor.
 
         Returns:
-            `out`, undefined for padding.
+            `out`, undefined for other tokens.
         """
 
 

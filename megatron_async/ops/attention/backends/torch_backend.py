@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import override
 
+import torch
 from torch import Tensor
 
 from megatron_async.ops.attention.backends.base import (
@@ -31,6 +32,7 @@ class TorchPrefill(PrefillBackend):
 
     @override
     def begin_step(self, rows: PrefillRows) -> None:
+        super().begin_step(rows)
         # Here, because the package `contexts` imports the backends.
         from megatron_async.device_state.batch_dimensions import BatchDimensions
 
@@ -46,5 +48,7 @@ class TorchPrefill(PrefillBackend):
         scale: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        attended = self._attention.attend(query, key_cache, value_cache, scale)
-        return attended if out is None else out.copy_(attended)
+        out = torch.empty_like(query) if out is None else out
+        first = self.rows.first_token
+        out[first:] = self._attention.attend(query[first:], key_cache, value_cache, scale)
+        return out

@@ -12,7 +12,8 @@ PADDING = 2**30
 
 
 class PrefillBatch:
-    """Prefill rows, dummy rows and padding tokens. Whatever no sequence owns is NaN.
+    """Decode rows' tokens, prefill rows, dummy rows and padding tokens. Whatever no prefill row
+    owns is NaN.
 
     Tensors keep their addresses when `refill` draws other rows, as a captured graph needs.
 
@@ -55,20 +56,21 @@ class PrefillBatch:
         self.query = torch.empty(max_tokens, kv_heads * group, dim, dtype=dtype, device=device)
         self.out = torch.empty_like(self.query)
         self.expected = torch.empty(self.query.shape, dtype=torch.float64, device=device)
-        self.tokens = 0
+        self.first = self.tokens = 0
 
-    def refill(self, chunks, query_scale=1.0):
-        """Draw rows of (query, KV) lengths; rows that are left over are dummies."""
+    def refill(self, chunks, query_scale=1.0, first=0):
+        """Draw rows of (query, KV) lengths; rows that are left over are dummies. The first row's
+        first token is `first`."""
         device = self.query.device
         dummies = [(0, 1 + i) for i in range(len(self.lengths) - len(chunks))]
         chunks = [*chunks, *dummies]
-        self.tokens = sum(query for query, _ in chunks)
+        self.first, self.tokens = first, first + sum(query for query, _ in chunks)
         assert self.tokens <= len(self.query)
-        starts = torch.tensor([0] + [query for query, _ in chunks]).cumsum(0)
+        starts = torch.tensor([first] + [query for query, _ in chunks]).cumsum(0)
         self.starts.copy_(starts)
         self.lengths.copy_(torch.tensor([kv for _, kv in chunks]))
         self.query.normal_().mul_(query_scale)
-        self.query[self.tokens :] = float("nan")
+        self.query[self.tokens :] = self.query[:first] = float("nan")
         for tensor in (self.keys, self.values):
             tensor.fill_(self.poison)
         self.out.fill_(float("nan"))
@@ -101,16 +103,19 @@ class PrefillBatch:
         bounds = max_query_length or len(self.query), self.longest
         if chunks:
             bounds = max(query for query, _ in chunks), max(kv for _, kv in chunks)
-        return PrefillRows(self.tables, self.lengths, self.starts, *bounds, tuple(chunks))
+        first = self.first if chunks else 0
+        return PrefillRows(self.tables, self.lengths, self.starts, *bounds, tuple(chunks), first)
 
     def check(self, padding_is_left_alone=True):
-        found, expected = self.out[: self.tokens].double(), self.expected[: self.tokens]
+        own = slice(self.first, self.tokens)
+        found, expected = self.out[own].double(), self.expected[own]
         error = (found - expected).flatten(1).norm(dim=1)
         bound = TOLERANCE[self.out.dtype] * expected.flatten(1).norm(dim=1)
         bad = (~(error <= bound)).nonzero().flatten().tolist()
         assert not bad, (bad[:8], self.starts.tolist(), self.lengths.tolist())
         if padding_is_left_alone:
             assert self.out[self.tokens :].isnan().all()
+            assert self.out[: self.first].isnan().all()
 
 
 def random_chunks(rng: random.Random, rows, max_tokens, longest):

@@ -53,13 +53,15 @@ def test_gpu_backend_on_a_cpu():
 
 
 @pytest.mark.parametrize("block_size", [16, 48])
-def test_torch_backend(block_size):
-    batch = PrefillBatch(60, 4, 70, block_size, 2, 3, 32, torch.float32, torch.device("cpu"))
-    chunks = batch.refill([(20, 20), (1, 33), (30, 70), (9, 10)])
+@pytest.mark.parametrize("first", [0, 5])
+def test_torch_backend(block_size, first):
+    batch = PrefillBatch(65, 4, 70, block_size, 2, 3, 32, torch.float32, torch.device("cpu"))
+    chunks = batch.refill([(20, 20), (1, 33), (30, 70), (9, 10)], first=first)
     backend = BACKENDS["torch"](shape_of(batch))
     new = attend(backend, batch, batch.rows(chunks))
-    batch.check()
-    assert torch.equal(new, batch.out)
+    batch.check(padding_is_left_alone=False)
+    own = slice(batch.first, batch.tokens)
+    assert torch.equal(new[own], batch.out[own])
 
 
 def test_flash_attention_3_is_checked_before_use(monkeypatch):
@@ -140,12 +142,12 @@ class TestOnGpu:
     def test_random_batches(self, backend_name, block_size, kv_heads, group, dim):
         rng = random.Random(dim + block_size)
         batch = self.batch(
-            backend_name, 900, 6, 2000, block_size, kv_heads, group, dim, torch.bfloat16
+            backend_name, 980, 6, 2000, block_size, kv_heads, group, dim, torch.bfloat16
         )
         backend = BACKENDS[backend_name](shape_of(batch))
         for number in range(30):
             chunks = random_chunks(rng, 6, 900, 2000)
-            filled = batch.refill(chunks)
+            filled = batch.refill(chunks, first=rng.choice([0, 1, 80]))
             host_knows = number % 2 or not backend.captures
             attend(backend, batch, batch.rows(filled if host_knows else ()))
             batch.check(padding_is_left_alone=backend_name == "triton")
@@ -165,7 +167,8 @@ class TestOnGpu:
         with torch.cuda.graph(graph):
             attend(backend, batch, batch.rows())
         for number in range(20):
-            batch.refill(random_chunks(rng, 8, 512, 2000) if number else [])
+            first = rng.choice([0, 3, 100])
+            batch.refill(random_chunks(rng, 8, 512 - first, 2000) if number else [], first=first)
             graph.replay()
             batch.check(padding_is_left_alone=backend_name == "triton")
 

@@ -50,6 +50,23 @@ def test_schedule(count, kv_heads, tile, device):
         assert begun == sorted(begun, reverse=True), "a shorter row begins before a longer one"
 
 
+@pytest.mark.parametrize("present", [0, 1, 33, 70, 900])
+def test_rows_from_the_limit_on_have_no_items(present, device):
+    """Their lengths are any numbers, and take nobody's share."""
+    with processors(7):
+        schedule = DecodeSchedule(70, 8, 64, device)
+    lengths = [1 + 97 * row % 1000 for row in range(70)]
+    limit = torch.tensor([present, -1], dtype=torch.int32, device=device)
+    schedule.items.fill_(2**30)
+    schedule.update(torch.tensor(lengths, dtype=torch.int32, device=device), limit)
+    items, splits = schedule_reference(lengths[:present], schedule.shares, 64)
+    found = [tuple(item) for item in schedule.items[: 70 + schedule.shares].tolist()]
+    assert found[: len(items)] == items
+    assert all(item[:3] == (-1, 0, 0) for item in found[len(items) :])
+    whole = [(-1, 1)] * (70 - len(splits))
+    assert [tuple(split) for split in schedule.splits.tolist()] == splits + whole
+
+
 def test_long_row_is_cut_and_short_ones_are_not(device):
     with processors(132):
         schedule = DecodeSchedule(64, 8, 64, device)

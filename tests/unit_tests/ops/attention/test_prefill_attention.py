@@ -43,13 +43,14 @@ def attend(batch, rows):
 )
 @pytest.mark.parametrize("captured", [False, True])
 def test_against_softmax(chunks, block_size, kv_heads, group, dim, dtype, captured, device):
-    """Captured: two dummy rows, seven padding tokens, and no lengths on the host."""
+    """Captured: behind nine decode tokens, with two dummy rows, seven padding tokens, and no
+    lengths on the host."""
     tokens, rows = sum(query for query, _ in chunks), len(chunks)
     longest = max(kv for _, kv in chunks)
     if captured:
-        tokens, rows = tokens + 7, rows + 2
+        tokens, rows = tokens + 7 + 9, rows + 2
     batch = PrefillBatch(tokens, rows, longest, block_size, kv_heads, group, dim, dtype, device)
-    batch.refill(chunks)
+    batch.refill(chunks, first=9 if captured else 0)
     attend(batch, batch.rows(() if captured else chunks))
     batch.check()
 

@@ -71,7 +71,7 @@ def random_view(chooser, width, block_size, device):
     step.block_tables.copy_(tables[owners])
     if dims.prefill_rows:
         queries = torch.tensor([0, *[query for query, _ in chunks], *[0] * empty])
-        step.prefill_starts.copy_(queries.cumsum(0))
+        step.prefill_starts.copy_(queries.cumsum(0) + dims.decode_tokens)
     final = [int(RowFeature.PRODUCES) * chooser.randint(0, 1) for _ in chunks]
     features = [int(RowFeature.PRODUCES)] * dims.decode_tokens + final + [0] * empty
     step.features.copy_(torch.tensor(features))
@@ -81,6 +81,7 @@ def random_view(chooser, width, block_size, device):
     return SimpleNamespace(
         step=step,
         dims=dims,
+        chunk_starts=step.prefill_starts - dims.decode_tokens,
         slots=SimpleNamespace(records=records.to(device), length=lengths.to(device)),
         kv_cache=SimpleNamespace(dummy_block=dummy_block, block_size=block_size),
     )
