@@ -203,7 +203,7 @@ for _ in range(int(sys.argv[2]) if len(sys.argv) > 2 else 0):
 for (decode, query_lengths, dummies, padding, count, blocks, block_size), share in runs:
     width = int(rng.choice([1, 1, 2, 4])) if decode else 1
     prefill_tokens = sum(query_lengths) + padding
-    packed = bool(width == 1 and padding and rng.random() < 0.7)
+    packed = bool(width == 1 and query_lengths and rng.random() < 0.7)
     present = int(rng.integers(decode + 1)) if packed or rng.random() < 0.3 else decode
     if packed:  # tokens in all: of rows that are there, of chunks, and padding
         prefill_tokens = max(present + prefill_tokens, decode)

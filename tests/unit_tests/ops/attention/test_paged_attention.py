@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from decode_batch import processors
 
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.ops.attention.backends.base import AttentionShape
@@ -33,7 +34,10 @@ def naive(query, keys, values, group, scale):
     return out
 
 
-def check(backend, device, block_size, decode, prefill, kv_heads, group, dim, tolerance, width=1):
+def check(
+    backend, device, block_size, decode, prefill, kv_heads, group, dim, tolerance, width=1, dummies=0
+):
+    """With dummy decode rows the step is a packed one."""
     generator = torch.Generator().manual_seed(block_size * 100 + dim)
     lengths = [*decode, *(kv for _, kv in prefill)]
     max_blocks = -(-max(lengths) // block_size) + 1
@@ -58,10 +62,23 @@ def check(backend, device, block_size, decode, prefill, kv_heads, group, dim, to
         prefill_lengths=tuple(prefill),
         max_decode_kv_length=max(decode, default=0),
     )
+    tokens, first = dims.tokens, dims.decode_tokens
+    if dummies:
+        count = len(decode)
+        dims = BatchDimensions(
+            decode_rows=count + dummies,
+            is_captured=True,
+            padded_prefill_rows=len(prefill),
+            padded_prefill_tokens=max(tokens + 3, count + dummies),
+            is_packed=True,
+            longest_sequence=max(lengths),
+        )
+        lengths[count:count] = [max(lengths)] * dummies
+        tables = torch.cat((tables[:count], tables[:1].expand(dummies, -1), tables[count:]))
     query = torch.randn(dims.tokens, kv_heads * group, dim, generator=generator)
     attention = backend(block_size, max_blocks)
     kv_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
-    starts = torch.tensor([0, *itertools.accumulate(asked for asked, _ in prefill)])
+    starts = torch.tensor([0, *itertools.accumulate(asked for asked, _ in prefill)]) + first
     starts = starts.int().to(device) if prefill else None
     # The query tokens of a decode row are its last; beyond a limit they stand at position 0.
     queries = [max(length - width + j, 0) for length in decode for j in range(width)]
@@ -81,7 +98,7 @@ def check(backend, device, block_size, decode, prefill, kv_heads, group, dim, to
             error = (found[token] - expected).norm() / expected.norm()
             assert error < tolerance, (row, end, error)
             token += 1
-    assert token == dims.tokens
+    assert token == tokens
 
 
 CASES = [
@@ -110,6 +127,26 @@ def test_torch_backend(
 
     for width in (1, 2, 5):
         check(backend, "cpu", block_size, decode, prefill, kv_heads, group, dim, 1e-5, width)
+
+
+@pytest.mark.parametrize("dummies", [0, 1, 9])
+@pytest.mark.parametrize(("block_size", "decode", "prefill", "kv_heads", "group", "dim"), CASES)
+def test_gpu_kernels(block_size, decode, prefill, kv_heads, group, dim, dummies, device):
+    """Break it: no limit of the schedule, or decode rows before prefill rows."""
+    if dummies and not prefill:
+        pytest.skip("a step of decode rows is not packed")
+
+    def backend(size, blocks):
+        where, heads = torch.device(device), kv_heads * group
+        shape = AttentionShape(heads, kv_heads, dim, size, blocks, torch.float32, where)
+        choice = PrefillChoice((BACKENDS["triton"](shape),) * len(STEP_CLASSES))
+        rows = len(decode) + len(prefill) + dummies
+        with processors(7):
+            return GpuPagedAttention(size, blocks, rows, heads, kv_heads, dim, where, choice)
+
+    check(
+        backend, device, block_size, decode, prefill, kv_heads, group, dim, 1e-4, dummies=dummies
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
