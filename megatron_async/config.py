@@ -117,6 +117,12 @@ class InferenceConfig:
     async_sched_mode: str | None = None
     """Megatron-Core's name for `lookahead`: "legacy" is 0, "async" is 1."""
 
+    late_launch: bool = False
+    """Launch each step shortly before the running one ends, not as soon as possible. So a request
+    that arrives meanwhile joins that step, and has its first token up to a step earlier. The end of
+    the running step is foreseen by earlier steps of its shape. For `async_step` and `run_engine`,
+    as in a server, with lookahead 1."""
+
     invalidation: str = "reconcile"
     """Policy for steps in flight of a request that ends unexpectedly, reconcile or rollback. (By a
     stop token or word, an abort or a failed step.) "reconcile": the steps are booked, and rows of
@@ -302,6 +308,10 @@ class InferenceConfig:
         if self.lookahead is None:
             self.lookahead = 1
         self._require_int("lookahead", 0)
+        if self.late_launch and self.lookahead != 1:
+            raise ConfigurationError(
+                f"late_launch=True is for lookahead 1, not {self.lookahead}: leave one of them out."
+            )
         if self.lookahead > MOST_LOOKAHEAD:
             raise ConfigurationError(
                 f"lookahead={self.lookahead} must be at most {MOST_LOOKAHEAD}: each step ahead has "

@@ -190,9 +190,9 @@ class DynamicInferenceEngine:
         return self.report(outputs, start)
 
     async def async_step(self) -> dict[str, Any]:
-        """`step_modern` for an event loop: other coroutines run while this call waits for samples,
-        or while the engine is stopped."""
+        """`step_modern` for an event loop: other coroutines run during each wait."""
         self.group.check_leads()
+        await self.launching.until_due()
         await self.pausing.until_can_step(self)
         start = time.perf_counter()
         self.admission.tend(self.group)

@@ -87,6 +87,8 @@ class EngineStatistics:
     """Most slots that were held when a step was planned."""
     late_steps: int = 0
     """Steps with decode rows that took longer than `InferenceConfig.target_tpot_ms`."""
+    late_launches: int = 0
+    """Launches before which the device had run out of work, with `InferenceConfig.late_launch`."""
     slow_launches: int = 0
     """Launches that took the thread more than `SLOW_LAUNCH_NS`."""
     slow_launch_ns: int = 0
@@ -211,6 +213,7 @@ class EngineStatistics:
             **{f"no_overlap_{reason}": count for reason, count in self.no_overlap.items()},
             "captured_steps": self.captured_steps,
             "late_steps": self.late_steps,
+            "late_launches": self.late_launches,
             "prefill_limit": context.scheduler.prefill_limit,
             "slow_launches": self.slow_launches,
             "slow_launch_seconds": self.slow_launch_ns / 1e9,

@@ -9,6 +9,7 @@ from functools import partial
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.contexts.step_shape import StepShape
 from megatron_async.engines.invalidation import Invalidation
+from megatron_async.engines.late_launch import LateLaunch
 from megatron_async.engines.prefill_pace import PrefillPace
 from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.observe.listener import EngineListener
@@ -30,6 +31,9 @@ class StepLaunching:
         statistics: counts.
         invalidation: is told before a launch.
         listeners: are told of launches.
+
+    Attributes:
+        late: with `InferenceConfig.late_launch`.
     """
 
     def __init__(
@@ -52,6 +56,20 @@ class StepLaunching:
         if self._context.config.target_tpot_ms is not None:
             self._pace = PrefillPace(self._context, statistics)
             listeners.append(self._pace)
+        self.late: LateLaunch | None = None
+        if self._context.config.late_launch:
+            self.late = LateLaunch(self._context, in_flight, statistics)
+            listeners.append(self.late)
+
+    def seconds_left(self) -> float:
+        """Seconds for which a loop that calls `step_modern` may wait for arrivals before it goes
+        on, with `late_launch`; else 0."""
+        return 0.0 if self.late is None else self.late.seconds_left()
+
+    async def until_due(self) -> None:
+        """Let other coroutines run until the next launch is due."""
+        if self.late is not None:
+            await self.late.until_due()
 
     def launch_next(
         self, group: RankGroup, lookahead: int, is_compiling: bool

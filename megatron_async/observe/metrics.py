@@ -33,6 +33,7 @@ COUNTERS = {
     "overlapped_steps": "Steps launched before the step before them was resolved.",
     "captured_steps": "Steps that replayed a graph.",
     "late_steps": "Steps with running requests that took longer than target_tpot_ms.",
+    "late_launches": "Launches before which the device had run out of work, with late_launch.",
     "slow_launches": "Launches that took the engine's thread more than 1 ms.",
     "slow_launch_seconds": "Seconds of them.",
     "zombie_steps": "Resolved steps of which all rows were zombies.",

@@ -117,6 +117,12 @@ def serve_trace(
         if not engine.has_unfinished_requests():
             time.sleep(max(trace[added].arrival_s - clock.now() - SPIN_S, 0.0))
             continue
+        if (left := engine.launching.seconds_left()) > 0:
+            until = clock.now() + left
+            if added < len(trace):
+                until = min(until, trace[added].arrival_s)
+            time.sleep(max(until - clock.now() - SPIN_S, 0.0))
+            continue
         report = engine.step_modern()
         waiting.append(len(context.waiting))
         for request in report["finished_request_records"]:

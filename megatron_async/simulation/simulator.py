@@ -136,12 +136,23 @@ class _Simulation:
                 clock.wait_until(1e6 * trace[len(log.times)].arrival_s)
                 engine.model_less_controller.engine_was_idle = True
                 continue
+            self._wait_to_launch()
             report = engine.step_modern()
             self._note(report)
             if on_finish is not None and report["finished_request_records"]:
                 on_finish(len(report["finished_request_records"]))
         engine.close()
         return self._result()
+
+    def _wait_to_launch(self) -> None:
+        """Let requests arrive until the next launch is due (`InferenceConfig.late_launch`)."""
+        clock = self._clock
+        while (left_s := self._engine.launching.seconds_left()) > 0:
+            due_us, trace, added = clock.now_us + 1e6 * left_s, self._trace, len(self._log.times)
+            if added < len(trace):
+                due_us = min(due_us, 1e6 * trace[added].arrival_s)
+            clock.wait_until(due_us)
+            self._add_arrived()
 
     def _add_arrived(self) -> None:
         trace, clock, log = self._trace, self._clock, self._log

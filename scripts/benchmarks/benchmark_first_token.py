@@ -5,6 +5,7 @@ An engine that computes nothing steps at the pace of a GPU. It serves one seeded
 process, asked by plain sockets. Rounds alternate. Reports the median time from a request's arrival
 to its first token both ways, and what HTTP adds: the median difference of a request's two times,
 and that of the medians. A request's times differ by up to a step as it meets the steps by chance.
+With --late-launch also the share of launches that were late, so that the device waited.
 
     python scripts/benchmarks/benchmark_first_token.py --step-ms 6.5 --rate 48
 """
@@ -33,15 +34,17 @@ VOCABULARY = 500
 LONGEST = 4096
 
 
-def replicate(address: str, step_s: float, rows: int, pipe: Pipe) -> None:
+def replicate(address: str, step_s: float, rows: int, is_late: bool, pipe: Pipe) -> None:
     """A replica's process; ends when told."""
 
     async def run() -> None:
-        replica = Replica(PacedEngine(step_s, rows, LONGEST), address, "none", "a")
+        engine = PacedEngine(step_s, rows, LONGEST, is_late)
+        replica = Replica(engine, address, "none", "a")
         running = asyncio.create_task(replica.run())
         await replica.joined.wait()
         pipe.send("ready")
-        await asyncio.to_thread(pipe.recv)
+        while await asyncio.to_thread(pipe.recv) == "count":
+            pipe.send(_counts(engine))
         replica.leave()
         replica.leave()
         await running
@@ -49,10 +52,18 @@ def replicate(address: str, step_s: float, rows: int, pipe: Pipe) -> None:
     asyncio.run(run())
 
 
-def serve_here(trace: Sequence[TraceRequest], step_s: float, rows: int, pipe: Pipe) -> None:
-    """The trace in process; tells times to first tokens, seconds."""
-    served = serve_trace(PacedEngine(step_s, rows, LONGEST), trace)
-    pipe.send([request.ttft_s for request in served.requests])
+def serve_here(
+    trace: Sequence[TraceRequest], step_s: float, rows: int, is_late: bool, pipe: Pipe
+) -> None:
+    """The trace in process; tells times to first tokens, seconds, and `_counts`."""
+    engine = PacedEngine(step_s, rows, LONGEST, is_late)
+    served = serve_trace(engine, trace)
+    pipe.send(([request.ttft_s for request in served.requests], _counts(engine)))
+
+
+def _counts(engine: PacedEngine) -> tuple[int, int]:
+    """Steps, and those for which the device had to wait."""
+    return engine.statistics.steps, engine.statistics.late_launches
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -69,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--rows", type=int, default=256, help="of a step (default 256)")
     add("--api-processes", type=int, default=1, metavar="N", help="(default 1)")
     add("--rounds", type=int, default=3, help="of both (default 3)")
+    add("--late-launch", action="store_true", help="launch shortly before the running step ends")
     add("--new-connections", action="store_true", help="one for each request (default: kept)")
     add("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)
@@ -81,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     coordinator, told = spawn(coordinate)
     address = told.recv()[0]
-    replica, pipe = spawn(replicate, address, step_s, args.rows)
+    replica, pipe = spawn(replicate, address, step_s, args.rows, args.late_launch)
     pipe.recv()
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     apis = [spawn(serve, address, listener, False) for _ in range(args.api_processes)]
@@ -94,11 +106,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         readers.serve(server, trace(32, 0))
         for seed in range(1, args.rounds + 1):
             requests = trace(args.requests, seed)
-            process, here_pipe = spawn(serve_here, requests, step_s, args.rows)
-            here = here_pipe.recv()
+            process, here_pipe = spawn(serve_here, requests, step_s, args.rows, args.late_launch)
+            here, (steps, late) = here_pipe.recv()
             process.join()
+            pipe.send("count")
+            before = pipe.recv()
             http = [timed.ttft_s for timed in readers.serve(server, requests)[0]]
-            rows.append(_figures(here, http))
+            pipe.send("count")
+            http_steps, http_late = (now - old for now, old in zip(pipe.recv(), before))
+            shares = {"late": late / steps, "http_late": http_late / max(http_steps, 1)}
+            rows.append(_figures(here, http) | shares)
             print(" ".join(f"{key}={value:.4g}" for key, value in rows[-1].items()), flush=True)
     pipe.send("end")
     for child in (replica, *(api for api, _ in apis), coordinator):

@@ -43,6 +43,7 @@ class EngineSettings:
         longest: tokens of a sequence.
         block_size: tokens of a KV block, for this engine.
         target_tpot_ms: between two tokens of a request, for this engine; None: no target.
+        late_launch: of this engine.
     """
 
     model: str
@@ -55,6 +56,7 @@ class EngineSettings:
     longest: int
     block_size: int
     target_tpot_ms: float | None = None
+    late_launch: bool = False
 
     @property
     def _load_format(self) -> str:
@@ -84,6 +86,7 @@ class EngineSettings:
             *(["--dtype", self.dtype] if self.dtype else []),
             *(["--device", self.device] if self.device else []),
             *(["--target-tpot-ms", str(target)] if target is not None else []),
+            *(["--late-launch"] if self.late_launch else []),
         ]  # fmt: skip
 
     def vllm(self, port: int) -> list[str]:

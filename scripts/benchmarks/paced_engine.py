@@ -37,13 +37,14 @@ class PacedEngine(ModelLessEngine):
         step_s: seconds.
         rows: most requests of a step.
         length: most tokens of a sequence.
+        late_launch: see `InferenceConfig.late_launch`.
     """
 
-    def __init__(self, step_s: float, rows: int, length: int) -> None:
+    def __init__(self, step_s: float, rows: int, length: int, late_launch: bool = False) -> None:
         shape = ModelShape.of_architecture(DUMMY_SHAPES["tiny"], "float32")
         config = InferenceConfig(
             max_requests=rows, max_tokens=MAX_TOKENS, max_sequence_length=length,
             num_kv_blocks=rows * -(-length // BLOCK_SIZE), block_size_tokens=BLOCK_SIZE,
-            enable_prefix_caching=False, lookahead=1,
+            enable_prefix_caching=False, lookahead=1, late_launch=late_launch,
         )  # fmt: skip
         super().__init__(shape, config, _SlowTokens(step_s), clock=RealClock())

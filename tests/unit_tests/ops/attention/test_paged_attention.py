@@ -35,7 +35,17 @@ def naive(query, keys, values, group, scale):
 
 
 def check(
-    backend, device, block_size, decode, prefill, kv_heads, group, dim, tolerance, width=1, dummies=0
+    backend,
+    device,
+    block_size,
+    decode,
+    prefill,
+    kv_heads,
+    group,
+    dim,
+    tolerance,
+    width=1,
+    dummies=0,
 ):
     """With dummy decode rows the step is a packed one."""
     generator = torch.Generator().manual_seed(block_size * 100 + dim)

@@ -1,0 +1,122 @@
+"""`LateLaunch`: how long the next launch can wait without the device waiting for it.
+
+With lookahead 1 the next step is launched as soon as the step before the running one is booked.
+A request that arrives while a step runs finds the next step launched already, and joins the one
+after it. With `InferenceConfig.late_launch` the launch waits until the running step is nearly done,
+so that the request joins the next step. The device is as busy as before if the end of the running
+step is foreseen. Steps of one captured shape take nearly the same time, so the times of earlier
+steps tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, override
+
+from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.observe.listener import EngineListener
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+    from megatron_async.contexts.step_plan import StepPlan
+    from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+
+MARGIN_US = 1000.0
+MARGIN_SHARE = 0.15
+"""A launch is due so many microseconds before the expected end of the running step, and this share
+of the step's expected time. So steps of a millisecond are launched at once."""
+GROWTH = 1.02
+"""The expected time of a shape follows a shorter step at once, and a longer one by at most this
+factor: a host that is late sees steps end late."""
+BACK_OFF_US = 500.0
+"""Added to the margin after a launch that was late, and doubled after each further one."""
+MOST_BACK_OFF_US = 20_000.0
+RECOVERY = 0.99
+"""Factor by which a launch in time shrinks what was added."""
+TICK_S = 1e-3
+"""An event loop's timers may be so late; what is left is waited for by giving other coroutines
+their turn."""
+
+Shape = tuple[tuple[int, int, int], int]
+"""What steps of about the same time have in common: key of the graph and sampling mode."""
+
+
+class LateLaunch(EngineListener):
+    """Foresees the ends of steps, and says how long a launch can wait.
+
+    Args:
+        context: of the engine.
+        in_flight: the engine's launched steps, oldest first.
+        statistics: counts launches that were late.
+    """
+
+    def __init__(
+        self,
+        context: DynamicInferenceContext,
+        in_flight: deque[LaunchedStep],
+        statistics: EngineStatistics,
+    ) -> None:
+        self._context, self._in_flight = context, in_flight
+        self._statistics = statistics
+        self._now_us = context.device.now_us
+        self._lasts_us: dict[Shape, float] = {}
+        self._launched_us: dict[int, float] = {}
+        self._ended_us = 0.0
+        self._back_off_us = 0.0
+        self._has_backlog = True
+
+    def seconds_left(self) -> float:
+        """Seconds for which the next launch can wait; 0: launch now.
+
+        That is so if nothing is in flight, or several steps are; if the running step's shape is
+        new, or its kernels are launched one by one, which takes long; and if requests or rests of
+        prompts were left over by the last step, so that an arrival would not join the next one.
+        """
+        if len(self._in_flight) != 1 or self._has_backlog:
+            return 0.0
+        plan = self._in_flight[0].plan
+        lasts_us = self._lasts_us.get(_shape_of(plan))
+        if lasts_us is None or not self._may_wait_for(plan):
+            return 0.0
+        begin_us = max(self._ended_us, self._launched_us.get(plan.step, 0.0))
+        margin_us = MARGIN_US + MARGIN_SHARE * lasts_us + self._back_off_us
+        return max(begin_us + lasts_us - margin_us - self._now_us(), 0.0) / 1e6
+
+    async def until_due(self) -> None:
+        """Let other coroutines run until the next launch is due."""
+        while (left := self.seconds_left()) > 0:
+            await asyncio.sleep(left - TICK_S if left > 2 * TICK_S else 0)
+
+    @override
+    def launching(self, plan: StepPlan) -> None:
+        if self._in_flight and self._in_flight[-1].ready.query():
+            self._statistics.late_launches += 1
+            self._back_off_us = min(max(2 * self._back_off_us, BACK_OFF_US), MOST_BACK_OFF_US)
+        else:
+            self._back_off_us *= RECOVERY
+
+    @override
+    def launched(self, plan: StepPlan | None) -> None:
+        context = self._context
+        if plan is not None:
+            self._launched_us[plan.step] = self._now_us()
+        is_full = context.slots.num_free == 0
+        self._has_backlog = bool(context.waiting or context.scheduler.prefilling or is_full)
+
+    @override
+    def resolved(self, step: LaunchedStep) -> None:
+        now, launched_us = self._now_us(), self._launched_us.pop(step.plan.step, None)
+        before, self._ended_us = self._ended_us, now
+        if launched_us is None or step.error is not None:
+            return
+        took_us, shape = now - max(before, launched_us), _shape_of(step.plan)
+        expected = self._lasts_us.get(shape, took_us)
+        self._lasts_us[shape] = min(took_us, GROWTH * expected)
+
+    def _may_wait_for(self, plan: StepPlan) -> bool:
+        return plan.dims.is_captured or not self._context.device.captures_graphs
+
+
+def _shape_of(plan: StepPlan) -> Shape:
+    return plan.dims.graph_key, int(plan.sampling_mode)

@@ -1,0 +1,231 @@
+"""With late launches a request joins the very next launch, and the device does not wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from harness import TINY, drain, greedy, make_engine, make_model, random_prompts
+
+from megatron_async import DynamicInferenceEngine
+from megatron_async.config import InferenceConfig
+from megatron_async.engines import late_launch
+from megatron_async.engines.late_launch import (
+    BACK_OFF_US,
+    GROWTH,
+    MARGIN_SHARE,
+    MARGIN_US,
+    LateLaunch,
+)
+from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
+from megatron_async.simulation.device_times import MACHINES
+from megatron_async.simulation.model_shape import ModelShape
+from megatron_async.simulation.simulator import Simulated, simulate
+
+SHAPE = ModelShape.of_architecture(DUMMY_SHAPES["llama-3.1-8b"], "bfloat16")
+LONG_US = 10_000.0
+MARGIN = MARGIN_US + MARGIN_SHARE * LONG_US
+
+
+class Steps:
+    """A `LateLaunch` and the steps it is told of; the clock moves by hand."""
+
+    def __init__(self, captures_graphs: bool = True) -> None:
+        self.now_us, self.number = 0.0, 0
+        self.device = SimpleNamespace(now_us=lambda: self.now_us, captures_graphs=captures_graphs)
+        self.context: Any = SimpleNamespace(
+            device=self.device,
+            waiting=[],
+            scheduler=SimpleNamespace(prefilling=[]),
+            slots=SimpleNamespace(num_free=3),
+        )
+        self.in_flight: deque[Any] = deque()
+        self.statistics = EngineStatistics()
+        self.late = LateLaunch(self.context, self.in_flight, self.statistics)
+
+    def launch(self, rows: int = 4, is_captured: bool = True) -> None:
+        dims = SimpleNamespace(graph_key=(rows, 0, 1), is_captured=is_captured)
+        plan: Any = SimpleNamespace(step=self.number, dims=dims, sampling_mode=0)
+        self.number += 1
+        self.late.launching(plan)
+        ready = SimpleNamespace(query=lambda: False)
+        self.in_flight.append(SimpleNamespace(plan=plan, error=None, ready=ready))
+        self.late.launched(plan)
+
+    def end(self, after_us: float, error: Exception | None = None) -> None:
+        self.now_us += after_us
+        step = self.in_flight.popleft()
+        step.error = error
+        self.late.resolved(step)
+
+    def run(self, *times_us: float) -> None:
+        """Steps of one shape, launched ahead, that take so long; one more is in flight then."""
+        if not self.in_flight:
+            self.launch()
+        for time_us in times_us:
+            self.launch()
+            self.end(time_us)
+
+    @property
+    def left_us(self) -> float:
+        return 1e6 * self.late.seconds_left()
+
+
+def test_a_launch_waits_until_the_running_step_is_nearly_done() -> None:
+    steps = Steps()
+    steps.launch()
+    assert steps.left_us == 0, "a new shape"
+    steps.run(LONG_US)
+    assert steps.left_us == pytest.approx(LONG_US - MARGIN)
+    steps.now_us += 3000
+    assert steps.left_us == pytest.approx(LONG_US - MARGIN - 3000)
+    steps.now_us += LONG_US
+    assert steps.left_us == 0
+    steps.launch()
+    assert steps.left_us == 0, "two are in flight"
+
+
+def test_short_steps_are_launched_at_once() -> None:
+    steps = Steps()
+    steps.run(*[MARGIN_US] * 5)
+    assert steps.left_us == 0
+
+
+def test_a_step_behind_an_idle_device_counts_from_its_launch() -> None:
+    steps = Steps()
+    steps.launch()
+    steps.end(LONG_US)
+    steps.now_us += 1e6
+    steps.launch()
+    assert steps.left_us == pytest.approx(LONG_US - MARGIN)
+    steps.end(LONG_US)
+    steps.launch()
+    assert steps.left_us == pytest.approx(LONG_US - MARGIN)
+
+
+def test_expectations_fall_at_once_and_rise_slowly() -> None:
+    """A host that is busy sees a step end late."""
+    steps = Steps()
+    steps.run(LONG_US, 30 * LONG_US)
+    assert steps.left_us == pytest.approx(
+        GROWTH * LONG_US * (1 - MARGIN_SHARE) - MARGIN_US, rel=1e-6
+    )
+    steps.run(LONG_US / 2)
+    assert steps.left_us == pytest.approx(LONG_US / 2 * (1 - MARGIN_SHARE) - MARGIN_US)
+
+
+def test_a_failed_step_tells_nothing() -> None:
+    steps = Steps()
+    steps.run(LONG_US)
+    steps.launch()
+    steps.end(100.0, RuntimeError("planted"))
+    assert steps.left_us == pytest.approx(LONG_US - MARGIN)
+
+
+@pytest.mark.parametrize("left_over", ["waiting", "prefilling", "full"])
+def test_with_work_left_over_nobody_could_join(left_over: str) -> None:
+    steps = Steps()
+    steps.run(LONG_US)
+    if left_over == "waiting":
+        steps.context.waiting.append("request")
+    elif left_over == "prefilling":
+        steps.context.scheduler.prefilling.append(1)
+    else:
+        steps.context.slots.num_free = 0
+    assert steps.left_us > 0, "what arrives now is no backlog"
+    steps.run(LONG_US)
+    assert steps.left_us == 0
+
+
+@pytest.mark.parametrize("captures_graphs", [True, False])
+def test_launches_kernel_by_kernel_take_long(captures_graphs: bool) -> None:
+    steps = Steps(captures_graphs)
+    for _ in range(3):
+        steps.launch(is_captured=False)
+    steps.end(LONG_US)
+    steps.end(LONG_US)
+    assert (steps.left_us > 0) == (not captures_graphs)
+
+
+def test_late_launches_are_counted_and_the_margin_grows() -> None:
+    steps = Steps()
+    steps.run(LONG_US)
+    for expected in (BACK_OFF_US, 2 * BACK_OFF_US, 4 * BACK_OFF_US):
+        steps.in_flight[-1].ready.query = lambda: True
+        steps.run(LONG_US)
+        assert steps.left_us == pytest.approx(LONG_US - MARGIN - expected)
+    assert steps.statistics.late_launches == 3
+    steps.run(*[LONG_US] * 500)
+    assert steps.left_us == pytest.approx(LONG_US - MARGIN, rel=0.01)
+    assert steps.statistics.late_launches == 3
+
+
+def serve(late: bool) -> Simulated:
+    prompts, outputs = LengthDistribution(256, 1024, 0.6), LengthDistribution(128, 512, 0.6)
+    trace = poisson_trace(40, 250, prompts, outputs, SHAPE.vocab_size, 0)
+    config = InferenceConfig(
+        num_kv_blocks=8000, block_size_tokens=64, max_sequence_length=1536, late_launch=late
+    )
+    return simulate(trace, SHAPE, config, MACHINES["h200:llama-3.1-8b"])
+
+
+def test_first_tokens_come_earlier_and_the_device_is_as_busy() -> None:
+    usual, late = (serve(is_late).figures() for is_late in (False, True))
+    assert late["ttft_ms"]["p50"] < usual["ttft_ms"]["p50"] - 2
+    assert late["ttft_ms"]["p99"] < usual["ttft_ms"]["p99"]
+    assert late["tpot_ms"]["p50"] < 1.01 * usual["tpot_ms"]["p50"]
+    assert late["idle_share"] < usual["idle_share"] + 0.005
+    assert late["overlap_ratio"] > 0.99
+
+
+def test_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In `run_engine`, with requests that arrive while it waits for a launch to be due."""
+    model, prompts = make_model(TINY), random_prompts(7, (4, 19, 33, 7, 12, 25), TINY.vocab_size)
+    params = [greedy(12 + 5 * number) for number in range(len(prompts))]
+    serial = make_engine(model, lookahead=0)
+    futures = [serial.add_request(i, p, s) for i, (p, s) in enumerate(zip(prompts, params))]
+    drain(serial)
+    expected = [future.result().generated_tokens for future in futures]
+    monkeypatch.setattr(late_launch, "MARGIN_US", 0.0)
+    engine = make_engine(model, lookahead=1, late_launch=True)
+    waits = asyncio.run(_serve(engine, prompts, params, expected))
+    assert waits > 5
+
+
+async def _serve(engine: DynamicInferenceEngine, prompts: Any, params: Any, expected: Any) -> int:
+    """Returns how often a launch waited."""
+    late, waits = engine.launching.late, 0
+    assert late is not None
+    seconds_left = late.seconds_left
+
+    def counted() -> float:
+        nonlocal waits
+        left = seconds_left()
+        waits += left > 0
+        return left
+
+    late.seconds_left = counted  # type: ignore[method-assign]
+    runner = asyncio.create_task(engine.run_engine())
+    futures = []
+    for number, (prompt, mine) in enumerate(zip(prompts, params)):
+        futures.append(engine.add_request(number, prompt, mine))
+        await asyncio.sleep(0.01)
+    found = [(await asyncio.wait_for(future, 60)).generated_tokens for future in futures]
+    assert found == expected
+    engine.close()
+    await runner
+    return waits
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_other_lookaheads_are_refused(lookahead: int) -> None:
+    with pytest.raises(
+        ConfigurationError, match=rf"late_launch=True is for lookahead 1, not {lookahead}"
+    ):
+        InferenceConfig(late_launch=True, lookahead=lookahead)
