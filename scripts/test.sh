@@ -52,12 +52,17 @@ run() {
     printf '\n== %s\n' "$*"
     "$@" || { status=1; printf '== FAILED: %s\n' "$*"; }
 }
-# Once for all workers and ranks, which would compile them at the same time.
-run python -c 'from megatron_async.ops.cpu.compiler import compile_all; compile_all(has_float64=True)'
+# Once for all workers and ranks, which would compile them at the same time; the lints, which need
+# one core, run beside it.
+compile=(python -c 'from megatron_async.ops.cpu.compiler import compile_all; compile_all(has_float64=True)')
+"${compile[@]}" &
+compiling=$!
+compiled_loops() { wait $compiling; }
 run ruff check .
 run ruff format --check megatron_async scripts tests examples
 run mypy
 run python scripts/lint_no_sync.py
+run compiled_loops
 
 # One thread each: the models under test are too small to share a matrix product. No more workers
 # than cores: an engine and its CPU device hand work to each other all the time, and where threads

@@ -77,12 +77,14 @@ def smollm2_llm() -> Iterator[LLM]:
 def transformers_smollm2() -> Any:
     """The demo model as `transformers` reads it, in float32."""
     import torch
+    from quick_transformers import quick_gguf
     from transformers import AutoModelForCausalLM
 
     from megatron_async.checkpoints.registry import demo_file
 
     file = demo_file()
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
+    with quick_gguf():
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32
+        )
     return model.eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from drafters import DRAFTERS, Fickle, Oracle
 from harness import Job, assert_all_is_back, drain, greedy, make_engine, run_at
 from late_device import LateDevice
 from poisoned_blocks import poison_blocks
-from schedules import Schedule, random_schedule, run_schedule
+from schedules import Schedule, random_schedule, run_schedule, serial_tokens
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.devices import Chaos, CpuDevice
@@ -23,6 +24,7 @@ from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import load_recording
 from megatron_async.simulation.replay import Replay
 
+SerialResults = Callable[[list[Job]], tuple[list[list[int]], list[list[int]]]]
 SCHEDULES = 8
 ENOUGH = 40
 """Tokens beyond any end, which the drafters know too."""
@@ -60,6 +62,22 @@ def answers_of(serial: DynamicInferenceEngine, jobs: list[Job]) -> list[list[int
     return answers
 
 
+@pytest.fixture(scope="module")
+def serial_results(serial: DynamicInferenceEngine) -> SerialResults:
+    """For the jobs of a schedule: what they would say if nothing ended them, and what they say.
+    Each schedule's are computed once for all drafters."""
+    known: dict[str, tuple[list[list[int]], list[list[int]]]] = {}
+
+    def results(jobs: list[Job]) -> tuple[list[list[int]], list[list[int]]]:
+        key = repr(jobs)
+        if key not in known:
+            known[key] = answers_of(serial, jobs), serial_tokens(serial, Schedule(jobs))
+        answers, expected = known[key]
+        return [list(answer) for answer in answers], expected
+
+    return results
+
+
 def drafting_engine(
     model: torch.nn.Module, drafter: str, answers: list[list[int]], count: int, **config: Any
 ) -> DynamicInferenceEngine:
@@ -84,7 +102,7 @@ def schedule_of(seed: int, width: int) -> Schedule:
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_random_schedules(
-    model: torch.nn.Module, serial: DynamicInferenceEngine, drafter: str, count: int
+    model: torch.nn.Module, serial_results: SerialResults, drafter: str, count: int
 ) -> None:
     """Adds, aborts, stops and limits inside rows, block borders, pauses, evictions, at lookahead 0
     to 3, on a device whose work is late.
@@ -101,9 +119,7 @@ def test_random_schedules(
     for seed in range(SCHEDULES):
         schedule = schedule_of(seed, count + 1)
         config = {**schedule.config, "lookahead": (seed + count) % 4}
-        answers = answers_of(serial, schedule.jobs)
-        plain = Schedule(schedule.jobs, {0: list(range(len(schedule.jobs)))})
-        expected = [tokens for tokens, _ in run_schedule(serial, plain)]
+        answers, expected = serial_results(schedule.jobs)
         device = CpuDevice(Chaos(seed, 0.2, 0.001)) if seed % 2 else LateDevice()
         engine = drafting_engine(model, drafter, answers, count, device=device, **config)
         blocks = poison_blocks(engine)

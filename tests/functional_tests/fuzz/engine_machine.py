@@ -29,6 +29,7 @@ from pieces import Pieces
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
 from serial_answers import SerialAnswers
+from shared_checkers import lend_checkers
 from state_plans import watch_state_plans
 from step_limits import StepLimits
 from step_watch import StepWatch
@@ -150,6 +151,7 @@ class EngineMachine(RuleBasedStateMachine):
             drafter=self.drafter,
             **settings,
         )
+        lend_checkers(self.engine)
         self.blocks = poison_blocks(self.engine)
         poison_states(self.engine)
         StepLimits(self.engine)

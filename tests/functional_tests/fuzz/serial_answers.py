@@ -7,6 +7,7 @@ from fuzz_requests import MAX_DRAFTS, MAX_SEQUENCE, STOPPING, Ask
 from harness import drain, make_engine
 from late_device import LateDevice
 from pieces import Pieces
+from shared_checkers import lend_checkers
 
 from megatron_async import SamplingParams
 from megatron_async.requests.inference_request import DynamicInferenceRequest
@@ -31,6 +32,7 @@ class SerialAnswers:
             block_size_tokens=MAX_SEQUENCE,
             check_integrity=False,
         )
+        lend_checkers(self._engine)
         self._answers: dict[str, DynamicInferenceRequest] = {}
 
     def answer(self, ask: Ask, tokens: int | None = None) -> DynamicInferenceRequest:

@@ -1,19 +1,38 @@
 """`simulate-fleet` on the command line."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from megatron_async.cli import main as cli
 
 QUICK = ["--machine", "h200:smollm2-135m", "--num-requests", "10", "--rate", "2", "--no-progress"]
+SHORT = 24
+"""Tokens of an answer at most: each is a step to simulate, and those of chats are ten times as
+long."""
 
 
-def test_a_row_for_every_combination(tmp_path, capsys):
+@pytest.fixture(scope="module")
+def short_chats(tmp_path_factory) -> Path:
+    """A trace of chats of several turns, so that policies differ, with short answers."""
+    file = tmp_path_factory.mktemp("trace") / "chats.jsonl"
+    made = ["--num-requests", "20", "--write-trace", str(file)]
+    assert cli.main(["simulate-fleet", *QUICK, *made]) == 0
+    requests = [json.loads(line) for line in file.read_text().splitlines()]
+    for request in requests:
+        request["output_length"] = min(request["output_length"], SHORT)
+        pieces = -(-(request["input_length"] + request["output_length"]) // 512)
+        if "output_hash_ids" in request:  # not where the last turn's answer is nobody's prompt
+            del request["output_hash_ids"][pieces - len(request["hash_ids"]) :]
+    file.write_text("".join(f"{json.dumps(request)}\n" for request in requests))
+    return file
+
+
+def test_a_row_for_every_combination(short_chats, tmp_path, capsys):
     path = tmp_path / "figures.json"
     grid = ["--replicas", "1", "2", "--policy", "prefix", "round-robin", "--kv-gb", "4"]
-    # Chats of several turns, so that the policies differ.
-    grid += ["--num-requests", "20"]
+    grid += ["--trace", str(short_chats)]
     options = [*QUICK, *grid, "--block-size-tokens", "16", "64", "--json", str(path)]
     assert cli.main(["simulate-fleet", *options]) == 0
     output = capsys.readouterr().out
@@ -43,11 +62,11 @@ def test_a_trace_is_written_and_served_from_its_file(tmp_path, capsys):
     assert made["ttft_ms"]["p50"] == pytest.approx(read["ttft_ms"]["p50"], rel=1e-3)
 
 
-def test_processes_give_the_same_rows(tmp_path):
-    rows = []
+def test_processes_give_the_same_rows(short_chats, tmp_path):
+    rows, quick = [], [*QUICK, "--trace", str(short_chats)]
     for number in ("1", "2"):
         path = tmp_path / f"{number}.json"
-        options = [*QUICK, "--replicas", "1", "2", "--processes", number, "--json", str(path)]
+        options = [*quick, "--replicas", "1", "2", "--processes", number, "--json", str(path)]
         assert cli.main(["simulate-fleet", *options]) == 0
         figures = json.loads(path.read_text())["figures"]
         rows.append([{k: v for k, v in f.items() if "simulator" not in k} for f in figures])

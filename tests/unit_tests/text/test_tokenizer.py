@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick_transformers import quick_gguf
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import pre_tokenizers, trainers
 from tokenizers.models import BPE
@@ -48,7 +49,8 @@ def demo() -> Tokenizer:
 def reference() -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(demo_file().parent, gguf_file=demo_file().name)
+    with quick_gguf():
+        return AutoTokenizer.from_pretrained(demo_file().parent, gguf_file=demo_file().name)
 
 
 @pytest.mark.parametrize("text", TEXTS)
