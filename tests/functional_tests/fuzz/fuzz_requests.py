@@ -143,8 +143,11 @@ def engine_settings(draw: st.DrawFn) -> dict[str, Any]:
     spares = [0, 1, 5, MAX_PROMPT] if chunked else [MAX_PROMPT // 2, MAX_PROMPT]
     invalidation = draw(st.sampled_from(["reconcile", "reconcile", "rollback"]))
     drafts = draw(st.sampled_from([0, MAX_DRAFTS, 1])) if invalidation == "reconcile" else 0
+    lookahead = draw(st.sampled_from([1, 2, 0, 3]))
     return {
-        "lookahead": draw(st.sampled_from([1, 2, 0, 3])),
+        "lookahead": lookahead,
+        # Not drawn: so all schedules stay what they were before there was such a setting.
+        "late_launch": lookahead == 1 and block_size > 1,
         "max_requests": max_requests,
         "max_tokens": max_requests * (1 + drafts) + draw(st.sampled_from(spares)),
         "block_size_tokens": block_size,
