@@ -12,11 +12,13 @@ STEP_MS = 10
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_both_ways_wait_for_steps_that_take_their_time(tmp_path: Path) -> None:
-    """A first token takes the step in which its prompt is, and with lookahead 1 the one before.
-    Break it: `_SlowTokens` spends nothing."""
+    """A first token takes the step in which its prompt is, and with lookahead 1 a part of the one
+    before, or all of it. Break it: `_SlowTokens` spends nothing."""
     options = ["--step-ms", STEP_MS, "--rate", 40, "--requests", 12, "--rounds", 1]
-    options += ["--prompt-mean", 8, "--output-mean", 8, "--rows", 16]
+    options += ["--prompt-mean", 8, "--output-mean", 8, "--rows", 16, "--late-launch"]
     (figures,) = run_script("benchmark_first_token", tmp_path, *options)["figures"]
     assert figures["in_process_ms"] >= STEP_MS
     assert figures["http_ms"] >= STEP_MS
     assert figures["more_ms"] < 20 * STEP_MS
+    assert 0 <= figures["late"] < 1
+    assert 0 <= figures["http_late"] < 1
