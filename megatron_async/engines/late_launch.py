@@ -38,8 +38,8 @@ TICK_S = 1e-3
 """An event loop's timers may be so late; what is left is waited for by giving other coroutines
 their turn."""
 
-Shape = tuple[tuple[int, int, int], int]
-"""What steps of about the same time have in common: key of the graph and sampling mode."""
+Shape = tuple[int, int, int, int]
+"""What steps of about the same time have in common: decode rows, tokens, width, sampling mode."""
 
 
 class LateLaunch(EngineListener):
@@ -119,4 +119,5 @@ class LateLaunch(EngineListener):
 
 
 def _shape_of(plan: StepPlan) -> Shape:
-    return plan.dims.graph_key, int(plan.sampling_mode)
+    dims = plan.dims
+    return dims.decode_rows, dims.tokens, dims.width, int(plan.sampling_mode)

@@ -49,8 +49,8 @@ class Steps:
         self.statistics = EngineStatistics()
         self.late = LateLaunch(self.context, self.in_flight, self.statistics)
 
-    def launch(self, rows: int = 4, is_captured: bool = True) -> None:
-        dims = SimpleNamespace(graph_key=(rows, 0, 1), is_captured=is_captured)
+    def launch(self, tokens: int = 4, is_captured: bool = True) -> None:
+        dims = SimpleNamespace(decode_rows=4, tokens=tokens, width=1, is_captured=is_captured)
         plan: Any = SimpleNamespace(step=self.number, dims=dims, sampling_mode=0)
         self.number += 1
         self.late.launching(plan)
@@ -118,6 +118,15 @@ def test_expectations_fall_at_once_and_rise_slowly() -> None:
     )
     steps.run(LONG_US / 2)
     assert steps.left_us == pytest.approx(LONG_US / 2 * (1 - MARGIN_SHARE) - MARGIN_US)
+
+
+def test_a_step_with_prompts_tells_nothing_of_one_without() -> None:
+    """Both have four decode rows. Break it: the key of a graph, which an eager step has not."""
+    steps = Steps(captures_graphs=False)
+    steps.launch(tokens=40, is_captured=False)
+    steps.launch(is_captured=False)
+    steps.end(10 * LONG_US)
+    assert steps.left_us == 0, "a new shape"
 
 
 def test_a_failed_step_tells_nothing() -> None:
