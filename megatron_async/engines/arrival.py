@@ -35,7 +35,7 @@ async def arrival(event: Event, wait: Callable[[Event], Coroutine[Any, Any, None
     Raises:
         Exception: what `wait` raises.
     """
-    if (answer := _ask(event)) is Answer.REACHED:
+    if (answer := ask(event)) is Answer.REACHED:
         return
     loop = asyncio.get_running_loop()
     told = loop.create_future()
@@ -47,12 +47,12 @@ async def arrival(event: Event, wait: Callable[[Event], Coroutine[Any, Any, None
             await told
         finally:
             patience.cancel()
-        answer = _ask(event)
+        answer = ask(event)
     else:
         deadline = time.perf_counter() + ASK_FOR_S
         while answer is Answer.NOT_YET and time.perf_counter() < deadline:
             await asyncio.sleep(0)
-            answer = _ask(event)
+            answer = ask(event)
     if answer is not Answer.REACHED:
         await wait(event)
 
@@ -66,7 +66,8 @@ class Answer(Enum):
     """`wait` says why, because it knows what to do about it: other ranks may have died."""
 
 
-def _ask(event: Event) -> Answer:
+def ask(event: Event) -> Answer:
+    """Whether `event` is reached; never raises."""
     try:
         if not event.query():
             return Answer.NOT_YET

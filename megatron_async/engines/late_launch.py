@@ -14,6 +14,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, override
 
+from megatron_async.engines.arrival import Answer, ask
 from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.observe.listener import EngineListener
 
@@ -90,7 +91,8 @@ class LateLaunch(EngineListener):
 
     @override
     def launching(self, plan: StepPlan) -> None:
-        if self._in_flight and self._in_flight[-1].ready.query():
+        # A step that failed says so when it is resolved.
+        if self._in_flight and ask(self._in_flight[-1].ready) is Answer.REACHED:
             self._statistics.late_launches += 1
             self._back_off_us = min(max(2 * self._back_off_us, BACK_OFF_US), MOST_BACK_OFF_US)
         else:

@@ -54,7 +54,7 @@ class Steps:
         plan: Any = SimpleNamespace(step=self.number, dims=dims, sampling_mode=0)
         self.number += 1
         self.late.launching(plan)
-        ready = SimpleNamespace(query=lambda: False)
+        ready = SimpleNamespace(query=lambda: False, wait=lambda: None)
         self.in_flight.append(SimpleNamespace(plan=plan, error=None, ready=ready))
         self.late.launched(plan)
 
@@ -173,6 +173,17 @@ def test_late_launches_are_counted_and_the_margin_grows() -> None:
     steps.run(*[LONG_US] * 500)
     assert steps.left_us == pytest.approx(LONG_US - MARGIN, rel=0.01)
     assert steps.statistics.late_launches == 3
+
+
+def test_an_event_that_cannot_be_asked_is_left_to_its_resolve() -> None:
+    def query() -> bool:
+        raise RuntimeError("planted")
+
+    steps = Steps()
+    steps.run(LONG_US)
+    steps.in_flight[-1].ready.query = query
+    steps.launch()
+    assert steps.statistics.late_launches == 0
 
 
 def serve(late: bool) -> Simulated:
