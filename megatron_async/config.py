@@ -121,7 +121,7 @@ class InferenceConfig:
     """Launch each step shortly before the running one ends, not as soon as possible. So a request
     that arrives meanwhile joins that step, and has its first token up to a step earlier. The end of
     the running step is foreseen by earlier steps of its shape. For `async_step` and `run_engine`,
-    as in a server, with lookahead 1."""
+    as in a server, with lookahead 1; a loop of your own asks `engine.launching.seconds_left()`."""
 
     invalidation: str = "reconcile"
     """Policy for steps in flight of a request that ends unexpectedly, reconcile or rollback. (By a

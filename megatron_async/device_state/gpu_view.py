@@ -165,13 +165,6 @@ class ContextGPUView(StepView):
             for state in self.states:
                 state.begin_chunks(self, mode)
 
-    @property
-    def chunk_starts(self) -> Tensor:
-        """`StepTensors.prefill_starts`, counted from the first prefill token. Not for packed
-        shapes, whose first prefill token the host does not know."""
-        assert not self.dims.is_packed, "work on chunks alone, in a packed shape"
-        return self.step.prefill_starts - self.dims.decode_tokens
-
     def prefill_following(self, words: Tensor) -> Tensor:
         """The token after each chunk, int64 `[chunks]`, -1 if there is none, from a step's
         bookkeeping `words`."""

@@ -138,7 +138,8 @@ class RecurrentState(PerSlotState):
             self._chunk_dest = states.chunk_dest
         self._prefill = None
         if dims.prefill_rows:
-            starts = view.chunk_starts
+            # Its ops get the chunks' tokens alone, so no such step is packed (`graph_shapes.py`).
+            starts = step.prefill_starts - dims.decode_tokens
             is_last = (step.features[dims.decode_tokens :] & int(RowFeature.PRODUCES)) != 0
             first = step.lengths[decode:] - starts.diff()
             self._prefill = PrefillRows(starts, first, reads, rows[decode:], is_last)

@@ -71,14 +71,15 @@ class LateLaunch(EngineListener):
         """Seconds for which the next launch can wait; 0: launch now.
 
         That is so if nothing is in flight, or several steps are; if the running step's shape is
-        new, or its kernels are launched one by one, which takes long; and if requests or rests of
-        prompts were left over by the last step, so that an arrival would not join the next one.
+        new, not captured on a GPU, whose launch takes long, or has prompts on a CPU; and if
+        requests or rests of prompts were left over by the last step, so that an arrival would not
+        join the next one.
         """
         if len(self._in_flight) != 1 or self._has_backlog:
             return 0.0
         plan = self._in_flight[0].plan
         lasts_us = self._lasts_us.get(_shape_of(plan))
-        if lasts_us is None or not self._may_wait_for(plan):
+        if lasts_us is None:
             return 0.0
         begin_us = max(self._ended_us, self._launched_us.get(plan.step, 0.0))
         margin_us = MARGIN_US + MARGIN_SHARE * lasts_us + self._back_off_us
@@ -110,14 +111,16 @@ class LateLaunch(EngineListener):
     def resolved(self, step: LaunchedStep) -> None:
         now, launched_us = self._now_us(), self._launched_us.pop(step.plan.step, None)
         before, self._ended_us = self._ended_us, now
-        if launched_us is None or step.error is not None:
+        if launched_us is None or step.error is not None or not self._is_foreseen(step.plan):
             return
         took_us, shape = now - max(before, launched_us), _shape_of(step.plan)
         expected = self._lasts_us.get(shape, took_us)
         self._lasts_us[shape] = min(took_us, GROWTH * expected)
 
-    def _may_wait_for(self, plan: StepPlan) -> bool:
-        return plan.dims.is_captured or not self._context.device.captures_graphs
+    def _is_foreseen(self, plan: StepPlan) -> bool:
+        """Whether the step's shape is one of few, and its launch is quick."""
+        dims, captures_graphs = plan.dims, self._context.device.captures_graphs
+        return dims.is_captured or (dims.is_decode_only and not captures_graphs)
 
 
 def _shape_of(plan: StepPlan) -> Shape:

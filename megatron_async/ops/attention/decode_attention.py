@@ -84,7 +84,7 @@ def paged_decode_attention(
         block_tables: int32 `[rows, blocks]`; rows may be strided.
         scale: softmax scale.
         workspace: its schedule updated for these rows; partial results are overwritten.
-        out: like `query`, written.
+        out: like `query`, written for the rows that the schedule has.
         is_settled: schedule and block tables were written before the previous kernel, and that
             kernel waits before it lets its successor start (as `rope_append` does). Then both are
             read without waiting for the previous kernel.

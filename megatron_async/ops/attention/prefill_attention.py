@@ -38,7 +38,8 @@ def paged_prefill_attention(
     """Attention of prefill rows over the paged cache, this step's keys and values already in place.
 
     Args:
-        query: `[tokens, heads, dim]`, contiguous: the chunks' tokens end to end.
+        query: `[tokens, heads, dim]`, contiguous: the chunks' tokens end to end, perhaps between
+            others.
         key_cache, value_cache: `[blocks, block size, kv heads, dim]`, contiguous.
         block_tables: int32 `[rows, blocks]`.
         kv_lengths: int32 `[rows]`: a chunk's last token is at position KV length - 1.
@@ -46,7 +47,7 @@ def paged_prefill_attention(
         max_query_length: no chunk has more tokens.
         scale: softmax scale, above 0.
         out: `[tokens, heads, dim]`, contiguous; written for the rows' tokens, left alone for
-            padding.
+            others.
         first_key: queries behind this position do not see the keys before it; less than 16.
 
     Raises:

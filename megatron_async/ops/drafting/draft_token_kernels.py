@@ -66,12 +66,11 @@ def rows_kernel(
     else:
         chunk = row - decode_rows
         end = tl.load(starts + chunk + 1) + chunk + 1
-        first = decode_rows * width
         if chunk == 0:
-            tl.store(out_starts, first)
-        tl.store(out_starts + chunk + 1, first + end)
-        tl.store(out_last + row, (first + end - 1).to(tl.int64))
-        asked = tl.load(features + first + chunk)
+            tl.store(out_starts, tl.load(starts))
+        tl.store(out_starts + chunk + 1, end)
+        tl.store(out_last + row, (end - 1).to(tl.int64))
+        asked = tl.load(features + decode_rows * width + chunk)
         tl.store(out_drafts + row, ((asked & PRODUCES) != 0).to(tl.int32))
         tl.store(out_kv_lengths + row, before + 1)
 
@@ -116,8 +115,8 @@ def chunk_tokens_kernel(
 ) -> None:
     """Entries of the chunks' tokens, and of the token after each chunk."""
     wait_for_previous(overlap)
-    number = tl.program_id(0) * tile + tl.arange(0, tile)
-    exists = number < tokens - first
+    number = first + tl.program_id(0) * tile + tl.arange(0, tile)
+    exists = number < tokens
     each = tl.arange(0, chunks_tile)
     ends = tl.load(starts + 1 + each, mask=each < chunks, other=2**30) + each + 1
     chunk = tl.sum((ends[None, :] <= number[:, None]).to(tl.int32), 1)
@@ -131,7 +130,7 @@ def chunk_tokens_kernel(
     limit = tl.load(records + tl.load(row_slots + row) * WORDS + MAX_LENGTH)
     is_final = (tl.load(features + first + chunk) & PRODUCES) != 0
     is_entry = inside & (position < limit - 1) & ((place < own) | is_final)
-    given = tl.minimum(first + start + place, step_tokens - 1)
+    given = tl.minimum(start + place, step_tokens - 1)
     token = tl.load(token_ids + given, inside & (place < own), other=0)
     drawn = tl.maximum(tl.load(sampled + first + chunk), 0)
     table = tables + row.to(tl.int64) * table_stride
@@ -139,16 +138,15 @@ def chunk_tokens_kernel(
     # The place after a chunk that ends no prompt may have no block: nothing of it is kept.
     kept = tl.load(table + last // block_size, inside & (position > 0), other=0)
     kept = tl.where(inside & (position > 0), kept, dummy_block)
-    before = tl.minimum(tl.maximum(first + start + place - 1, 0), step_tokens - 1)
+    before = tl.minimum(tl.maximum(start + place - 1, 0), step_tokens - 1)
     source = tl.where(place > 0, before, -1 - kept)
     position = tl.where(is_entry, position, 0)
     block = tl.load(table + position // block_size, is_entry, other=0)
     block = tl.where(is_entry, block, dummy_block).to(tl.int64)
-    target = first + number
-    tl.store(out_tokens + target, tl.where(place < own, token, drawn), exists)
-    tl.store(out_positions + target, position.to(tl.int64), exists)
-    tl.store(out_write + target, block * block_size + position % block_size, exists)
-    tl.store(out_source + target, tl.where(inside, source, 0).to(tl.int64), exists)
+    tl.store(out_tokens + number, tl.where(place < own, token, drawn), exists)
+    tl.store(out_positions + number, position.to(tl.int64), exists)
+    tl.store(out_write + number, block * block_size + position % block_size, exists)
+    tl.store(out_source + number, tl.where(inside, source, 0).to(tl.int64), exists)
 
 
 @triton.jit(do_not_specialize=["table_stride", "rows", "number", "dummy_block", "block_size"])

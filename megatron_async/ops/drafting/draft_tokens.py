@@ -87,7 +87,6 @@ def lay_out_entries_kernels(view: ContextGPUView, sampled: Tensor) -> DraftToken
     """`lay_out_entries` by two Triton kernels."""
     step, dims, slots, cache = view.step, view.dims, view.slots, view.kv_cache
     rows, chunks, tokens = dims.rows, dims.prefill_rows, dims.tokens + dims.prefill_rows
-    starts = view.chunk_starts if chunks else step.lengths  # any tensor, where there are none
 
     def empty(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(count, dtype=dtype, device=sampled.device)
@@ -109,7 +108,7 @@ def lay_out_entries_kernels(view: ContextGPUView, sampled: Tensor) -> DraftToken
         step.row_slots,
         step.lengths,
         step.features,
-        starts,
+        step.prefill_starts if chunks else step.lengths,
         step.block_tables,
         step.block_tables.stride(0),
         slots.records,
@@ -136,7 +135,7 @@ def lay_out_entries_kernels(view: ContextGPUView, sampled: Tensor) -> DraftToken
             step.row_slots,
             step.lengths,
             step.features,
-            starts,
+            step.prefill_starts,
             step.token_ids,
             step.block_tables,
             step.block_tables.stride(0),

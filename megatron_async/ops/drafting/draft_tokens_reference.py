@@ -32,7 +32,7 @@ def lay_out_entries_reference(view: ContextGPUView, sampled: Tensor) -> DraftTok
     owner = torch.zeros_like(token_ids)
     last, can = step.row_slots.new_zeros(rows), step.row_slots.new_zeros(rows, dtype=torch.int32)
     kv_lengths = torch.ones(rows, dtype=torch.int32, device=device)
-    starts = view.chunk_starts if dims.prefill_rows else step.prefill_starts
+    starts = step.prefill_starts
     if decode:
         part = slice(0, dims.decode_tokens)
         before, behind = step.lengths[:decode, None], lengths[:decode, None]
@@ -50,18 +50,17 @@ def lay_out_entries_reference(view: ContextGPUView, sampled: Tensor) -> DraftTok
         kv_lengths[:decode] = torch.minimum(lengths[:decode], limits[:decode] - 1).clamp(min=1)
     if dims.prefill_rows:
         first = dims.decode_tokens
-        of_chunk = starts
-        starts = of_chunk + torch.arange(dims.prefill_rows + 1, device=device).int()
-        token = torch.arange(dims.prefill_tokens + dims.prefill_rows, device=device)
+        starts = step.prefill_starts + torch.arange(dims.prefill_rows + 1, device=device).int()
+        token = torch.arange(first, tokens, device=device)
         chunk = torch.searchsorted(starts[1:].contiguous(), token, right=True)
         inside = token < starts[-1]
         chunk = chunk.clamp(max=dims.prefill_rows - 1)
-        place, count = token - starts[chunk], of_chunk.diff()
+        place, count = token - starts[chunk], step.prefill_starts.diff()
         own, ends = count[chunk], step.lengths[decode:]
         is_final = (step.features[first:] & RowFeature.PRODUCES) != 0
         position = ends[chunk] - own + place
         valid = inside & (position < limits[decode:][chunk] - 1) & ((place < own) | is_final[chunk])
-        of_step = first + of_chunk[chunk].long() + place
+        of_step = step.prefill_starts[chunk].long() + place
         given = step.token_ids[of_step.clamp(max=dims.tokens - 1)]
         token_ids[first:] = torch.where(place < own, given, sampled[first:][chunk].clamp(min=0))
         positions[first:] = position.where(valid, 0)
@@ -72,10 +71,9 @@ def lay_out_entries_reference(view: ContextGPUView, sampled: Tensor) -> DraftTok
         source[first:] = torch.where(place > 0, before, -1 - stored).where(inside, 0)
         is_entry[first:] = valid
         owner[first:] = decode + chunk
-        last[decode:] = first + starts[1:].long() - 1
+        last[decode:] = starts[1:].long() - 1
         can[decode:] = is_final.int()
         kv_lengths[decode:] = ends + 1
-        starts = first + starts
     tables = step.block_tables.index_select(0, owner)
     block = tables.gather(1, (positions // size)[:, None])[:, 0].long()
     block = block.where(is_entry, view.kv_cache.dummy_block)

@@ -50,7 +50,10 @@ class Steps:
         self.late = LateLaunch(self.context, self.in_flight, self.statistics)
 
     def launch(self, tokens: int = 4, is_captured: bool = True) -> None:
-        dims = SimpleNamespace(decode_rows=4, tokens=tokens, width=1, is_captured=is_captured)
+        dims = SimpleNamespace(
+            decode_rows=4, tokens=tokens, width=1, is_captured=is_captured,
+            is_decode_only=tokens == 4,
+        )  # fmt: skip
         plan: Any = SimpleNamespace(step=self.number, dims=dims, sampling_mode=0)
         self.number += 1
         self.late.launching(plan)

@@ -204,7 +204,7 @@ def attributes_of(result: Any) -> dict[str, Any]:
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """The same bits; but where Triton made numbers of a mask that it spread, a mask is right."""
+    """Compare all bits; but where Triton made numbers of a mask that it spread, a mask is right."""
     same = expected.data.astype(bool) if found.data.dtype == bool else expected.data
     assert found.dtype == expected.dtype, (found, expected)
     assert found.data.dtype == same.dtype, (found, expected)

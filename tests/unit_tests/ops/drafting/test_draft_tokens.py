@@ -81,7 +81,6 @@ def random_view(chooser, width, block_size, device):
     return SimpleNamespace(
         step=step,
         dims=dims,
-        chunk_starts=step.prefill_starts - dims.decode_tokens,
         slots=SimpleNamespace(records=records.to(device), length=lengths.to(device)),
         kv_cache=SimpleNamespace(dummy_block=dummy_block, block_size=block_size),
     )
