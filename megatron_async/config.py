@@ -101,6 +101,12 @@ class InferenceConfig:
     Off: a prompt longer than `max_tokens` is refused. (A request prefilled again after an eviction
     may still be split.)"""
 
+    mixed_step_tokens: int | None = None
+    """Tokens of a step that has running requests, while few prompt tokens wait. A step may always
+    have half of those that wait. Running requests wait for a step's prompts, so long prompts are
+    prefilled in several (`engines/prompt_share.py`). With `target_tpot_ms` the target decides.
+    None: with captured steps a number that is measured at start, else as many as `max_tokens`."""
+
     target_tpot_ms: float | None = None
     """Target for the milliseconds between two tokens of a running request. A step with running
     requests gets as many prompt tokens as fit this time, estimated from earlier steps; at least 64,
@@ -117,11 +123,12 @@ class InferenceConfig:
     async_sched_mode: str | None = None
     """Megatron-Core's name for `lookahead`: "legacy" is 0, "async" is 1."""
 
-    late_launch: bool = False
+    late_launch: bool | None = None
     """Launch each step shortly before the running one ends, not as soon as possible. So a request
     that arrives meanwhile joins that step, and has its first token up to a step earlier. The end of
     the running step is foreseen by earlier steps of its shape. For `async_step` and `run_engine`,
-    as in a server, with lookahead 1; a loop of your own asks `engine.launching.seconds_left()`."""
+    as in a server, with lookahead 1; a loop of your own asks `engine.launching.seconds_left()`.
+    None: on with lookahead 1, but for replicas that share experts."""
 
     invalidation: str = "reconcile"
     """Policy for steps in flight of a request that ends unexpectedly, reconcile or rollback. (By a
@@ -211,10 +218,9 @@ class InferenceConfig:
             most = self.max_tokens // self.decode_width
             self.max_requests = min(DEFAULT_MAX_REQUESTS, max(most, 1))
         self._require_int("max_requests", 1)
-        if self.num_kv_blocks is not None:
-            self._require_int("num_kv_blocks", 1)
-        if self.num_cuda_graphs is not None:
-            self._require_int("num_cuda_graphs", 0)
+        for name, least in ("num_kv_blocks", 1), ("num_cuda_graphs", 0), ("mixed_step_tokens", 1):
+            if getattr(self, name) is not None:
+                self._require_int(name, least)
         self._require_int("cuda_graph_mixed_prefill_count", 1)
         if self.target_tpot_ms is not None:
             self._check_target_tpot(self.target_tpot_ms)

@@ -89,7 +89,7 @@ def add_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any)
         epilog="""examples:
   megatron-async simulate --machine h200:llama-3.1-8b --rate 16 48 --lookahead 0 1 2
   megatron-async simulate --machine h200:llama-3.1-8b --rate 48 --lookahead 1 --target-tpot-ms 8 12
-  megatron-async simulate --machine h200:llama-3.1-8b --rate 48 --lookahead 1 --late-launch
+  megatron-async simulate --machine h200:llama-3.1-8b --rate 48 --lookahead 1 --no-late-launch
   megatron-async simulate --machine h200:llama-3.1-8b --rate 100 --num-kv-blocks 500
   megatron-async simulate --machine h200:llama-3.1-8b --rate 8 --forced-acceptance 0.8,0.6
   megatron-async simulate --machine run.rec --rate 4""",
@@ -106,8 +106,8 @@ def add_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any)
         "(default: none)",
     )  # fmt: skip
     engine.add_argument(
-        "--late-launch", action="store_true",
-        help="with lookahead 1, launch a step shortly before the running one ends",
+        "--late-launch", action=argparse.BooleanOptionalAction,
+        help="with lookahead 1, launch a step shortly before the running one ends (default: on)",
     )  # fmt: skip
     for group, options in ((trace, TRACE_OPTIONS), (engine, ENGINE_OPTIONS)):
         for name, type_, default, text in options:
@@ -335,7 +335,7 @@ def engine_config(
     if chances := arguments.forced_acceptance:
         options |= {"speculative_method": "ngram", "num_speculative_tokens": len(chances)}
     options |= {"lookahead": lookahead, "target_tpot_ms": target_tpot_ms}
-    options["late_launch"] = arguments.late_launch and lookahead == 1
+    options["late_launch"] = arguments.late_launch if lookahead == 1 else None
     return InferenceConfig(max_sequence_length=longest, **options)
 
 

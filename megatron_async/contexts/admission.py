@@ -50,12 +50,16 @@ class AdmissionQueue:
     A heap by rank and a mapping by id, so that operations stay cheap with many waiting requests. A
     request that is removed by id leaves its heap entry until the entry comes to the top, or until
     most entries are outdated.
+
+    Attributes:
+        num_known: tokens to prefill, of all requests that wait.
     """
 
     def __init__(self) -> None:
         self._by_id: dict[int, WaitingRequest] = {}
         self._heap: list[tuple[int, int]] = []
         """(rank, request id)."""
+        self.num_known = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -64,6 +68,7 @@ class AdmissionQueue:
         """Queue a new request, or an evicted one again."""
         request_id = waiting.request.request_id
         self._by_id[request_id] = waiting
+        self.num_known += waiting.num_known
         heappush(self._heap, (waiting.rank, request_id))
 
     def first(self) -> WaitingRequest:
@@ -76,11 +81,14 @@ class AdmissionQueue:
         """Take the first request out."""
         waiting = self.first()
         heappop(self._heap)
+        self.num_known -= waiting.num_known
         return self._by_id.pop(waiting.request.request_id)
 
     def remove(self, request_id: int) -> WaitingRequest | None:
         """Take a request out by id; None if it does not wait here."""
         waiting = self._by_id.pop(request_id, None)
+        if waiting is not None:
+            self.num_known -= waiting.num_known
         if len(self._heap) > 2 * len(self._by_id) + MOST_LEFTOVERS:
             self._heap = [entry for entry in self._heap if self._is_waiting(entry)]
             heapify(self._heap)

@@ -32,6 +32,14 @@ below. With 48 arrivals a second, the 8B shape has 0.3 ms less between two token
 in both (`simulate`, docs/records/whole_steps.md); with 16 tokens 0.03 ms less again."""
 PACKED_FINE = 512
 
+STRETCH = 2.5
+"""A step is short if it takes at most so many times what one of few tokens takes. On an H200 the 8B
+shape's steps of 384 tokens do: at 48 arrivals a second its time between tokens is 3 % shorter than
+with whole prompts and the first token as early; with 256 tokens 5 %, and 3 ms later
+(docs/records/whole_steps.md)."""
+MOST_TIMED = 1024
+"""Tokens of the largest step that is timed: steps of more tokens take long to time."""
+
 
 @dataclass
 class GraphShapes:
@@ -48,6 +56,8 @@ class GraphShapes:
             `SHORT_PROMPT` tokens, so that a burst of short prompts finds a graph.
         longest_sequence: tokens.
         widths: query tokens of a decode row, ascending; each shape is captured for each.
+        mixed_step_tokens: see `InferenceConfig.mixed_step_tokens`, by measurement; None: not
+            measured, or even the largest step that was measured is short.
     """
 
     decode_sizes: tuple[int, ...] = ()
@@ -57,6 +67,7 @@ class GraphShapes:
     most_prefill_rows: int = 0
     longest_sequence: int = 0
     widths: tuple[int, ...] = (1,)
+    mixed_step_tokens: int | None = None
     _shapes: dict[tuple[int, int, int], BatchDimensions] = field(default_factory=dict, repr=False)
 
     def capture_mixed(self, config: InferenceConfig) -> None:
@@ -120,6 +131,24 @@ class GraphShapes:
     def keep_mixed_up_to(self, tokens: int) -> None:
         """Drop mixed shapes of more tokens; they will not be captured."""
         self.mixed_sizes = {size: rows for size, rows in self.mixed_sizes.items() if size <= tokens}
+
+    def timed_shapes(self) -> list[BatchDimensions]:
+        """Mixed shapes of at most `MOST_TIMED` tokens, ascending, with their fewest decode rows."""
+        width = self.widths[0]
+        shapes = [self.shape(rows[0], size, width) for size, rows in self.mixed_sizes.items()]
+        return [dims for dims in shapes if dims.tokens <= MOST_TIMED]
+
+    def limit_mixed_steps(self, times: Sequence[float]) -> None:
+        """Set `mixed_step_tokens` to the tokens of the largest short step (`STRETCH`), if there is
+        a longer one among those measured.
+
+        Args:
+            times: of `timed_shapes`, in any unit.
+        """
+        shapes = self.timed_shapes()
+        short = [dims.tokens for dims, time in zip(shapes, times) if time <= STRETCH * times[0]]
+        if len(short) < len(shapes):
+            self.mixed_step_tokens = max(short)
 
     def all_shapes(self) -> list[BatchDimensions]:
         """Every shape to capture, largest first, so that smaller graphs reuse its memory."""

@@ -43,6 +43,18 @@ Shape = tuple[int, int, int, int]
 """What steps of about the same time have in common: decode rows, tokens, width, sampling mode."""
 
 
+def launches_late(context: DynamicInferenceContext) -> bool:
+    """Whether an engine's launches wait: `InferenceConfig.late_launch`, or what None means there.
+
+    Replicas that share experts wait for each other in each step, as each has an end of its own in
+    view; their launches wait if asked to.
+    """
+    wanted = context.config.late_launch
+    if wanted is not None:
+        return wanted
+    return context.config.lookahead == 1 and context.model_config.expert_model_parallel_size == 1
+
+
 class LateLaunch(EngineListener):
     """Foresees the ends of steps, and says how long a launch can wait.
 

@@ -9,8 +9,9 @@ from functools import partial
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.contexts.step_shape import StepShape
 from megatron_async.engines.invalidation import Invalidation
-from megatron_async.engines.late_launch import LateLaunch
+from megatron_async.engines.late_launch import LateLaunch, launches_late
 from megatron_async.engines.prefill_pace import PrefillPace
+from megatron_async.engines.prompt_share import PromptShare
 from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.observe.listener import EngineListener
 from megatron_async.ranks.rank_group import RankGroup
@@ -33,7 +34,7 @@ class StepLaunching:
         listeners: are told of launches.
 
     Attributes:
-        late: with `InferenceConfig.late_launch`.
+        late: where launches wait (`InferenceConfig.late_launch`).
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class StepLaunching:
         self._statistics = statistics
         self._invalidation = invalidation
         self._listeners = listeners
-        self._pace: PrefillPace | None = None
+        self._pace: PrefillPace | PromptShare
         if self._context.config.target_tpot_ms is not None:
             self._pace = PrefillPace(self._context, statistics)
             listeners.append(self._pace)
+        else:
+            self._pace = PromptShare(self._context)
         self.late: LateLaunch | None = None
-        if self._context.config.late_launch:
+        if launches_late(self._context):
             self.late = LateLaunch(self._context, in_flight, statistics)
             listeners.append(self.late)
 
@@ -86,8 +89,7 @@ class StepLaunching:
         """
         context, statistics, start = self._context, self._statistics, time.thread_time_ns()
         scheduler = context.scheduler
-        wanted = scheduler.prefill_limit if self._pace is None else self._pace.limit()
-        scheduler.prefill_limit = group.launching(context.next_step, wanted)
+        scheduler.prefill_limit = group.launching(context.next_step, self._pace.limit())
         with context.tracer.range("prepare_step", context.next_step):
             plan = context.prepare_step(partial(_agree, group, is_compiling))
         statistics.count_prepare(time.thread_time_ns() - start, context)

@@ -109,6 +109,8 @@ class ModelLessController(TextGenerationController):
         if machine is not None and machine.device.captures_graphs:
             shapes.capture_mixed(context.config)
             shapes.keep_mixed_up_to(machine.device.captured_prefill_tokens)
+            timed = shapes.timed_shapes()
+            shapes.limit_mixed_steps([machine.device.time_us(dims.tokens, 0, 0) for dims in timed])
         return None
 
     def _run_step(self, plan: StepPlan) -> None:

@@ -61,6 +61,11 @@ class ModelShape:
         """`dtype` as torch's."""
         return parse_dtype(self.dtype)
 
+    @property
+    def expert_model_parallel_size(self) -> int:
+        """1: a simulation has no replicas that share experts with this one."""
+        return 1
+
     @classmethod
     def of_architecture(cls, architecture: ModelArchitecture, dtype: str) -> ModelShape:
         """The shape of a model that a loader has described."""

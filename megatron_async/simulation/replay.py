@@ -35,10 +35,10 @@ WITHOUT_EFFECT = (
     "device", "buffer_size_gb", "num_cuda_graphs", "use_cuda_graphs_for_non_decode_steps",
     "cuda_graph_mixed_prefill_count", "attention_backend", "check_integrity",
     "async_sched_mode", "inference_sampling_seed", "logging_step_interval",
-    "prefix_caching_mamba_gb", "target_tpot_ms", "late_launch",
+    "prefix_caching_mamba_gb", "target_tpot_ms", "mixed_step_tokens", "late_launch",
 )  # fmt: skip
 """Settings that no plan depends on. Pools are recorded as numbers of blocks and of snapshots, and
-what a clock has decided (`target_tpot_ms`) as events."""
+what a clock has decided (`target_tpot_ms`, `mixed_step_tokens`) as events."""
 POOLS = "num_kv_blocks", "num_state_snapshots", "prefix_caching_mamba_interval"
 """Settings that may be left to the memory that there is."""
 
@@ -66,6 +66,7 @@ class Replay:
             num_kv_blocks=recording.config.num_kv_blocks,
             logging_step_interval=0,
             target_tpot_ms=None,
+            mixed_step_tokens=None,
             late_launch=False,
         )
         self.engine = ModelLessEngine(recording.shape, config, _RecordedTokens(recording))

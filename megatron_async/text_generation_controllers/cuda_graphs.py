@@ -35,6 +35,9 @@ LAUNCH_SHARE = 0.2
 this share of the device's time. With a larger share, the device would wait for a host that becomes
 a few times slower under load."""
 
+TIMED_REPLAYS = 3
+"""The first replay of a graph brings it to the device."""
+
 Prepare = Callable[[BatchDimensions], None]
 """Makes a step of dummy rows the next on the device."""
 Step = Callable[[BatchDimensions, SamplingMode], None]
@@ -69,6 +72,8 @@ class CaptureReport:
     """Device memory that the graphs' shared pool took."""
     mixed_sizes: tuple[int, ...] = ()
     """Token counts for which mixed steps are captured (`GraphShapes.mixed_sizes`)."""
+    mixed_step_tokens: int | None = None
+    """See `InferenceConfig.mixed_step_tokens`; None: no limit was found."""
     eager_steps: tuple[EagerStep, ...] = ()
     """The measurements: launching a larger mixed step takes the CPU little of the time
     for which it keeps the GPU busy (`LAUNCH_SHARE`), so it runs eagerly."""
@@ -77,6 +82,8 @@ class CaptureReport:
         mixed = "mixed steps run eagerly"
         if self.mixed_sizes:
             mixed = f"mixed steps of up to {self.mixed_sizes[-1]} tokens"
+        if self.mixed_step_tokens:
+            mixed += f", {self.mixed_step_tokens} if few tokens wait"
         gib = self.bytes / 2**30
         text = f"{self.graphs} graphs in {self.seconds:.1f} s, {gib:.2f} GiB; {mixed}"
         if not self.eager_steps:
@@ -170,6 +177,25 @@ class StepGraphs:
             self._device.compute.launch(work)
             self._graphs[dims.graph_key, mode] = self._device.capture(work)
         self.bytes += self._device.memory_in_use() - before
+
+    def time_mixed_shapes(self, shapes: GraphShapes, prepare: Prepare) -> None:
+        """Replay graphs of mixed steps, of as many on each rank of a model, and limit such steps by
+        their times (`GraphShapes.limit_mixed_steps`)."""
+        times = []
+        for dims in shapes.timed_shapes():
+            graph = self._graphs[dims.graph_key, MOST_GENERAL]
+            times.append(min(self._replay_ms(graph, dims, prepare) for _ in range(TIMED_REPLAYS)))
+        shapes.limit_mixed_steps(times)
+
+    def _replay_ms(self, graph: Graph, dims: BatchDimensions, prepare: Prepare) -> float:
+        compute = self._device.compute
+        start, end = self._device.event(timing=True), self._device.event(timing=True)
+        prepare(dims)
+        compute.record(start)
+        compute.launch(graph.replay)
+        compute.record(end)
+        end.wait()
+        return (end.time_us() - start.time_us()) / 1e3
 
     def _modes_of(self, dims: BatchDimensions) -> tuple[SamplingMode, ...]:
         return self._modes if dims.prefill_tokens < FINE_TOKENS else (MOST_GENERAL,)

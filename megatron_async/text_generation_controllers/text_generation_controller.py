@@ -335,12 +335,14 @@ class TextGenerationController:
         start = time.perf_counter()
         eager = self.graphs.measure_mixed_shapes(shapes, prepare, step)
         self.graphs.capture(shapes.all_shapes(), prepare, step, progress)
+        self.graphs.time_mixed_shapes(shapes, prepare)
         context.expect_step()
         self.capture_report = CaptureReport(
             graphs=self.graphs.count,
             seconds=time.perf_counter() - start,
             bytes=self.graphs.bytes,
             mixed_sizes=tuple(shapes.mixed_sizes),
+            mixed_step_tokens=shapes.mixed_step_tokens,
             eager_steps=eager,
         )
         return self.capture_report

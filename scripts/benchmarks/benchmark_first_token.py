@@ -5,7 +5,7 @@ An engine that computes nothing steps at the pace of a GPU. It serves one seeded
 process, asked by plain sockets. Rounds alternate. Reports the median time from a request's arrival
 to its first token both ways, and what HTTP adds: the median difference of a request's two times,
 and that of the medians. A request's times differ by up to a step as it meets the steps by chance.
-With --late-launch also the share of launches that were late, so that the device waited.
+With late launches (the default) also the share of launches that the device had to wait for.
 
     python scripts/benchmarks/benchmark_first_token.py --step-ms 6.5 --rate 48
 """
@@ -80,7 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--rows", type=int, default=256, help="of a step (default 256)")
     add("--api-processes", type=int, default=1, metavar="N", help="(default 1)")
     add("--rounds", type=int, default=3, help="of both (default 3)")
-    add("--late-launch", action="store_true", help="launch shortly before the running step ends")
+    add(
+        "--late-launch",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="launch shortly before the running step ends",
+    )
     add("--new-connections", action="store_true", help="one for each request (default: kept)")
     add("--json", metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(arguments)

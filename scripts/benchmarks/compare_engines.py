@@ -222,8 +222,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=2048, help="of a step, ours only (default 2048)")
     add("--target-tpot-ms", type=float, default=None, metavar="N",
         help="between two tokens, ours only (default: no target)")  # fmt: skip
-    add("--late-launch", action="store_true",
-        help="launch a step shortly before the running one ends, ours only")  # fmt: skip
+    add("--late-launch", action=argparse.BooleanOptionalAction,
+        help="launch a step just before the running one ends, ours only (default: on)")  # fmt: skip
     add("--no-progress", action="store_true", help="no bars")
     add("--json", metavar="FILE", help="write the figures as JSON")
     return parser

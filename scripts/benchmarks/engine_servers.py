@@ -26,6 +26,7 @@ DUMMY = "dummy:"
 START_S = 1200.0
 """A server may take so long until it answers: others compile kernels first."""
 END_S = 30.0
+LATE_LAUNCH = {None: [], False: ["--no-late-launch"], True: ["--late-launch"]}
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class EngineSettings:
         longest: tokens of a sequence.
         block_size: tokens of a KV block, for this engine.
         target_tpot_ms: between two tokens of a request, for this engine; None: no target.
-        late_launch: of this engine.
+        late_launch: of this engine; None: its default.
     """
 
     model: str
@@ -56,7 +57,7 @@ class EngineSettings:
     longest: int
     block_size: int
     target_tpot_ms: float | None = None
-    late_launch: bool = False
+    late_launch: bool | None = None
 
     @property
     def _load_format(self) -> str:
@@ -86,7 +87,7 @@ class EngineSettings:
             *(["--dtype", self.dtype] if self.dtype else []),
             *(["--device", self.device] if self.device else []),
             *(["--target-tpot-ms", str(target)] if target is not None else []),
-            *(["--late-launch"] if self.late_launch else []),
+            *LATE_LAUNCH[self.late_launch],
         ]  # fmt: skip
 
     def vllm(self, port: int) -> list[str]:

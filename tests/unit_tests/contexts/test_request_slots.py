@@ -95,10 +95,13 @@ def test_the_queue_keeps_the_order_of_service():
         waiting = WaitingRequest(request(10 + rank, generated=(1, 1)), rank, 10)
         queue.add(waiting)
         assert waiting.num_known == 5
+    assert queue.num_known == 3 * 3 + 3 * 5
     assert queue.remove(99) is None
     assert queue.remove(14).rank == 4
     assert queue.first().rank == 1
+    assert queue.num_known == 2 * 3 + 3 * 5
     assert [queue.pop().rank for _ in range(len(queue))] == [1, 3, 5, 7, 9]
+    assert queue.num_known == 0
 
 
 def test_the_queue_forgets_what_was_taken_out():

@@ -24,6 +24,7 @@ class NamedGraph:
 
     def __init__(self, work: Any) -> None:
         self.dims, self.mode = work.args
+        self.replay = work
 
 
 class SlowToLaunch(CpuDevice):
@@ -75,6 +76,15 @@ def test_a_fast_host_captures_none() -> None:
     measured = StepGraphs(SlowToLaunch()).measure_mixed_shapes(shapes, nothing, run)
     assert measured[0].host_ms < 1
     assert not shapes.mixed_sizes
+
+
+def test_short_mixed_steps_are_found_by_replays() -> None:
+    """64 tokens take 4 ms, 256 take 16: more than 2.5 times as long."""
+    graphs, shapes, prepared = StepGraphs(SlowToLaunch()), shapes_of(64, 128, 256), []
+    graphs.capture(shapes.all_shapes(), nothing, run, progress=False)
+    graphs.time_mixed_shapes(shapes, prepared.append)
+    assert shapes.mixed_step_tokens == 128
+    assert {dims.tokens for dims in prepared} == {64, 128, 256}
 
 
 @pytest.mark.parametrize(
