@@ -91,6 +91,7 @@ def _ours(args: argparse.Namespace) -> dict[str, Any]:
         "num_kv_blocks": args.max_requests * -(-longest // BLOCK_SIZE),
         "block_size_tokens": BLOCK_SIZE,
         "target_tpot_ms": args.target_tpot_ms,
+        "mixed_step_tokens": args.mixed_step_tokens,
         "late_launch": args.late_launch,
         "progress": not args.no_progress,
     }
@@ -222,6 +223,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=2048, help="of a step, ours only (default 2048)")
     add("--target-tpot-ms", type=float, default=None, metavar="N",
         help="between two tokens, ours only (default: no target)")  # fmt: skip
+    add("--mixed-step-tokens", type=int, metavar="N",
+        help="of a step with running requests, ours only (default: measured at start)")  # fmt: skip
     add("--late-launch", action=argparse.BooleanOptionalAction,
         help="launch a step just before the running one ends, ours only (default: on)")  # fmt: skip
     add("--no-progress", action="store_true", help="no bars")
@@ -245,7 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             model=args.model, folder=path, name=args.served_model_name, dtype=args.dtype,
             device=args.device, max_requests=args.max_requests, max_tokens=args.max_tokens,
             longest=args.max_prompt_tokens + args.max_output_tokens, block_size=BLOCK_SIZE,
-            target_tpot_ms=args.target_tpot_ms, late_launch=args.late_launch,
+            target_tpot_ms=args.target_tpot_ms, mixed_step_tokens=args.mixed_step_tokens,
+            late_launch=args.late_launch,
         )  # fmt: skip
         for round_ in range(args.rounds):
             for engine in args.engines:

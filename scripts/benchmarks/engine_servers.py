@@ -44,6 +44,7 @@ class EngineSettings:
         longest: tokens of a sequence.
         block_size: tokens of a KV block, for this engine.
         target_tpot_ms: between two tokens of a request, for this engine; None: no target.
+        mixed_step_tokens: of this engine; None: its default.
         late_launch: of this engine; None: its default.
     """
 
@@ -57,6 +58,7 @@ class EngineSettings:
     longest: int
     block_size: int
     target_tpot_ms: float | None = None
+    mixed_step_tokens: int | None = None
     late_launch: bool | None = None
 
     @property
@@ -77,7 +79,7 @@ class EngineSettings:
     def ours(self, port: int) -> list[str]:
         """Arguments of `megatron-async serve`."""
         blocks = self.max_requests * -(-self.longest // self.block_size)
-        target = self.target_tpot_ms
+        target, mixed = self.target_tpot_ms, self.mixed_step_tokens
         return [
             "serve", self.model, "--port", str(port), "--served-model-name", self.name,
             "--max-requests", str(self.max_requests), "--max-tokens", str(self.max_tokens),
@@ -87,6 +89,7 @@ class EngineSettings:
             *(["--dtype", self.dtype] if self.dtype else []),
             *(["--device", self.device] if self.device else []),
             *(["--target-tpot-ms", str(target)] if target is not None else []),
+            *(["--mixed-step-tokens", str(mixed)] if mixed is not None else []),
             *LATE_LAUNCH[self.late_launch],
         ]  # fmt: skip
 
