@@ -98,6 +98,11 @@ class AdmissionQueue:
         """All waiting requests, in order of rank."""
         return sorted(self._by_id.values(), key=lambda waiting: waiting.rank)
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless `num_known` is the sum over the requests that wait."""
+        known = sum(waiting.num_known for waiting in self._by_id.values())
+        assert known == self.num_known, f"{known} tokens wait, {self.num_known} are counted"
+
     def _is_waiting(self, entry: tuple[int, int]) -> bool:
         rank, request_id = entry
         waiting = self._by_id.get(request_id)

@@ -312,7 +312,9 @@ class DynamicInferenceContext:
         return book_samples(plan, self.slots, sampled, counts, log_probs, verified)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every block, slot and state row is accounted for once."""
+        """Raise AssertionError unless every block, slot, state row and waiting token is accounted
+        for once."""
+        self.waiting.check_integrity()
         check_integrity(self.slots, self.blocks, self.scheduler.prefilling)
         if self.prefix_cache is not None and self.prefix_cache.states is not None:
             self.prefix_cache.states.check_integrity()

@@ -146,8 +146,9 @@ def engine_settings(draw: st.DrawFn) -> dict[str, Any]:
     lookahead = draw(st.sampled_from([1, 2, 0, 3]))
     return {
         "lookahead": lookahead,
-        # Not drawn: so all schedules stay what they were before there was such a setting.
+        # Not drawn: so all schedules stay what they were before there were such settings.
         "late_launch": lookahead == 1 and block_size > 1,
+        "mixed_step_tokens": 4 if block_size == 5 else None,
         "max_requests": max_requests,
         "max_tokens": max_requests * (1 + drafts) + draw(st.sampled_from(spares)),
         "block_size_tokens": block_size,
