@@ -111,24 +111,34 @@ def _h200(
         captures_graphs=True,
         captured_prefill_tokens=captured_prefill_tokens,
     )
-    source = "one H200, bfloat16, docs/performance/decode_*.json and prefill_*.json"
+    source = "one H200, bfloat16, docs/performance.md"
     return Machine(device, CpuTimes(eager_launch_us=eager_launch_us), source)
 
 
-# Decode: lookahead 1, in which a step takes what its kernels take. One row has kernels of its own
-# and 2 to 16 rows share a tile (ops/linear/skinny_plan.py), so 2 rows take what 16 were measured
-# to. Mixed: the time to the first token of one prompt of 2048 tokens, less the host's 0.2 ms. Eager
-# launches and captured sizes: docs/records/whole_steps.md, "Between steps, and churn".
+# Decode: docs/performance.md and docs/records/whole_steps.md ("Late launches on GPUs"), 2026-11-26
+# and 27; a step takes what its kernels take. One row has kernels of its own, and 2 to 16 rows share
+# a tile (ops/linear/skinny_plan.py), so 2 rows take what 16 were measured to. Mixed: the time to
+# the first token of one prompt of 2048 tokens, less the host's 0.2 ms. Eager launches and captured
+# sizes: docs/records/whole_steps.md, "Between steps, and churn".
 MACHINES: dict[str, Machine] = {
     "h200:smollm2-135m": _h200(
-        decode=((1, 380.0), (2, 649.0), (16, 649.0), (64, 807.0), (256, 1235.0)),
+        decode=((1, 326.0), (2, 430.0), (16, 430.0), (64, 597.0), (256, 926.0)),
         mixed=((2048, 2790.0),),
         kv_bytes=23_040,
         captured_prefill_tokens=2048,
         eager_launch_us=8200.0,
     ),
     "h200:llama-3.1-8b": _h200(
-        decode=((1, 3816.0), (2, 4343.0), (16, 4343.0), (64, 4915.0), (256, 9041.0)),
+        decode=(
+            (1, 3816.0),
+            (2, 4200.0),
+            (16, 4200.0),
+            (64, 4663.0),
+            (96, 5518.0),
+            (128, 6004.0),
+            (192, 7668.0),
+            (256, 9019.0),
+        ),
         mixed=((2048, 46480.0),),
         kv_bytes=131_072,
         captured_prefill_tokens=2048,

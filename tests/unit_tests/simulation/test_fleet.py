@@ -87,9 +87,9 @@ def test_times_of_requests_that_do_not_meet():
     alone = serve(trace[:1]).served[0]
     assert (first.ttft, first.latency) == pytest.approx((alone.ttft, alone.latency))
     assert (second.ttft, second.latency) == pytest.approx((first.ttft, first.latency))
-    # Two steps' prefill, and 4 decode steps of 380 us and what lies between two.
-    assert 0.002 < first.ttft < 0.01
-    assert 4 * 380e-6 < first.latency - first.ttft < 4 * 480e-6
+    # Two steps' prefill, and 4 decode steps of 326 us and what lies between two.
+    assert 0.0015 < first.ttft < 0.01
+    assert 4 * 326e-6 < first.latency - first.ttft < 4 * 426e-6
     assert 0 <= first.first_launched_s - first.arrival_s < 0.001
     run = serve([replace(trace[0], arrival_s=20.0)])
     assert run.served[0].ttft == pytest.approx(first.ttft), "after a long time without anything"
