@@ -35,7 +35,8 @@ from megatron_async.errors import ConfigurationError
 
 LENGTHS = (5, 19, 1, 40, 270, 8, 2, 3, 129, 127)
 PROMPTS = random_prompts(3, LENGTHS, VOCABULARY)
-TOKENS = 40
+TOKENS = 34
+"""Decoding writes a state twice: after 16 and after 32."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "few slots": {"max_requests": 3},

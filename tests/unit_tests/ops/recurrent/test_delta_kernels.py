@@ -76,7 +76,8 @@ def test_bfloat16(device):
     splits, steps = ((20, 9), 5) if INTERPRETED else ((100, 29), 20)
     checks.check_split(layer, ops, splits, steps)
     checks.check_split(layer, ops, splits, steps, state_dtype=torch.bfloat16)
-    checks.check_same_step_again(layer, ops, 2, state_dtype=torch.bfloat16)
+    tokens = 40 if INTERPRETED else 70
+    checks.check_same_step_again(layer, ops, 2, tokens, state_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("key_dim", [32, 256])
