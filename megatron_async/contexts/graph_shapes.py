@@ -56,8 +56,9 @@ class GraphShapes:
             `SHORT_PROMPT` tokens, so that a burst of short prompts finds a graph.
         longest_sequence: tokens.
         widths: query tokens of a decode row, ascending; each shape is captured for each.
-        mixed_step_tokens: see `InferenceConfig.mixed_step_tokens`, by measurement; None: not
-            measured, or even the largest step that was measured is short.
+        mixed_step_tokens: of the largest short mixed step by measurement, the default of
+            `InferenceConfig.mixed_step_tokens`; None: not measured, or even the largest step that
+            was measured is short.
     """
 
     decode_sizes: tuple[int, ...] = ()
@@ -121,12 +122,13 @@ class GraphShapes:
             return tokens
         return max(tokens, prefill_rows * SHORT_PROMPT)
 
-    def prefill_that_fits(self, decode_tokens: int, limit: float) -> int:
-        """The most prefill tokens, up to `limit`, that fill a mixed graph beside so many query
-        tokens of decode rows; 0 where each graph has room for more."""
+    def prefill_that_fits(self, decode_tokens: int, room: float, least: int) -> int:
+        """Prefill tokens of a step that may have up to `room` of them beside so many query tokens
+        of decode rows: as many as fill a mixed graph, or all if each graph has room for more; at
+        least `least`."""
         beside = decode_tokens if self.is_packed else 0
-        fitting = [size - beside for size in self.mixed_sizes if 0 < size - beside <= limit]
-        return max(fitting, default=0)
+        fitting = [size - beside for size in self.mixed_sizes if 0 < size - beside <= room]
+        return max(max(fitting, default=int(room)), least)
 
     def keep_mixed_up_to(self, tokens: int) -> None:
         """Drop mixed shapes of more tokens; they will not be captured."""

@@ -71,10 +71,9 @@ class PrefillPace(EngineListener):
         if room is None:
             return min(self._first_tokens, context.max_tokens)
         room = min(room, GROWTH * max(self._costs.most_seen, LEAST_PREFILL_TOKENS))
-        room = max(room, LEAST_PREFILL_TOKENS)
-        # Steps are padded to captured shapes: the largest of these that fits.
-        padded = context.graph_shapes.prefill_that_fits(work.decode_tokens, room)
-        return min(max(padded, LEAST_PREFILL_TOKENS) if padded else int(room), context.max_tokens)
+        shapes = context.graph_shapes
+        fitting = shapes.prefill_that_fits(work.decode_tokens, room, LEAST_PREFILL_TOKENS)
+        return min(fitting, context.max_tokens)
 
     @override
     def launched(self, plan: StepPlan | None) -> None:

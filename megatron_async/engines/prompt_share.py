@@ -47,10 +47,8 @@ class PromptShare:
             waits += int((slots.num_known[started] - slots.num_prefilled[started]).sum())
         if not waits:
             return scheduler.prefill_limit
-        rows = int(np.count_nonzero(slots.state >= SlotState.DECODING)) // slots.num_micro_batches
-        decode = rows * slots.max_width
+        rows = -(-np.count_nonzero(slots.state >= SlotState.DECODING) // slots.num_micro_batches)
+        decode = int(rows) * slots.max_width
         least = min(LEAST_PREFILL_TOKENS, tokens)
-        room = max(tokens - decode, SHARE * waits, least)
-        # Steps are padded to captured shapes: the largest of these that fits.
-        fitting = shapes.prefill_that_fits(decode, room)
-        return min(max(fitting, least) if fitting else int(room), config.max_tokens)
+        room = max(tokens - decode, SHARE * waits)
+        return min(shapes.prefill_that_fits(decode, room, least), config.max_tokens)

@@ -50,7 +50,7 @@ def test_a_text_that_it_knows(name: str, lookahead: int, count: int) -> None:
     Break one of these, and it fails: `lay_out_entries_reference` with `source` one token late;
     `MtpDrafter.propose` without the noise of the position (`entries.lengths` without `number`).
     """
-    model, tokens = model_of(name), 60
+    model, tokens = model_of(name), 90
     jobs = [Job([1 + n, 5, 7 + n], greedy(tokens, seed=n, temperature=0.5 * n)) for n in range(2)]
     plain = alone_once(serial_of(name), jobs)
     whole = WholeSequences(model)
@@ -63,7 +63,7 @@ def test_a_text_that_it_knows(name: str, lookahead: int, count: int) -> None:
         engine.close()
         useful = stats["steps"] - stats["zombie_steps"]
         assert useful == tokens - stats["accepted_tokens"]
-        assert stats["accepted_tokens"] > 0.2 * tokens  # the text repeats itself later
+        assert stats["accepted_tokens"] > 0.3 * tokens
         assert watch.rows >= useful - 3
     whole.close()
 

@@ -78,7 +78,7 @@ def test_no_limit_is_told_where_all_steps_are_short() -> None:
 
 
 class Books:
-    """As much of a context as a limit looks at."""
+    """The parts of a context that a limit looks at."""
 
     def __init__(self, measured: int | None, waits: int, rows: int, **config: Any) -> None:
         state = np.full(64, SlotState.FREE)
