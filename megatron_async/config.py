@@ -187,8 +187,8 @@ class InferenceConfig:
     """Device: cpu, cuda or cuda:N. None: a GPU where there is one."""
 
     quantization: str | None = None
-    """int8: on a CPU, 8-bit weights for linear layers and the output layer. Experts, norms,
-    embeddings and attention stay float32. Faster, but tokens may differ from float32's
+    """int8: on a CPU, 8-bit weights for linear layers and the output layer; 4 bits where a GGUF
+    file has 4. The rest stays float32. Faster, but tokens may differ from float32's
     (docs/quantization.md). None: the model's own weights."""
 
     attention_backend: str | None = None

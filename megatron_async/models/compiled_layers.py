@@ -1,7 +1,7 @@
 """`CompiledLayers`: a dense decoder's layers as one compiled call, for decode steps on a CPU.
 
-Only where every product has 8-bit weights that our own loops multiply (`WidenedWeight`): other
-products are calls of torch. All other steps and models run module by module.
+Only where every product has weights that our own loops multiply (`LoopedWeight`): other products
+are calls of torch. All other steps and models run module by module.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from megatron_async.models.norm import factors_of
 from megatron_async.ops.cpu.host_attention import HostPagedAttention
 from megatron_async.ops.cpu.products.helpers import CHUNK_BYTES, helpers_of
 from megatron_async.ops.cpu.rows import serves
-from megatron_async.ops.linear.eight_bit import EightBitWeight
-from megatron_async.ops.linear.widened_weight import WidenedWeight
+from megatron_async.ops.linear.eight_bit import EightBitWeight, LoopedWeight
 
 if TYPE_CHECKING:
     from megatron_async.device_state.step_view import StepView
@@ -193,11 +192,11 @@ def _is_whole(linear: Any) -> bool:
     return (
         type(linear) in kinds
         and isinstance(packed, EightBitWeight)
-        and packed.widened is not None
-        and packed.widened.is_whole
+        and packed.looped is not None
+        and packed.looped.is_whole
     )
 
 
-def _weight(linear: Any) -> WidenedWeight:
-    weight: WidenedWeight = linear.packed_weight.widened
+def _weight(linear: Any) -> LoopedWeight:
+    weight: LoopedWeight = linear.packed_weight.looped
     return weight

@@ -18,8 +18,13 @@ from numba import carray, njit
 
 from megatron_async.ops.cpu.attention_kernels import attention_addresses
 from megatron_async.ops.cpu.pointers import call_at
-from megatron_async.ops.cpu.products.integer_tile import OUTPUTS
-from megatron_async.ops.cpu.products.jobs import NEVER, attention, product
+from megatron_async.ops.cpu.products.jobs import (
+    NEVER,
+    attention,
+    block_bytes,
+    outputs_of_block,
+    product,
+)
 from megatron_async.ops.cpu.row_kernels import floats, longs, norm_addresses, swiglu
 
 COLUMNS = (
@@ -27,7 +32,8 @@ COLUMNS = (
     "proj_scales", "mlp_norm", "fc1", "fc1_scales", "fc2", "fc2_scales",
 )  # fmt: skip
 """Of the table of layers. Addresses: norms are float32 factors and products are of
-`WidenedWeight`; 0 where there is no norm of heads, or no bias. `cache`: the layer's number in the
+`WidenedWeight`, or, without scales, of `GroupedWeight`; 0 where there is no norm of heads, or no
+bias. `cache`: the layer's number in the
 KV cache."""
 (
     ATTENTION_NORM, QKV, QKV_SCALES, QKV_BIAS, Q_NORM, K_NORM, CACHE, PROJ, PROJ_SCALES,
@@ -66,8 +72,8 @@ def _product(
     weight: Any, scales: Any, outputs: Any, out: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """`product`, shared in chunks of so many bytes if the weight has at least `least`."""
-    blocks = outputs // OUTPUTS
-    size = max(chunk_bytes // (OUTPUTS * k), 1) if outputs * k >= least else blocks
+    blocks, of_block = outputs // outputs_of_block(scales), block_bytes(k, scales)
+    size = max(chunk_bytes // of_block, 1) if blocks * of_block >= least else blocks
     product(control, scratch, x, rows, k, weight, blocks, scales, out, size)
 
 

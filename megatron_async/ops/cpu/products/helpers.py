@@ -85,16 +85,14 @@ class Helpers:
         Args:
             x: address of float32 `[rows, k]`.
             rows, k: sizes of x.
-            weight: address of int8 `[blocks, steps, 4, STEP]`.
-            blocks: outputs over four.
-            scales: address of float32 `[4 blocks]`.
-            out: address of float32 `[whole_tiles(rows), 4 blocks]`; written.
+            weight, blocks, scales, out: see `jobs.product`.
         """
         from megatron_async.ops.cpu.products import integer_products
 
         num_bytes = integer_products.scratch_bytes(rows, k)
+        of_block = self._jobs.block_bytes(k, scales)
         # Two threads may compute at once, those of two engines: one of them does so alone.
-        if 4 * blocks * k < self._least or not self._lock.acquire(blocking=False):
+        if blocks * of_block < self._least or not self._lock.acquire(blocking=False):
             desk = self._alone.desk
             scratch = desk.scratch(num_bytes)
             self._jobs.product(
@@ -103,7 +101,7 @@ class Helpers:
             return
         try:
             self._rouse()
-            size = max(CHUNK_BYTES // (4 * k), 1)
+            size = max(CHUNK_BYTES // of_block, 1)
             scratch = self._desk.scratch(num_bytes)
             self._jobs.product(
                 self._desk.address, scratch.data_ptr(), x, rows, k, weight, blocks, scales, out,

@@ -1,8 +1,9 @@
 """Work that threads share: who takes part takes the next chunk, until there is none.
 
 One thread has a job at a time, and shares it; the others are in `serve`. What they tell each other
-is in `control`, memory of all of them. A job is a product (`integer_products.py`), cut by outputs,
-or the attention of decode rows (`attention_kernels.py`), cut by sequences.
+is in `control`, memory of all of them. A job is a product (`integer_products.py`,
+`group_products.py`), cut by outputs, or the attention of decode rows (`attention_kernels.py`), cut
+by sequences.
 
 All addresses are of memory that the caller keeps. An array made in such a function would be freed
 before the threads have read it: Numba does not know of reads by address. Imported only where loops
@@ -14,11 +15,15 @@ from __future__ import annotations
 from typing import Any
 
 from numba import carray, njit
+from numba.extending import register_jitable
 
 from megatron_async.ops.cpu.pointers import call_at
 from megatron_async.ops.cpu.products import atomics
+from megatron_async.ops.cpu.products.group_products import GROUP_BYTES, LANES, multiply_groups
+from megatron_async.ops.cpu.products.group_rows import round_groups
+from megatron_async.ops.cpu.products.group_tile import GROUP
 from megatron_async.ops.cpu.products.integer_products import multiply, round_rows, whole_tiles
-from megatron_async.ops.cpu.products.integer_tile import STEP
+from megatron_async.ops.cpu.products.integer_tile import OUTPUTS, STEP
 from megatron_async.ops.cpu.row_kernels import floats, integers, longs, words
 
 TICKET, FINISHED, AWAKE, HELD, JOB = range(0, 5 * 64, 64)
@@ -29,7 +34,7 @@ KIND, LENGTH, SIZE, *_rest = (JOB + 8 * number for number in range(3 + 16))
 """The job's numbers: its kind, its length, and what a chunk has of that."""
 ARGUMENT = tuple(_rest)
 """The numbers of its kind."""
-PRODUCT, ATTENTION = 0, 1
+PRODUCT, ATTENTION, GROUPED = 0, 1, 2
 """Kinds of jobs."""
 CONTROL_BYTES = ARGUMENT[-1] + 8
 FIELD = 20
@@ -39,6 +44,18 @@ NEVER = 2**62
 """Bytes of weights from which on a product is shared, of a thread that computes alone."""
 LOW, JOBS = 2**FIELD - 1, 2**22 - 1
 _read = atomics.read
+
+
+@register_jitable
+def outputs_of_block(scales: Any) -> Any:
+    """Outputs of a weight's block; scales: its address of scales, 0 for a `GroupedWeight`."""
+    return OUTPUTS if scales != 0 else LANES
+
+
+@register_jitable
+def block_bytes(k: Any, scales: Any) -> Any:
+    """Bytes of a weight's block."""
+    return OUTPUTS * k if scales != 0 else k // GROUP * GROUP_BYTES
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -70,6 +87,12 @@ def _compute(control: Any, first: Any, last: Any) -> None:  # pragma: no cover -
     """From first to last of the job in `control`."""
     if _read(control + KIND) == ATTENTION:
         _attend(control, first, last)
+        return
+    if _read(control + KIND) == GROUPED:
+        rows, k = _read(control + ARGUMENT[1]), _read(control + ARGUMENT[2])
+        weight, blocks = _read(control + ARGUMENT[3]), _read(control + LENGTH)
+        x, out = _read(control + ARGUMENT[0]), _read(control + ARGUMENT[4])
+        multiply_groups(x, rows, k, weight, blocks, out, first, last)
         return
     x, factors = _read(control + ARGUMENT[0]), _read(control + ARGUMENT[1])
     rows, steps = _read(control + ARGUMENT[2]), _read(control + ARGUMENT[3])
@@ -129,12 +152,17 @@ def product(
         scratch: of `scratch_bytes(rows, k)`; written.
         x: of float32 `[rows, k]`.
         rows, k: sizes of x.
-        weight: of int8 `[blocks, steps, 4, STEP]`, steps the fewest that hold k.
-        blocks: outputs over four.
-        scales: of float32 `[4 blocks]`.
-        out: of float32 `[whole_tiles(rows), 4 blocks]`; written.
+        weight: of int8 `[blocks, steps, 4, STEP]`, steps the fewest that hold k; or of a
+            `GroupedWeight`.
+        blocks: outputs over those of a block.
+        scales: of float32 `[4 blocks]`; 0: the weight is a `GroupedWeight`.
+        out: of float32 `[whole_tiles(rows), outputs]`; written.
         size: blocks of a chunk; all of them: no thread takes part.
     """
+    if scales == 0:
+        round_groups(x, rows, k, scratch)
+        _share(control, GROUPED, blocks, size, (scratch, rows, k, weight, out))
+        return
     tiles, steps = whole_tiles(rows), (k + STEP - 1) // STEP
     factors = scratch + 2 * STEP * tiles * steps
     round_rows(

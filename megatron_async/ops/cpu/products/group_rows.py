@@ -1,0 +1,117 @@
+"""Rows of float32 as 8-bit integers, each group of inputs with a scale of its own.
+
+A row is 8 bits for each input, then a float32 scale for each `INPUT_GROUP`, then, for each `GROUP`
+of weights, a float32 that the weights' offset is multiplied by: the sum of its inputs as rounded.
+Imported only where loops are compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, register_jitable
+
+from megatron_async.ops.cpu.products.group_tile import GROUP, INPUT_GROUP
+
+LARGEST = 127.0
+"""Of an input as an integer."""
+LEAST = 2.0**-100
+"""What the largest input of a group of zeros counts as."""
+LARGEST_FINITE, MAGNITUDE = 0x7F7FFFFF, 0x7FFFFFFF
+"""Of a float32's bits: the largest finite number, and all but the sign."""
+
+
+@register_jitable
+def row_bytes(k: Any) -> Any:
+    """Bytes of a row of k inputs, a multiple of `GROUP`."""
+    return k + k // INPUT_GROUP * 4 + k // GROUP * 4
+
+
+@intrinsic
+def _round_group(typingctx: Any, source: Any, target: Any, scale: Any) -> Any:
+    """Round an input group, by addresses: float32 to int8, and the group's scale.
+
+    Returns:
+        float32, the sum of the inputs as rounded. NaN, as the scale is, if one is not finite.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        real, word, byte = ir.FloatType(), ir.IntType(32), ir.IntType(8)
+        reals, words, integers = (ir.VectorType(t, INPUT_GROUP) for t in (real, word, byte))
+
+        def call(name: str, *arguments: Any, result: Any) -> Any:
+            kind = ir.FunctionType(result, [argument.type for argument in arguments])
+            found = builder.module.globals.get(name)
+            return builder.call(found or ir.Function(builder.module, kind, name), arguments)
+
+        def everywhere(value: Any) -> Any:
+            first = ir.Constant(word, 0)
+            vector = builder.insert_element(ir.Constant(reals, ir.Undefined), value, first)
+            return builder.shuffle_vector(vector, vector, ir.Constant(words, None))
+
+        source, target, scale_at = args
+        given = builder.load(builder.inttoptr(source, reals.as_pointer()), align=4)
+        # Without their signs numbers are ordered as their bits are as integers, and what is not
+        # finite stands above all that is.
+        sizes = builder.and_(
+            builder.bitcast(given, words), ir.Constant(words, [MAGNITUDE] * INPUT_GROUP)
+        )
+        suffix = f"v{INPUT_GROUP}"
+        largest = call(f"llvm.vector.reduce.smax.{suffix}i32", sizes, result=word)
+        is_finite = builder.icmp_signed("<=", largest, ir.Constant(word, LARGEST_FINITE))
+        least = ir.Constant(real, LEAST)
+        most = builder.bitcast(largest, real)
+        most = builder.select(builder.fcmp_ordered(">", most, least), most, least)
+        factor = builder.fdiv(ir.Constant(real, LARGEST), most)
+        factor = builder.select(is_finite, factor, ir.Constant(real, 0.0))
+        scaled = builder.fmul(given, everywhere(factor))
+        # Zero times what is not finite is NaN, which is no integer.
+        kept = builder.select(is_finite, scaled, ir.Constant(reals, None))
+        rounded = call(f"llvm.rint.{suffix}f32", kept, result=reals)
+        rounded = builder.fptosi(rounded, words)
+        builder.store(
+            builder.trunc(rounded, integers),
+            builder.inttoptr(target, integers.as_pointer()),
+            align=1,
+        )
+        scale = builder.fdiv(most, ir.Constant(real, LARGEST))
+        scale = builder.select(is_finite, scale, ir.Constant(real, float("nan")))
+        builder.store(scale, builder.inttoptr(scale_at, real.as_pointer()), align=4)
+        total = call(f"llvm.vector.reduce.add.{suffix}i32", rounded, result=word)
+        return builder.fmul(builder.sitofp(total, real), scale)
+
+    return types.float32(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def _write(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write a float32 at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.inttoptr(args[0], ir.FloatType().as_pointer())
+        builder.store(args[1], place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), codegen
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def round_groups(x: Any, rows: Any, k: Any, target: Any) -> None:  # pragma: no cover - compiled
+    """Rows as the tiles of `group_tile.py` read them.
+
+    Args:
+        x: address of float32 `[rows, k]`.
+        rows, k: sizes of x; k a multiple of `GROUP`.
+        target: address of `[rows, row_bytes(k)]` bytes; written.
+    """
+    for row in range(rows):
+        source, place = x + 4 * row * k, target + row * row_bytes(k)
+        scales, sums = place + k, place + k + k // INPUT_GROUP * 4
+        for group in range(k // GROUP):
+            first, at = GROUP * group, scales + 8 * group
+            total = _round_group(source + 4 * first, place + first, at)
+            second = first + INPUT_GROUP
+            total += _round_group(source + 4 * second, place + second, at + 4)
+            _write(sums + 4 * group, total)
