@@ -29,7 +29,7 @@ output are right less often, and each takes another pass. With 3 n-gram drafts a
 query tokens, one tile of the kernels for few rows. On edited text the third draft is still right in
 7 of 10 cases; on other text such a row is rarely planned."""
 STATE_DTYPES = ("float32", "bfloat16")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "auto", "none")
 ATTENTION_BACKENDS = ("triton", "flash_attn_4", "flash_attn_3", "torch")
 
 
@@ -187,9 +187,9 @@ class InferenceConfig:
     """Device: cpu, cuda or cuda:N. None: a GPU where there is one."""
 
     quantization: str | None = None
-    """int8: on a CPU, 8-bit weights for linear layers and the output layer; 4 bits where a GGUF
-    file has 4. The rest stays float32. Faster, but tokens may differ from float32's
-    (docs/quantization.md). None: the model's own weights."""
+    """int8: on a CPU, linear layers with 8-bit weights, or 4-bit as in their GGUF file; auto: where
+    a CPU has quick loops for them. Faster, but tokens may differ from float32's
+    (docs/quantization.md). None (or "none"): the model's own weights."""
 
     attention_backend: str | None = None
     """Attention of prefill chunks on a GPU: triton, flash_attn_4, flash_attn_3 or torch. "triton"
@@ -245,6 +245,7 @@ class InferenceConfig:
             )
         self._require_int("inference_sampling_seed", 0)
         self._require_int("logging_step_interval", 0)
+        self.quantization = None if self.quantization == "none" else self.quantization
         if self.quantization not in (None, *QUANTIZATIONS):
             raise ConfigurationError(
                 f"quantization={self.quantization!r} is unknown: use one of "

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.checkpoints.model_names import DEMO, DUMMY
@@ -32,6 +32,8 @@ PROMPT = ">>> "
 BLOCK_SIZE_TOKENS = 32
 """A turn finds what earlier turns computed in whole blocks: small ones leave less to do again."""
 ANSWER_TOKENS = 1024
+QUANTIZATION = "auto"
+"""Who chats waits for each token, and compares none with float32's."""
 COMMANDS = """/help           this list
 /reset          forget the conversation
 /system TEXT    forget it, and begin another with this system message
@@ -63,7 +65,7 @@ def add_chat(commands: Any, common: argparse.ArgumentParser) -> None:
     source.add_argument("--draft-layer", metavar="FILE", help=DRAFT_LAYER_HELP)
     add_sampling_options(chat)
     engine = chat.add_argument_group("engine")
-    add_engine_options(engine)
+    add_engine_options(engine, quantization=QUANTIZATION)
     add_dtype(engine)
     chat.set_defaults(num_tokens_to_generate=ANSWER_TOKENS)
 
@@ -80,7 +82,11 @@ def run_chat(arguments: argparse.Namespace) -> int:
             "page in a browser."
         )
     sampling = sampling_params(arguments)
-    options = {"block_size_tokens": BLOCK_SIZE_TOKENS, **engine_options(arguments)}
+    options = {
+        "block_size_tokens": BLOCK_SIZE_TOKENS,
+        "quantization": QUANTIZATION,
+        **engine_options(arguments),
+    }
     check_early(arguments.model, options)
     if arguments.model.startswith(DUMMY):
         raise ValueError(
@@ -90,6 +96,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
 
     from megatron_async.cli.chat_session import ChatSession
     from megatron_async.llm import LLM
+    from megatron_async.models.linear import bits_of_weights
 
     llm = LLM(
         arguments.model,
@@ -101,7 +108,8 @@ def run_chat(arguments: argparse.Namespace) -> int:
     with llm:
         session = ChatSession(llm, sampling, arguments.system)
         try:
-            return Terminal(session, arguments.model).run()
+            bits = bits_of_weights(llm.engine.controller.inference_wrapped_model.model)
+            return Terminal(session, arguments.model, bits).run()
         finally:
             session.close()
 
@@ -112,11 +120,15 @@ class Terminal:
     Args:
         session: the conversation.
         name: of the model.
+        bits: of its quantized weights; empty: it has none.
     """
 
-    def __init__(self, session: ChatSession, name: str) -> None:
+    def __init__(self, session: ChatSession, name: str, bits: Sequence[int] = ()) -> None:
         self._session = session
+        weights = " and ".join(map(str, bits))
         self._name = name
+        if bits:
+            self._name += f", weights of {weights} bits (--quantization none: its own)"
         self._reads_person = sys.stdin.isatty()
         self._is_terminal = sys.stdout.isatty()
         self._has_colours = self._is_terminal and "NO_COLOR" not in os.environ

@@ -257,6 +257,12 @@ def pack_weights(model: nn.Module, free_memory: int, quantization: str | None = 
     return total
 
 
+def bits_of_weights(model: nn.Module) -> list[int]:
+    """Bits of the model's quantized weights, 4 or 8, each once; none: all are the model's own."""
+    packed = (getattr(module, "packed_weight", None) for module in model.modules())
+    return sorted({weight.bits for weight in packed if isinstance(weight, EightBitWeight)})
+
+
 def _keep_eight_bits(jobs: list[tuple[Any, Tensor]], free_memory: int) -> int:
     needed = sum(weight.numel() for _, weight in jobs)
     if needed > free_memory:

@@ -51,6 +51,7 @@ class EightBitWeight:
     Attributes:
         nbytes: of the integers and their scales.
         looped: the weight, where our own loops multiply it; else None.
+        bits: of a weight, 8 or 4.
 
     Raises:
         ConfigurationError: torch has no fbgemm here (it is for x86 CPUs with AVX2).
@@ -59,6 +60,7 @@ class EightBitWeight:
     def __init__(self, weight: Tensor) -> None:
         check_available()
         self.looped = _looped(weight) if widens() else None
+        self.bits = 4 if isinstance(self.looped, GroupedWeight) else 8
         if self.looped is not None:
             self.nbytes = self.looped.nbytes
             return

@@ -26,6 +26,7 @@ import pytest
 from megatron_async import LLM, SamplingParams
 from megatron_async.cli import main as cli
 from megatron_async.cli.chat_session import ChatSession, TurnDoesNotFit
+from megatron_async.ops.cpu.compiler import multiplies_integers
 from megatron_async.text.tokenizer import TokenizerError
 
 SHORT = SamplingParams(temperature=0.0, num_tokens_to_generate=8)
@@ -170,6 +171,10 @@ def test_in_a_terminal() -> None:
 
     try:
         until(b">>> ")
+        if multiplies_integers():
+            assert (
+                b"smollm2, weights of 4 and 8 bits (--quantization none: its own). /help" in shown
+            )
         os.write(here, b"Count from 1 to 500.\n")
         until(b"3. 3")
         os.write(here, b"\x03")

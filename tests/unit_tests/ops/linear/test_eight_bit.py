@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from megatron_async import LLM
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
+from megatron_async.model_inference_wrappers.gpt import gpt_inference_wrapper
 from megatron_async.models.linear import pack_weights
 from megatron_async.ops.cpu.compiler import multiplies_integers
 from megatron_async.ops.linear import eight_bit
@@ -113,8 +114,23 @@ def test_the_engine_of_torch_is_left_alone():
     assert torch.backends.quantized.engine == before
 
 
+def has_eight_bits(**settings):
+    with LLM("dummy:tiny", device="cpu", **settings) as llm:
+        modules = llm.engine.controller.inference_wrapped_model.model.modules()
+        return any(isinstance(getattr(m, "packed_weight", None), EightBitWeight) for m in modules)
+
+
+@NEEDS_LOOPS
+def test_auto_is_for_float32_where_loops_are_quick():
+    assert has_eight_bits(quantization="auto")
+    assert not has_eight_bits(quantization="auto", dtype="bfloat16")
+    assert not has_eight_bits(quantization="none")
+    with mock.patch.object(gpt_inference_wrapper, "multiplies_integers", return_value=False):
+        assert not has_eight_bits(quantization="auto")
+
+
 def test_refused():
-    with pytest.raises(ConfigurationError, match=r"'int4' is unknown: use one of int8"):
+    with pytest.raises(ConfigurationError, match=r"'int4' is unknown: use one of int8, auto"):
         LLM("dummy:tiny", device="cpu", quantization="int4")
     with pytest.raises(ConfigurationError, match=r"not for torch\.bfloat16 on cpu"):
         LLM("dummy:tiny", device="cpu", dtype="bfloat16", quantization="int8")
