@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pairs import ALL_CASES, left_out
 
 if TYPE_CHECKING:
     from megatron_async import LLM
@@ -21,13 +22,28 @@ LONG_S = 600
 """Tests that may take longer take a minute or two."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests come first, then those of the demo model, then those that start ranks.
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the mark known."""
+    config.addinivalue_line(
+        "markers", f"pairs: of all cases those in which every two values meet ({ALL_CASES}=1: all)"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # behind -k and -m: who names a case gets it
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what pairs do not need, and put the rest in order.
+
+    The longest tests come first, then those of the demo model, then those that start ranks.
 
     pytest-xdist (worksteal) gives each worker a stretch of the list, and takes tests away from its
     end only: so one worker loads the model, one starts the server that ranks are forked from, and
     at the end no worker has a long test left while the others are done.
     """
+    without = left_out(items)
+    if without:
+        config.hook.pytest_deselected(items=without)
+        gone = set(without)
+        items[:] = [item for item in items if item not in gone]
     items.sort(key=_place)
 
 

@@ -36,6 +36,7 @@ def params() -> list[Any]:
     ]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("lookahead", [0, 1, 2])

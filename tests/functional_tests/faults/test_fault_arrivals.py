@@ -136,6 +136,7 @@ PLACES: dict[str, Callable[[DynamicInferenceEngine], tuple[Any, str]]] = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("place", PLACES)

@@ -93,6 +93,7 @@ PLACES: dict[str, Callable[[DynamicInferenceEngine], tuple[Any, str]]] = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("call", [1, 6])
 def test_a_step_whose_own_work_raises(

@@ -53,6 +53,7 @@ def expected(tiny_model: torch.nn.Module) -> dict[str, list[int]]:
     return answers
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("invalidation", ["reconcile", "rollback"])
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def run(engine: DynamicInferenceEngine, work: list[Job]) -> list[Any]:
     return requests
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("invalidation", ["reconcile", "rollback"])
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("kind", KINDS)

@@ -235,6 +235,7 @@ def test_grammars_beside_drafts(lookahead: int) -> None:
     engine.close()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("drafter", ["oracle", "fickle"])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("lookahead", [0, 1, 2])

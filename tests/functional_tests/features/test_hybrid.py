@@ -95,6 +95,7 @@ def test_each_token_is_what_a_prefill_of_all_before_it_says(
     engine.close()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("name", "lookahead", "invalidation"),
     [(name, *AHEAD[(n + turn) % 4]) for n, name in enumerate(SETTINGS) for turn in range(2)],
@@ -115,6 +116,7 @@ def test_tokens_are_the_serial_ones(
     assert_all_is_back(engine)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("lookahead", [1, 3])
 @pytest.mark.parametrize("invalidation", ["reconcile", "rollback"])
 @pytest.mark.parametrize("settings", [{}, {"max_tokens": 30, "max_requests": 6}], ids=str)

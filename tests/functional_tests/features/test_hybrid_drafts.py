@@ -72,6 +72,7 @@ def drafting_engine(
     return engine
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 @pytest.mark.parametrize(
     ("drafter", "count"), [*((drafter, 3) for drafter in DRAFTERS), ("fickle", 1)]

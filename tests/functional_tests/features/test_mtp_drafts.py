@@ -40,6 +40,7 @@ def serial_of(name: str) -> DynamicInferenceEngine:
     return make_engine(model_of(name), lookahead=0)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", MTP_MODELS)
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("count", [1, 3])

@@ -85,6 +85,7 @@ def replayed(answer: list[int], prompt: int, count: int) -> int:
     return steps
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", [CyclingModel, CyclingHybridModel])
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("count", [1, 3])

@@ -63,6 +63,7 @@ def computed(engine: DynamicInferenceEngine, job: Job) -> tuple[list[int], int]:
     return tokens, int(engine.stats()["prefill_tokens"] - before)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("block_size", [16, 96])
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_warm_equals_cold(
@@ -113,6 +114,7 @@ def test_bit_for_bit(model: HybridAttentionModel) -> None:
     warm.close()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("budget", [2048, 200, 150])
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_equal_prompts_cost_one_prefill(
@@ -252,6 +254,7 @@ def test_an_evicted_request_finds_its_own_state(
     engine.close()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("steps", range(1, 6))
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_the_donor_goes(
@@ -279,6 +282,7 @@ def test_the_donor_goes(
     engine.close()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("failing", range(8))
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_a_failed_steps_states_are_not_found(

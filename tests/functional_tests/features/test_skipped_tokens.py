@@ -105,6 +105,7 @@ def test_what_is_asked_for_changes_tokens(
     assert sum(changed) >= LATER - 2
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 @pytest.mark.parametrize("device", [CpuDevice, LateDevice, CapturingCpu])
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
@@ -151,6 +152,7 @@ def test_skipped_tokens_count(
     engine.close()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 @pytest.mark.parametrize("every", [2, 3, 5])
 @pytest.mark.parametrize("lookahead", [0, 1, 2])

@@ -103,6 +103,7 @@ def serial_tokens(tiny_model: torch.nn.Module, ascii_tokenizer: Tokenizer) -> li
     return tokens
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("invalidation", ["reconcile", "rollback"])
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("memory", [{}, PRESSURE], ids=["room", "pressure"])

@@ -82,6 +82,7 @@ def expected() -> Iterator[list[list[int]]]:
     engine.close()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("invalidation", ["reconcile", "rollback"])
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize(("made_in", "run_in"), PAIRS)

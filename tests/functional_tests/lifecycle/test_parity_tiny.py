@@ -56,6 +56,7 @@ def alone(tiny_model: torch.nn.Module) -> dict[str, list[list[int]]]:
     return tokens
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", JOBS)
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("block_size", [16, 256])

@@ -318,6 +318,7 @@ def test_an_interrupt_loses_no_answer_that_was_there(monkeypatch, capsys):
     assert ">>> 999999\nFAILED" in capsys.readouterr().out
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("prompts", [["1 2"], ["1 2", "3"]], ids=["one", "two"])
 @pytest.mark.parametrize("as_json", [[], ["--json"]], ids=["text", "json"])
 @pytest.mark.parametrize("option", ["--record", "--timeline"])

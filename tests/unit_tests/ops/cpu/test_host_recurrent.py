@@ -93,6 +93,7 @@ def cast(params: Any, dtype: torch.dtype) -> Any:
     return type(params)(*(tensor.to(dtype) for tensor in params))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("width", [1, 2, 5, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_steps(kind: tuple[Any, Any, Any], width: int, dtype: torch.dtype) -> None:

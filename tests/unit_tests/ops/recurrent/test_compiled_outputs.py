@@ -32,6 +32,7 @@ TINY = {"heads": 8, "head_dim": 16, "d_state": 32, "d_inner": 128, "bc_dim": 64}
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", [NANO, NANO_9B, GRANITE, TINY])
 @pytest.mark.parametrize(("width", "window"), [(1, 16), (4, 32), (8, 32)])
 @pytest.mark.parametrize("state", ["*fp32", "*bf16"])
@@ -71,6 +72,7 @@ def keeps_registers(compiled, folder):
     return "STACK:0" in said
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("window", [16, 32])
 @pytest.mark.parametrize("d_state", [32, 64, 128, 256])
