@@ -80,6 +80,14 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         torch.cuda.empty_cache()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def lazy_pools() -> None:
+    """KV pools take no time to zero."""
+    from lazy_pools import zero_pools_lazily
+
+    zero_pools_lazily()
+
+
 @pytest.fixture(scope="session")
 def smollm2_llm() -> Iterator[LLM]:
     """The demo model as a user gets it: float32 on the CPU, lookahead 1."""

@@ -168,6 +168,13 @@ def run_ranks(
     return [outcome.value for outcome in outcomes]
 
 
+def quick_context() -> Any:
+    """Multiprocessing whose processes are forked from the same server, for what starts processes
+    that import torch, each for itself, otherwise."""
+    _start_server()
+    return _context
+
+
 def free_port() -> int:
     """A TCP port of this host that nobody uses at the moment.
 

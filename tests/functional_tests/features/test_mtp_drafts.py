@@ -40,6 +40,12 @@ def serial_of(name: str) -> DynamicInferenceEngine:
     return make_engine(model_of(name), lookahead=0)
 
 
+@cache
+def whole_of(name: str) -> WholeSequences:
+    """What drafts of texts must be; cases of one model have the same texts."""
+    return WholeSequences(model_of(name))
+
+
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", MTP_MODELS)
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
@@ -54,7 +60,8 @@ def test_a_text_that_it_knows(name: str, lookahead: int, count: int) -> None:
     model, tokens = model_of(name), 90
     jobs = [Job([1 + n, 5, 7 + n], greedy(tokens, seed=n, temperature=0.5 * n)) for n in range(2)]
     plain = alone_once(serial_of(name), jobs)
-    whole = WholeSequences(model)
+    whole = whole_of(name)
+    whole.expect([[*job.prompt, *answer] for job, answer in zip(jobs, plain, strict=True)])
     for job, answer in zip(jobs, plain, strict=True):
         settings: dict[str, Any] = {"speculative_method": "mtp", "num_speculative_tokens": count}
         engine = make_engine(model, lookahead=lookahead, block_size_tokens=4, **settings)
@@ -66,7 +73,6 @@ def test_a_text_that_it_knows(name: str, lookahead: int, count: int) -> None:
         assert useful == tokens - stats["accepted_tokens"]
         assert stats["accepted_tokens"] > 0.3 * tokens
         assert watch.rows >= useful - 3
-    whole.close()
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -86,7 +92,9 @@ def test_tokens_are_those_of_plain_decoding(part: int) -> None:
     for seed in range(part * DRAWS, (part + 1) * DRAWS):
         name = tuple(MTP_MODELS)[seed % 3]
         watched = partial(MtpWatch, whole=whole[name])
-        watch = drawn.play(seed, name, "mtp", 1 + seed // 2 % 4, seed // 8 % 3, watched)
+        watch = drawn.play(
+            seed, name, "mtp", 1 + seed // 2 % 4, seed // 8 % 3, watched, expect=whole[name].expect
+        )
         drawn.seen["watched"] += watch.rows
     drawn.close()
     for each in whole.values():

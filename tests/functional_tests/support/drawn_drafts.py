@@ -109,6 +109,7 @@ class DrawnSchedules:
         lookahead: int,
         watch_of: Callable[[DynamicInferenceEngine], Any] = type,
         mode: str | None = None,
+        expect: Callable[[list[list[int]]], None] | None = None,
     ) -> Any:
         """One schedule; its tokens must be those of plain decoding.
 
@@ -120,6 +121,7 @@ class DrawnSchedules:
             lookahead: of the engine.
             watch_of: makes a watch on the engine's drafts.
             mode: how tokens are chosen; None: drawn for each request.
+            expect: told all prompts with their answers.
 
         Returns:
             the watch.
@@ -133,6 +135,8 @@ class DrawnSchedules:
             ]
         plain = [run_at(self._serials[name], {0: [undrafted(job)]})[0] for job in jobs]
         known = [[*job.prompt, *answer] for job, answer in zip(jobs, plain, strict=True)]
+        if expect is not None:
+            expect(known)
         jobs, expected = with_stops(chooser, jobs, plain)
         schedule = Schedule(jobs)
         for number in range(len(jobs)):

@@ -6,6 +6,8 @@ one of a block's former owner would never be seen in the output.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from draft_watch import DraftWatch
 from harness import greedy, make_engine
@@ -33,23 +35,33 @@ class WholeSequences:
         self._model = model
         self._engine = make_engine(model, lookahead=0, max_tokens=512, enable_prefix_caching=False)
         self._known: dict[tuple[int, ...], Tensor] = {}
+        self._drafted: dict[tuple[Any, ...], list[int]] = {}
+        self._texts: list[list[int]] = []
 
     def close(self) -> None:
         """The engine's end."""
         self._engine.close()
 
+    def expect(self, texts: list[list[int]]) -> None:
+        """Prompts with their answers: one chunk of a whole text gives the hidden states of all its
+        beginnings, none of which depends on what follows."""
+        self._texts = texts
+
     def hidden(self, tokens: list[int]) -> Tensor:
         """The trunk's hidden states, `[tokens, hidden]`."""
-        key = tuple(tokens)
-        if key not in self._known:
-            self._engine.generate([tokens], greedy(1))
+        if tuple(tokens) not in self._known:
+            begun = (text for text in self._texts if text[: len(tokens)] == tokens)
+            whole = next(begun, tokens)
+            self._engine.generate([whole], greedy(1))
             while self._engine.has_unfinished_requests():
                 self._engine.step_modern()
-            self._known[key] = self._engine.context.gpu_view.hidden_states[: len(tokens)].clone()
-        return self._known[key]
+            states = self._engine.context.gpu_view.hidden_states[: len(whole)].clone()
+            for length in range(1, len(whole) + 1):
+                self._known[tuple(whole[:length])] = states[:length]
+        return self._known[tuple(tokens)]
 
     def drafts(self, tokens: list[int], count: int, slot: int, records: Tensor) -> list[int]:
-        """The drafts that must follow `tokens`.
+        """The drafts that must follow `tokens`: computed once for each way to sample.
 
         Args:
             tokens: of the sequence, two at least.
@@ -57,6 +69,12 @@ class WholeSequences:
             slot: whose record says how the request samples.
             records: of all slots.
         """
+        asked = tuple(tokens), count, bytes(records[slot].numpy()), self.draft_vocab_size
+        if asked not in self._drafted:
+            self._drafted[asked] = self._draft(tokens, count, slot, records)
+        return self._drafted[asked]
+
+    def _draft(self, tokens: list[int], count: int, slot: int, records: Tensor) -> list[int]:
         layers, rotary = self._model.mtp.layers, self._engine.context.gpu_view.rotary
         hidden = self.hidden(tokens[:-1])
         cos, sin = rotary.cos.to(hidden.dtype), rotary.sin.to(hidden.dtype)

@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from ranks import quick_context
 
 from megatron_async.cli import main as cli
+from megatron_async.simulation import fleet_jobs
 
 QUICK = ["--machine", "h200:smollm2-135m", "--num-requests", "10", "--rate", "2", "--no-progress"]
 SHORT = 24
@@ -62,7 +65,9 @@ def test_a_trace_is_written_and_served_from_its_file(tmp_path, capsys):
     assert made["ttft_ms"]["p50"] == pytest.approx(read["ttft_ms"]["p50"], rel=1e-3)
 
 
-def test_processes_give_the_same_rows(short_chats, tmp_path):
+def test_processes_give_the_same_rows(short_chats, tmp_path, monkeypatch):
+    quick = SimpleNamespace(get_context=lambda _: quick_context())
+    monkeypatch.setattr(fleet_jobs, "multiprocessing", quick)
     rows, quick = [], [*QUICK, "--trace", str(short_chats)]
     for number in ("1", "2"):
         path = tmp_path / f"{number}.json"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from benchmark_scripts import run_script
+from ranks import quick_context
 
 STEP_MS = 10
 
@@ -16,7 +17,8 @@ def test_both_ways_wait_for_steps_that_take_their_time(tmp_path: Path) -> None:
     before, or all of it. Break it: `_SlowTokens` spends nothing."""
     options = ["--step-ms", STEP_MS, "--rate", 40, "--requests", 12, "--rounds", 1]
     options += ["--prompt-mean", 8, "--output-mean", 8, "--rows", 16, "--late-launch"]
-    (figures,) = run_script("benchmark_first_token", tmp_path, *options)["figures"]
+    record = run_script("benchmark_first_token", tmp_path, *options, context=quick_context())
+    (figures,) = record["figures"]
     assert figures["in_process_ms"] >= STEP_MS
     assert figures["http_ms"] >= STEP_MS
     assert figures["more_ms"] < 20 * STEP_MS

@@ -4,6 +4,11 @@ import json
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_async.profiling import http_trace
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 NOTE = {"benchmark", "date", "gpu", "commit", "torch", "settings", "figures"}
@@ -17,10 +22,20 @@ def load_script(name):
     return module
 
 
-def run_script(name, tmp_path, *arguments):
-    """Run a benchmark in this process; return its record."""
+def run_script(name, tmp_path, *arguments, context=None):
+    """Run a benchmark in this process; return its record.
+
+    With the multiprocessing context of `ranks.quick_context` its processes are forked from a server
+    that has imported torch: by itself each takes seconds for that.
+    """
     path = tmp_path / "results" / f"{name}.json"
-    load_script(name).main([*map(str, arguments), "--json", str(path)])
+    script = load_script(name)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if context is not None:
+            monkeypatch.setattr("child_processes.SPAWN", context)
+            quick = SimpleNamespace(get_context=lambda _: context)
+            monkeypatch.setattr(http_trace, "multiprocessing", quick)
+        script.main([*map(str, arguments), "--json", str(path)])
     record = json.loads(path.read_text())
     assert set(record) == NOTE
     assert record["gpu"] is None
