@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import TINY, EngineFactory, drain, greedy, random_prompts
+import torch
+from harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.contexts import request_slots
@@ -36,6 +37,15 @@ def params() -> list[Any]:
     ]
 
 
+@pytest.fixture(scope="module")
+def expected(tiny_model: torch.nn.Module, params: list[Any]) -> list[list[int]]:
+    """What the requests say where nothing raises."""
+    engine = make_engine(tiny_model, lookahead=0, **POOL)
+    found = [request.generated_tokens for request in engine.generate(PROMPTS, params)]
+    engine.close()
+    return found
+
+
 @pytest.mark.pairs
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", PLACES)
@@ -44,6 +54,7 @@ def test_an_admission_that_raises_is_made_later(
     make_tiny_engine: EngineFactory,
     monkeypatch: pytest.MonkeyPatch,
     params: list[Any],
+    expected: list[list[int]],
     lookahead: int,
     place: str,
     error: type[BaseException],
@@ -54,8 +65,6 @@ def test_an_admission_that_raises_is_made_later(
     - `RequestSlots.acquire`: take the slot before the sampling parameters are set
     - `_admit`: no `release_request`
     """
-    serial = make_tiny_engine(lookahead=0, **POOL)
-    expected = [r.generated_tokens for r in serial.generate(PROMPTS, params)]
     engine = make_tiny_engine(lookahead=lookahead, **POOL)
     futures = [engine.add_request(0, PROMPTS[0], params[0])]
     for _ in range(3):

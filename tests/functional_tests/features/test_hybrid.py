@@ -86,12 +86,13 @@ def arrivals(params: list[SamplingParams]) -> dict[int, list[Job]]:
 def test_each_token_is_what_a_prefill_of_all_before_it_says(
     model: HybridAttentionModel, serial: list[list[int]]
 ) -> None:
-    """Decode against prefill: two ways through the layer that share little."""
+    """Decode against prefill: two ways through the layer that share little. Of one prompt's answer
+    the even tokens, of the next one's the odd ones."""
     engine = make(model, max_requests=64, max_tokens=1024)
-    for prompt, tokens in zip(PROMPTS, serial, strict=True):
-        known = [prompt + tokens[:count] for count in range(TOKENS)]
+    for number, (prompt, tokens) in enumerate(zip(PROMPTS, serial, strict=True)):
+        known = [prompt + tokens[:count] for count in range(number % 2, TOKENS, 2)]
         ends = run_together(engine, [Job(sequence, greedy(1)) for sequence in known])
-        assert [end[0] for end in ends] == tokens
+        assert [end[0] for end in ends] == tokens[number % 2 :: 2]
     engine.close()
 
 

@@ -4,6 +4,7 @@ a text that repeats itself comes several tokens at once."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from attention_model import AttentionModel
 from capturing_cpu import CapturingCpu
 from cycling_model import CyclingHybridModel, CyclingModel
 from drawn_drafts import DrawnSchedules
-from harness import Job, greedy, make_engine, run_at
+from harness import Job, alone_once, greedy, make_engine, run_at
 from ngram_watch import NgramWatch, wanted_drafts
 
 from megatron_async import DynamicInferenceEngine, InferenceConfig
@@ -35,6 +36,12 @@ def model_of(kind: type[AttentionModel]) -> AttentionModel:
     found = MODELS[kind.__name__]
     assert isinstance(found, AttentionModel)
     return found
+
+
+@cache
+def serial_of(kind: type[AttentionModel]) -> DynamicInferenceEngine:
+    """Plain decoding by one of each kind; it is never closed, as it is shared."""
+    return make_engine(model_of(kind), lookahead=0)
 
 
 def ngram_engine(model: torch.nn.Module, count: int, **config: Any) -> DynamicInferenceEngine:
@@ -97,9 +104,7 @@ def test_a_text_that_repeats_itself(kind: type[AttentionModel], lookahead: int, 
     """
     model, tokens = model_of(kind), 90
     jobs = [Job([1 + n, 5, 7 + n], greedy(tokens, seed=n, temperature=0.5 * n)) for n in range(2)]
-    serial = make_engine(model, lookahead=0)
-    plain = [run_at(serial, {0: [job]})[0] for job in jobs]
-    serial.close()
+    plain = alone_once(serial_of(kind), jobs)
     for job, answer in zip(jobs, plain, strict=True):
         least = replayed([*job.prompt, *answer], len(job.prompt), count)
         assert least < (0.75 if count == 1 else 0.65) * tokens

@@ -39,7 +39,7 @@ STAGES = {
     "gated delta": "GEG-|*EGE",
 }
 """How two pipeline stages share the layers."""
-TOKENS = 24
+TOKENS = 20
 _SAMPLED: dict[str, Any] = {"num_tokens_to_generate": TOKENS, "termination_id": -1}
 _PROMPTS = random_prompts(5, (3, 40, 290, 1, 26, 7, 130, 2), TINY.vocab_size)
 _PROMPTS[6][:128] = _PROMPTS[2][:128]
@@ -104,10 +104,12 @@ def alone(folder: str) -> list[list[int]]:
     return [list(request.generated_tokens) for request in found]
 
 
-def serve_all(folder: str, sizes: ParallelSizes) -> tuple[str, list[RankRun]]:
+def serve_all(
+    folder: str, sizes: ParallelSizes, cases: tuple[int, ...]
+) -> tuple[str, list[RankRun]]:
     """The layers of this rank's stage, and all jobs, by case."""
     model, runs = load(folder, sizes), []
-    for settings in CASES:
+    for settings in (CASES[number] for number in cases):
         engine = engine_for(model, **settings)
         tokens, stats = run_at(engine, ARRIVALS), engine.stats()
         engine.close()
@@ -116,11 +118,11 @@ def serve_all(folder: str, sizes: ParallelSizes) -> tuple[str, list[RankRun]]:
     return stage_of(model.config).pattern, runs
 
 
-def serve_mine(folder: str) -> list[RankRun]:
+def serve_mine(folder: str, cases: tuple[int, ...]) -> list[RankRun]:
     """This rank's jobs, by case, with half of the experts."""
     model, runs = load(folder, ParallelSizes(expert_model_parallel=2)), []
     jobs = [JOBS[number] for number in NUMBERS[int(os.environ["RANK"])]]
-    for settings in CASES:
+    for settings in (CASES[number] for number in cases):
         engine = engine_for(model, **settings)
         engine.group, _ = join_group(check_agreement=False)
         tokens = run_at(engine, {0: jobs[:2], 3: jobs[2:]})

@@ -212,6 +212,7 @@ def test_an_interrupt_while_the_command_line_is_imported(capsys, monkeypatch):
 
 def test_a_reader_that_leaves_is_no_error():
     command = [sys.executable, "-m", "megatron_async", *TINY, "--prompt", "1 2", "--json"]
+    command += ["--max-new-tokens", "4", "--num-kv-blocks", "8"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     assert process.stderr.read() == ""

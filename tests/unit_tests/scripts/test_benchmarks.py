@@ -27,7 +27,7 @@ def check_times(row):
 
 
 def test_a_fleet_that_is_large_enough_is_named(tmp_path, capsys):
-    options = ["--machine", "h200:smollm2-135m", "--rate", 8, "--num-requests", 16]
+    options = ["--machine", "h200:smollm2-135m", "--rate", 8, "--num-requests", 8]
     options += ["--replicas", 2, 1, "--policy", "round-robin", "prefix", "--kv-gb", 4]
     record = run_script("benchmark_fleet", tmp_path, *options, "--ttft-ms", 50)
     lines = capsys.readouterr().out.splitlines()
