@@ -32,8 +32,6 @@ PROMPT = ">>> "
 BLOCK_SIZE_TOKENS = 32
 """A turn finds what earlier turns computed in whole blocks: small ones leave less to do again."""
 ANSWER_TOKENS = 1024
-QUANTIZATION = "auto"
-"""Who chats waits for each token, and compares none with float32's."""
 COMMANDS = """/help           this list
 /reset          forget the conversation
 /system TEXT    forget it, and begin another with this system message
@@ -55,6 +53,7 @@ def add_chat(commands: Any, common: argparse.ArgumentParser) -> None:
         formatter_class=HelpFormatter,
         epilog=f"""examples:
   {PROGRAM} chat
+  {PROGRAM} chat --quantization auto
   {PROGRAM} chat ./my-llama --system "You answer in one sentence." --temperature 0.7
   printf 'What is 2 + 3?\\nAnd times 4?\\n' | {PROGRAM} chat""",
     )
@@ -65,7 +64,7 @@ def add_chat(commands: Any, common: argparse.ArgumentParser) -> None:
     source.add_argument("--draft-layer", metavar="FILE", help=DRAFT_LAYER_HELP)
     add_sampling_options(chat)
     engine = chat.add_argument_group("engine")
-    add_engine_options(engine, quantization=QUANTIZATION)
+    add_engine_options(engine)
     add_dtype(engine)
     chat.set_defaults(num_tokens_to_generate=ANSWER_TOKENS)
 
@@ -82,11 +81,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
             "page in a browser."
         )
     sampling = sampling_params(arguments)
-    options = {
-        "block_size_tokens": BLOCK_SIZE_TOKENS,
-        "quantization": QUANTIZATION,
-        **engine_options(arguments),
-    }
+    options = {"block_size_tokens": BLOCK_SIZE_TOKENS, **engine_options(arguments)}
     check_early(arguments.model, options)
     if arguments.model.startswith(DUMMY):
         raise ValueError(

@@ -55,14 +55,9 @@ def engine_fields() -> list[str]:
     return [*first, *(name for name in field_options(InferenceConfig) if name in found - {*first})]
 
 
-def add_engine_options(group: Any, **defaults: str) -> None:
-    """The fields of `InferenceConfig`; those that are not given keep its defaults.
-
-    Args:
-        group: of options.
-        defaults: by field, what is told of its default where this command has another.
-    """
-    add_fields(group, InferenceConfig, engine_fields(), {**DEFAULTS, **defaults})
+def add_engine_options(group: Any) -> None:
+    """The fields of `InferenceConfig`; those that are not given keep its defaults."""
+    add_fields(group, InferenceConfig, engine_fields(), DEFAULTS)
     group.add_argument(
         "--no-chunked-prefill", dest="enable_chunked_prefill", action="store_false", default=None,
         help=argparse.SUPPRESS,

@@ -154,6 +154,7 @@ def test_in_a_terminal() -> None:
     """A person: a prompt, an answer with its figures, Ctrl-C in an answer, Ctrl-D."""
     here, there = pty.openpty()
     command = [sys.executable, "-m", "megatron_async", "chat", "--device", "cpu"]
+    command += ["--quantization", "auto"]
     child = subprocess.Popen(
         command, stdin=there, stdout=there, stderr=there, start_new_session=True,
         env=os.environ | {"TERM": "xterm"}, preexec_fn=lambda: _control(there),
