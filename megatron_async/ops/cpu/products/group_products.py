@@ -2,7 +2,7 @@
 
 Weights that come from a file of 4 bits (GGUF's Q4_0, Q4_1, Q4_K) have a scale and an offset for
 each 32 inputs of an output. Kept so they are exact, have half the bytes of 8-bit weights, and need
-fewer instructions than those of `integer_products.py`, whose rows have 16 bits: 77 instead of 34
+fewer instructions than those of `integer_products.py`, whose rows have 16 bits: 70 instead of 51
 products a nanosecond on one core with AVX2 (docs/records/cpu_throughput.md, 2026-11-27). llama.cpp
 multiplies such weights by rows of 8 bits too, in groups of 32.
 
