@@ -82,11 +82,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_engines() -> None:
-    """KV pools take no time to zero, and the demo model's file is read once."""
-    from lazy_pools import zero_pools_lazily
+    """The demo model's file is read once."""
     from shared_gguf import share_readers
 
-    zero_pools_lazily()
     share_readers()
 
 

@@ -3,11 +3,8 @@
 A rank that imports Numba and loads the compiled loops itself takes a second for it.
 """
 
-from lazy_pools import zero_pools_lazily
-
 import megatron_async.llm
 import megatron_async.ranks.join_group  # noqa: F401
 from megatron_async.ops.cpu.compiler import compile_all
 
 compile_all(has_float64=True)
-zero_pools_lazily()
