@@ -81,7 +81,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_engines() -> None:
+def demo_file_read_once() -> None:
     """The demo model's file is read once."""
     from shared_gguf import share_readers
 

@@ -24,8 +24,9 @@ from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
 from megatron_async.errors import OutOfMemoryError
+from megatron_async.ops.cpu.compiler import multiplies_integers
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.ops.linear.eight_bit import EightBitWeight
+from megatron_async.ops.linear.eight_bit import EightBitWeight, is_available
 from megatron_async.ops.linear.partial_sums import add_partial_sums
 from megatron_async.ops.linear.qkv_places import QkvPlaces
 from megatron_async.ops.linear.skinny_plan import (
@@ -235,7 +236,8 @@ def pack_weights(model: nn.Module, free_memory: int, quantization: str | None = 
     Args:
         model: whose linear layers are of this file's classes.
         free_memory: bytes.
-        quantization: "int8", or None for blocked copies.
+        quantization: "int8", or None for blocked copies; "auto": int8 where this CPU has loops for
+            it and the copies fit.
 
     Returns:
         bytes of the copies, 0 if nothing was packed.
@@ -245,6 +247,9 @@ def pack_weights(model: nn.Module, free_memory: int, quantization: str | None = 
         ConfigurationError: this CPU cannot multiply them.
     """
     jobs = _weights_on_cpu(model)
+    if quantization == "auto":
+        fits = sum(weight.numel() for _, weight in jobs) <= free_memory
+        quantization = "int8" if fits and multiplies_integers() and is_available() else None
     if quantization is not None:
         return _keep_eight_bits(jobs, free_memory)
     total = sum(weight.numel() * weight.itemsize for _, weight in jobs)

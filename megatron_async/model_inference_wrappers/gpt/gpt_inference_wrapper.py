@@ -22,7 +22,6 @@ from megatron_async.models.norm import fold_norms
 from megatron_async.models.parallel_state import ensure_process_groups
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.positions import take_over_positions
-from megatron_async.ops.cpu.compiler import multiplies_integers
 from megatron_async.ops.experts.symmetric_exchange import exchange_of
 from megatron_async.ops.ranks.tensor_collectives import collectives_of
 
@@ -188,9 +187,7 @@ def keep_packed_weights(model: nn.Module, context: DynamicInferenceContext) -> N
     quantization, device = context.config.quantization, context.device
     dtype = context.model_config.params_dtype
     is_float_on_cpu = device.torch_device.type == "cpu" and dtype == torch.float32
-    if quantization == "auto":
-        quantization = "int8" if is_float_on_cpu and multiplies_integers() else None
-    if quantization is not None and not is_float_on_cpu:
+    if quantization not in (None, "auto") and not is_float_on_cpu:
         raise ConfigurationError(
             f"quantization={quantization!r} is for float32 models on a CPU, not for {dtype} on "
             f"{device.torch_device}: leave it None, or use device='cpu' and dtype='float32'."

@@ -8,12 +8,14 @@ models; so rows have 16.
 
 Where Numba compiles loops, those of `ops/cpu/products/integer_products.py` multiply 16-bit
 integers. Weights whose numbers are a 4-bit file's stay 4 bits (`GroupedWeight`): exact, and quicker
-still. Elsewhere torch's fbgemm kernels
-multiply 8-bit integers; a row is two rows of 8 bits then, the second one what the rounding of the
-first has left. On a Zen 3 EPYC our loops take a third to six tenths of fbgemm's time at one row,
-and half at eight. On a Xeon with VNNI instructions, which fbgemm has kernels for, a step of
-SmolLM2-135M takes 25 to 33 ms with ours and 39 to 47 with fbgemm's at one row, 50 to 56 and 65 to
-72 at eight, the modules around them the same (docs/records/cpu_throughput.md, 2026-11-26).
+still, with rows of 8 bits in small groups.
+
+Elsewhere torch's fbgemm kernels multiply 8-bit integers; a row is two rows of 8 bits then, the
+second one what the rounding of the first has left. On a Zen 3 EPYC our loops take a third to six
+tenths of fbgemm's time at one row, and half at eight. On a Xeon with VNNI instructions, which
+fbgemm has kernels for, a step of SmolLM2-135M takes 25 to 33 ms with ours and 39 to 47 with
+fbgemm's at one row, 50 to 56 and 65 to 72 at eight, the modules around them the same
+(docs/records/cpu_throughput.md, 2026-11-26).
 """
 
 from __future__ import annotations
@@ -126,11 +128,16 @@ def _looped(weight: Tensor) -> LoopedWeight:
 
 def check_available() -> None:
     """Raise ConfigurationError where torch cannot multiply 8-bit integers like this."""
-    if ENGINE not in torch.backends.quantized.supported_engines:
+    if not is_available():
         raise ConfigurationError(
             f"quantization='int8' needs torch's {ENGINE} kernels, which are for x86 CPUs; this "
             f"torch has {torch.backends.quantized.supported_engines}: leave it None."
         )
+
+
+def is_available() -> bool:
+    """Whether torch has the kernels that 8-bit weights can need."""
+    return ENGINE in torch.backends.quantized.supported_engines
 
 
 def widens() -> bool:

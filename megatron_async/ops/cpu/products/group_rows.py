@@ -14,13 +14,12 @@ from numba import njit, types
 from numba.extending import intrinsic, register_jitable
 
 from megatron_async.ops.cpu.products.group_tile import GROUP, INPUT_GROUP
+from megatron_async.ops.cpu.products.integer_products import LARGEST_FINITE, MAGNITUDE
 
 LARGEST = 127.0
 """Of an input as an integer."""
 LEAST = 2.0**-100
 """What the largest input of a group of zeros counts as."""
-LARGEST_FINITE, MAGNITUDE = 0x7F7FFFFF, 0x7FFFFFFF
-"""Of a float32's bits: the largest finite number, and all but the sign."""
 
 
 @register_jitable
@@ -56,11 +55,11 @@ def _round_group(typingctx: Any, source: Any, target: Any, scale: Any) -> Any:
         # Without their signs numbers are ordered as their bits are as integers, and what is not
         # finite stands above all that is.
         sizes = builder.and_(
-            builder.bitcast(given, words), ir.Constant(words, [MAGNITUDE] * INPUT_GROUP)
+            builder.bitcast(given, words), ir.Constant(words, [int(MAGNITUDE)] * INPUT_GROUP)
         )
         suffix = f"v{INPUT_GROUP}"
         largest = call(f"llvm.vector.reduce.smax.{suffix}i32", sizes, result=word)
-        is_finite = builder.icmp_signed("<=", largest, ir.Constant(word, LARGEST_FINITE))
+        is_finite = builder.icmp_signed("<=", largest, ir.Constant(word, int(LARGEST_FINITE)))
         least = ir.Constant(real, LEAST)
         most = builder.bitcast(largest, real)
         most = builder.select(builder.fcmp_ordered(">", most, least), most, least)

@@ -147,12 +147,10 @@ class GroupTileWriter:
                 at = builder.add(source, row_scales)
                 scale = self._everywhere(self._load(REAL, at, 4 * half), self._reals)
                 before = scaled[row]
-                is_first = before is None
-                scaled[row] = (
-                    builder.fmul(products, scale)
-                    if is_first
-                    else self._fma(products, scale, before)
-                )
+                if before is None:
+                    scaled[row] = builder.fmul(products, scale)
+                else:
+                    scaled[row] = self._fma(products, scale, before)
         added = []
         for source, total, products in zip(sources, sums, scaled):
             of_row = self._load(REAL, builder.add(source, row_sums), 0)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megatron_async import LLM
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
-from megatron_async.model_inference_wrappers.gpt import gpt_inference_wrapper
+from megatron_async.models import linear
 from megatron_async.models.linear import pack_weights
 from megatron_async.ops.cpu.compiler import multiplies_integers
 from megatron_async.ops.linear import eight_bit
@@ -125,8 +125,11 @@ def test_auto_is_for_float32_where_loops_are_quick():
     assert has_eight_bits(quantization="auto")
     assert not has_eight_bits(quantization="auto", dtype="bfloat16")
     assert not has_eight_bits(quantization="none")
-    with mock.patch.object(gpt_inference_wrapper, "multiplies_integers", return_value=False):
+    with mock.patch.object(linear, "multiplies_integers", return_value=False):
         assert not has_eight_bits(quantization="auto")
+    with LLM("dummy:tiny", device="cpu") as llm:
+        model = llm.engine.controller.inference_wrapped_model.model
+        assert pack_weights(model, 1000, "auto") == 0  # where int8 is refused, below
 
 
 def test_refused():
