@@ -6,6 +6,9 @@ key and value is loaded once. The device chooses the parts once a step (`DecodeS
 kernel joins them; or, if rows fill the device, the last program of each row that has several. Then
 no second kernel runs, which costs 1.3 to 1.8 microseconds a layer even if it has nothing to do.
 
+Rows that decode beside prompts run at the same time as those: each kernel alone leaves processors
+idle (`is_beside`).
+
 Constants measured on an H200 (docs/records/decode_attention.md). Rotating queries and appending
 keys inside the kernel was slower than in a kernel before it.
 """
@@ -19,7 +22,12 @@ from torch import Tensor
 
 from megatron_async.ops.attention.decode_join import JOIN_CHUNK, join_if_last, join_kernel
 from megatron_async.ops.attention.decode_schedule import DecodeSchedule
-from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.dependent_launch import (
+    await_previous,
+    launch_options,
+    let_next_start,
+    wait_for_previous,
+)
 
 HEAD_TILE = 16
 """Query heads are padded to this many, the smallest tile of the matrix units."""
@@ -74,6 +82,7 @@ def paged_decode_attention(
     is_settled: bool = False,
     positions: Tensor | None = None,
     first_key: int = 0,
+    is_beside: bool = False,
 ) -> None:
     """Attention of decode rows over the paged cache; their lengths are those of the schedule.
 
@@ -91,6 +100,9 @@ def paged_decode_attention(
         positions: int64 `[rows * width]`, contiguous: each query token sees the keys up to its own
             position, which is in its row's length. Needed where width is more than 1.
         first_key: queries after this position do not see the keys before it.
+        is_beside: the previous kernel waits before it lets its successor start (as the one of
+            `ops/attention/prefill_attention.py` does) and writes nothing that this one reads or
+            writes. Then both run at the same time, and this one ends behind the other.
 
     Raises:
         ValueError: shapes, dtypes or strides that the kernel cannot serve.
@@ -131,6 +143,7 @@ def paged_decode_attention(
         first_key=first_key,
         joins=joins,
         is_settled=is_settled,
+        is_beside=is_beside,
         num_warps=WARPS,
         num_stages=_stages(query.element_size(), rows * kv_heads, dim, schedule.processors),
         **launch_options(query),
@@ -256,9 +269,12 @@ def _parts_kernel(
     first_key: tl.constexpr,
     joins: tl.constexpr,
     is_settled: tl.constexpr,
+    is_beside: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    if not is_settled:
+    if is_beside:
+        let_next_start(overlap)
+    elif not is_settled:
         wait_for_previous(overlap)
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * 4
@@ -273,7 +289,7 @@ def _parts_kernel(
     else:
         position = start + offset
         block = tl.load(table + position // block_size, mask=position < end, other=0)
-    if is_settled:
+    if is_settled and not is_beside:
         wait_for_previous(overlap)
     if row >= 0:
         member = tl.arange(0, head_tile)
@@ -347,3 +363,7 @@ def _parts_kernel(
                     part_output, part_maximum, part_total, out, first_slot, parts, head, place,
                     inside, arrived + row * kv_heads + kv_head, row, heads, dim,
                 )  # fmt: skip
+    if is_beside and tl.program_id(1) == tl.num_programs(1) - 1:
+        # Who waits for this kernel waits for the one before too. The last programs' wait is enough;
+        # if all waited, they would keep processors from the programs that have yet to begin.
+        await_previous(overlap)

@@ -129,4 +129,5 @@ class GpuPagedAttention(TorchPagedAttention):
             is_settled=True,
             positions=self._query_positions,
             first_key=self._first_key,
+            is_beside=self._backend is not None and self._backend.lets_others_start,
         )

@@ -259,11 +259,11 @@ def choose_plan(
         plan = resident or warpgroup_plan(rows, outputs, k, itemsize, gated, may_split)
         if plan is not None:
             return plan
-    if rows > MAX_ROWS:
-        return None
     streamed = streamed_plan(rows, outputs, k, itemsize, gated, may_split)
     if streamed is not None:
         return streamed
+    if rows > MAX_ROWS:
+        return None
     if rows == 1:
         return _long_row(outputs, k, itemsize, gated) or _one_row(
             outputs, k, itemsize, gated, normed

@@ -41,12 +41,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from megatron_async.ops.dependent_launch import launch_options
 from megatron_async.ops.linear.planned_products import Activation, outputs_of
+from megatron_async.ops.linear.qkv_places import split_pairs
 from megatron_async.ops.linear.skinny_plan import may_be_copied
 from megatron_async.ops.linear.streamed_plan import STRIP, StreamedPlan
-from megatron_async.ops.linear.warpgroup_kernel import IN_SHARED_MEMORY, chunks_of
+from megatron_async.ops.linear.warpgroup_kernel import IN_SHARED_MEMORY
 
 STRIPS_IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 """`IN_SHARED_MEMORY` of several strips, one behind the other."""
+HALVES_OF_STRIPS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+"""The same of strips that each have lines of the gate and behind them those of up."""
 MOST_PIECES = 3
 """Powers of two that a tile's outputs may be the sum of: each has a descriptor of its own."""
 
@@ -57,65 +60,52 @@ def _start(pieces: Any, piece: int) -> int:
 
 
 @gluon.constexpr_function
-def _layout(pieces: Any, piece: int) -> Any:
-    """Layout of a piece's sums, `[rows, outputs]`."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pieces[piece], 16])
+def _warps(block_m: int) -> int:
+    """A warp multiplies 16 rows, and a warpgroup has four warps."""
+    return max(4, block_m // 16)
 
 
 @gluon.constexpr_function
-def _side(pieces: Any, piece: int, dim: int) -> Any:
-    return gl.SliceLayout(dim, _layout(pieces, piece))
+def _layout(warps: int, columns: int) -> Any:
+    """Layout of sums, `[rows, columns]`."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
-@gluon.jit
-def _ask_strips(
-    descriptor: tma.tensor_descriptor,
-    buffer: gl.tensor,
-    arrived: gl.tensor,
-    slot: gl.tensor,
-    line: gl.tensor,
-    column: gl.tensor,
-    wanted: gl.tensor,
-    strips: gl.constexpr,
-) -> None:
-    """Ask for one chunk of a matrix's lines, from `line` and input `column` on."""
-    if len(descriptor.block_shape) == 3:
-        shape: gl.constexpr = descriptor.block_shape
-        place = buffer.index(slot * strips)._reinterpret(descriptor.dtype, shape, descriptor.layout)
-        tma.async_copy_global_to_shared(
-            descriptor, [column // 64, line, 0], arrived.index(slot), place, pred=wanted
-        )
-    else:
-        for strip in gl.static_range(strips):
-            tma.async_copy_global_to_shared(
-                descriptor,
-                [line, column + strip * 64],
-                arrived.index(slot),
-                buffer.index(slot * strips + strip),
-                pred=wanted,
-            )
+@gluon.constexpr_function
+def _side(warps: int, columns: int, dim: int) -> Any:
+    return gl.SliceLayout(dim, _layout(warps, columns))
 
 
 @gluon.jit
 def _ask(
+    descriptor: tma.tensor_descriptor,
+    buffer: gl.tensor,
+    arrived: gl.tensor,
+    slot: gl.tensor,
+    source: gl.tuple,
+    wanted: gl.tensor,
+) -> None:
+    """Ask for all strips of a chunk's block that begins at `source`."""
+    shape: gl.constexpr = descriptor.block_shape
+    place = buffer.index(slot * shape[0])._reinterpret(descriptor.dtype, shape, descriptor.layout)
+    tma.async_copy_global_to_shared(descriptor, source, arrived.index(slot), place, pred=wanted)
+
+
+@gluon.jit
+def _ask_weights(
     descriptors: gl.tuple,
     buffers: gl.tuple,
     arrived: gl.tensor,
     slot: gl.tensor,
     first: gl.tensor,
-    column: gl.tensor,
-    n: gl.tensor,
+    strip: gl.tensor,
     wanted: gl.tensor,
     pieces: gl.constexpr,
-    strips: gl.constexpr,
-    gated: gl.constexpr,
 ) -> None:
-    """Ask for one chunk of a tile's weights, from input `column` and output `first` on."""
-    for piece in gl.static_range(len(pieces)):
-        for half in gl.static_range(2 if gated else 1):
-            buffer = buffers[piece * (2 if gated else 1) + half]
-            line = first + _start(pieces, piece) + half * n
-            _ask_strips(descriptors[piece], buffer, arrived, slot, line, column, wanted, strips)
+    """Ask for one chunk of a tile's weights, from strip `strip` and output `first` on."""
+    for i in gl.static_range(len(pieces)):
+        source = [strip, 0, first + _start(pieces, i), 0]
+        _ask(descriptors[i], buffers[i], arrived, slot, source, wanted)
 
 
 @gluon.jit
@@ -138,36 +128,39 @@ def streamed_kernel(
     rows: gl.tensor,
     n: gl.tensor,
     items: gl.tensor,
+    blocks: gl.tensor,
     programs: gl.tensor,
     chunks: gl.constexpr,
     splits: gl.constexpr,
     pieces: gl.constexpr,
-    strips: gl.constexpr,
     ring: gl.constexpr,
     gated: gl.constexpr,
     squared: gl.constexpr,
     has_bias: gl.constexpr,
     overlap: gl.constexpr,
 ) -> None:
-    """All rows times tiles `program_id`, `program_id + programs` and so on of `items`: item
-    `i * splits + s` is share s, of `chunks` chunks, of the i-th outputs' inputs."""
+    """Tiles `program_id`, `program_id + programs` and so on of `items`: item `(i * splits + s) *
+    blocks + b` is block b of the rows by share s, of `chunks` chunks, of the i-th outputs' inputs.
+    """
     if overlap:
         gdc_launch_dependents()
     dtype: gl.constexpr = x_strips.dtype
-    block_m: gl.constexpr = x_strips.block_shape[-2]
-    chunk: gl.constexpr = 64 * strips
+    strips: gl.constexpr = x_strips.block_shape[0]
+    block_m: gl.constexpr = x_strips.block_shape[1]
+    warps: gl.constexpr = _warps(block_m)
     halves: gl.constexpr = 2 if gated else 1
     height: gl.constexpr = _start(pieces, len(pieces))
-    products: gl.constexpr = len(pieces) * halves
-    chunk_bytes: gl.constexpr = (block_m + height * halves) * chunk * 2
+    products: gl.constexpr = len(pieces)
+    chunk_bytes: gl.constexpr = (block_m + height * halves) * strips * 128
     descriptors = (weights_0, weights_1, weights_2)
     # A warpgroup reads 64 rows. Those of the strips behind give sums that nobody stores.
-    behind: gl.constexpr = 64 // block_m - 1
+    lines: gl.constexpr = max(64, block_m)
+    behind: gl.constexpr = lines // block_m - 1
     x = gl.allocate_shared_memory(dtype, [ring * strips + behind, block_m, 64], IN_SHARED_MEMORY)
     buffers = ()
     for i in gl.static_range(products):
         buffer = gl.allocate_shared_memory(
-            dtype, [ring * strips, pieces[i // halves], 64], IN_SHARED_MEMORY
+            dtype, [ring * strips, halves * pieces[i], 64], IN_SHARED_MEMORY
         )
         buffers = buffers + (buffer,)
     arrived = gl.allocate_shared_memory(gl.int64, [ring, 1], mbarrier.MBarrierLayout())
@@ -181,17 +174,18 @@ def streamed_kernel(
     ask_part = item * 0
     for i in gl.static_range(ring):
         mbarrier.expect(arrived.index(i), chunk_bytes, pred=i < total)
-        first = ask_item // splits * height
-        column = (ask_item % splits * chunks + ask_part) * chunk
-        _ask(descriptors, buffers, arrived, i, first, column, n, i < total, pieces, strips, gated)
+        share = ask_item // blocks
+        strip = (share % splits * chunks + ask_part) * strips
+        first = share // splits * height
+        _ask_weights(descriptors, buffers, arrived, i, first, strip, i < total, pieces)
         ask_item, ask_part = _following(ask_item, ask_part, programs, chunks)
     if overlap:
         gdc_wait()
     ask_item = item
     ask_part = item * 0
     for i in gl.static_range(ring):
-        column = (ask_item % splits * chunks + ask_part) * chunk
-        _ask_strips(x_strips, x, arrived, i, 0, column, i < total, strips)
+        strip = (ask_item // blocks % splits * chunks + ask_part) * strips
+        _ask(x_strips, x, arrived, i, [strip, ask_item % blocks * block_m, 0], i < total)
         ask_item, ask_part = _following(ask_item, ask_part, programs, chunks)
     slot = item * 0
     phase = item * 0
@@ -201,14 +195,14 @@ def streamed_kernel(
         sums = ()
         for i in gl.static_range(products):
             zeros = gl.full(
-                [64, pieces[i // halves]], 0.0, gl.float32, _layout(pieces, i // halves)
+                [lines, halves * pieces[i]], 0.0, gl.float32, _layout(warps, halves * pieces[i])
             )
             sums = sums + (zeros,)
         for _part in range(chunks):
             mbarrier.wait(arrived.index(slot), phase)
-            for strip in gl.static_range(strips):
-                place = slot * strips + strip
-                values = x.index(place)._reinterpret(dtype, [64, 64], IN_SHARED_MEMORY)
+            for each in gl.static_range(strips):
+                place = slot * strips + each
+                values = x.index(place)._reinterpret(dtype, [lines, 64], IN_SHARED_MEMORY)
                 running = ()
                 for i in gl.static_range(products):
                     weight = buffers[i].index(place).permute((1, 0))
@@ -220,13 +214,12 @@ def streamed_kernel(
             else:
                 sums = warpgroup_mma_wait(products * strips, deps=sums)
             wanted = (number > 0) & (number - 1 + ring < total)
-            first = ask_item // splits * height
-            column = (ask_item % splits * chunks + ask_part) * chunk
+            share = ask_item // blocks
+            strip = (share % splits * chunks + ask_part) * strips
+            first = share // splits * height
             mbarrier.expect(arrived.index(free), chunk_bytes, pred=wanted)
-            _ask(
-                descriptors, buffers, arrived, free, first, column, n, wanted, pieces, strips, gated
-            )
-            _ask_strips(x_strips, x, arrived, free, 0, column, wanted, strips)
+            _ask_weights(descriptors, buffers, arrived, free, first, strip, wanted, pieces)
+            _ask(x_strips, x, arrived, free, [strip, ask_item % blocks * block_m, 0], wanted)
             after_item, after_part = _following(ask_item, ask_part, programs, chunks)
             ask_item = gl.where(number > 0, after_item, ask_item)
             ask_part = gl.where(number > 0, after_part, ask_part)
@@ -238,23 +231,28 @@ def streamed_kernel(
             sums = (warpgroup_mma_wait(0, deps=sums),)
         else:
             sums = warpgroup_mma_wait(0, deps=sums)
-        outputs = item // splits * height
-        line = item % splits * rows
-        for piece in gl.static_range(len(pieces)):
-            row = gl.arange(0, 64, layout=_side(pieces, piece, 1))[:, None]
-            place = gl.arange(0, pieces[piece], layout=_side(pieces, piece, 0))[None, :]
+        share = item // blocks
+        outputs = share // splits * height
+        first_row = item % blocks * block_m
+        line = share % splits * rows
+        for piece in gl.static_range(products):
+            row = gl.arange(0, lines, layout=_side(warps, pieces[piece], 1))[:, None]
+            place = gl.arange(0, pieces[piece], layout=_side(warps, pieces[piece], 0))[None, :]
             place += outputs + _start(pieces, piece)
-            y = sums[piece * halves]
+            y = sums[piece]
+            if gated:
+                y, up = split_pairs(y, lines, pieces[piece], _layout(warps, pieces[piece]))
             if has_bias:
                 y = y + gl.load(bias + place, mask=place < n, other=0.0).to(gl.float32)
             if gated:
-                y = y / (1.0 + gl.exp(-y)) * sums[piece * halves + 1]
+                y = y / (1.0 + gl.exp(-y)) * up
             elif squared:
                 y = gl.maximum(y, 0.0)
                 y = y * y
-            target = out + (line + row) * n + place
+            exists = (row < block_m) & (first_row + row < rows) & (place < n)
+            target = out + (line + first_row + row) * n + place
             # An output of the next tile, if there is one, is that tile's own.
-            gl.store(target, y.to(out.dtype.element_ty), mask=(row < rows) & (place < n))
+            gl.store(target, y.to(out.dtype.element_ty), mask=exists)
         item += programs
 
 
@@ -274,22 +272,20 @@ def streamed_product(
         be added in order.
 
     Raises:
-        ValueError: shapes, dtypes, strides or alignment do not fit; more rows than the plan's; a
-            plan that splits what cannot be added up later, or whose pieces or ring do not fit.
+        ValueError: shapes, dtypes, strides or alignment do not fit; inputs that are not whole
+            strips; a plan that splits what cannot be added up later, or whose pieces or ring do not
+            fit.
     """
     n = outputs_of(x, weight, bias, activation)
     rows, k = x.shape
-    if rows > plan.block_m or x.itemsize != 2:
-        raise ValueError(
-            f"streamed_product: x is {rows} rows of {x.dtype}; the plan is for at most "
-            f"{plan.block_m} of 16-bit numbers."
-        )
+    if x.itemsize != 2:
+        raise ValueError(f"streamed_product: x is {x.dtype}; the plan is for 16-bit numbers.")
     if not may_be_copied(x) or not may_be_copied(weight):
         raise ValueError(
             "streamed_product: rows of x and weight must begin at multiples of 16 bytes; found "
             f"strides {x.stride()} and {weight.stride()}."
         )
-    if plan.joined and k % STRIP:
+    if k % STRIP:
         raise ValueError(f"streamed_product: {k} inputs are not whole strips of {STRIP} each.")
     if plan.splits > 1 and (activation or bias is not None):
         raise ValueError("streamed_product: partial sums can have neither bias nor activation.")
@@ -302,41 +298,49 @@ def streamed_product(
         out = torch.empty((plan.splits, rows, n), dtype=torch.float32, device=x.device)
     else:
         out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-    items = triton.cdiv(n, sum(plan.pieces)) * plan.splits
+    blocks = triton.cdiv(rows, plan.block_m)
+    items = triton.cdiv(n, sum(plan.pieces)) * plan.splits * blocks
     programs = min(plan.programs, items)
     pieces = plan.pieces + plan.pieces[-1:] * (MOST_PIECES - len(plan.pieces))
+    gated = activation == "swiglu"
     streamed_kernel[(programs,)](
-        strips_of(x, plan.block_m, plan),
-        *(strips_of(weight, piece, plan) for piece in pieces),
+        rows_of(x, plan),
+        *(weights_of(weight, piece, gated, plan) for piece in pieces),
         weight if bias is None else bias,
         out,
         rows,
         n,
         items,
+        blocks,
         programs,
         chunks=chunks_per_share(k, plan),
         splits=plan.splits,
         pieces=plan.pieces,
-        strips=plan.strips,
         ring=plan.ring,
-        gated=activation == "swiglu",
+        gated=gated,
         squared=activation == "squared_relu",
         has_bias=bias is not None,
-        num_warps=4,
+        num_warps=max(4, plan.block_m // 16),
         **launch_options(x),
     )
     return out
 
 
-def strips_of(lines: Tensor, block: int, plan: StreamedPlan) -> TensorDescriptor:
-    """What the copy engine must know of `[lines, elements]`, of which it brings `block` lines of a
-    strip, or of all strips of a chunk; zeros for what is outside."""
-    if not plan.joined:
-        return chunks_of(lines, block, STRIP)
-    strips = lines.unflatten(1, (-1, STRIP)).transpose(0, 1)
-    return TensorDescriptor.from_tensor(
-        strips, [plan.strips, block, STRIP], STRIPS_IN_SHARED_MEMORY
-    )
+def rows_of(x: Tensor, plan: StreamedPlan) -> TensorDescriptor:
+    """What the copy engine must know of x, `[rows, k]`, of which it brings a block of rows of all
+    strips of a chunk at a time; zeros for what is outside."""
+    strips = x.unflatten(1, (-1, STRIP)).transpose(0, 1)
+    block = [plan.strips, plan.block_m, STRIP]
+    return TensorDescriptor.from_tensor(strips, block, STRIPS_IN_SHARED_MEMORY)
+
+
+def weights_of(weight: Tensor, piece: int, gated: bool, plan: StreamedPlan) -> TensorDescriptor:
+    """What it must know of a weight `[outputs, k]`, or `[2 * outputs, k]` of gate and up, of which
+    it brings `piece` outputs."""
+    halves = 2 if gated else 1
+    strips = weight.view(halves, -1, weight.size(1) // STRIP, STRIP).permute(2, 0, 1, 3)
+    block = [plan.strips, halves, piece, STRIP]
+    return TensorDescriptor.from_tensor(strips, block, HALVES_OF_STRIPS)
 
 
 def chunks_per_share(k: int, plan: StreamedPlan) -> int:

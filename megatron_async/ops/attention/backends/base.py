@@ -63,6 +63,9 @@ class PrefillBackend(ABC):
     """The backend's name in `InferenceConfig.attention_backend`."""
     captures: bool
     """Whether it works without `PrefillRows.lengths`, in a graph."""
+    lets_others_start: bool = False
+    """Whether `attend` launches a kernel, if there are rows, that writes their tokens alone, waits
+    for the kernel before it, and lets the next one start then."""
     rows: PrefillRows
     """Prefill rows of the present step, valid after `begin_step`."""
 

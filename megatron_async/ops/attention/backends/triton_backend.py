@@ -21,6 +21,7 @@ class TritonPrefill(PrefillBackend):
 
     name = "triton"
     captures = True
+    lets_others_start = True
 
     def __init__(self, shape: AttentionShape, first_key: int = 0) -> None:
         """Nothing of the shape is needed beforehand."""

@@ -15,44 +15,59 @@ from megatron_async.ops.linear import streamed_kernel
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.linear.skinny_plan import choose_plan
 from megatron_async.ops.linear.streamed_kernel import (
+    HALVES_OF_STRIPS,
     MOST_PIECES,
     STRIPS_IN_SHARED_MEMORY,
     chunks_per_share,
     streamed_product,
 )
 from megatron_async.ops.linear.streamed_plan import StreamedPlan
-from megatron_async.ops.linear.warpgroup_kernel import IN_SHARED_MEMORY
 
 CASES = [
     (16, 64, 256, StreamedPlan((64,), 1, 1, 2, 1, 16)),
     (64, 100, 576, StreamedPlan((32,), 1, 2, 3, 2, 64)),  # two turns, a ragged tile and chunk
-    (17, 90, 328, StreamedPlan((32, 16), 1, 1, 4, 132, 32)),
+    (17, 90, 320, StreamedPlan((32, 16), 1, 1, 4, 132, 32)),
     (1, 230, 192, StreamedPlan((64, 32, 16), 1, 1, 2, 2, 16)),
     (40, 70, 64, StreamedPlan((8,), 1, 1, 8, 3, 64)),  # a ring that is longer than some lists
     (9, 40, 1088, StreamedPlan((16, 8), 1, 4, 2, 1, 16)),
-    (30, 150, 320, StreamedPlan((32, 16), 1, 2, 3, 2, 32, joined=True)),
-    (64, 24, 640, StreamedPlan((16, 8), 1, 4, 2, 1, 64, joined=True)),
+    (30, 150, 320, StreamedPlan((32, 16), 1, 2, 3, 2, 32)),
+    (64, 24, 640, StreamedPlan((16, 8), 1, 4, 2, 1, 64)),
+    (128, 100, 192, StreamedPlan((32, 16), 1, 1, 3, 2, 128)),
+    (150, 90, 320, StreamedPlan((32,), 1, 2, 2, 5, 64)),  # blocks of rows, the last one ragged
+    (300, 72, 128, StreamedPlan((64, 16), 1, 1, 2, 4, 128)),
 ]
 LLAMA = [
     (14336, 4096, "swiglu", StreamedPlan((64, 32, 16), 1, 1, 6, 128, 64)),
-    (14336, 4096, "swiglu", StreamedPlan((64, 32, 16), 1, 2, 3, 128, 16)),
+    (14336, 4096, "swiglu", StreamedPlan((128,), 1, 1, 4, 112, 128)),
     (14336, 4096, "swiglu", StreamedPlan((16,), 1, 4, 8, 128, 16)),
-    (6144, 4096, "", StreamedPlan((32, 16), 1, 2, 12, 128, 16)),
-    (4096, 4096, "", StreamedPlan((64,), 2, 2, 6, 128, 64)),
     (4096, 14336, "", StreamedPlan((128,), 4, 1, 8, 128, 64)),
-    (6144, 4096, "", StreamedPlan((32, 16), 1, 4, 6, 128, 16, joined=True)),
-    (14336, 4096, "swiglu", StreamedPlan((64, 32, 16), 1, 2, 3, 128, 64, joined=True)),
-    (6144, 4096, "", StreamedPlan((32, 16), 1, 2, 7, 128, 64, joined=True)),
-    (4096, 14336, "", StreamedPlan((64,), 2, 2, 6, 128, 64, joined=True)),
-    (14336, 4096, "swiglu", StreamedPlan((64, 32, 16), 1, 2, 3, 128, 16, joined=True)),
-    (6144, 4096, "", StreamedPlan((32, 16), 1, 2, 13, 128, 16, joined=True)),
-    (4096, 14336, "", StreamedPlan((64,), 2, 2, 10, 128, 16, joined=True)),
-    (14336, 4096, "swiglu", StreamedPlan((64, 32, 16), 1, 2, 3, 128, 32, joined=True)),
-    (6144, 4096, "", StreamedPlan((32, 16), 1, 2, 10, 128, 32, joined=True)),
-    (4096, 14336, "", StreamedPlan((64,), 2, 2, 9, 128, 32, joined=True)),
+    (4096, 14336, "", StreamedPlan((256,), 4, 1, 4, 128, 128)),
 ]
-"""Layouts for Llama-3.1-8B."""
-SPLIT_CASES = [(256, 2, 1, 4), (1024, 4, 2, 3), (200, 2, 1, 5), (320, 3, 1, 2)]
+"""More layouts for Llama-3.1-8B."""
+CHOSEN = {
+    (9, 16): [
+        (14336, 4096, "swiglu", StreamedPlan((64, 32, 16), 1, 2, 3, 128, 16)),
+        (6144, 4096, "", StreamedPlan((32, 16), 1, 2, 13, 128, 16)),
+        (4096, 14336, "", StreamedPlan((64,), 2, 2, 10, 128, 16)),
+    ],
+    (17, 32): [
+        (14336, 4096, "swiglu", StreamedPlan((64, 32, 16), 1, 2, 3, 128, 32)),
+        (6144, 4096, "", StreamedPlan((32, 16), 1, 2, 10, 128, 32)),
+        (4096, 14336, "", StreamedPlan((64,), 2, 2, 9, 128, 32)),
+    ],
+    (33, 64): [
+        (14336, 4096, "swiglu", StreamedPlan((64, 32, 16), 1, 2, 3, 128, 64)),
+        (6144, 4096, "", StreamedPlan((32, 16), 1, 2, 7, 128, 64)),
+        (4096, 14336, "", StreamedPlan((64,), 2, 2, 6, 128, 64)),
+    ],
+    (65, 128): [
+        (14336, 4096, "swiglu", StreamedPlan((64, 32, 16), 1, 1, 5, 128, 128)),
+        (4096, 14336, "", StreamedPlan((128,), 4, 1, 7, 128, 128)),
+    ],
+}
+"""Those that the rule chooses, by the fewest and most rows."""
+LLAMA += [layout for layouts in CHOSEN.values() for layout in layouts]
+SPLIT_CASES = [(256, 2, 1, 4), (1024, 4, 2, 3), (192, 2, 1, 5), (320, 3, 1, 2)]
 
 
 @pytest.fixture
@@ -105,13 +120,12 @@ def test_emulated_partial_sums(k, splits, strips, programs, emulated):
 
 
 BAD_CALLS = [
-    (torch.ones(17, 64).half(), torch.ones(4, 64).half(), None, {}, "17 rows"),
     (torch.ones(1, 64), torch.ones(4, 64), None, {}, "float32; the plan"),
     (torch.ones(3, 65).half()[:, :64], torch.ones(4, 64).half(), None, {}, "multiples of 16"),
     (torch.ones(1, 64).half(), torch.ones(4, 64).half(), torch.ones(4), {"splits": 2}, "neither"),
     (torch.ones(1, 64).half(), torch.ones(4, 64).half(), None, {"ring": 1}, "a ring at least 2"),
     (torch.ones(1, 64).half(), torch.ones(4, 64).half(), None, {"pieces": ()}, "1 to 3 pieces"),
-    (torch.ones(1, 72).half(), torch.ones(4, 72).half(), None, {"joined": True}, "whole strips"),
+    (torch.ones(1, 72).half(), torch.ones(4, 72).half(), None, {}, "whole strips"),
 ]
 
 
@@ -124,20 +138,21 @@ def test_bad_input(x, weight, bias, changes, message):
 
 def compiled(k, gated, plan):
     constants = {"chunks": chunks_per_share(k, plan), "splits": plan.splits, "pieces": plan.pieces}
-    constants |= {"strips": plan.strips, "ring": plan.ring, "gated": gated, "squared": False}
+    constants |= {"ring": plan.ring, "gated": gated, "squared": False}
     constants |= {"has_bias": False, "overlap": True}
-    lines = [plan.block_m, *plan.pieces, *plan.pieces[-1:] * (MOST_PIECES - len(plan.pieces))]
+    pieces = [*plan.pieces, *plan.pieces[-1:] * (MOST_PIECES - len(plan.pieces))]
+    blocks = [([plan.strips, plan.block_m, 64], STRIPS_IN_SHARED_MEMORY)]
+    blocks += [([plan.strips, 2 if gated else 1, p, 64], HALVES_OF_STRIPS) for p in pieces]
     names = streamed_kernel.streamed_kernel.arg_names
-    layout = STRIPS_IN_SHARED_MEMORY if plan.joined else IN_SHARED_MEMORY
-    strips = f"{plan.strips}, " if plan.joined else ""
     types = {
-        name: f"tensordesc<bf16[{strips}{count}, 64],{layout!r}>"
-        for name, count in zip(names, lines, strict=False)
+        name: f"tensordesc<bf16{block},{layout!r}>"
+        for name, (block, layout) in zip(names, blocks, strict=False)
     }
-    types |= dict.fromkeys(("rows", "n", "items", "programs"), "i32")
+    types |= dict.fromkeys(("rows", "n", "items", "blocks", "programs"), "i32")
     signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
     source = GluonASTSource(streamed_kernel.streamed_kernel, signature, constants, {})
-    return triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": True})
+    options = {"num_warps": max(4, plan.block_m // 16), "launch_pdl": True}
+    return triton.compile(source, target=HOPPER, options=options)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
@@ -146,10 +161,9 @@ def test_compiled(n, k, activation, plan, tmp_path):
     kernel = compiled(k, activation == "swiglu", plan)
     copy = r"cp\.async\.bulk\.tensor"
     before, after = kernel.asm["ptx"].split("griddepcontrol.wait")
-    weights = len(plan.pieces) * (2 if activation else 1)
-    copies = 1 if plan.joined else plan.strips
-    assert len(re.findall(copy, before)) == plan.ring * weights * copies, "not all before the wait"
-    assert len(re.findall(copy, after)) == (plan.ring + weights + 1) * copies
+    weights = len(plan.pieces)
+    assert len(re.findall(copy, before)) == plan.ring * weights, "not all before the wait"
+    assert len(re.findall(copy, after)) == plan.ring + weights + 1
     running = weights * plan.strips
     # All warps have done with a place's products before one thread asks for the place again.
     assert re.search(rf"wgmma\.wait_group\.sync\.aligned {running};", after)
@@ -211,7 +225,7 @@ class TestOnGpu:
 
 
 def test_which_products_are_streamed() -> None:
-    """Products of Llama-3.1-8B at 16, 32 and 64 rows, which were measured, in those layouts."""
+    """Products of Llama-3.1-8B of 9 to 128 rows, which were measured, in those layouts."""
 
     def chosen(rows: int, outputs: int, k: int, activation: str, may_split: bool) -> StreamedPlan:
         plan = choose_plan(
@@ -219,14 +233,14 @@ def test_which_products_are_streamed() -> None:
         )
         return plan if isinstance(plan, StreamedPlan) else None
 
-    by_rows = ((LLAMA[-9:-6], (33, 64)), (LLAMA[-6:-3], (9, 16)), (LLAMA[-3:], (17, 32)))
-    for layouts, measured_rows in by_rows:
+    for measured_rows, layouts in CHOSEN.items():
         measured = {layout[:3]: layout[3] for layout in layouts}
-        measured[4096, 4096, ""] = measured[4096, 14336, ""]
+        if measured_rows[1] <= 64:
+            measured[4096, 4096, ""] = measured[4096, 14336, ""]
         for (outputs, k, activation), plan in measured.items():
             for rows in measured_rows:
                 assert chosen(rows, outputs, k, activation, outputs == 4096) == plan
-            for rows in (1, 8):
+            for rows in (1, 8, 129):
                 assert chosen(rows, outputs, k, activation, outputs == 4096) is None
     assert chosen(64, 12288, 4096, "swiglu", False).pieces == (64, 32)
     for other in (
@@ -238,3 +252,5 @@ def test_which_products_are_streamed() -> None:
         (6144, 2048, "", False),
     ):
         assert chosen(64, *other) is None, other
+    for other in ((6144, 4096, "", False), (4096, 4096, "", True), (8192, 14336, "", True)):
+        assert chosen(128, *other) is None, other
