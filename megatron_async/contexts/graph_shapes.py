@@ -32,10 +32,10 @@ below. With 48 arrivals a second, the 8B shape has 0.3 ms less between two token
 in both (`simulate`, docs/records/whole_steps.md); with 16 tokens 0.03 ms less again."""
 PACKED_FINE = 512
 
-STRETCH = 2.5
+STRETCH = 1.8
 """A step is short if it takes at most so many times what one of few tokens takes. On an H200 the 8B
-shape's steps of 384 tokens do: at 48 arrivals a second its time between tokens is 3 % shorter than
-with whole prompts and the first token as early; with 256 tokens 5 %, and 3 ms later
+shape's steps of 256 tokens do: at 48 arrivals a second its time between tokens is 5 % shorter than
+with whole prompts, and the first token comes 3 ms later. With 2.5, so 384 tokens, 3 % and as early
 (docs/records/whole_steps.md)."""
 MOST_TIMED = 1024
 """Tokens of the largest step that is timed: steps of more tokens take long to time."""

@@ -35,6 +35,7 @@ CASES = [
     (128, 100, 192, StreamedPlan((32, 16), 1, 1, 3, 2, 128)),
     (150, 90, 320, StreamedPlan((32,), 1, 2, 2, 5, 64)),  # blocks of rows, the last one ragged
     (300, 72, 128, StreamedPlan((64, 16), 1, 1, 2, 4, 128)),
+    (40, 50, 128, StreamedPlan((32,), 1, 1, 2, 3, 16)),  # a warpgroup's lines of other blocks
 ]
 LLAMA = [
     (14336, 4096, "swiglu", StreamedPlan((64, 32, 16), 1, 1, 6, 128, 64)),
@@ -67,7 +68,7 @@ CHOSEN = {
 }
 """Those that the rule chooses, by the fewest and most rows."""
 LLAMA += [layout for layouts in CHOSEN.values() for layout in layouts]
-SPLIT_CASES = [(256, 2, 1, 4), (1024, 4, 2, 3), (192, 2, 1, 5), (320, 3, 1, 2)]
+SPLIT_CASES = [(256, 2, 1, 4, 32), (1024, 4, 2, 3, 16), (192, 2, 1, 5, 32), (320, 3, 1, 2, 16)]
 
 
 @pytest.fixture
@@ -98,9 +99,9 @@ def check_product(rows, n, k, plan, activation, dtype, device):
         assert_close(found, expected_product(x, weight, bias), dtype)
 
 
-def check_partial_sums(k, splits, strips, programs, device):
+def check_partial_sums(k, splits, strips, programs, block_m, device):
     x, weight = random(19, k, dtype=BRAIN, device=device), weight_of(72, k, BRAIN, device)
-    plan = StreamedPlan((32,), splits, strips, 3, programs, 32)
+    plan = StreamedPlan((32,), splits, strips, 3, programs, block_m)
     parts = streamed_product(x, weight, None, "", plan)
     assert parts.shape == (splits, 19, 72)
     assert parts.dtype == torch.float32
@@ -114,9 +115,9 @@ def test_emulated(rows, n, k, plan, activation, dtype, emulated):
     check_product(rows, n, k, plan, activation, dtype, "cpu")
 
 
-@pytest.mark.parametrize(("k", "splits", "strips", "programs"), SPLIT_CASES)
-def test_emulated_partial_sums(k, splits, strips, programs, emulated):
-    check_partial_sums(k, splits, strips, programs, "cpu")
+@pytest.mark.parametrize(("k", "splits", "strips", "programs", "block_m"), SPLIT_CASES)
+def test_emulated_partial_sums(k, splits, strips, programs, block_m, emulated):
+    check_partial_sums(k, splits, strips, programs, block_m, "cpu")
 
 
 BAD_CALLS = [
@@ -183,9 +184,9 @@ class TestOnGpu:
     def test_small_shapes(self, rows, n, k, plan, activation, dtype):
         check_product(rows, n, k, plan, activation, dtype, "cuda")
 
-    @pytest.mark.parametrize(("k", "splits", "strips", "programs"), SPLIT_CASES)
-    def test_partial_sums(self, k, splits, strips, programs):
-        check_partial_sums(k, splits, strips, programs, "cuda")
+    @pytest.mark.parametrize(("k", "splits", "strips", "programs", "block_m"), SPLIT_CASES)
+    def test_partial_sums(self, k, splits, strips, programs, block_m):
+        check_partial_sums(k, splits, strips, programs, block_m, "cuda")
 
     @pytest.mark.parametrize(("n", "k", "activation", "plan"), LLAMA)
     def test_llama(self, n, k, activation, plan):
