@@ -80,14 +80,6 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         torch.cuda.empty_cache()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def demo_file_read_once() -> None:
-    """The demo model's file is read once."""
-    from shared_gguf import share_readers
-
-    share_readers()
-
-
 @pytest.fixture(scope="session")
 def smollm2_llm() -> Iterator[LLM]:
     """The demo model as a user gets it: float32 on the CPU, lookahead 1."""

@@ -222,3 +222,30 @@ def test_any_corruption_is_a_clear_error_or_harmless(llama_gguf: Callable[..., P
         except CheckpointError:
             refused += 1
     assert refused > 50
+
+
+@pytest.mark.parametrize("endianess", list(gguf.GGUFEndian))
+def test_lists_are_read_as_the_library_reads_them(
+    endianess: gguf.GGUFEndian, tmp_path: Path
+) -> None:
+    """Break it: a string's end, the first number of a list, or a file of the other byte order."""
+    path = tmp_path / "lists.gguf"
+    writer = gguf.GGUFWriter(path, "llama", endianess=endianess)
+    writer.add_array("words", ["", "gemäß", "a" * 300, "\n"])
+    writer.add_array("one word", ["x"])
+    writer.add_array("numbers", [3, 1, 2])
+    writer.add_array("factors", [0.5, -1.0])
+    writer.add_array("flags", [True, False])
+    writer.add_key_value("signs", [-3, 7], gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT8)
+    writer.add_string("behind", "them")
+    writer.add_tensor("t", np.arange(6, dtype=np.float32).reshape(2, 3))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    expected, found = gguf.GGUFReader(path), GGUFSource(path)._reader
+    assert list(found.fields) == list(expected.fields)
+    for name, field in expected.fields.items():
+        assert found.fields[name].types == field.types, name
+        assert found.fields[name].contents() == field.contents(), name
+    assert np.array_equal(found.tensors[0].data, expected.tensors[0].data)
