@@ -249,3 +249,18 @@ def test_lists_are_read_as_the_library_reads_them(
         assert found.fields[name].types == field.types, name
         assert found.fields[name].contents() == field.contents(), name
     assert np.array_equal(found.tensors[0].data, expected.tensors[0].data)
+
+
+@pytest.mark.parametrize("values", [["a", "b"], [1, 2]])
+def test_a_list_that_is_longer_than_the_file(values: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "long.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_array("values", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    data = path.read_bytes()
+    count = data.index(b"values") + len("values") + 8
+    path.write_bytes(data[:count] + (1 << 40).to_bytes(8, "little") + data[count + 8 :])
+    with pytest.raises(CheckpointError, match="truncated or corrupt .* behind the end"):
+        _ = GGUFSource(path).architecture
