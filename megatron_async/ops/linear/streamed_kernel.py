@@ -1,4 +1,4 @@
-"""Product of up to 64 rows whose weights arrive without a pause.
+"""Product of few rows, chosen for 9 to 128, whose weights arrive without a pause.
 
 `tile_kernel` gives each program a tile of 16, 32 or 64 outputs. With SwiGLU, 14,336 outputs are 224
 tiles: 92 of 132 processors have two of them and 40 have one, so few processors read the last
@@ -10,6 +10,10 @@ The copy engine brings chunks of weights and rows to a ring in shared memory. Th
 weights are asked for before the wait. As soon as a chunk's products are done, its place is asked
 for again; where a tile has no more chunks, for the first ones of the next tile, so memory stays
 busy while a result is stored.
+
+Gate and up of a tile's outputs lie behind each other in shared memory and are multiplied as one
+weight: the matrix units read the rows once for both. More rows than a block have tiles for each
+block, which follow each other in the list and so find the weights in the second cache.
 
 Products that are split along their inputs give partial sums, as `tile_kernel` does. Each is one
 tile's. Nothing is added up across programs, so results are the same in every run.

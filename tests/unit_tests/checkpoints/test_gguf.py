@@ -262,5 +262,5 @@ def test_a_list_that_is_longer_than_the_file(values: list[Any], tmp_path: Path) 
     data = path.read_bytes()
     count = data.index(b"values") + len("values") + 8
     path.write_bytes(data[:count] + (1 << 40).to_bytes(8, "little") + data[count + 8 :])
-    with pytest.raises(CheckpointError, match="truncated or corrupt .* behind the end"):
+    with pytest.raises(CheckpointError, match=r"truncated or corrupt .* behind the end"):
         _ = GGUFSource(path).architecture
