@@ -47,7 +47,7 @@ class CompiledLayers:
         self._hidden, self._ffn = config.hidden_size, _weight(stack.layers[1].mlp.linear_fc2).k
         self._heads = attention.num_attention_heads_per_partition
         self._kv_heads, self._dim = attention.num_query_groups_per_partition, dim
-        self._eps = np.float32(eps)
+        self._eps = eps
         # The table has addresses alone, so what is there must be kept.
         self._kept: list[Any] = []
         rows = []
@@ -118,13 +118,12 @@ class CompiledLayers:
             keys.data_ptr(), hidden_states.data_ptr(), out.data_ptr(), stream.data_ptr(),
             other.data_ptr(), *places,
         )  # fmt: skip
-        scale = np.float32(self._dim**-0.5 if self._scale is None else self._scale)
-        scale_of_scores = np.array([scale])
+        scale = self._dim**-0.5 if self._scale is None else self._scale
+        factors = np.array([self._eps, view.norm_eps, scale], np.float32)
         with helpers_of(torch.get_num_threads()).held() as (control, least):
-            self._kernels.decode_layers(
+            self._kernels.run_layers(
                 self._kernels.loop_addresses(), control, least, CHUNK_BYTES, self._table,
-                sizes, batch, addresses, self._eps, np.float32(view.norm_eps),
-                scale_of_scores.ctypes.data,
+                sizes, batch, addresses, factors.ctypes.data,
             )  # fmt: skip
         return out[:rows], stream
 

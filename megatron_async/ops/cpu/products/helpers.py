@@ -36,9 +36,9 @@ class _Desk:
     """
 
     def __init__(self) -> None:
-        from megatron_async.ops.cpu.products import jobs
+        from megatron_async.ops.cpu.products.control import CONTROL_BYTES
 
-        self.control = np.zeros(jobs.CONTROL_BYTES // 8, np.int64)
+        self.control = np.zeros(CONTROL_BYTES // 8, np.int64)
         self.address = self.control.ctypes.data
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
