@@ -1,4 +1,4 @@
-"""`CompiledLayers`: a dense decoder's layers as one compiled call, for decode steps on a CPU.
+"""`CompiledLayers`: a dense decoder's layers as one compiled call, for steps on a CPU.
 
 Only where every product has weights that our own loops multiply (`LoopedWeight`): other products
 are calls of torch. All other steps and models run module by module.
@@ -69,12 +69,13 @@ class CompiledLayers:
         self._kernels = layer_kernels
 
     def serves(self, hidden_states: Tensor, view: StepView | None) -> bool:
-        """Whether `run` does this pass: of decode rows alone, on the backend of a CPU."""
+        """Whether `run` does this pass: one without long prefill chunks, on the backend of a
+        CPU."""
         return (
             view is not None
             and isinstance(view.backend, HostPagedAttention)
-            and view.dims.is_decode_only
-            and view.dims.decode_rows > 0
+            and view.dims.tokens > 0
+            and view.backend.is_all_rows
             and serves(hidden_states, view.rotary.cos)
         )
 
@@ -93,7 +94,7 @@ class CompiledLayers:
 
         backend = view.backend
         assert isinstance(backend, HostPagedAttention), "see serves"
-        decode, rows, hidden = backend.decode_rows(), len(hidden_states), self._hidden
+        decode, rows, hidden = backend.all_rows(), len(hidden_states), self._hidden
         keys, _ = view.kv_cache.layer(0)
         cos, sin, tiles = view.rotary.cos, view.rotary.sin, whole_tiles(rows)
         heads = self._heads * self._dim
