@@ -1,4 +1,4 @@
-"""`CompiledLayers`: a dense decoder's layers as one compiled call, for decode steps on a CPU.
+"""`CompiledLayers`: a dense decoder's layers as one compiled call, for steps on a CPU.
 
 Only where every product has weights that our own loops multiply (`LoopedWeight`): other products
 are calls of torch. All other steps and models run module by module.
@@ -47,7 +47,7 @@ class CompiledLayers:
         self._hidden, self._ffn = config.hidden_size, _weight(stack.layers[1].mlp.linear_fc2).k
         self._heads = attention.num_attention_heads_per_partition
         self._kv_heads, self._dim = attention.num_query_groups_per_partition, dim
-        self._eps = np.float32(eps)
+        self._eps = eps
         # The table has addresses alone, so what is there must be kept.
         self._kept: list[Any] = []
         rows = []
@@ -69,12 +69,13 @@ class CompiledLayers:
         self._kernels = layer_kernels
 
     def serves(self, hidden_states: Tensor, view: StepView | None) -> bool:
-        """Whether `run` does this pass: of decode rows alone, on the backend of a CPU."""
+        """Whether `run` does this pass: one without long prefill chunks, on the backend of a
+        CPU."""
         return (
             view is not None
             and isinstance(view.backend, HostPagedAttention)
-            and view.dims.is_decode_only
-            and view.dims.decode_rows > 0
+            and view.dims.tokens > 0
+            and view.backend.is_all_rows
             and serves(hidden_states, view.rotary.cos)
         )
 
@@ -93,7 +94,7 @@ class CompiledLayers:
 
         backend = view.backend
         assert isinstance(backend, HostPagedAttention), "see serves"
-        decode, rows, hidden = backend.decode_rows(), len(hidden_states), self._hidden
+        decode, rows, hidden = backend.all_rows(), len(hidden_states), self._hidden
         keys, _ = view.kv_cache.layer(0)
         cos, sin, tiles = view.rotary.cos, view.rotary.sin, whole_tiles(rows)
         heads = self._heads * self._dim
@@ -118,13 +119,12 @@ class CompiledLayers:
             keys.data_ptr(), hidden_states.data_ptr(), out.data_ptr(), stream.data_ptr(),
             other.data_ptr(), *places,
         )  # fmt: skip
-        scale = np.float32(self._dim**-0.5 if self._scale is None else self._scale)
-        scale_of_scores = np.array([scale])
+        scale = self._dim**-0.5 if self._scale is None else self._scale
+        factors = np.array([self._eps, view.norm_eps, scale], np.float32)
         with helpers_of(torch.get_num_threads()).held() as (control, least):
-            self._kernels.decode_layers(
+            self._kernels.run_layers(
                 self._kernels.loop_addresses(), control, least, CHUNK_BYTES, self._table,
-                sizes, batch, addresses, self._eps, np.float32(view.norm_eps),
-                scale_of_scores.ctypes.data,
+                sizes, batch, addresses, factors.ctypes.data,
             )  # fmt: skip
         return out[:rows], stream
 

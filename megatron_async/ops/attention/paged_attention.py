@@ -119,14 +119,19 @@ class TorchPagedAttention:
         self._prefill = []
         start = dims.decode_tokens
         for row, (query_length, kv_length) in enumerate(dims.prefill_lengths, dims.decode_rows):
-            blocks = block_tables[row].index_select(0, self._block_of[:kv_length]).to(torch.int64)
-            kv_index = blocks * self._block_size + self._offset_of[:kv_length]
-            mask = None
-            if query_length < kv_length or self._first_key:
-                queries = self._positions[kv_length - query_length : kv_length, None]
-                mask = self._sees(queries, kv_length)[None]
-            self._prefill.append(_PrefillRow(start, start + query_length, kv_index, mask))
+            self._begin_chunk(block_tables[row], start, query_length, kv_length)
             start += query_length
+
+    def _begin_chunk(self, table: Tensor, start: int, query_length: int, kv_length: int) -> None:
+        """Prepare for a prefill chunk whose first token is the step's `start`th; its block table is
+        int32 `[blocks]`."""
+        blocks = table.index_select(0, self._block_of[:kv_length]).to(torch.int64)
+        kv_index = blocks * self._block_size + self._offset_of[:kv_length]
+        mask = None
+        if query_length < kv_length or self._first_key:
+            queries = self._positions[kv_length - query_length : kv_length, None]
+            mask = self._sees(queries, kv_length)[None]
+        self._prefill.append(_PrefillRow(start, start + query_length, kv_index, mask))
 
     def _sees(self, queries: Tensor, length: int) -> Tensor:
         """Which of the first `length` keys each query sees, bool, by the position of the query."""

@@ -1,4 +1,4 @@
-"""`HostPagedAttention`: attention of decode rows on a CPU as one loop over the blocks of each."""
+"""`HostPagedAttention`: attention on a CPU as one loop over the blocks of each row or token."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ LEAST_SHARED = 2**20
 the rows: some 400 microseconds of one core. To share costs about 130, mostly until a thread is
 awake. SmolLM2-135M's step of eight rows takes 9 % less at 400 keys a row, and at 75 it would take 6
 to 10 % more (docs/records/cpu_throughput.md, 2026-11-25)."""
+
+LONGEST_CHUNK = 128
+"""Keys of a prefill chunk up to which its tokens are decode rows, of one token each. torch's
+product over all queries of a longer one takes less time than to read the keys for each."""
 
 
 def shares_of(lengths: np.ndarray, shares: int) -> list[int]:
@@ -51,11 +55,34 @@ class DecodeRows(NamedTuple):
     first_key: int
 
 
+def no_rows(block_size: int, blocks: int, first_key: int) -> DecodeRows:
+    """Decode rows of a pass that has none."""
+    tables, last = np.empty((0, blocks), np.int32), np.empty(0, np.int64)
+    return DecodeRows(tables, last, block_size, 1, first_key)
+
+
 class HostPagedAttention(TorchPagedAttention):
     """Float32 decode rows without gathering their keys and values; a row depends on no other one.
 
-    Prefill rows are torch's, as in `TorchPagedAttention`, whose arguments it takes.
+    Tokens of short prefill chunks are such rows too. Longer chunks are torch's, as in
+    `TorchPagedAttention`, whose arguments it takes.
     """
+
+    @override
+    def begin_step(
+        self,
+        dims: BatchDimensions,
+        block_tables: Tensor,
+        kv_lengths: Tensor,
+        prefill_starts: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> None:
+        blocks = block_tables.size(1)
+        self._rows = no_rows(self._block_size, blocks, self._first_key)
+        self._short: list[tuple[int, DecodeRows]] = []
+        self._shares: dict[int, list[tuple[int, int]]] = {}
+        self._places = blocks * self._block_size
+        super().begin_step(dims, block_tables, kv_lengths, prefill_starts, positions)
 
     @override
     def _begin_decode(
@@ -65,47 +92,94 @@ class HostPagedAttention(TorchPagedAttention):
         kv_lengths: Tensor,
         positions: Tensor | None,
     ) -> None:
-        self._tables = np.ascontiguousarray(block_tables.numpy())
+        tables = np.ascontiguousarray(block_tables.numpy())
         if dims.width == 1:
-            self._last = kv_lengths.numpy().astype(np.int64) - 1
+            last = kv_lengths.numpy().astype(np.int64) - 1
         else:
             assert positions is not None
-            self._last = positions[: dims.decode_tokens].numpy().astype(np.int64)
-        places = self._tables.shape[1] * self._block_size
-        if self._last.min() < 0 or self._last.max() >= places:
+            last = positions[: dims.decode_tokens].numpy().astype(np.int64)
+        self._rows = self._checked(tables, last, dims.width)
+
+    def _checked(self, tables: np.ndarray, last: np.ndarray, width: int) -> DecodeRows:
+        if last.min() < 0 or last.max() >= self._places:
             # The loops look up blocks without checks.
-            raise IndexError(f"a decode row ends outside of the {places} tokens of a block table")
-        self._shares: list[tuple[int, int]] = []
+            raise IndexError(
+                f"a decode row ends outside of the {self._places} tokens of a block table"
+            )
+        return DecodeRows(tables, last, self._block_size, width, self._first_key)
 
-    def _divide(self) -> None:
-        """Divide the rows among threads, once for a pass; compiled layers do it by themselves."""
-        rows, width = len(self._tables), self._width
-        keys = self._last[: rows * width].reshape(rows, width).sum(1) + width
-        self._num_keys = int(keys.sum())
-        self._shares = list(pairwise(shares_of(keys, torch.get_num_threads())))
+    @override
+    def _begin_chunk(self, table: Tensor, start: int, query_length: int, kv_length: int) -> None:
+        if kv_length > LONGEST_CHUNK:
+            super()._begin_chunk(table, start, query_length, kv_length)
+            return
+        tables = np.repeat(table.numpy()[None], query_length, 0)
+        last = np.arange(kv_length - query_length, kv_length)
+        self._short.append((start, self._checked(tables, last, 1)))
 
-    def decode_rows(self) -> DecodeRows:
-        """The decode rows of the pass that runs."""
-        return DecodeRows(self._tables, self._last, self._block_size, self._width, self._first_key)
+    @property
+    def is_all_rows(self) -> bool:
+        """Whether no prefill chunk of the pass that runs is torch's."""
+        return not self._prefill
+
+    def all_rows(self) -> DecodeRows:
+        """Decode rows, and tokens of short chunks, of the pass that runs."""
+        if not self._short:
+            return self._rows
+        tables, last, _, width, _ = self._rows
+        parts = [(np.repeat(tables, width, 0), last)]
+        parts += [(rows.tables, rows.last) for _, rows in self._short]
+        tables, last = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return DecodeRows(tables, last, self._block_size, 1, self._first_key)
+
+    @override
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        output = super().attend(query, key_cache, value_cache, scale)
+        for start, rows in self._short:
+            self._attend(rows, start, query, key_cache, value_cache, scale, output)
+        return output
 
     @override
     def _decode(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, out: Tensor
     ) -> None:
+        self._attend(self._rows, 0, query, key_cache, value_cache, scale, out)
+
+    def _attend(
+        self,
+        rows: DecodeRows,
+        start: int,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        out: Tensor,
+    ) -> None:
+        """Attention of these rows, whose first query token is `start`."""
         from megatron_async.ops.cpu import attention_kernels
 
+        tokens = slice(start, start + len(rows.last))
+        query, out = query[tokens], out[tokens]
         assert serves(query, key_cache, value_cache, out), "made for float32"
         arguments = (
             query.numpy(), key_cache.flatten(0, 1).numpy(), value_cache.flatten(0, 1).numpy(),
-            self._tables, self._block_size, self._last, self._width, self._first_key,
+            rows.tables, rows.block_size, rows.last, rows.width, rows.first_key,
             np.float32(scale),
         )  # fmt: skip
         target = out.numpy()
-        if not self._shares:
-            self._divide()
+        if start not in self._shares:  # once for a pass
+            self._shares[start] = _divided(rows, query[0].numel())
 
         def attend(first_row: int, end_row: int) -> None:
             attention_kernels.decode_attention(*arguments, first_row, end_row, target)
 
-        is_small = self._num_keys * query[0].numel() < LEAST_SHARED
-        run_shares(attend, [(0, len(self._tables))] if is_small else self._shares)
+        run_shares(attend, self._shares[start])
+
+
+def _divided(rows: DecodeRows, elements: int) -> list[tuple[int, int]]:
+    """Rows divided among threads, from the first of each share to its last; `elements` of a query
+    token."""
+    keys = rows.last.reshape(len(rows.tables), rows.width).sum(1) + rows.width
+    if int(keys.sum()) * elements < LEAST_SHARED:
+        return [(0, len(keys))]
+    return list(pairwise(shares_of(keys, torch.get_num_threads())))

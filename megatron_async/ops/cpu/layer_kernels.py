@@ -1,4 +1,4 @@
-"""The layers of a dense decoder with 8-bit weights, as one compiled call for a step's decode rows.
+"""The layers of a dense decoder with 8-bit weights, as one compiled call.
 
 A step of a small model is some 300 small loops. Between two of them Python and torch take as long
 as many a loop (docs/records/cpu_throughput.md, 2026-11-26): modules are called, tensors made, locks
@@ -17,15 +17,20 @@ import numpy as np
 from numba import carray, njit
 
 from megatron_async.ops.cpu.attention_kernels import attention_addresses
-from megatron_async.ops.cpu.pointers import call_at
 from megatron_async.ops.cpu.products.jobs import (
+    ACTIVATE,
+    ATTEND,
     NEVER,
-    attention,
+    NORM,
+    ROW_CHUNKS,
+    TURN,
     block_bytes,
+    multiply_rounded,
     outputs_of_block,
-    product,
+    rows_of_chunk,
+    share,
 )
-from megatron_async.ops.cpu.row_kernels import floats, longs, norm_addresses, swiglu
+from megatron_async.ops.cpu.row_kernels import floats, norm_addresses
 
 COLUMNS = (
     "attention_norm", "qkv", "qkv_scales", "qkv_bias", "q_norm", "k_norm", "cache", "proj",
@@ -65,16 +70,19 @@ normed, qkv, query, attended, both, activated: float32, room for each part of a 
 scratch: see `product`; of the product with the most inputs.
 """
 
+FACTORS = ("eps", "head_eps", "scale")
+"""float32: of the layers' norms, of those of heads, and what scores are multiplied by."""
+
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _product(
-    control: Any, least: Any, chunk_bytes: Any, scratch: Any, x: Any, rows: Any, k: Any,
-    weight: Any, scales: Any, outputs: Any, out: Any,
+def _multiply(
+    control: Any, least: Any, chunk_bytes: Any, scratch: Any, rows: Any, k: Any, weight: Any,
+    scales: Any, outputs: Any, out: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """`product`, shared in chunks of so many bytes if the weight has at least `least`."""
+    """`multiply_rounded`, in chunks of so many bytes if the weight has at least `least`."""
     blocks, of_block = outputs // outputs_of_block(scales), block_bytes(k, scales)
     size = max(chunk_bytes // of_block, 1) if blocks * of_block >= least else blocks
-    product(control, scratch, x, rows, k, weight, blocks, scales, out, size)
+    multiply_rounded(control, scratch, rows, k, weight, blocks, scales, out, size)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -89,9 +97,9 @@ def _add_bias(
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def decode_layers(
+def run_layers(
     loops: Any, control: Any, least: Any, chunk_bytes: Any, table: Any, sizes: Any, batch: Any,
-    addresses: Any, eps: Any, head_eps: Any, scale: Any,
+    addresses: Any, factors: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """All layers, without the norm after them.
 
@@ -101,71 +109,70 @@ def decode_layers(
         chunk_bytes: of the weights that a thread takes at a time.
         table: int64 `[layers, COLUMNS]`.
         sizes, batch, addresses: int64 tuples of `SIZES`, `BATCH` and `ADDRESSES`.
-        eps, head_eps: float32, of the layers' norms and of those of heads.
-        scale: address of the factor of scores, float32.
+        factors: address of float32 `FACTORS`.
     """
     norm, add_norm, rope_append, decode_attention = loops
     hidden, ffn, heads, kv_heads, dim, rotated, rope_positions = sizes
     rows, sequences, blocks, block_size, width, first_key, places, layer_floats = batch
     (
-        cos_at, sin_at, positions_at, write_index_at, tables, last, keys_at, x, out, stream,
-        other, normed, qkv, query_at, attended, both, activated, scratch,
+        cos, sin, positions, write_index, tables, last, keys_at, x, out, stream, other, normed,
+        qkv, query, attended, both, activated, scratch,
     ) = addresses  # fmt: skip
-    group, attention_size = heads // kv_heads, 1 if least < NEVER else sequences
-    cos = carray(floats(cos_at), (rope_positions, rotated))
-    sin = carray(floats(sin_at), (rope_positions, rotated))
-    positions = carray(longs(positions_at), (rows,))
-    write_index = carray(longs(write_index_at), (rows,))
-    by_head = carray(floats(qkv), (rows, kv_heads, group + 2, dim))
-    query = carray(floats(query_at), (rows, heads, dim))
+    eps, head_eps, scale = factors, factors + 4, factors + 8
+    group, qkv_width = heads // kv_heads, (heads + 2 * kv_heads) * dim
+    is_shared = least < NEVER
+    some_rows = rows_of_chunk(rows, is_shared)
+    some_sequences = (sequences + ROW_CHUNKS - 1) // ROW_CHUNKS if is_shared else sequences
     residual = x
     for layer in range(len(table)):
         one = table[layer]
+        scales, weight = one[QKV_SCALES], one[ATTENTION_NORM]
         if layer == 0:
-            call_at(norm, (x, one[ATTENTION_NORM], rows, hidden, eps, normed))
+            arguments = (x, hidden, scales, scratch, 0, weight, eps, 0, normed, norm)
         else:
-            weight = one[ATTENTION_NORM]
-            call_at(add_norm, (out, residual, weight, rows, hidden, eps, normed, other))
+            arguments = (
+                out, hidden, scales, scratch, residual, weight, eps, other, normed, add_norm,
+            )  # fmt: skip
             residual = other
-        _product(
-            control, least, chunk_bytes, scratch, normed, rows, hidden, one[QKV],
-            one[QKV_SCALES], (heads + 2 * kv_heads) * dim, qkv,
+        share(control, NORM, rows, some_rows, arguments)
+        _multiply(
+            control, least, chunk_bytes, scratch, rows, hidden, one[QKV], scales, qkv_width, qkv,
         )  # fmt: skip
         if one[QKV_BIAS] != 0:
-            _add_bias(qkv, one[QKV_BIAS], rows, (heads + 2 * kv_heads) * dim)
-        layer_keys = keys_at + 4 * layer_floats * one[CACHE]
-        layer_values = layer_keys + 4 * places * kv_heads * dim
-        keys = carray(floats(layer_keys), (places, kv_heads, dim))
-        values = carray(floats(layer_values), (places, kv_heads, dim))
+            _add_bias(qkv, one[QKV_BIAS], rows, qkv_width)
+        keys = keys_at + 4 * layer_floats * one[CACHE]
+        values = keys + 4 * places * kv_heads * dim
         has_norm = one[Q_NORM] != 0
         # Where heads have no norms, these factors are not read.
-        q_norm = carray(floats(one[Q_NORM] if has_norm else one[ATTENTION_NORM]), (dim,))
-        k_norm = carray(floats(one[K_NORM] if has_norm else one[ATTENTION_NORM]), (dim,))
+        q_norm = one[Q_NORM] if has_norm else one[ATTENTION_NORM]
+        k_norm = one[K_NORM] if has_norm else one[ATTENTION_NORM]
+        turn = (
+            qkv, cos, sin, positions, write_index, keys, values, q_norm, k_norm, int(has_norm),
+            head_eps, group, query, kv_heads, dim, rotated, rope_positions, places, rope_append,
+        )  # fmt: skip
+        share(control, TURN, rows, some_rows, turn)
+        scales = one[PROJ_SCALES]
+        attend = (
+            query, keys, values, attended, heads, kv_heads, dim, places, tables, blocks,
+            block_size, last, width, first_key, scale, decode_attention, scales, scratch,
+        )  # fmt: skip
+        share(control, ATTEND, sequences, some_sequences, attend)
+        _multiply(
+            control, least, chunk_bytes, scratch, rows, heads * dim, one[PROJ], scales, hidden, out,
+        )  # fmt: skip
+        scales, weight = one[FC1_SCALES], one[MLP_NORM]
         arguments = (
-            by_head, cos, sin, positions, write_index, keys, values, q_norm, k_norm, has_norm,
-            head_eps, group, 0, query,
+            out, hidden, scales, scratch, residual, weight, eps, stream, normed, add_norm,
         )  # fmt: skip
-        call_at(rope_append, arguments)
-        attention(
-            control, decode_attention, query_at, layer_keys, layer_values, attended, heads,
-            kv_heads, dim, places, tables, sequences, blocks, block_size, last, width,
-            first_key, scale, attention_size,
-        )  # fmt: skip
-        _product(
-            control, least, chunk_bytes, scratch, attended, rows, heads * dim, one[PROJ],
-            one[PROJ_SCALES], hidden, out,
-        )  # fmt: skip
-        weight = one[MLP_NORM]
-        call_at(add_norm, (out, residual, weight, rows, hidden, eps, normed, stream))
+        share(control, NORM, rows, some_rows, arguments)
         residual = stream
-        _product(
-            control, least, chunk_bytes, scratch, normed, rows, hidden, one[FC1],
-            one[FC1_SCALES], 2 * ffn, both,
+        _multiply(
+            control, least, chunk_bytes, scratch, rows, hidden, one[FC1], scales, 2 * ffn, both,
         )  # fmt: skip
-        swiglu(both, rows, ffn, activated)
-        _product(
-            control, least, chunk_bytes, scratch, activated, rows, ffn, one[FC2],
-            one[FC2_SCALES], hidden, out,
+        scales = one[FC2_SCALES]
+        share(control, ACTIVATE, rows, some_rows, (both, ffn, scales, scratch, activated))
+        _multiply(
+            control, least, chunk_bytes, scratch, rows, ffn, one[FC2], scales, hidden, out,
         )  # fmt: skip
 
 
@@ -176,7 +183,7 @@ def loop_addresses() -> tuple[int, int, int, int]:
 
 
 def compile_loops() -> None:
-    """Compile `decode_layers`, so that no first step does: with no layers it reads nothing."""
-    table, eps = np.zeros((0, len(COLUMNS)), np.int64), np.float32(0)
+    """Compile `run_layers`, so that no first step does: with no layers it reads nothing."""
+    table = np.zeros((0, len(COLUMNS)), np.int64)
     sizes, batch, addresses = ((1,) * len(names) for names in (SIZES, BATCH, ADDRESSES))
-    decode_layers(loop_addresses(), 0, 0, 0, table, sizes, batch, addresses, eps, eps, 0)
+    run_layers(loop_addresses(), 0, 0, 0, table, sizes, batch, addresses, 0)

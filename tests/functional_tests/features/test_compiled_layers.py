@@ -1,4 +1,5 @@
-"""Layers of a decoder as one compiled call: the bits of the modules, in all decode steps."""
+"""Layers of a decoder as one compiled call: the bits of the modules, in all steps without long
+prefill chunks."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from megatron_async.models import compiled_layers
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.compiled_layers import CompiledLayers
 from megatron_async.models.hybrid_stack import PagedHybridStack
-from megatron_async.ops.cpu import compiler
+from megatron_async.ops.cpu import compiler, host_attention
 from megatron_async.ops.linear import eight_bit
 from megatron_async.ops.linear.grouped_weight import GroupedWeight
 
@@ -123,6 +124,26 @@ def _check_bits_of_the_modules(folder: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert min(len(set(tokens)) for tokens, _ in found) > 5, "dull answers show nothing"
 
 
+def test_long_chunks_stay_modules(
+    tmp_path: Any, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps whose chunks all end within 33 keys are compiled, others not."""
+    monkeypatch.setattr(host_attention, "LONGEST_CHUNK", 33)
+    seen, serves = set(), CompiledLayers.serves
+
+    def noted(layers: CompiledLayers, hidden_states: Any, view: Any) -> bool:
+        served, lengths = serves(layers, hidden_states, view), view.dims.prefill_lengths
+        seen.add((served, bool(lengths), any(kv > 33 for _, kv in lengths)))
+        return served
+
+    monkeypatch.setattr(CompiledLayers, "serves", noted)
+    folder = store(TINY, tmp_path)
+    found, _ = answers(folder, max_tokens=16)
+    assert seen == {(True, False, False), (True, True, False), (False, True, True)}
+    modules(monkeypatch)
+    assert (found, 0) == answers(folder, max_tokens=16)
+
+
 def test_loops_that_reorder_sums_are_compiled_once(tmp_path: Any) -> None:
     """By whomever they are called: modules, compiled layers and their helpers."""
     from megatron_async.ops.cpu import attention_kernels, row_kernels
@@ -165,7 +186,7 @@ def test_outputs_that_fill_no_block_stay_modules(tmp_path: Any) -> None:
 
 
 BUGS = {
-    "another layer's cache": "grouped heads",
+    "one cache for all layers": "grouped heads",
     "no bias": "a bias",
     "no norms": "norms of heads",
 }
@@ -183,8 +204,8 @@ def test_bugs_are_seen(
     def make_wrong(layers: CompiledLayers, stack: PagedHybridStack) -> None:
         make(layers, stack)
         table = layers._table
-        if bug == "another layer's cache":
-            table[:, kernels.CACHE] = table[::-1, kernels.CACHE].copy()
+        if bug == "one cache for all layers":
+            table[:, kernels.CACHE] = 0
         elif bug == "no bias":
             table[:, kernels.QKV_BIAS] = 0
         else:

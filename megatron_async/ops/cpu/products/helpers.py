@@ -17,8 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PATIENCE = 20_000
-"""Turns of a helper without work before it sleeps, 31 nanoseconds each on a Zen 3 EPYC: 0.6 ms."""
+PATIENCE = 400_000
+"""Turns of a helper without work before it sleeps: some 12 to 20 ms, 31 nanoseconds each on a Zen 3
+EPYC and 40 to 50 on a Xeon. From a step's last product to the next step's first one it is 1 to 3
+ms; with 20,000 turns the helper was asleep at half of the steps and more, and a run of eight rows
+took 12 to 25 % longer (docs/records/cpu_throughput.md, 2026-11-27)."""
 CHUNK_BYTES = 2**16
 """Of the weights that a thread takes at a time."""
 LEAST_SHARED = 2**17
@@ -36,9 +39,9 @@ class _Desk:
     """
 
     def __init__(self) -> None:
-        from megatron_async.ops.cpu.products import jobs
+        from megatron_async.ops.cpu.products.control import CONTROL_BYTES
 
-        self.control = np.zeros(jobs.CONTROL_BYTES // 8, np.int64)
+        self.control = np.zeros(CONTROL_BYTES // 8, np.int64)
         self.address = self.control.ctypes.data
         self._scratch = torch.empty(0, dtype=torch.uint8)
 

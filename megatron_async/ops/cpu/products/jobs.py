@@ -1,9 +1,9 @@
 """Work that threads share: who takes part takes the next chunk, until there is none.
 
 One thread has a job at a time, and shares it; the others are in `serve`. What they tell each other
-is in `control`, memory of all of them. A job is a product (`integer_products.py`,
-`group_products.py`), cut by outputs, or the attention of decode rows (`attention_kernels.py`), cut
-by sequences.
+is in `control.py`'s memory of all of them. A job is a product (`integer_products.py`,
+`group_products.py`), cut by outputs, or what stands between two products (`row_jobs.py`), cut by
+rows.
 
 All addresses are of memory that the caller keeps. An array made in such a function would be freed
 before the threads have read it: Numba does not know of reads by address. Imported only where loops
@@ -14,29 +14,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import carray, njit
+from numba import njit
 from numba.extending import register_jitable
 
-from megatron_async.ops.cpu.pointers import call_at
-from megatron_async.ops.cpu.products import atomics
+from megatron_async.ops.cpu.products import atomics, row_jobs
+from megatron_async.ops.cpu.products.control import (
+    ARGUMENT,
+    AWAKE,
+    FINISHED,
+    HELD,
+    KIND,
+    LENGTH,
+    SIZE,
+    TICKET,
+    argument,
+)
 from megatron_async.ops.cpu.products.group_products import GROUP_BYTES, LANES, multiply_groups
-from megatron_async.ops.cpu.products.group_rows import round_groups
 from megatron_async.ops.cpu.products.group_tile import GROUP
-from megatron_async.ops.cpu.products.integer_products import multiply, round_rows, whole_tiles
+from megatron_async.ops.cpu.products.integer_products import multiply
 from megatron_async.ops.cpu.products.integer_tile import OUTPUTS, STEP
-from megatron_async.ops.cpu.row_kernels import floats, integers, longs, words
+from megatron_async.ops.cpu.products.row_jobs import factors_at
 
-TICKET, FINISHED, AWAKE, HELD, JOB = range(0, 5 * 64, 64)
-"""Bytes from the start of `control`, 64 apart so that no two share a cache line: the ticket; chunks
-that are done; helpers that wait for a job; whether jobs follow each other in one call, so that
-helpers do not lose patience; and the job's numbers."""
-KIND, LENGTH, SIZE, *_rest = (JOB + 8 * number for number in range(3 + 16))
-"""The job's numbers: its kind, its length, and what a chunk has of that."""
-ARGUMENT = tuple(_rest)
-"""The numbers of its kind."""
-PRODUCT, ATTENTION, GROUPED = 0, 1, 2
+PRODUCT, GROUPED, ROUND, NORM, ACTIVATE, TURN, ATTEND = range(7)
 """Kinds of jobs."""
-CONTROL_BYTES = ARGUMENT[-1] + 8
+LEAST_ROWS = 4
+"""Rows from which on threads share them."""
+ROW_CHUNKS = 32
+"""Most chunks of rows. One has two rows or more, a microsecond or two."""
 FIELD = 20
 """Bits of a ticket's two lower numbers: chunks of the job, and the next one to be taken. Above them
 jobs are counted, so that no ticket comes twice."""
@@ -58,47 +62,37 @@ def block_bytes(k: Any, scales: Any) -> Any:
     return OUTPUTS * k if scales != 0 else k // GROUP * GROUP_BYTES
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _attend(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
-    """Sequences first to last of the attention in `control`."""
-    heads, kv_heads = _read(control + ARGUMENT[4]), _read(control + ARGUMENT[5])
-    dim, places = _read(control + ARGUMENT[6]), _read(control + ARGUMENT[7])
-    tables_at, blocks = _read(control + ARGUMENT[8]), _read(control + ARGUMENT[9])
-    block_size, last_at = _read(control + ARGUMENT[10]), _read(control + ARGUMENT[11])
-    width, first_key = _read(control + ARGUMENT[12]), _read(control + ARGUMENT[13])
-    sequences = _read(control + LENGTH)
-    rows, cached = (sequences * width, heads, dim), (places, kv_heads, dim)
-    query = carray(floats(_read(control + ARGUMENT[0])), rows)
-    keys = carray(floats(_read(control + ARGUMENT[1])), cached)
-    values = carray(floats(_read(control + ARGUMENT[2])), cached)
-    out = carray(floats(_read(control + ARGUMENT[3])), rows)
-    tables = carray(words(tables_at), (sequences, blocks))
-    last_keys = carray(longs(last_at), (sequences * width,))
-    scale = carray(floats(_read(control + ARGUMENT[14])), (1,))[0]
-    arguments = (
-        query, keys, values, tables, block_size, last_keys, width, first_key, scale, first, last,
-        out,
-    )  # fmt: skip
-    call_at(_read(control + ARGUMENT[15]), arguments)
+@register_jitable
+def rows_of_chunk(rows: Any, is_shared: Any) -> Any:
+    """Rows that a thread takes at a time; all of them: no thread takes part."""
+    if not is_shared or rows < LEAST_ROWS:
+        return rows
+    return max((rows + ROW_CHUNKS - 1) // ROW_CHUNKS, 2)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _compute(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
     """From first to last of the job in `control`."""
-    if _read(control + KIND) == ATTENTION:
-        _attend(control, first, last)
-        return
-    if _read(control + KIND) == GROUPED:
-        rows, k = _read(control + ARGUMENT[1]), _read(control + ARGUMENT[2])
-        weight, blocks = _read(control + ARGUMENT[3]), _read(control + LENGTH)
-        x, out = _read(control + ARGUMENT[0]), _read(control + ARGUMENT[4])
+    kind = _read(control + KIND)
+    if kind == GROUPED:
+        x, rows, k = argument(control, 0), argument(control, 1), argument(control, 2)
+        weight, blocks, out = argument(control, 3), _read(control + LENGTH), argument(control, 4)
         multiply_groups(x, rows, k, weight, blocks, out, first, last)
-        return
-    x, factors = _read(control + ARGUMENT[0]), _read(control + ARGUMENT[1])
-    rows, steps = _read(control + ARGUMENT[2]), _read(control + ARGUMENT[3])
-    weight, scales = _read(control + ARGUMENT[4]), _read(control + ARGUMENT[5])
-    blocks, out = _read(control + LENGTH), _read(control + ARGUMENT[6])
-    multiply(x, factors, rows, steps, weight, scales, blocks, out, first, last)
+    elif kind == PRODUCT:
+        x, factors, rows = argument(control, 0), argument(control, 1), argument(control, 2)
+        steps, weight, scales = argument(control, 3), argument(control, 4), argument(control, 5)
+        blocks, out = _read(control + LENGTH), argument(control, 6)
+        multiply(x, factors, rows, steps, weight, scales, blocks, out, first, last)
+    elif kind == ROUND:
+        row_jobs.rounding(control, first, last)
+    elif kind == NORM:
+        row_jobs.normalising(control, first, last)
+    elif kind == ACTIVATE:
+        row_jobs.activating(control, first, last)
+    elif kind == TURN:
+        row_jobs.turning(control, first, last)
+    else:
+        row_jobs.attending(control, first, last)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -121,23 +115,49 @@ def _take_chunk(control: Any) -> bool:  # pragma: no cover - compiled
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _share(
+def share(
     control: Any, kind: Any, length: Any, size: Any, arguments: Any
 ) -> None:  # pragma: no cover - compiled
-    """Do a job, with the threads that are in `serve`."""
-    atomics.write(control + KIND, kind)
-    atomics.write(control + LENGTH, length)
-    atomics.write(control + SIZE, size)
+    """Do a job, with the threads that are in `serve` if it has more than one chunk.
+
+    Args:
+        control: of `CONTROL_BYTES` that are this call's and the helpers'.
+        kind: of the job.
+        length: of what is cut.
+        size: of a chunk.
+        arguments: the numbers of this kind, a tuple: see `row_jobs.py`, and `multiply_rounded`.
+    """
+    atomics.put(control + KIND, kind)
+    atomics.put(control + LENGTH, length)
+    atomics.put(control + SIZE, size)
     for number in range(len(arguments)):
-        atomics.write(control + ARGUMENT[number], arguments[number])
+        atomics.put(control + ARGUMENT[number], arguments[number])
+    if size >= length:
+        # No ticket: nobody but this thread reads the numbers.
+        _compute(control, 0, length)
+        return
     chunks = (length + size - 1) // size
-    atomics.write(control + FINISHED, 0)
+    atomics.put(control + FINISHED, 0)
     job = (_read(control + TICKET) >> (2 * FIELD)) + 1 & JOBS
     atomics.write(control + TICKET, (job << (2 * FIELD)) | (chunks << FIELD))
     while _take_chunk(control):
         pass
     while _read(control + FINISHED) < chunks:
         atomics.pause()
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def multiply_rounded(
+    control: Any, scratch: Any, rows: Any, k: Any, weight: Any, blocks: Any, scales: Any, out: Any,
+    size: Any,
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """`product` of rows that `row_jobs.round_some` has rounded into scratch."""
+    if scales == 0:
+        share(control, GROUPED, blocks, size, (scratch, rows, k, weight, out))
+        return
+    factors, steps = factors_at(scratch, rows, k), (k + STEP - 1) // STEP
+    arguments = (scratch, factors, rows, steps, weight, scales, out)
+    share(control, PRODUCT, blocks, size, arguments)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -159,49 +179,8 @@ def product(
         out: of float32 `[whole_tiles(rows), outputs]`; written.
         size: blocks of a chunk; all of them: no thread takes part.
     """
-    if scales == 0:
-        round_groups(x, rows, k, scratch)
-        _share(control, GROUPED, blocks, size, (scratch, rows, k, weight, out))
-        return
-    tiles, steps = whole_tiles(rows), (k + STEP - 1) // STEP
-    factors = scratch + 2 * STEP * tiles * steps
-    round_rows(
-        x,
-        rows,
-        k,
-        carray(integers(scratch), (tiles, steps * STEP)),
-        carray(floats(factors), (tiles,)),
-    )
-    arguments = (scratch, factors, rows, steps, weight, scales, out)
-    _share(control, PRODUCT, blocks, size, arguments)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def attention(
-    control: Any, loop: Any, query: Any, keys: Any, values: Any, out: Any, heads: Any,
-    kv_heads: Any, dim: Any, places: Any, tables: Any, sequences: Any, blocks: Any,
-    block_size: Any, last: Any, width: Any, first_key: Any, scale: Any, size: Any,
-) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """`decode_attention` of all sequences.
-
-    Args:
-        control: of `CONTROL_BYTES` that are this call's and the helpers'.
-        loop: of `decode_attention`.
-        query, out: of float32 `[sequences * width, heads, dim]`; out is written.
-        keys, values: of float32 `[places, kv heads, dim]`.
-        heads, kv_heads, dim, places, sequences, blocks: sizes.
-        tables: of int32 `[sequences, blocks]`.
-        block_size: tokens of a block.
-        last: of int64 `[sequences * width]`.
-        width, first_key: see `decode_attention`.
-        scale: of a float32.
-        size: sequences of a chunk; all of them: no thread takes part.
-    """
-    arguments = (
-        query, keys, values, out, heads, kv_heads, dim, places, tables, blocks, block_size, last,
-        width, first_key, scale, loop,
-    )  # fmt: skip
-    _share(control, ATTENTION, sequences, size, arguments)
+    share(control, ROUND, rows, rows_of_chunk(rows, size < blocks), (x, k, scales, scratch))
+    multiply_rounded(control, scratch, rows, k, weight, blocks, scales, out, size)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

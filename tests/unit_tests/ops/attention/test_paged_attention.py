@@ -121,15 +121,23 @@ CASES = [
 
 @pytest.mark.parametrize(("block_size", "decode", "prefill", "kv_heads", "group", "dim"), CASES)
 @pytest.mark.parametrize(
-    ("kind", "threads"),
-    [(TorchPagedAttention, 1), (HostPagedAttention, 1), (HostPagedAttention, 3)],
+    ("kind", "threads", "longest"),
+    [
+        (TorchPagedAttention, 1, 0),
+        (HostPagedAttention, 1, 0),
+        (HostPagedAttention, 3, 20),
+        (HostPagedAttention, 1, 33),
+        (HostPagedAttention, 3, 128),
+    ],
 )
 def test_torch_backend(
-    kind, threads, block_size, decode, prefill, kv_heads, group, dim, monkeypatch
+    kind, threads, longest, block_size, decode, prefill, kv_heads, group, dim, monkeypatch
 ):
+    """Prefill chunks of up to `longest` keys are the loop's, longer ones torch's."""
     if kind is HostPagedAttention and not compiles():
         pytest.skip("Numba is not here, or switched off")
     monkeypatch.setattr(host_attention, "LEAST_SHARED", 0)
+    monkeypatch.setattr(host_attention, "LONGEST_CHUNK", longest)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
 
     def backend(size, blocks):

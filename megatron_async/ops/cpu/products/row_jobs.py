@@ -1,0 +1,138 @@
+"""The parts of a job that are cut by rows: what stands between the products of a layer.
+
+Each rounds the rows that it has made for the product behind it, as long as they are in its cache.
+Where one thread did this alone, the others waited for a tenth of a step of eight rows.
+
+A function has its rows from first to last, and finds the rest in `control`, in the order in which
+`jobs.py` puts it there. Imported only where loops are compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import carray, njit
+from numba.extending import register_jitable
+
+from megatron_async.ops.cpu.pointers import call_at
+from megatron_async.ops.cpu.products.atomics import read
+from megatron_async.ops.cpu.products.control import LENGTH, argument
+from megatron_async.ops.cpu.products.group_rows import round_groups, row_bytes
+from megatron_async.ops.cpu.products.integer_products import round_rows, whole_tiles
+from megatron_async.ops.cpu.products.integer_tile import STEP
+from megatron_async.ops.cpu.row_kernels import floats, integers, longs, swiglu, words
+
+
+@register_jitable
+def factors_at(scratch: Any, rows: Any, k: Any) -> Any:
+    """Where in scratch the factors of `round_rows` are."""
+    return scratch + 2 * STEP * whole_tiles(rows) * ((k + STEP - 1) // STEP)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def round_some(
+    x: Any, rows: Any, k: Any, scales: Any, scratch: Any, first: Any, last: Any
+) -> None:  # pragma: no cover - compiled
+    """Rows of x, float32 `[rows, k]`, into scratch, as the product by a weight reads them; scales:
+    the weight's address of scales, 0 for a `GroupedWeight`."""
+    source, count = x + 4 * first * k, last - first
+    if scales == 0:
+        round_groups(source, count, k, scratch + first * row_bytes(k))
+        return
+    width = (k + STEP - 1) // STEP * STEP
+    # Whoever has the last row has those that fill its tile.
+    room = count if last < rows else whole_tiles(rows) - first
+    round_rows(
+        source,
+        count,
+        k,
+        carray(integers(scratch + 2 * width * first), (room, width)),
+        carray(floats(factors_at(scratch, rows, k) + 4 * first), (room,)),
+    )
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def rounding(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
+    """`(x, k, scales, scratch)`: see `round_some`."""
+    x, k, scales = argument(control, 0), argument(control, 1), argument(control, 2)
+    round_some(x, read(control + LENGTH), k, scales, argument(control, 3), first, last)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def normalising(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
+    """`(x, k, scales, scratch, residual, weight, eps, total, out, loop)`: `norm` of x, or
+    `add_norm` where the address of a residual is not 0; then its rounding. eps is the address of a
+    float32, and loop that of the norm."""
+    x, k, residual = argument(control, 0), argument(control, 1), argument(control, 4)
+    weight, eps = argument(control, 5), carray(floats(argument(control, 6)), (1,))[0]
+    total, out, loop = argument(control, 7), argument(control, 8), argument(control, 9)
+    begin, count = 4 * first * k, last - first
+    if residual == 0:
+        call_at(loop, (x + begin, weight, count, k, eps, out + begin))
+    else:
+        arguments = (
+            x + begin, residual + begin, weight, count, k, eps, out + begin, total + begin,
+        )  # fmt: skip
+        call_at(loop, arguments)
+    scales, scratch = argument(control, 2), argument(control, 3)
+    round_some(out, read(control + LENGTH), k, scales, scratch, first, last)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def activating(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
+    """`(x, k, scales, scratch, out)`: `swiglu` of x, `[rows, 2, k]`, and its rounding."""
+    x, k, out = argument(control, 0), argument(control, 1), argument(control, 4)
+    swiglu(x + 8 * first * k, last - first, k, out + 4 * first * k)
+    scales, scratch = argument(control, 2), argument(control, 3)
+    round_some(out, read(control + LENGTH), k, scales, scratch, first, last)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def turning(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
+    """`(qkv, cos, sin, positions, write_index, keys, values, q_norm, k_norm, has_norm, eps, group,
+    query, kv_heads, dim, rotated, rope_positions, places, loop)`: `rope_append`; eps is the address
+    of a float32."""
+    group, kv_heads, dim = argument(control, 11), argument(control, 13), argument(control, 14)
+    count, heads = last - first, group * kv_heads
+    table = (argument(control, 16), argument(control, 15))
+    cached = (argument(control, 17), kv_heads, dim)
+    qkv = argument(control, 0) + 4 * first * (heads + 2 * kv_heads) * dim
+    eps = carray(floats(argument(control, 10)), (1,))[0]
+    arguments = (
+        carray(floats(qkv), (count, kv_heads, group + 2, dim)),
+        carray(floats(argument(control, 1)), table), carray(floats(argument(control, 2)), table),
+        carray(longs(argument(control, 3) + 8 * first), (count,)),
+        carray(longs(argument(control, 4) + 8 * first), (count,)),
+        carray(floats(argument(control, 5)), cached), carray(floats(argument(control, 6)), cached),
+        carray(floats(argument(control, 7)), (dim,)), carray(floats(argument(control, 8)), (dim,)),
+        argument(control, 9) != 0, eps, group, 0,
+        carray(floats(argument(control, 12) + 4 * first * heads * dim), (count, heads, dim)),
+    )  # fmt: skip
+    call_at(argument(control, 18), arguments)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def attending(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
+    """`(query, keys, values, out, heads, kv_heads, dim, places, tables, blocks, block_size, last,
+    width, first_key, scale, loop, scales, scratch)`: `decode_attention` of sequences first to last,
+    and the rounding of their rows; scale is the address of a float32."""
+    heads, kv_heads, dim = argument(control, 4), argument(control, 5), argument(control, 6)
+    sequences, width = read(control + LENGTH), argument(control, 12)
+    rows, cached = (sequences * width, heads, dim), (argument(control, 7), kv_heads, dim)
+    query = carray(floats(argument(control, 0)), rows)
+    keys = carray(floats(argument(control, 1)), cached)
+    values = carray(floats(argument(control, 2)), cached)
+    out = carray(floats(argument(control, 3)), rows)
+    tables = carray(words(argument(control, 8)), (sequences, argument(control, 9)))
+    last_keys = carray(longs(argument(control, 11)), (sequences * width,))
+    scale = carray(floats(argument(control, 14)), (1,))[0]
+    arguments = (
+        query, keys, values, tables, argument(control, 10), last_keys, width,
+        argument(control, 13), scale, first, last, out,
+    )  # fmt: skip
+    call_at(argument(control, 15), arguments)
+    scales, scratch = argument(control, 16), argument(control, 17)
+    round_some(
+        argument(control, 3), sequences * width, heads * dim, scales, scratch, first * width,
+        last * width,
+    )  # fmt: skip
