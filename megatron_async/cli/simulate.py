@@ -47,6 +47,13 @@ default, help."""
 ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
     ("max_requests", int, None, "requests served at once (default: 256, or --max-tokens)"),
     ("max_tokens", int, 2048, "token budget of one step"),
+    (
+        "mixed_step_tokens",
+        int,
+        None,
+        "tokens of a step with running requests, while few prompt\n"
+        "tokens wait (default: of the machine's longest short step)",
+    ),
     ("block_size_tokens", int, 64, "tokens in a KV block"),
     ("num_kv_blocks", int, None, "KV blocks (default: enough for all requests at their longest)"),
     ("paused_buffer_size_gb", float, None, "most KV memory of paused requests, GiB"),
@@ -90,6 +97,7 @@ def add_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any)
   megatron-async simulate --machine h200:llama-3.1-8b --rate 16 48 --lookahead 0 1 2
   megatron-async simulate --machine h200:llama-3.1-8b --rate 48 --lookahead 1 --target-tpot-ms 8 12
   megatron-async simulate --machine h200:llama-3.1-8b --rate 48 --lookahead 1 --no-late-launch
+  megatron-async simulate --machine h200:llama-3.1-8b --rate 48 --mixed-step-tokens 2048
   megatron-async simulate --machine h200:llama-3.1-8b --rate 100 --num-kv-blocks 500
   megatron-async simulate --machine h200:llama-3.1-8b --rate 8 --forced-acceptance 0.8,0.6
   megatron-async simulate --machine run.rec --rate 4""",

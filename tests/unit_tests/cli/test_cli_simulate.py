@@ -102,6 +102,7 @@ def test_a_simulation_within_the_recording_is_no_guess(tmp_path, capsys):
         (["--machine", "h100"], "--machine h100 is neither a file nor one of h200:"),
         (["--rate", "0"], "--rate 0 must be above 0"),
         (["--lookahead", "-1"], "lookahead=-1"),
+        (["--mixed-step-tokens", "0"], "mixed_step_tokens=0"),
         (["--num-kv-blocks", "2"], "needs"),
         (["--prompt-mean", "9999"], "a mean length of 9999"),
     ],
@@ -113,8 +114,8 @@ def test_bad_options_of_simulate(options, message, capsys):
 @pytest.mark.parametrize(
     ("machine", "options", "ttft_ms", "tpot_ms", "tolerance"),
     [
-        ("llama-3.1-8b", ["--rate", 48, "--max-tokens", 384], 14.3, 5.67, 0.06),
-        ("llama-3.1-8b", ["--rate", 48, "--max-tokens", 256], 17.6, 5.57, 0.06),
+        ("llama-3.1-8b", ["--rate", 48, "--mixed-step-tokens", 384], 14.3, 5.67, 0.06),
+        ("llama-3.1-8b", ["--rate", 48, "--mixed-step-tokens", 256], 16.8, 5.46, 0.06),
         # Mixed steps of so small a model take longer than its decode steps of as many tokens.
         ("smollm2-135m", ["--rate", 200], 1.9, 0.55, 0.3),
     ],
@@ -122,8 +123,8 @@ def test_bad_options_of_simulate(options, message, capsys):
 def test_predictions_stay_near_the_measurements(
     machine, options, ttft_ms, tpot_ms, tolerance, tmp_path
 ):
-    """docs/records/whole_steps.md, "Late launches on GPUs"; a change of the scheduler moves both or
-    is a surprise."""
+    """docs/records/whole_steps.md, "Late launches on GPUs", "Decode rows beside prompts". A change
+    of the scheduler moves both or is a surprise."""
     path = tmp_path / "figures.json"
     options = ["--machine", f"h200:{machine}", *options, "--lookahead", 1, "--no-progress"]
     options += ["--num-requests", 512, "--json", path]
