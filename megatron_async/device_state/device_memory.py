@@ -288,9 +288,11 @@ def _make_attention(
                 "out."
             )
         size = config.block_size_tokens
-        is_loop = compiles() and model.params_dtype == torch.float32
-        kind = HostPagedAttention if is_loop else TorchPagedAttention
-        return kind(size, max_blocks, device.torch_device, first_key)
+        if not compiles() or model.params_dtype != torch.float32:
+            return TorchPagedAttention(size, max_blocks, device.torch_device, first_key)
+        # Layers are compiled where their weights have 8 bits or less.
+        takes_chunks = config.quantization is not None
+        return HostPagedAttention(size, max_blocks, device.torch_device, first_key, takes_chunks)
     # Megatron's imports take seconds, and simulations do without them.
     from megatron_async.models import parallel_state
 

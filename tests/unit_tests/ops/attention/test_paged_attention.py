@@ -141,7 +141,9 @@ def test_torch_backend(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
 
     def backend(size, blocks):
-        return kind(size, blocks, torch.device("cpu"))
+        if kind is TorchPagedAttention:
+            return TorchPagedAttention(size, blocks, torch.device("cpu"))
+        return HostPagedAttention(size, blocks, torch.device("cpu"), takes_chunks=longest > 0)
 
     for width in (1, 2, 5):
         check(backend, "cpu", block_size, decode, prefill, kv_heads, group, dim, 1e-5, width)
