@@ -3,8 +3,8 @@
 A small kernel of a captured step costs about a microsecond before its first instruction. On Hopper
 and later a kernel may be launched early and wait itself for the one before it (CUDA Programming
 Guide, "Programmatic Dependent Launch and Synchronization"). Every program of every kernel waits,
-and none writes before its wait. So when a kernel has completed, all earlier kernels have. Therefore
-a kernel may let its successor start before its own wait.
+and none writes before its wait, but for one kernel (below). So when a kernel has completed, all
+earlier kernels have. Therefore a kernel may let its successor start before its own wait.
 
 Code before a kernel's wait may read weights, and what is written before a step's first layer: rows,
 positions, schedules, states of earlier steps. The embedding's kernel lets its successor start only

@@ -53,7 +53,7 @@ from megatron_async.ops.linear.warpgroup_kernel import IN_SHARED_MEMORY
 STRIPS_IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 """`IN_SHARED_MEMORY` of several strips, one behind the other."""
 HALVES_OF_STRIPS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-"""The same of strips that each have lines of the gate and behind them those of up."""
+"""`IN_SHARED_MEMORY` of several strips, of which each has lines of the gate, then those of up."""
 MOST_PIECES = 3
 """Powers of two that a tile's outputs may be the sum of: each has a descriptor of its own."""
 
@@ -324,7 +324,7 @@ def streamed_product(
         gated=gated,
         squared=activation == "squared_relu",
         has_bias=bias is not None,
-        num_warps=max(4, plan.block_m // 16),
+        num_warps=_warps(plan.block_m),
         **launch_options(x),
     )
     return out

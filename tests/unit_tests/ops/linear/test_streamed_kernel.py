@@ -66,7 +66,7 @@ CHOSEN = {
         (4096, 14336, "", StreamedPlan((128,), 4, 1, 7, 128, 128)),
     ],
 }
-"""Those that the rule chooses, by the fewest and most rows."""
+"""Layouts that the rule chooses, by the fewest and most rows."""
 LLAMA += [layout for layouts in CHOSEN.values() for layout in layouts]
 SPLIT_CASES = [(256, 2, 1, 4, 32), (1024, 4, 2, 3, 16), (192, 2, 1, 5, 32), (320, 3, 1, 2, 16)]
 
