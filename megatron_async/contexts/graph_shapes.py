@@ -26,6 +26,10 @@ FINE_TOKENS = 256
 the 8B shape in the time of multiplying them by some 200 tokens."""
 DECODE_STRIDE = 64
 """Decode rows between captured shapes of one number of prefill tokens, or an eighth of these."""
+PACKED_DECODE_ROWS = 48
+"""Fewest decode rows of a packed shape that has some: with the 16 prefill rows of most graphs they
+are 64 rows of logits. On an H200 the 8B shape's vocabulary takes 249 us for these, and 280 for
+80."""
 PACKED_STRIDE = 32
 """Tokens between packed shapes of up to `PACKED_FINE` tokens; beyond, an eighth of the power of two
 below. With 48 arrivals a second, the 8B shape has 0.3 ms less between two tokens than with padding
@@ -37,6 +41,9 @@ STRETCH = 1.8
 shape's steps of 256 tokens do: at 48 arrivals a second its time between tokens is 5 % shorter than
 with whole prompts, and the first token comes 3 ms later. With 2.5, so 384 tokens, 3 % and as early
 (docs/records/whole_steps.md)."""
+SLOWER = 1.1
+"""A captured shape that takes so many times what a larger one takes is of no use: cuBLAS multiplies
+448 rows by the 8B shape's weights in 1.4 times the time of 480 on an H200."""
 MOST_TIMED = 1024
 """Tokens of the largest step that is timed: steps of more tokens take long to time."""
 
@@ -141,16 +148,35 @@ class GraphShapes:
         return [dims for dims in shapes if dims.tokens <= MOST_TIMED]
 
     def limit_mixed_steps(self, times: Sequence[float]) -> None:
-        """Set `mixed_step_tokens` to the tokens of the largest short step (`STRETCH`), if there is
-        a longer one among those measured.
+        """Set `mixed_step_tokens` to the tokens of the short step (`STRETCH`) that takes least for
+        a token, if there is a longer step among those measured. The largest short step is often a
+        little beyond what cuBLAS's tiles hold: 288 tokens take 1 ms more than 256 on an H200.
 
         Args:
             times: of `timed_shapes`, in any unit.
         """
         shapes = self.timed_shapes()
-        short = [dims.tokens for dims, time in zip(shapes, times) if time <= STRETCH * times[0]]
+        short = {time / dims.tokens: dims.tokens for dims, time in zip(shapes, times)
+                 if time <= STRETCH * times[0]}  # fmt: skip
         if len(short) < len(shapes):
-            self.mixed_step_tokens = max(short)
+            self.mixed_step_tokens = short[min(short)]
+
+    def slow_sizes(self, times: Sequence[float]) -> list[int]:
+        """The keys of `mixed_sizes` that take longer than larger ones (`SLOWER`), ascending.
+
+        Args:
+            times: of `timed_shapes`, in any unit.
+        """
+        sizes, best, slow = list(self.mixed_sizes)[: len(times)], float("inf"), []
+        for size, time in zip(reversed(sizes), reversed(times)):
+            if time > SLOWER * best:
+                slow.append(size)
+            best = min(best, time)
+        return slow[::-1]
+
+    def drop_mixed(self, size: int) -> None:
+        """Serve steps of so many tokens by the next larger shape."""
+        del self.mixed_sizes[size]
 
     def all_shapes(self) -> list[BatchDimensions]:
         """Every shape to capture, largest first, so that smaller graphs reuse its memory."""
@@ -205,8 +231,8 @@ def graph_sizes(max_requests: int, count: int | None) -> tuple[int, ...]:
 
 
 def packed_graph_sizes(max_requests: int, max_tokens: int) -> dict[int, tuple[int, ...]]:
-    """Token counts of packed graphs and, for each, decode row counts: 0, powers of two from
-    `DECODE_STRIDE` on, and the most that there may be.
+    """Token counts of packed graphs and, for each, decode row counts: 0, `PACKED_DECODE_ROWS`, twice
+    as many, and so on, and the most that there may be.
 
     Args:
         max_requests: most decode rows.
@@ -220,7 +246,7 @@ def packed_graph_sizes(max_requests: int, max_tokens: int) -> dict[int, tuple[in
     sizes = [size for size in sizes if size < max_tokens] + [max_tokens]
     found = {}
     for size in sizes:
-        most, rows, count = min(max_requests, size), [0], DECODE_STRIDE
+        most, rows, count = min(max_requests, size), [0], PACKED_DECODE_ROWS
         while count < most:
             rows.append(count)
             count *= 2

@@ -26,7 +26,7 @@ needs it process logits and give log probs. FILTERED serves SOFTMAX too, except 
 tensor-parallel ranks, which gather no logits for SOFTMAX."""
 
 MOST_GENERAL = max(CAPTURED_MODES)
-"""The mode whose graphs serve all modes. Mixed shapes of `FINE_TOKENS` and more are captured only
+"""The mode whose graphs serve all modes. Mixed shapes of more than `FINE_TOKENS` are captured only
 for this mode: they are many, and their sampling is cheap compared with their products."""
 
 LAUNCH_MS = 1.0
@@ -180,13 +180,21 @@ class StepGraphs:
         self.bytes += self._device.memory_in_use() - before
 
     def time_mixed_shapes(self, shapes: GraphShapes, prepare: Prepare) -> None:
-        """Replay graphs of mixed steps, of as many on each rank of a model, and limit such steps by
-        their times (`GraphShapes.limit_mixed_steps`)."""
+        """Replay graphs of mixed steps, of as many on each rank of a model, limit such steps by
+        their times (`GraphShapes.limit_mixed_steps`), and drop those that are slow on every rank
+        (`GraphShapes.slow_sizes`)."""
         times = []
         for dims in shapes.timed_shapes():
             graph = self._graphs[dims.graph_key, MOST_GENERAL]
             times.append(min(self._replay_ms(graph, dims, prepare) for _ in range(TIMED_REPLAYS)))
         shapes.limit_mixed_steps(times)
+        slow = shapes.slow_sizes(times)
+        # Ranks of one model pad their steps alike.
+        for size in list(shapes.mixed_sizes)[: len(times)]:
+            if agree_on_least(int(size in slow)):
+                shapes.drop_mixed(size)
+        kept = {dims.graph_key for dims in shapes.all_shapes()}
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] in kept}
 
     def _replay_ms(self, graph: Graph, dims: BatchDimensions, prepare: Prepare) -> float:
         compute = self._device.compute
@@ -199,7 +207,7 @@ class StepGraphs:
         return (end.time_us() - start.time_us()) / 1e3
 
     def _modes_of(self, dims: BatchDimensions) -> tuple[SamplingMode, ...]:
-        return self._modes if dims.prefill_tokens < FINE_TOKENS else (MOST_GENERAL,)
+        return self._modes if dims.prefill_tokens <= FINE_TOKENS else (MOST_GENERAL,)
 
     def clear(self) -> None:
         """Drop all graphs and, with them, their memory."""
@@ -210,7 +218,7 @@ class StepGraphs:
         """The graph for a step of this shape and mode; None where none was captured."""
         if not dims.is_captured:
             return None
-        if dims.prefill_tokens >= FINE_TOKENS:
+        if dims.prefill_tokens > FINE_TOKENS:
             mode = MOST_GENERAL
         elif mode not in self._modes:
             mode = SamplingMode.FILTERED

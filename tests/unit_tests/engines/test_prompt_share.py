@@ -68,6 +68,13 @@ def test_short_steps_end_where_time_grows() -> None:
     assert shapes.mixed_step_tokens == 256
 
 
+def test_of_short_steps_the_one_with_the_cheapest_tokens_counts() -> None:
+    """An H200's times of the 8B shape, where 288 tokens take a millisecond more than 256."""
+    shapes = GraphShapes((64,), {size: (0,) for size in (64, 128, 256, 288, 384)}, is_packed=True)
+    shapes.limit_mixed_steps([4.23, 4.84, 6.35, 7.49, 8.73])
+    assert shapes.mixed_step_tokens == 256
+
+
 def test_no_limit_is_told_where_all_steps_are_short() -> None:
     shapes = GraphShapes((64,), {32: (0,), 64: (0,)}, is_packed=True)
     shapes.limit_mixed_steps([4.0, 5.0])

@@ -12,7 +12,9 @@ from megatron_async.contexts.graph_shapes import FINE_TOKENS, GraphShapes, mixed
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.devices import CpuDevice
 from megatron_async.ops.sampling.sampling import SamplingMode
+from megatron_async.text_generation_controllers import cuda_graphs
 from megatron_async.text_generation_controllers.cuda_graphs import (
+    CAPTURED_MODES,
     MOST_GENERAL,
     EagerStep,
     StepGraphs,
@@ -87,6 +89,55 @@ def test_short_mixed_steps_are_found_by_replays() -> None:
     assert {dims.tokens for dims in prepared} == {64, 80, 256}
 
 
+def test_slow_shapes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 tokens take 12 ms where 192 take 10: steps of 100 tokens are padded to 192."""
+    graphs, shapes = StepGraphs(SlowToLaunch()), shapes_of(64, 128, 192, 256)
+    graphs.capture(shapes.all_shapes(), nothing, run, progress=False)
+    captured = graphs.count
+    took = iter([4.0] * 3 + [12.0] * 3 + [10.0] * 3 + [11.0] * 3)
+    monkeypatch.setattr(graphs, "_replay_ms", lambda *_: next(took))
+    graphs.time_mixed_shapes(shapes, nothing)
+    assert list(shapes.mixed_sizes) == [64, 192, 256]
+    assert graphs.count == captured - len(CAPTURED_MODES) * 2
+    found = shapes.find(4, 1, 100)
+    assert found is not None
+    assert found.prefill_tokens == 192
+    assert graphs.find(found, SamplingMode.GREEDY) is not None
+    assert not graphs.find(shapes.shape(4, 128), SamplingMode.GREEDY)
+
+
+def test_a_shape_that_is_slow_on_one_rank_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, shapes = StepGraphs(SlowToLaunch()), shapes_of(64, 128)
+    graphs.capture(shapes.all_shapes(), nothing, run, progress=False)
+    took = iter([12.0] * 3 + [10.0] * 3)
+    monkeypatch.setattr(graphs, "_replay_ms", lambda *_: next(took))
+    asked: list[int] = []
+
+    def least(value: int) -> int:
+        asked.append(value)
+        return 0
+
+    monkeypatch.setattr(cuda_graphs, "agree_on_least", least)
+    graphs.time_mixed_shapes(shapes, nothing)
+    assert asked == [1, 0], "every rank says as many numbers"
+    assert list(shapes.mixed_sizes) == [64, 128]
+
+
+@pytest.mark.parametrize(
+    ("times", "slow"),
+    [
+        ([1.0, 2.0, 3.0], []),
+        ([1.0, 3.2, 3.0], []),
+        ([1.0, 3.4, 3.0], [128]),
+        ([3.4, 3.5, 3.0], [64, 128]),
+        ([1.0], []),
+        ([], []),
+    ],
+)
+def test_what_is_slow(times: list[float], slow: list[int]) -> None:
+    assert shapes_of(64, 128, 256, 2048).slow_sizes(times) == slow
+
+
 @pytest.mark.parametrize(
     ("host_ms", "device_ms", "is_cheap"),
     [(0.9, 1.0, True), (1.1, 5.0, False), (4.0, 21.0, True), (4.0, 19.0, False)],
@@ -98,15 +149,15 @@ def test_what_is_cheap(host_ms: float, device_ms: float, is_cheap: bool) -> None
 @pytest.mark.parametrize("mode", SamplingMode)
 def test_every_step_of_a_captured_shape_has_its_graph(mode: SamplingMode) -> None:
     graphs = StepGraphs(SlowToLaunch())
-    shapes = shapes_of(64, FINE_TOKENS)
+    shapes = shapes_of(64, FINE_TOKENS, FINE_TOKENS + 32)
     graphs.capture(shapes.all_shapes(), nothing, run, progress=False)
-    for tokens in (0, 64, FINE_TOKENS):
+    for tokens in (0, 64, FINE_TOKENS, FINE_TOKENS + 32):
         dims = shapes.shape(4, tokens)
         found: Any = graphs.find(dims, mode)
         assert found.dims == dims
         assert found.mode >= mode, "it does all that the step needs"
         assert (found.mode == MOST_GENERAL) == (
-            tokens == FINE_TOKENS or mode == SamplingMode.PROCESSED
+            tokens > FINE_TOKENS or mode == SamplingMode.PROCESSED
         )
     assert graphs.find(BatchDimensions(4), mode) is None
 
