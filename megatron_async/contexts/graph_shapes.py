@@ -231,8 +231,8 @@ def graph_sizes(max_requests: int, count: int | None) -> tuple[int, ...]:
 
 
 def packed_graph_sizes(max_requests: int, max_tokens: int) -> dict[int, tuple[int, ...]]:
-    """Token counts of packed graphs and, for each, decode row counts: 0, `PACKED_DECODE_ROWS`, twice
-    as many, and so on, and the most that there may be.
+    """Token counts of packed graphs and, for each, decode row counts: 0, `PACKED_DECODE_ROWS`,
+    twice as many, and so on, and the most that there may be.
 
     Args:
         max_requests: most decode rows.
